@@ -1,0 +1,20 @@
+"""What every layer calls an adapter version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """One immutable version of one tenant's adapter.
+
+    `digest` (64 hex characters of SHA-256 over the upload) is the identity: the prefix cache, the device
+    arena and the artifact store are keyed by it, never by the name. `rank` is the largest rank of any site.
+    """
+
+    tenant_id: str
+    name: str
+    version: int
+    digest: str
+    rank: int

@@ -1,0 +1,45 @@
+"""The engine's settings: frozen, validated once, passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+BLOCK_SIZE = 16
+"""Token positions in a KV block."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine process is started with. Sizes in bytes, tokens or sequences as named; 0 means "choose
+    from the machine" for the memory sizes and "what the model allows" for `max_model_len`."""
+
+    model_path: str
+    artifact_dir: str
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 1024
+    kv_cache_memory: int = 0
+    adapter_memory: int = 0
+    adapter_cpu_memory: int = 0
+    max_adapter_rank: int = 64
+    lookahead: Literal[0, 1] = 0
+    num_threads: int = 0
+    adapter_load_timeout: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits that the scheduler itself works under. `num_blocks` is the KV pool's size in blocks."""
+
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int
+    lookahead: Literal[0, 1] = 0
+    adapter_wait_aging_s: float = 5.0
+    """After so long a wait for room on the device, a request's adapter goes before all others."""

@@ -1,0 +1,204 @@
+"""The values that travel between the engine, its clients and its runner.
+
+Everything here is a frozen dataclass that msgspec can encode, but for `Sequence`, which is the engine's own
+mutable record of one request. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from loraplex.adapters.ref import AdapterRef
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+AdapterState = Literal["hot", "warm", "cold"]
+ErrorCode = Literal[
+    "server_overloaded",  # a bounded queue is full
+    "adapter_unavailable",  # the adapter could not be loaded, or cannot fit
+    "engine_restarting",  # the engine process died or is being replaced
+    "deadline_exceeded",
+    "context_length_exceeded",  # can never fit max_model_len or the KV pool
+    "internal_error",
+    "draining",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are drawn.
+
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and both penalties 0 are neutral.
+    `seed` is always set by the time a request reaches the engine; noise is a function of
+    (seed, choice, output position) alone, so preemption and batch-mates cannot change it.
+    `stop_token_ids` end the sequence and are part of its count, not of its text. `eos` ids come from the
+    model and are dropped under `ignore_eos`. Neither may be sampled before `min_tokens` outputs.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    choice: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to generate. `request_id` is the internal, unique id. `deadline` is in seconds of the
+    engine's monotonic clock budget from arrival (None: no deadline). `weight` is the tenant's share;
+    `priority` (higher first) orders within the tenant only. `adapter` None is the base model."""
+
+    request_id: str
+    tenant_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: AdapterRef | None = None
+    weight: float = 1.0
+    priority: int = 0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineError:
+    code: ErrorCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds, from arrival in the engine."""
+
+    queue_s: float
+    first_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Something that happened to one request. Exactly one event of a request has `finish_reason` set; it is
+    the last. `adapter_state` (where the adapter was when the request arrived) is set on the first event of a
+    request that names an adapter. `usage` and `timing` are set on the terminal event.
+    `stop_token_id` tells which stop or eos id ended it, for finish_reason "stop"."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+    usage: Usage | None = None
+    timing: Timing | None = None
+    adapter_state: AdapterState | None = None
+    stop_token_id: int | None = None
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request inside the engine.
+
+    `token_ids` holds the prompt and every output token that has been collected. `num_pending` counts output
+    tokens that submitted steps will sample but that have not been collected yet (0 without lookahead).
+    `num_computed` is how many positions have been *scheduled* for computation; it catches up with
+    `num_tokens`. `block_ids[i]` holds positions 16·i … 16·i+15. `epoch` grows at each preemption, so that a
+    result of an older life can be told apart.
+    """
+
+    request: EngineRequest
+    arrival: float
+    order: int
+    token_ids: list[int]
+    state: SequenceState = SequenceState.WAITING
+    num_computed: int = 0
+    num_pending: int = 0
+    num_cached: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    epoch: int = 0
+    slot: int = -1  # the adapter's device slot while running; -1 for base rows
+    first_scheduled: float | None = None
+    first_token: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        """Collected output tokens."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that exist, the pending ones included."""
+        return len(self.token_ids) + self.num_pending
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """A slice of one sequence in one step: positions start … start+num_tokens-1 are computed. `samples` says
+    that the last of them is the sequence's last known position, so that a token is drawn from it; that token
+    will be output number `output_index` (0-based). If `pending_input` is set, the token at position `start`
+    is the one that the previous submitted step samples for this sequence and is not on the host yet
+    (then num_tokens is 1). `block_ids` and `slot` are copied at planning, so that a later change to the
+    sequence cannot reach a step that is already submitted. `token_ids` are the input tokens of the slice
+    (the placeholder 0 where pending)."""
+
+    seq: Sequence
+    epoch: int
+    start: int
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    slot: int
+    samples: bool
+    pending_input: bool
+    output_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. `step_id` grows by one a plan. `preempted` are the sequences that lost their blocks while
+    this plan was made. `loads` are the digests whose way to the device was begun."""
+
+    step_id: int
+    scheduled: tuple[ScheduledSequence, ...]
+    preempted: tuple[str, ...] = ()
+    loads: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens of one step, in the order of `plan.scheduled`: an empty tuple for a slice that does not sample,
+    else one or more tokens. `failed` maps an index in `scheduled` to what went wrong with that row alone."""
+
+    step_id: int
+    token_ids: tuple[tuple[int, ...], ...]
+    failed: dict[int, str] = field(default_factory=dict)
