@@ -1,0 +1,69 @@
+"""The root of the exception tree, and what the adapter layer raises."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+RefusalCode = Literal[
+    "name_reserved",
+    "not_safetensors",
+    "bad_archive",
+    "config_invalid",
+    "base_mismatch",
+    "unsupported_feature",
+    "rank_exceeds_max",
+    "shape_mismatch",
+    "missing_tensor",
+    "unexpected_tensor",
+    "no_effect",
+    "non_finite",
+    "numerical_mismatch",
+    "too_large",
+    "quota_exceeded",
+]
+
+
+class LoraplexError(Exception):
+    """Everything that Loraplex raises on purpose. `code` is machine-readable, the message is for people."""
+
+    code: str = "internal_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class AdapterRefused(LoraplexError):
+    """An upload that will not be served. `feature` names what is not supported (for unsupported_feature);
+    `report` is what the admission found up to then."""
+
+    def __init__(
+        self,
+        code: RefusalCode,
+        message: str,
+        *,
+        feature: str | None = None,
+        report: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.feature = feature
+        self.report = report
+
+
+class ArtifactMissing(LoraplexError):
+    """The store holds no artifact of that digest."""
+
+    code = "adapter_unavailable"
+
+
+class ArtifactCorrupt(LoraplexError):
+    """An artifact's bytes are not those that its digest names."""
+
+    code = "adapter_unavailable"
+
+
+class StoreFull(LoraplexError):
+    """The disk has no room for the upload; nothing of it was kept."""
+
+    code = "storage_full"

@@ -1,0 +1,67 @@
+"""What is known of a validated adapter and of the base it must fit: names, shapes and byte ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SiteShape:
+    """One linear of the base. `module_path` is its name in the checkpoint without ".weight", such as
+    "model.layers.3.self_attn.q_proj"."""
+
+    layer: int
+    site: str
+    in_features: int
+    out_features: int
+    module_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSpec:
+    """The base model as admission sees it. `fingerprint` (64 hex characters) is a SHA-256 over its
+    architecture and weights. `sites` is keyed by (layer, site)."""
+
+    fingerprint: str
+    model_type: str
+    num_layers: int
+    sites: Mapping[tuple[int, str], SiteShape]
+    model_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A tensor inside a safetensors file: dtype by its safetensors name ("BF16", "F16", "F32", …), shape, and
+    absolute byte offsets [start, end) in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SiteWeights:
+    """The two matrices of one site: a is [rank, in_features], b is [out_features, rank]. `scaling` is
+    alpha/rank (alpha/sqrt(rank) under rsLoRA) with the site's own alpha and rank."""
+
+    layer: int
+    site: str
+    rank: int
+    scaling: float
+    a: TensorSlice
+    b: TensorSlice
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """A validated adapter. `rank` is the largest of any site, `num_bytes` the size of the upload's files."""
+
+    digest: str
+    rank: int
+    sites: tuple[SiteWeights, ...]
+    num_bytes: int
+    targets: tuple[str, ...]
+    report: dict[str, Any] = field(default_factory=dict)

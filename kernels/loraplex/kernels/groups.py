@@ -1,0 +1,22 @@
+"""The sites of a decoder layer that LoRA may change, grouped by the input they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SITES: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Every linear of a decoder layer that an adapter may carry, by its leaf name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteGroup:
+    """Sites of one layer that read the same input and write adjacent columns of one output.
+
+    `x` is [T, in_features]; `y` is [T, sum(out_features)], site i's columns following those of site i-1. A
+    model declares its groups once; they are the same in every layer. One LoRA launch serves a group.
+    """
+
+    key: str
+    sites: tuple[str, ...]
+    in_features: int
+    out_features: tuple[int, ...]

