@@ -1,0 +1,47 @@
+# Everything here works from a bare checkout with Python 3.11 or later and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy import-linter types-PyYAML openai psutil peft
+ARGS ?=
+
+.PHONY: quickstart test check soak fmt clean
+
+quickstart: $(STAMP)
+	@$(BIN)/loraplex quickstart $(ARGS)
+
+# Fast tests first: a broken one shows within a minute.
+test: $(STAMP)-dev
+	$(BIN)/python -m pytest -q -m "not slow and not soak" $(ARGS)
+	$(BIN)/python -m pytest -q -m "slow and not soak" $(ARGS)
+
+soak: $(STAMP)-dev
+	$(BIN)/python -m pytest -q -s --soak -m soak --timeout 0 $(ARGS)
+
+check: $(STAMP)-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p loraplex.kernels -p loraplex.adapters -p loraplex.engine -p loraplex.serving -p loraplex.api -p loraplex.control -p loraplex.admin -p loraplex.migrations -p loraplex.app
+	$(BIN)/lint-imports
+
+fmt: $(STAMP)-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch goes first and alone: with it in place no other package brings a larger build of it.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or later is needed: install it, or say make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed, $(PYTHON) is older: say make PYTHON=/path/to/python"; exit 1; }
+	@echo "[1/3] making $(VENV)"; $(PYTHON) -m venv $(VENV) || { echo "The virtual environment could not be made. On Debian: apt-get install python3-venv"; exit 1; }
+	@echo "[2/3] installing torch (about 200 MB)"; $(PIP) torch==2.13.0 || { echo "torch could not be installed: check that pip reaches a package index and that 2 GB of disk are free, then run make again"; exit 1; }
+	@echo "[3/3] installing Loraplex and what it needs"; $(PIP) --editable . || { echo "The installation failed: see pip's lines above, then run make again"; exit 1; }
+	@touch $@
+
+$(STAMP)-dev: $(STAMP)
+	@echo "installing what the tests need"; $(PIP) $(DEV) || { echo "The test tools could not be installed: see pip's lines above"; exit 1; }
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

