@@ -1,0 +1,110 @@
+"""Adapters that PEFT itself makes and applies: the yardstick for what the engine computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ALL_SITES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+ZOO: dict[str, dict[str, Any]] = {
+    "r1-qv": {"r": 1, "lora_alpha": 2, "target_modules": ["q_proj", "v_proj"]},
+    "r3-mlp": {"r": 3, "lora_alpha": 3, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    "r8-all": {"r": 8, "lora_alpha": 16, "target_modules": ALL_SITES},
+    "r16-rslora": {"r": 16, "lora_alpha": 8, "use_rslora": True, "target_modules": ALL_SITES},
+    "r64-all": {"r": 64, "lora_alpha": 64, "target_modules": ALL_SITES},
+    "patterns": {
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ALL_SITES,
+        "rank_pattern": {"q_proj": 24, "mlp.down_proj": 5},
+        "alpha_pattern": {"q_proj": 48, "self_attn.k_proj": 4},
+    },
+    "some-layers": {
+        "r": 12,
+        "lora_alpha": 24,
+        "target_modules": ["k_proj", "o_proj", "up_proj"],
+        "layers_to_transform": [0, 3, 7, 29],
+    },
+    "rslora-patterns": {
+        "r": 4,
+        "lora_alpha": 6,
+        "use_rslora": True,
+        "target_modules": ["o_proj", "down_proj"],
+        "rank_pattern": {"down_proj": 32},
+    },
+}
+
+
+def make_zoo(base: Path, out: Path, *, std: float = 0.02) -> dict[str, Path]:
+    """One directory an adapter of `ZOO`, with random A and B, saved by PEFT in float32."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    made: dict[str, Path] = {}
+    for number, (name, options) in enumerate(ZOO.items()):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+        generator = torch.Generator().manual_seed(number)
+        for key, weight in model.named_parameters():
+            if "lora_" in key:
+                weight.data.normal_(0, std, generator=generator)
+        made[name] = out / name
+        model.save_pretrained(made[name])
+    return made
+
+
+class PeftReference:
+    """transformers + PEFT with many adapters loaded, one at a time in use."""
+
+    def __init__(self, base: Path, adapters: dict[str, Path], dtype: torch.dtype) -> None:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        names = list(adapters)
+        self._adapters = names
+        self.model = PeftModel.from_pretrained(
+            model, adapters[names[0]], adapter_name=_safe(names[0]), autocast_adapter_dtype=False
+        )
+        for name in names[1:]:
+            self.model.load_adapter(adapters[name], adapter_name=_safe(name), autocast_adapter_dtype=False)
+        self.model.to(dtype).eval()
+
+    @contextmanager
+    def _using(self, name: str | None) -> Iterator[Any]:
+        if name is None:
+            with self.model.disable_adapter():
+                yield self.model
+        else:
+            self.model.set_adapter(_safe(name))
+            yield self.model
+
+    @torch.no_grad()
+    def logits(self, name: str | None, token_ids: list[int]) -> torch.Tensor:
+        """[len(token_ids), V] float32: teacher-forced logits of every position."""
+        with self._using(name) as model:
+            return model(torch.tensor([token_ids])).logits[0].float()
+
+    @torch.no_grad()
+    def greedy(self, name: str | None, prompt: list[int], count: int) -> list[int]:
+        """`count` greedy tokens after `prompt`, end-of-sequence tokens taken as ordinary ones."""
+        ids = torch.tensor([prompt])
+        out: list[int] = []
+        past = None
+        with self._using(name) as model:
+            for _ in range(count):
+                answer = model(ids, past_key_values=past, use_cache=True)
+                past = answer.past_key_values
+                out.append(int(answer.logits[0, -1].argmax()))
+                ids = torch.tensor([[out[-1]]])
+        return out
+
+
+def _safe(name: str) -> str:
+    # PEFT uses adapter names as module names, where a dot is not allowed.
+    return name.replace(".", "_").replace("-", "_")
