@@ -1,0 +1,199 @@
+"""The engine as the API sees it: submit a request, read its events, abort it.
+
+Two implementations pass one conformance suite: `SocketEngineClient` (an engine process, supervised) and
+`InProcessEngineClient` (the same loop in a thread). All methods belong to one event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol, Self
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.types import (
+    AdapterState,
+    EngineError,
+    EngineRequest,
+    ErrorCode,
+    FinishReason,
+    Timing,
+    TokenEvent,
+    Usage,
+)
+
+
+class RequestStream:
+    """The events of one request, for one reader: `async for event in stream`.
+
+    Ends after the terminal event (the one with `finish_reason`), of which there is exactly one whatever
+    happens to the engine. While the reader is slow, token events are merged into one, so that the buffer holds
+    at most the request's `max_tokens` ids. A cancelled read loses nothing. As a context manager it aborts the
+    request on the way out if it has not ended.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        on_abort: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.request = request
+        self._on_abort = on_abort
+        self._clock = clock
+        self._arrived = asyncio.Event()
+        self._token_ids: list[int] = []
+        self._adapter_state: AdapterState | None = None
+        self._terminal: TokenEvent | None = None
+        self._pending_since: float | None = None
+        self._closed = False  # the terminal event has been put
+        self._ended = False  # the terminal event has been read
+        self._aborted = False
+
+    # The reader's side.
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._ended:
+            raise StopAsyncIteration
+        while self._pending_since is None:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._take()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """Ask the engine to end this request; it then ends with its terminal event like any other. Does
+        nothing when it has ended or was aborted before."""
+        if self._closed or self._aborted:
+            return
+        self._aborted = True
+        self._on_abort(self.request.request_id)
+
+    @property
+    def finished(self) -> bool:
+        """The terminal event has arrived, though perhaps it has not been read."""
+        return self._closed
+
+    @property
+    def num_buffered(self) -> int:
+        """Tokens that wait for the reader."""
+        return len(self._token_ids)
+
+    def stalled_for(self) -> float:
+        """Seconds for which something has been waiting that the reader has not taken; 0 where nothing waits."""
+        return 0.0 if self._pending_since is None else self._clock() - self._pending_since
+
+    # The client's side.
+
+    def put(self, event: TokenEvent) -> None:
+        """Called by the client on the event loop's thread. What follows a terminal event is ignored."""
+        if self._closed:
+            return
+        self._token_ids += event.token_ids
+        if self._adapter_state is None:
+            self._adapter_state = event.adapter_state
+        if event.finish_reason is not None:
+            self._terminal = event
+            self._closed = True
+        if self._pending_since is None:
+            self._pending_since = self._clock()
+        self._arrived.set()
+
+    def _take(self) -> TokenEvent:
+        token_ids, state, terminal = tuple(self._token_ids), self._adapter_state, self._terminal
+        self._token_ids.clear()
+        self._adapter_state = None
+        self._pending_since = None
+        if terminal is None:
+            return TokenEvent(self.request.request_id, token_ids, adapter_state=state)
+        self._ended = True
+        return TokenEvent(
+            terminal.request_id,
+            token_ids,
+            finish_reason=terminal.finish_reason,
+            error=terminal.error,
+            usage=terminal.usage,
+            timing=terminal.timing,
+            adapter_state=state,
+            stop_token_id=terminal.stop_token_id,
+        )
+
+
+class EngineClient(Protocol):
+    """What the API needs of an engine. `info` is known once `start` has returned, and stays readable while the
+    engine is being replaced; `healthy` says whether requests are taken now; `unhealthy_reason` why not."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def unhealthy_reason(self) -> str | None: ...
+    @property
+    def num_restarts(self) -> int: ...
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        ...
+
+    async def start(self) -> None:
+        """Returns when the engine can take requests. Raises EngineStartError with one clear line."""
+        ...
+
+    async def close(self, *, drain_s: float = 0) -> None:
+        """Take nothing new, let what runs finish within `drain_s` seconds, end the rest, stop the engine."""
+        ...
+
+    def submit(self, request: EngineRequest) -> RequestStream:
+        """Raises EngineOverloaded at the bound on requests in flight, EngineUnavailable (EngineDraining) where
+        no engine takes requests, ValueError for an id that is live already."""
+        ...
+
+    def adapter_state(self, digest: str) -> AdapterState:
+        """Where the version was a moment ago; a hint. The truth is in a request's first event."""
+        ...
+
+    async def stats(self) -> EngineStats: ...
+    async def cache(self) -> list[CacheEntry]: ...
+    async def pin(self, ref: AdapterRef) -> None:
+        """Keep this version on the device; it comes back after a restart. Raises ServingError where the
+        engine refuses. Returns when the engine has noted it, which may be before it is loaded."""
+        ...
+
+    async def unpin(self, digest: str) -> None: ...
+    async def drop(self, digest: str) -> None:
+        """Forget a version that was deleted; what runs on it finishes."""
+        ...
+
+
+def error_event(request_id: str, code: ErrorCode, message: str) -> TokenEvent:
+    """The terminal event of a request that failed."""
+    return TokenEvent(request_id, finish_reason="error", error=EngineError(code, message))
+
+
+__all__ = [
+    "AdapterState",
+    "CacheEntry",
+    "EngineClient",
+    "EngineError",
+    "EngineInfo",
+    "EngineRequest",
+    "EngineStats",
+    "FinishReason",
+    "RequestStream",
+    "Timing",
+    "TokenEvent",
+    "Usage",
+    "error_event",
+]

@@ -1,0 +1,57 @@
+"""What the serving layer raises. The HTTP layers map these to answers by `code`; `retry_after_s` (where set) is
+the least time after which trying again makes sense."""
+
+from __future__ import annotations
+
+from loraplex.adapters.errors import LoraplexError
+
+
+class ServingError(LoraplexError):
+    """The root of this layer's errors."""
+
+    retry_after_s: float | None = None
+
+
+class EngineUnavailable(ServingError):
+    """No engine can take the request now: it is starting, being replaced, or has failed for good (503)."""
+
+    code = "engine_restarting"
+    retry_after_s = 2.0
+
+
+class EngineDraining(EngineUnavailable):
+    """The engine finishes what runs and takes nothing new (503)."""
+
+    code = "draining"
+
+
+class EngineOverloaded(ServingError):
+    """The client's bound on requests in flight is reached (503)."""
+
+    code = "server_overloaded"
+    retry_after_s = 1.0
+
+
+class EngineStartError(ServingError):
+    """The engine could not be started; the message says why in one line."""
+
+    code = "engine_restarting"
+
+
+class TemplateError(ServingError):
+    """The messages cannot be put into the model's chat template (400). `param` is the field at fault."""
+
+    code = "invalid_value"
+    param = "messages"
+
+
+class TextTooLong(ServingError):
+    """The text is longer than the model's context can possibly hold; it was not tokenised (400)."""
+
+    code = "context_length_exceeded"
+
+
+class TokenizerUnsupported(ServingError):
+    """The model directory's tokenizer is missing, or of a kind that this server does not decode."""
+
+    code = "invalid_value"
