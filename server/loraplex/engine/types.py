@@ -14,6 +14,10 @@ from loraplex.adapters.ref import AdapterRef
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = Literal["hot", "warm", "cold"]
+Namespace = tuple[str, str | None]
+"""Tenant and adapter digest (None: the base model): who may share KV with whom."""
+BlockKey = tuple[Namespace, bytes]
+"""The name of a full KV block's content: its namespace and its link of the hash chain (see `prefix`)."""
 ErrorCode = Literal[
     "server_overloaded",  # a bounded queue is full
     "adapter_unavailable",  # the adapter could not be loaded, or cannot fit
@@ -95,7 +99,9 @@ class TokenEvent:
     """Something that happened to one request. Exactly one event of a request has `finish_reason` set; it is
     the last. `adapter_state` (where the adapter was when the request arrived) is set on the first event of a
     request that names an adapter. `usage` and `timing` are set on the terminal event.
-    `stop_token_id` tells which stop or eos id ended it, for finish_reason "stop"."""
+    `stop_token_id` tells which stop or eos id ended it, for finish_reason "stop".
+    `duplicate` marks the refusal of a request whose id is in flight already: it speaks of the newcomer, and the
+    request that has the id goes on."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -105,6 +111,7 @@ class TokenEvent:
     timing: Timing | None = None
     adapter_state: AdapterState | None = None
     stop_token_id: int | None = None
+    duplicate: bool = False
 
 
 class SequenceState(Enum):
@@ -121,7 +128,8 @@ class Sequence:
     tokens that submitted steps will sample but that have not been collected yet (0 without lookahead).
     `num_computed` is how many positions have been *scheduled* for computation; it catches up with
     `num_tokens`. `block_ids[i]` holds positions 16·i … 16·i+15. `epoch` grows at each preemption, so that a
-    result of an older life can be told apart.
+    result of an older life can be told apart. `num_charged` is the highest position that was ever charged to the
+    tenant, so that recomputation is free. `block_keys[i]` names the content of the i-th full block.
     """
 
     request: EngineRequest
@@ -137,6 +145,11 @@ class Sequence:
     slot: int = -1  # the adapter's device slot while running; -1 for base rows
     first_scheduled: float | None = None
     first_token: float | None = None
+    deadline_at: float | None = None  # by the engine's clock
+    adapter_state: AdapterState | None = None  # at arrival
+    adapter_wait_since: float | None = None  # when it was first passed by for want of its adapter
+    num_charged: int = 0
+    block_keys: list[BlockKey] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
