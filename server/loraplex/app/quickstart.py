@@ -1,0 +1,283 @@
+"""`loraplex quickstart`: from nothing to a mixed batch on a real model, through the public doors only.
+
+The server runs as a child process with its embedded defaults. Everything else here is a client of its HTTP
+interface, as an operator's and a tenant's own scripts would be. A second run reuses model, database, key and
+adapters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.app.models import default_served_name, ensure_model
+
+TENANT = "demo"
+START_TIMEOUT_S = 180.0
+
+
+class QuickstartFailed(LoraplexError):
+    """A step of the demonstration failed; the message names the step and what to do."""
+
+    code = "quickstart_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class QuickstartOptions:
+    """`adapters_dir` holds one PEFT directory an adapter; `exit_after` stops the server after the answers."""
+
+    model: str
+    adapters_dir: Path
+    data_dir: Path
+    host: str
+    port: int
+    admin_port: int
+    question: str
+    max_tokens: int
+    exit_after: bool
+
+
+def run_quickstart(options: QuickstartOptions, console: Console) -> int:
+    """The exit code: 0 only if every answer came."""
+    adapters = _example_adapters(options.adapters_dir)
+    for port in (options.port, options.admin_port):
+        _require_free(options.host, port)
+    console.print(f"[bold]1/5[/] base model {options.model}")
+    model_dir = ensure_model(options.model, lambda line: console.print(f"    {line}"))
+    console.print("[bold]2/5[/] starting the server")
+    with _server(options, model_dir) as server:
+        _await_ready(options, server)
+        console.print(
+            f"    data plane http://{options.host}:{options.port}, admin plane http://{options.host}:{options.admin_port}"
+        )
+        with httpx.Client(base_url=f"http://{options.host}:{options.admin_port}", timeout=120) as admin:
+            admin.headers["authorization"] = f"Bearer {_admin_token(options.data_dir)}"
+            console.print(f"[bold]3/5[/] tenant '{TENANT}' and its key")
+            key = _tenant_and_key(admin, options)
+            console.print("[bold]4/5[/] uploading the example adapters through the admin API")
+            for name, folder in adapters.items():
+                console.print(f"    {_upload(admin, name, folder)}")
+        console.print("[bold]5/5[/] one question to the base model and every adapter, in one mixed batch")
+        models = [default_served_name(options.model), *adapters]
+        answers = asyncio.run(_ask_all(options, key, models))
+        _show(console, options, key, answers)
+        failed = [name for name, answer in answers.items() if answer.error]
+        if failed:
+            raise QuickstartFailed(
+                f"no answer from {', '.join(failed)}; the server's log is {_log_path(options)}"
+            )
+        if not options.exit_after:
+            console.print("\nThe server stays up; Ctrl-C stops it.")
+            _wait(server)
+    return 0
+
+
+def _example_adapters(folder: Path) -> dict[str, Path]:
+    found = {path.parent.name: path.parent for path in sorted(folder.glob("*/adapter_config.json"))}
+    if not found:
+        raise QuickstartFailed(
+            f"{folder} holds no adapters; run this from a checkout, or give --adapters-dir."
+        )
+    return found
+
+
+def _require_free(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise QuickstartFailed(
+                f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there, or choose "
+                "others with --port and --admin-port."
+            ) from error
+
+
+def _log_path(options: QuickstartOptions) -> Path:
+    return options.data_dir / "server.log"
+
+
+@contextlib.contextmanager
+def _server(options: QuickstartOptions, model_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+    options.data_dir.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "loraplex.app.cli", "serve", "--model", str(model_dir)]
+    command += [
+        "--served-model-name",
+        default_served_name(options.model),
+        "--data-dir",
+        str(options.data_dir),
+    ]
+    command += ["--host", options.host, "--port", str(options.port)]
+    command += ["--admin-host", options.host, "--admin-port", str(options.admin_port)]
+    # A grace period is for load balancers; here it would only delay Ctrl-C.
+    command += ["--drain-grace", "0"]
+    with open(_log_path(options), "ab") as log:
+        # Its own process group, so that Ctrl-C reaches the server once, as the drain that we ask for.
+        child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(timeout=75)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def _await_ready(options: QuickstartOptions, server: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + START_TIMEOUT_S
+    url = f"http://{options.host}:{options.port}/readyz"
+    while time.monotonic() < end:
+        if server.poll() is not None:
+            raise QuickstartFailed(
+                f"the server ended with {server.returncode}: {_last_line(_log_path(options))}"
+            )
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url, timeout=2).status_code == 200:
+                return
+        time.sleep(0.2)
+    raise QuickstartFailed(
+        f"the server was not ready after {START_TIMEOUT_S:.0f} s; see {_log_path(options)}"
+    )
+
+
+def _last_line(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else f"see {path}"
+
+
+def _admin_token(data_dir: Path) -> str:
+    given = os.environ.get("LORAPLEX_ADMIN_TOKEN")
+    return given or (data_dir / "admin-token").read_text().strip()
+
+
+def _checked(answer: httpx.Response, what: str, *allowed: int) -> httpx.Response:
+    if answer.status_code in allowed:
+        return answer
+    try:
+        reason = answer.json().get("detail", answer.text)
+    except ValueError:
+        reason = answer.text
+    raise QuickstartFailed(f"{what} failed with {answer.status_code}: {reason}")
+
+
+def _tenant_and_key(admin: httpx.Client, options: QuickstartOptions) -> str:
+    created = admin.post("/admin/v1/tenants", json={"id": TENANT, "display_name": "Quickstart"})
+    _checked(created, "creating the tenant", 201, 409)
+    kept = options.data_dir / "quickstart-key"
+    if kept.is_file():
+        key = kept.read_text().strip()
+        answer = httpx.get(
+            f"http://{options.host}:{options.port}/v1/models", headers={"authorization": f"Bearer {key}"}
+        )
+        if answer.status_code == 200:
+            return key
+    made = admin.post(f"/admin/v1/tenants/{TENANT}/keys", json={"name": "quickstart"})
+    key = str(_checked(made, "creating the key", 201).json()["secret"])
+    with open(os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
+        handle.write(key + "\n")
+    return key
+
+
+def _upload(admin: httpx.Client, name: str, folder: Path) -> str:
+    with contextlib.ExitStack() as stack:
+        files = {
+            part: (part, stack.enter_context(open(folder / part, "rb")))
+            for part in ("adapter_config.json", "adapter_model.safetensors")
+        }
+        answer = admin.post(f"/admin/v1/tenants/{TENANT}/adapters/{name}/versions", files=files)
+    body = _checked(answer, f"uploading '{name}'", 200, 201).json()
+    known = "already there as" if answer.status_code == 200 else "accepted as"
+    targets = ", ".join(body["targets"])
+    return (
+        f"{name}: {known} {body['version']}, rank {body['rank']} on {targets}, {body['bytes'] / 1e6:.2f} MB"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str = ""
+    error: str = ""
+    adapter: str = ""
+    tokens: int = 0
+
+
+async def _ask_all(options: QuickstartOptions, key: str, models: list[str]) -> dict[str, Answer]:
+    async with httpx.AsyncClient(
+        base_url=f"http://{options.host}:{options.port}",
+        headers={"authorization": f"Bearer {key}"},
+        timeout=300,
+    ) as client:
+        answers = await asyncio.gather(*(_ask(client, options, model) for model in models))
+    return dict(zip(models, answers, strict=True))
+
+
+def _request_body(options: QuickstartOptions, model: str) -> dict[str, object]:
+    messages = [{"role": "user", "content": options.question}]
+    return {"model": model, "messages": messages, "max_tokens": options.max_tokens, "temperature": 0}
+
+
+async def _ask(client: httpx.AsyncClient, options: QuickstartOptions, model: str) -> Answer:
+    try:
+        answer = await client.post("/v1/chat/completions", json=_request_body(options, model))
+        body = answer.json()
+        if answer.status_code != 200:
+            return Answer(error=f"{answer.status_code}: {body['error']['message']}")
+    except (httpx.HTTPError, ValueError) as error:
+        return Answer(error=str(error) or type(error).__name__)
+    text = str(body["choices"][0]["message"]["content"]).strip()
+    served = answer.headers.get("x-loraplex-adapter", "base")
+    return Answer(text=text, adapter=served, tokens=int(body["usage"]["completion_tokens"]))
+
+
+def _show(console: Console, options: QuickstartOptions, key: str, answers: dict[str, Answer]) -> None:
+    table = Table(title=f"“{escape(options.question)}”", show_lines=True, title_justify="left")
+    table.add_column("model", style="bold", no_wrap=True)
+    table.add_column("served by", no_wrap=True)
+    table.add_column("answer", overflow="fold")
+    for model, answer in answers.items():
+        shown = f"[red]{escape(answer.error)}[/]" if answer.error else escape(answer.text)
+        table.add_row(model, answer.adapter, shown)
+    console.print(table)
+    body = shlex.quote(json.dumps(_request_body(options, list(answers)[-1]), ensure_ascii=False))
+    console.print("Ask again yourself:")
+    console.print(
+        f"curl http://{options.host}:{options.port}/v1/chat/completions \\\n"
+        f"  -H 'Authorization: Bearer {key}' \\\n  -H 'Content-Type: application/json' \\\n  -d {body}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _wait(server: subprocess.Popen[bytes]) -> None:
+    """Until the server ends by itself or somebody stops us."""
+
+    def stop(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        server.wait()
+    except KeyboardInterrupt:
+        return
+    raise QuickstartFailed(f"the server ended with {server.returncode}; see its log")
