@@ -17,7 +17,7 @@ def register_server_commands(app: typer.Typer) -> None:
     """Add the commands to the `loraplex` program."""
     app.command("serve", help="Serve a base model and its tenants' adapters.")(_with_settings(_serve))
     app.command("migrate", help="Bring the database to this version's schema; serve does so by itself.")(
-        _with_settings(_migrate)
+        _with_settings(_migrate, "data_dir", "database_url")
     )
     app.command("doctor", help="Check this machine, the settings and the data directory.")(
         _with_settings(_doctor)
@@ -27,8 +27,8 @@ def register_server_commands(app: typer.Typer) -> None:
     )(quickstart)
 
 
-def _with_settings(run: Any) -> Any:
-    """A command with one option a setting, made from `Settings`: the one place that names them."""
+def _with_settings(run: Any, *only: str) -> Any:
+    """A command with one option a setting (those in `only`, or all), made from `Settings`, where they stand."""
 
     def command(**given: Any) -> None:
         config = given.pop("config")
@@ -50,6 +50,7 @@ def _with_settings(run: Any) -> Any:
             annotation=(bool | None) if field.annotation is bool else (str | None),
         )
         for name, field in Settings.model_fields.items()
+        if not only or name in only
     ]
     parameters.append(
         inspect.Parameter(

