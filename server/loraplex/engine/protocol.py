@@ -239,7 +239,7 @@ def encode_frame(message: Command | Event) -> bytes:
     return bytes(buffer)
 
 
-def frame_length(header: bytes) -> int:
+def frame_length(header: bytes | bytearray) -> int:
     """The payload's length from a frame's first 4 bytes. Raises FrameTooLarge."""
     (length,) = _LENGTH.unpack(header)
     if length > MAX_FRAME_BYTES:

@@ -86,6 +86,11 @@ class RequestStream:
         return self._closed
 
     @property
+    def aborted(self) -> bool:
+        """The reader's side has asked for the end."""
+        return self._aborted
+
+    @property
     def num_buffered(self) -> int:
         """Tokens that wait for the reader."""
         return len(self._token_ids)

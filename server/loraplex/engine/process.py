@@ -1,0 +1,255 @@
+"""The engine process: `python -m loraplex.engine.process --socket PATH`, an EngineConfig as JSON on stdin.
+
+The main thread does the socket and the signals, one step thread runs `EngineLoop`. The process lives for its
+one client: when the client's end of the socket closes, it exits. SIGINT is ignored (a Ctrl-C at the terminal
+reaches the parent, which drains), SIGTERM ends it cleanly. Log lines are JSON on stderr and hold no prompts.
+Exit status: 0 after a clean end, 1 after a failure in a step, 2 for a bad start, 3 where the engine could not
+be built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from loraplex.engine import protocol as wire
+from loraplex.engine.config import EngineConfig
+from loraplex.engine.loop import BuiltEngineLike, EngineLoop, Outbox
+from loraplex.engine.types import TokenEvent
+
+STARTING_INTERVAL_S = 1.0
+FLUSH_S = 2.0
+"""For the last events to reach the client after the loop has ended."""
+ORPHAN_GRACE_S = 1.0
+"""For a step to end after the client has gone; then the process ends in the middle of it."""
+MAX_EVENTS_PER_FRAME = 4096
+MAX_TOKENS_PER_FRAME = 1 << 20
+PR_SET_PDEATHSIG = 1
+
+BuildEngine = Callable[[EngineConfig, Callable[[], None]], BuiltEngineLike]
+
+
+def log(event: str, *, exc_info: bool = False, **fields: Any) -> None:
+    """One JSON line on stderr."""
+    line = {"ts": round(time.time(), 3), "logger": "engine", "event": event, "pid": os.getpid(), **fields}
+    if exc_info:
+        line["traceback"] = traceback.format_exc()
+    # A log that cannot be written (the parent has gone) must not end a step.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(json.dumps(line, default=str) + "\n")
+        sys.stderr.flush()
+
+
+class EngineServer:
+    """One connection's IO, on the main thread: frames in to the loop, the outbox out to the client.
+
+    Nothing is encoded before the socket has taken what was encoded last, so a client that does not read makes
+    the outbox merge, and neither memory nor the step thread waits for it.
+    """
+
+    def __init__(
+        self, connection: socket.socket, build: Callable[[Callable[[], None]], BuiltEngineLike]
+    ) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._outbox = Outbox(self._notify)
+        self._loop = EngineLoop(build, self._emit, log)
+        self._reader = wire.FrameReader()
+        self._sending = memoryview(b"")
+        self._starting = True
+        self._status: int | None = None
+        self._thread = threading.Thread(target=self._step_thread, name="step", daemon=True)
+
+    def serve(self) -> int:
+        """Until the loop has ended and its last events are sent, or the client has gone. Returns the status."""
+        self._install_signals()
+        started = time.monotonic()
+        self._selector.register(self._connection, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread.start()
+        next_starting = started
+        flush_until: float | None = None
+        while True:
+            now = time.monotonic()
+            if self._starting and now >= next_starting:
+                self._outbox.put(wire.Starting("loading", now - started))
+                next_starting = now + STARTING_INTERVAL_S
+            if self._status is not None and flush_until is None:
+                flush_until = now + FLUSH_S
+            self._send()
+            if flush_until is not None and (not self._sending or now >= flush_until):
+                return self._status or 0
+            timeout = None if flush_until is None else flush_until - now
+            if self._starting:
+                timeout = next_starting - now
+            for key, _ in self._selector.select(timeout):
+                if key.fileobj is self._wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake_read.recv(4096)
+                elif not self._receive():
+                    return self._abandon()
+
+    def close(self) -> None:
+        self._selector.close()
+        for endpoint in (self._connection, self._wake_read, self._wake_write):
+            endpoint.close()
+
+    # The step thread.
+
+    def _step_thread(self) -> None:
+        status = 1
+        try:
+            status = self._loop.run()
+        finally:
+            self._starting = False
+            self._status = status
+            self._notify()
+
+    def _emit(self, event: wire.Event) -> None:
+        if isinstance(event, wire.Ready | wire.Fatal):
+            self._starting = False
+        self._outbox.put(event)
+
+    def _notify(self) -> None:
+        # A full pipe has a wake-up in it already.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_write.send(b"\0")
+
+    # The main thread.
+
+    def _install_signals(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: self._loop.stop())
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+
+    def _receive(self) -> bool:
+        """False once the client has gone."""
+        try:
+            data = self._connection.recv(1 << 18)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not data:
+            return False
+        try:
+            for payload in self._reader.feed(data):
+                self._loop.post(wire.decode_command(payload))
+        except wire.ProtocolError as error:
+            log("protocol_error", error=str(error))
+            return False
+        return True
+
+    def _send(self) -> None:
+        while True:
+            if not self._sending:
+                self._sending = memoryview(b"".join(map(_frames, self._outbox.take())))
+                if not self._sending:
+                    self._selector.modify(self._connection, selectors.EVENT_READ)
+                    return
+            try:
+                sent = self._connection.send(self._sending)
+            except BlockingIOError:
+                self._selector.modify(self._connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+                return
+            except OSError:
+                self._sending = memoryview(b"")  # the next read tells that the client has gone
+                return
+            self._sending = self._sending[sent:]
+
+    def _abandon(self) -> int:
+        """The client has gone: nobody is left to compute for."""
+        log("client_gone")
+        self._loop.stop()
+        self._thread.join(ORPHAN_GRACE_S)
+        if self._thread.is_alive():
+            os._exit(0)  # in the middle of a step or of a load, which cannot be interrupted otherwise
+        return 0
+
+
+def _frames(event: wire.Event) -> bytes:
+    if isinstance(event, wire.Events):
+        return b"".join(wire.encode_frame(wire.Events(part)) for part in _split(event.events))
+    try:
+        return wire.encode_frame(event)
+    except wire.FrameTooLarge as error:
+        if isinstance(event, wire.Stats | wire.Cache):
+            return wire.encode_frame(wire.Done(event.call, str(error)))
+        raise
+
+
+def _split(events: Sequence[TokenEvent]) -> Iterator[tuple[TokenEvent, ...]]:
+    """Parts that stay far below the limit of a frame, however long the client did not read."""
+    part: list[TokenEvent] = []
+    num_tokens = 0
+    for event in events:
+        part.append(event)
+        num_tokens += len(event.token_ids)
+        if len(part) >= MAX_EVENTS_PER_FRAME or num_tokens >= MAX_TOKENS_PER_FRAME:
+            yield tuple(part)
+            part, num_tokens = [], 0
+    if part:
+        yield tuple(part)
+
+
+def die_with_parent() -> None:
+    """On Linux, have the kernel kill this process when its parent dies. Elsewhere the socket's end does."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def run(build: BuildEngine, argv: list[str] | None = None) -> int:
+    """The whole process with the given way to build an engine. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="loraplex-engine")
+    parser.add_argument("--socket", required=True, help="the Unix socket that the client listens on")
+    arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        config = msgspec.json.decode(sys.stdin.buffer.read(1 << 20), type=EngineConfig)
+        connection.connect(arguments.socket)
+    except (OSError, msgspec.MsgspecError) as error:
+        log("engine_start_failed", error=str(error))
+        connection.close()
+        return 2
+    server = EngineServer(connection, lambda wake: build(config, wake))
+    try:
+        return server.serve()
+    finally:
+        server.close()
+
+
+def main() -> None:
+    def build(config: EngineConfig, wake: Callable[[], None]) -> BuiltEngineLike:
+        from loraplex.engine.factory import build_engine
+
+        return build_engine(config, wake)
+
+    # Threads of numerical libraries may outlive the loop; nothing of theirs is worth waiting for.
+    status = run(build)
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

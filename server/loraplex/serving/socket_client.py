@@ -1,0 +1,220 @@
+"""The engine in a process of its own, supervised: when it dies its requests fail with an error, it is started
+again, and the adapters that were on the device come back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine import protocol as wire
+from loraplex.engine.config import EngineConfig
+from loraplex.engine.loop import Log
+from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.types import AdapterState, EngineRequest
+from loraplex.serving.client import RequestStream
+from loraplex.serving.errors import EngineDraining, EngineStartError, EngineUnavailable, TextTooLong
+from loraplex.serving.session import EngineSession
+from loraplex.serving.supervisor import EngineProcess, RestartPolicy
+
+ENGINE_COMMAND = (sys.executable, "-m", "loraplex.engine.process")
+STOP_GRACE_S = 5.0
+"""Beyond the drain, for the process to end by itself before it is killed."""
+
+Phase = Literal["new", "starting", "ready", "restarting", "failed", "closing", "closed"]
+
+
+class SocketEngineClient:
+    """An `EngineClient` over an engine process. `start_timeout_s` bounds a start, the loading of the model
+    included; `on_progress(stage, seconds)` is called about once a second during it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        command: Sequence[str] = ENGINE_COMMAND,
+        start_timeout_s: float = 900.0,
+        restart: RestartPolicy | None = None,
+        on_progress: Callable[[str, float], None] = lambda stage, seconds: None,
+        log: Log = lambda event, **fields: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._command = command
+        self._start_timeout_s = start_timeout_s
+        self._policy = restart or RestartPolicy()
+        self._on_progress = on_progress
+        self._log = log
+        self._clock = clock
+        self._session = EngineSession(self._send)
+        self._process: EngineProcess | None = None
+        self._info: EngineInfo | None = None
+        self._phase: Phase = "new"
+        self._reason: str | None = "the engine has not been started"
+        self._num_restarts = 0
+        self._deaths: list[float] = []
+        self._hot: tuple[AdapterRef, ...] = ()
+        self._restarter: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineUnavailable("the engine has not been started")
+        return self._info
+
+    @property
+    def healthy(self) -> bool:
+        return self._phase == "ready"
+
+    @property
+    def unhealthy_reason(self) -> str | None:
+        return None if self.healthy else self._reason
+
+    @property
+    def num_restarts(self) -> int:
+        return self._num_restarts
+
+    @property
+    def num_live(self) -> int:
+        return self._session.num_live
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process, while there is one."""
+        return self._process.pid if self._process is not None and self.healthy else None
+
+    async def start(self) -> None:
+        self._phase, self._reason = "starting", "the engine is starting"
+        try:
+            await self._start_process()
+        except EngineStartError as error:
+            if self._phase == "starting":
+                self._phase, self._reason = "failed", error.message
+            raise
+
+    async def close(self, *, drain_s: float = 0) -> None:
+        if self._phase == "closed":
+            return
+        was_ready = self.healthy
+        self._phase, self._reason = "closing", "the server is shutting down"
+        self._session.draining = True
+        process = self._process
+        try:
+            if self._restarter is not None:
+                self._restarter.cancel()
+                await asyncio.gather(self._restarter, return_exceptions=True)
+            if process is not None and was_ready:
+                process.send(wire.Shutdown(drain_s))
+                if not await process.wait_exit(drain_s + STOP_GRACE_S):
+                    process.signal(signal.SIGTERM)
+                    await process.wait_exit(1.0)
+        finally:
+            if process is not None:
+                await process.kill()
+            self._session.fail("draining", "the server shut down before it ended")
+            self._phase = "closed"
+
+    def submit(self, request: EngineRequest) -> RequestStream:
+        if self._phase in ("closing", "closed"):
+            raise EngineDraining("the server is shutting down")
+        self._check()
+        info = self.info
+        try:
+            return self._session.submit(request, max_inflight=info.max_waiting + info.max_num_seqs)
+        except wire.FrameTooLarge as error:
+            raise TextTooLong(f"the request is too large for the engine: {error}") from error
+
+    def adapter_state(self, digest: str) -> AdapterState:
+        return self._session.adapter_state(digest)
+
+    async def stats(self) -> EngineStats:
+        self._check()
+        return await self._session.stats()
+
+    async def cache(self) -> list[CacheEntry]:
+        self._check()
+        return await self._session.cache()
+
+    async def pin(self, ref: AdapterRef) -> None:
+        self._check()
+        await self._session.pin(ref)
+
+    async def unpin(self, digest: str) -> None:
+        self._check()
+        await self._session.unpin(digest)
+
+    async def drop(self, digest: str) -> None:
+        self._check()
+        await self._session.drop(digest)
+
+    async def ping(self) -> None:
+        """Returns when the step thread has answered between two steps. Raises EngineUnavailable."""
+        self._check()
+        await self._session.ping()
+
+    def _check(self) -> None:
+        if not self.healthy:
+            raise EngineUnavailable(self._reason or "the engine is not ready")
+
+    def _send(self, command: wire.Command) -> None:
+        if self._process is not None:
+            self._process.send(command)
+
+    # Supervision.
+
+    async def _start_process(self) -> None:
+        process = EngineProcess(
+            self._command,
+            self._config,
+            on_event=self._session.dispatch,
+            on_lost=self._on_lost,
+            on_progress=self._on_progress,
+        )
+        self._process = process
+        started = self._clock()
+        self._info = await process.start(self._start_timeout_s)
+        self._log("engine_started", pid=process.pid, seconds=round(self._clock() - started, 3))
+        self._phase, self._reason = "ready", None
+        self._session.restore(self._hot)
+        self._hot = ()
+
+    def _on_lost(self) -> None:
+        """The process is gone: tell its requests at once, then see to a new one."""
+        if self._phase in ("closing", "closed"):
+            self._session.fail("draining", "the server shut down before it ended")
+            return
+        self._phase, self._reason = "restarting", "the engine process died and is being restarted"
+        self._hot = self._session.hot_refs()
+        failed = self._session.fail("engine_restarting", self._reason)
+        self._log("engine_lost", failed_requests=failed)
+        self._restarter = asyncio.get_running_loop().create_task(self._restart())
+
+    async def _restart(self) -> None:
+        assert self._process is not None
+        cause = await self._process.kill()
+        while True:
+            now = self._clock()
+            self._deaths.append(now)
+            del self._deaths[: -self._policy.max_deaths]
+            delay = self._policy.delay(self._deaths, now)
+            if delay is None:
+                self._phase = "failed"
+                self._reason = (
+                    f"the engine died {len(self._deaths)} times within {self._policy.window_s:g} s "
+                    f"and stays down; the last time: {cause}"
+                )
+                self._log("engine_gave_up", reason=self._reason)
+                return
+            self._log("engine_restart", cause=cause, delay_s=delay)
+            await asyncio.sleep(delay)
+            self._num_restarts += 1
+            try:
+                await self._start_process()
+            except EngineStartError as error:
+                cause = error.message
+            else:
+                return

@@ -1,0 +1,246 @@
+"""Engine processes: one life of one, and how soon the next may begin."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from loraplex.engine import protocol as wire
+from loraplex.engine.config import EngineConfig
+from loraplex.engine.protocol import EngineInfo
+from loraplex.serving.errors import EngineStartError
+
+MAX_SOCKET_PATH_BYTES = 100
+"""Below what any Unix takes for sun_path (104 on macOS, 108 on Linux)."""
+CONNECT_TIMEOUT_S = 60.0
+"""For a process to start up to its connection; the model is loaded after that."""
+KILL_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Exponential back-off, and an end to crash loops: after `max_deaths` deaths within `window_s` seconds
+    the engine stays down."""
+
+    first_delay_s: float = 0.1
+    factor: float = 3.0
+    max_delay_s: float = 10.0
+    max_deaths: int = 5
+    window_s: float = 300.0
+
+    def delay(self, deaths: Sequence[float], now: float) -> float | None:
+        """Seconds until the next start after deaths at these times, the last one included; None: give up."""
+        recent = sum(1 for at in deaths if now - at <= self.window_s)
+        if recent >= self.max_deaths:
+            return None
+        return float(min(self.first_delay_s * self.factor ** max(0, recent - 1), self.max_delay_s))
+
+
+class EngineProcess(asyncio.Protocol):
+    """One life of an engine process, from its spawn to its death.
+
+    The parent listens on a Unix socket in a fresh directory of mode 0700, which is gone as soon as the child has
+    connected. `on_event` gets every event after `Ready`; `on_lost` is called once, when the connection ends or
+    the process exits, whichever is first. Call from one event loop's thread only; on Linux the child also dies
+    with the thread that spawned it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        config: EngineConfig,
+        *,
+        on_event: Callable[[wire.Event], None],
+        on_lost: Callable[[], None],
+        on_progress: Callable[[str, float], None],
+    ) -> None:
+        self._command = command
+        self._config = config
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._on_progress = on_progress
+        self._reader = wire.FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._fatal: str | None = None
+        self._broken: str | None = None
+        self._started = False
+        self._was_lost = False
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._connected: asyncio.Future[None] = loop.create_future()
+        self._ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self._exited: asyncio.Future[int] = loop.create_future()
+
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None
+        return self._popen.pid
+
+    async def start(self, timeout_s: float) -> EngineInfo:
+        """Returns when the engine is ready. Raises EngineStartError with one line; the process is dead then."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._spawn()
+                info = await self._ready
+            if self._was_lost:
+                raise EngineStartError(self.cause_of_death())
+            self._started = True
+            return info
+        except TimeoutError:
+            raise EngineStartError(f"the engine was not ready after {timeout_s:g} s") from None
+        finally:
+            if not self._started:
+                await self.kill()
+
+    def send(self, command: wire.Command) -> None:
+        """Raises FrameTooLarge. A command to a lost process goes nowhere."""
+        frame = wire.encode_frame(command)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame)
+
+    async def wait_exit(self, timeout_s: float) -> bool:
+        """Whether the process has exited within the time."""
+        await asyncio.wait([self._exited], timeout=timeout_s)
+        return self._exited.done()
+
+    async def kill(self) -> str:
+        """End the process, if it has not ended: SIGKILL at once. Returns how it died, in one line."""
+        # A process that broke off by itself says more by its own exit status: leave it a moment.
+        if self._popen is not None and not (self._was_lost and await self.wait_exit(0.5)):
+            self.signal(signal.SIGKILL)
+            await self.wait_exit(KILL_WAIT_S)
+        if self._transport is not None:
+            self._transport.abort()
+        return self.cause_of_death()
+
+    def signal(self, number: int) -> None:
+        if self._popen is not None and not self._exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._popen.send_signal(number)
+
+    def cause_of_death(self) -> str:
+        if self._fatal is not None:
+            return self._fatal
+        if self._broken is not None:
+            return self._broken
+        if not self._exited.done():
+            return "the engine process broke its connection"
+        status = self._exited.result()
+        if status < 0:
+            with contextlib.suppress(ValueError):
+                return f"the engine process was killed by {signal.Signals(-status).name}"
+        return f"the engine process exited with status {status}; its log says why"
+
+    async def _spawn(self) -> None:
+        directory, server = None, None
+        try:
+            directory = _private_dir()
+            path = os.path.join(directory, "s")
+            server = await self._loop.create_unix_server(self._accept, path, backlog=1)
+            # A fork and exec, about a millisecond; the command is the operator's own.
+            self._popen = subprocess.Popen(  # noqa: ASYNC220, S603
+                [*self._command, "--socket", path],
+                stdin=subprocess.PIPE,
+                process_group=0,  # a Ctrl-C at the terminal is the parent's to handle
+            )
+            threading.Thread(target=self._reap, name="engine-reaper", daemon=True).start()
+            assert self._popen.stdin is not None
+            with contextlib.suppress(BrokenPipeError), self._popen.stdin as stdin:
+                stdin.write(msgspec.json.encode(self._config))
+            either: tuple[asyncio.Future[Any], ...] = (self._connected, self._exited)
+            await asyncio.wait(either, timeout=CONNECT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not self._connected.done():
+                self._broken = None if self._exited.done() else "the engine process never connected"
+                raise EngineStartError(self.cause_of_death())
+        except OSError as error:
+            raise EngineStartError(f"the engine process could not be started: {error}") from error
+        finally:
+            if server is not None:
+                server.close()
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        # The directory is ours alone, so only the child comes; it comes once.
+        return asyncio.Protocol() if self._connected.done() else self
+
+    def _reap(self) -> None:
+        """In a thread of its own, as only wait() tells of an exit on every platform and event loop."""
+        assert self._popen is not None
+        status = self._popen.wait()
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._on_exit, status)
+
+    def _on_exit(self, status: int) -> None:
+        self._exited.set_result(status)
+        if self._transport is None:
+            self._lost()
+        else:
+            # What it sent last is still to be read; a descendant may hold the socket open for ever.
+            self._loop.call_later(0.2, self._transport.abort)
+
+    def _lost(self) -> None:
+        if self._was_lost:
+            return
+        self._was_lost = True
+        if not self._ready.done():
+            self._ready.set_exception(EngineStartError(self.cause_of_death()))
+            self._ready.exception()  # start() may have given up before
+        elif self._started:
+            self._on_lost()
+
+    # asyncio.Protocol.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._connected.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._reader.feed(data):
+                self._on_message(wire.decode_event(payload))
+        except wire.ProtocolError as error:
+            self._broken = f"the engine process broke the protocol: {error}"
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+    def _on_message(self, event: wire.Event) -> None:
+        match event:
+            case wire.Starting(stage, elapsed_s):
+                self._on_progress(stage, elapsed_s)
+            case wire.Ready(info):
+                if not self._ready.done():
+                    self._ready.set_result(info)
+            case wire.Fatal(message):
+                self._fatal = message
+                if not self._ready.done():
+                    self._ready.set_exception(EngineStartError(message))
+            case _:
+                self._on_event(event)
+
+
+def _private_dir() -> str:
+    """A fresh directory of mode 0700 whose path leaves room for a socket's name."""
+    candidates = (None, "/tmp")  # noqa: S108 - mkdtemp makes a directory that is ours alone
+    for parent in candidates:
+        directory = tempfile.mkdtemp(prefix="loraplex-", dir=parent)
+        if len(os.fsencode(directory)) + len("/s") < MAX_SOCKET_PATH_BYTES:
+            return directory
+        os.rmdir(directory)
+    raise EngineStartError("no temporary directory has a path short enough for a Unix socket; set TMPDIR")

@@ -1,0 +1,308 @@
+"""One suite for both engine clients: a real engine process around a fake core, and the same loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.fake_core import CRASH, build_fake_engine, fake_tokens
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.config import EngineConfig
+from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
+from loraplex.serving.client import EngineClient, RequestStream
+from loraplex.serving.errors import (
+    EngineDraining,
+    EngineOverloaded,
+    EngineStartError,
+    EngineUnavailable,
+    ServingError,
+)
+from loraplex.serving.inprocess import InProcessEngineClient
+from loraplex.serving.socket_client import SocketEngineClient
+
+FAKE_ENGINE = (sys.executable, str(Path(__file__).parent.parent / "support" / "fake_core.py"))
+LONG = 1_000_000
+
+
+def make_client(kind: str, model_path: str = "ok", **config: int) -> EngineClient:
+    engine_config = EngineConfig(model_path, "/nowhere", **config)  # type: ignore[arg-type]
+    if kind == "socket":
+        return SocketEngineClient(engine_config, command=FAKE_ENGINE, start_timeout_s=30)
+    return InProcessEngineClient(lambda wake: build_fake_engine(engine_config, wake))
+
+
+@pytest.fixture(params=["socket", "inprocess"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def client(kind: str) -> AsyncIterator[EngineClient]:
+    client = make_client(kind)
+    await client.start()
+    yield client
+    await client.close()
+
+
+def adapter(number: int, rank: int = 8) -> AdapterRef:
+    return AdapterRef("acme", f"a{number}", 1, f"{number:064x}", rank)
+
+
+def ask(
+    name: str, max_tokens: int = 5, prompt: tuple[int, ...] = (1, 2, 3), adapter: AdapterRef | None = None
+) -> EngineRequest:
+    return EngineRequest(name, "acme", prompt, SamplingParams(max_tokens), adapter)
+
+
+async def read(stream: RequestStream) -> tuple[tuple[int, ...], TokenEvent]:
+    """All tokens and the terminal event."""
+    tokens: list[int] = []
+    last = None
+    async for event in stream:
+        assert last is None or last.finish_reason is None, "an event after the terminal one"
+        tokens += event.token_ids
+        last = event
+    assert last is not None
+    assert last.finish_reason is not None, "a stream ended without its terminal event"
+    return tuple(tokens), last
+
+
+async def first(stream: RequestStream) -> TokenEvent:
+    return await anext(stream)
+
+
+async def test_info_is_known_after_start(client: EngineClient) -> None:
+    assert client.healthy
+    assert client.unhealthy_reason is None
+    assert client.info.vocab_size == 1000
+    assert client.info.eos_ids == (0,)
+
+
+async def test_tokens_arrive_in_order_and_end_once(client: EngineClient) -> None:
+    requests = [ask(f"r{i}", 40, (i,), adapter(i % 3) if i % 4 else None) for i in range(32)]
+    streams = [client.submit(request) for request in requests]
+    assert client.num_live == 32
+    for request, (tokens, last) in zip(requests, await asyncio.gather(*map(read, streams)), strict=True):
+        assert tokens == fake_tokens(request)
+        assert last.finish_reason == "length"
+        assert last.usage is not None
+        assert last.usage.completion_tokens == 40
+    assert client.num_live == 0
+
+
+async def test_the_first_event_tells_where_the_adapter_was(client: EngineClient) -> None:
+    assert client.adapter_state(adapter(1).digest) == "cold"
+    events = [event async for event in client.submit(ask("r", adapter=adapter(1)))]
+    assert events[0].adapter_state == "cold"
+    assert [event.adapter_state for event in events[1:]] == [None] * (len(events) - 1)
+    async with asyncio.timeout(5):
+        while client.adapter_state(adapter(1).digest) != "hot":
+            await client.stats()
+
+
+async def test_abort_mid_stream(client: EngineClient) -> None:
+    stream, other = client.submit(ask("r", LONG)), client.submit(ask("other", 50))
+    await first(stream)
+    stream.abort()
+    stream.abort()
+    _, last = await read(stream)
+    assert last.finish_reason == "abort"
+    assert last.usage is not None
+    assert last.usage.completion_tokens > 0
+    assert (await read(other))[1].finish_reason == "length"
+    stream.abort()
+    assert (await client.stats()).num_running == 0
+
+
+async def test_leaving_the_stream_as_a_context_aborts(client: EngineClient) -> None:
+    async with client.submit(ask("r", LONG)) as stream:
+        await first(stream)
+    _, last = await read(stream)
+    assert last.finish_reason == "abort"
+
+
+async def test_a_slow_reader_gets_merged_events(client: EngineClient) -> None:
+    request = ask("r", 200)
+    stream = client.submit(request)
+    await first(stream)
+    async with asyncio.timeout(20):
+        while not stream.finished:
+            await client.stats()
+    assert 0 < stream.num_buffered < 200
+    assert stream.stalled_for() > 0
+    event = await anext(stream)
+    assert event.finish_reason == "length"
+    assert event.token_ids == fake_tokens(request)[200 - len(event.token_ids) :]
+    assert stream.stalled_for() == 0
+
+
+async def test_a_cancelled_read_loses_nothing(client: EngineClient) -> None:
+    request = ask("r", 100)
+    stream = client.submit(request)
+    tokens: list[int] = []
+    while True:
+        task = asyncio.create_task(anext(stream))
+        done, _ = await asyncio.wait([task], timeout=0.001)
+        if not done:
+            task.cancel()
+            try:
+                event = await task
+            except asyncio.CancelledError:
+                continue
+        else:
+            event = task.result()
+        tokens += event.token_ids
+        if event.finish_reason is not None:
+            break
+    assert tuple(tokens) == fake_tokens(request)
+
+
+async def test_overload_is_said_at_the_bound(kind: str) -> None:
+    client = make_client(kind, max_num_seqs=2, max_waiting=2)
+    await client.start()
+    try:
+        streams = [client.submit(ask(f"r{i}", LONG)) for i in range(4)]
+        with pytest.raises(EngineOverloaded):
+            client.submit(ask("r4"))
+        streams[0].abort()
+        await read(streams[0])
+        assert (await read(client.submit(ask("r5"))))[1].finish_reason == "length"
+    finally:
+        await client.close()
+
+
+async def test_an_error_of_one_request_is_its_terminal_event(kind: str) -> None:
+    client = make_client(kind, max_num_seqs=64, max_waiting=64)
+    await client.start()
+    try:
+        streams = [client.submit(ask(f"r{i}", 200)) for i in range(65)]  # the fake core takes 64
+        ends = [last for _, last in await asyncio.gather(*map(read, streams))]
+        errors = [last.error.code for last in ends if last.error is not None]
+        assert errors == ["server_overloaded"]
+        assert [last.finish_reason for last in ends].count("length") == 64
+    finally:
+        await client.close()
+
+
+async def test_a_live_id_is_refused(client: EngineClient) -> None:
+    stream = client.submit(ask("r", LONG))
+    with pytest.raises(ValueError, match="live already"):
+        client.submit(ask("r"))
+    stream.abort()
+    assert (await read(stream))[1].finish_reason == "abort"
+
+
+async def test_pins_and_the_cache(client: EngineClient) -> None:
+    await client.pin(adapter(1))
+    assert [(e.ref, e.state, e.pinned) for e in await client.cache()] == [(adapter(1), "hot", True)]
+    await client.unpin(adapter(1).digest)
+    assert [e.pinned for e in await client.cache()] == [False]
+    await client.drop(adapter(1).digest)
+    assert await client.cache() == []
+    with pytest.raises(ServingError, match="rank 128"):
+        await client.pin(adapter(2, rank=128))
+
+
+async def test_concurrent_questions_share_an_answer(client: EngineClient) -> None:
+    answers = await asyncio.gather(*(client.stats() for _ in range(50)))
+    assert all(answer is answers[0] for answer in answers)
+
+
+async def test_an_idle_engine_takes_no_steps(client: EngineClient) -> None:
+    await read(client.submit(ask("r")))
+    before = (await client.stats()).num_steps
+    await asyncio.sleep(0.3)
+    assert (await client.stats()).num_steps - before <= 2
+
+
+async def test_a_step_that_raises_ends_every_stream(kind: str) -> None:
+    client = make_client(kind)
+    await client.start()
+    try:
+        healthy = client.submit(ask("healthy", LONG))
+        await first(healthy)
+        crash = client.submit(ask("crash", prompt=(CRASH,)))
+        for stream in (healthy, crash):
+            _, last = await read(stream)
+            assert last.finish_reason == "error"
+            assert last.error is not None
+            assert last.error.code == "engine_restarting"
+        assert not client.healthy
+        with pytest.raises(EngineUnavailable):
+            client.submit(ask("next"))
+        assert client.unhealthy_reason
+        assert client.num_live == 0
+    finally:
+        await client.close()
+
+
+async def test_close_with_drain_lets_requests_finish(kind: str) -> None:
+    client = make_client(kind)
+    await client.start()
+    stream = client.submit(ask("r", 100))
+    reading = asyncio.create_task(read(stream))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(client.close(drain_s=20))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineDraining):
+        client.submit(ask("late"))
+    await closing
+    tokens, last = await reading
+    assert last.finish_reason == "length"
+    assert len(tokens) == 100
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 0.1])
+async def test_close_ends_what_does_not_finish_in_time(kind: str, drain_s: float) -> None:
+    client = make_client(kind)
+    await client.start()
+    streams = [client.submit(ask(f"r{i}", LONG)) for i in range(3)]
+    async with asyncio.timeout(5):
+        await client.close(drain_s=drain_s)
+    for stream in streams:
+        _, last = await read(stream)
+        assert last.finish_reason == "error"
+        assert last.error is not None
+        assert last.error.code == "draining"
+    await client.close()
+    with pytest.raises(EngineDraining):
+        client.submit(ask("late"))
+
+
+async def test_a_start_that_fails_says_why_in_one_line(kind: str) -> None:
+    client = make_client(kind, "broken")
+    with pytest.raises(EngineStartError) as raised:
+        await client.start()
+    assert raised.value.message == "there is no model in /nowhere"
+    assert not client.healthy
+    assert client.unhealthy_reason == raised.value.message
+    with pytest.raises(EngineUnavailable):
+        client.submit(ask("r"))
+    await client.close()
+
+
+async def test_nothing_is_left_behind(kind: str) -> None:
+    process = psutil.Process()
+    tasks, fds, children = asyncio.all_tasks(), process.num_fds(), process.children()
+    temporary = set(os.listdir(tempfile.gettempdir()))
+    for _ in range(3):
+        client = make_client(kind)
+        await client.start()
+        assert not [d for d in os.listdir(tempfile.gettempdir()) if d.startswith("loraplex-")]
+        client.submit(ask("abandoned", LONG))
+        await read(client.submit(ask("r")))
+        await client.close()
+    assert asyncio.all_tasks() == tasks
+    assert process.children() == children
+    async with asyncio.timeout(5):
+        while process.num_fds() > fds:
+            await asyncio.sleep(0)
+    left = set(os.listdir(tempfile.gettempdir())) - temporary
+    assert not [d for d in left if d.startswith("loraplex-")]
