@@ -1,0 +1,159 @@
+"""Metric families from what the engine tells of itself at the moment of a scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
+
+MAX_NAMED_ADAPTERS = 100
+"""Adapters that vllm:lora_requests_info names at most."""
+
+
+class LabelSets:
+    """Lets the first `limit` different label sets through; what comes later is "other" in every label."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._seen: set[tuple[str, ...]] = set()
+
+    def __call__(self, *labels: str) -> tuple[str, ...]:
+        if labels in self._seen:
+            return labels
+        if len(self._seen) >= self._limit or "other" in labels:
+            return ("other",) * len(labels)
+        self._seen.add(labels)
+        return labels
+
+
+@dataclass
+class Grown:
+    """Counters of an engine process, made monotonic over restarts, which begin them at 0 again."""
+
+    _base: dict[str, int] = field(default_factory=dict)
+    _last: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, name: str, value: int) -> int:
+        last = self._last.get(name, 0)
+        if value < last:
+            self._base[name] = self._base.get(name, 0) + last
+        self._last[name] = value
+        return self._base.get(name, 0) + value
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """`up` says whether `stats` and `cache` are of now; otherwise they are the last that were known."""
+
+    info: EngineInfo
+    stats: EngineStats
+    cache: Sequence[CacheEntry]
+    up: bool
+    restarts: int
+
+
+def vllm_families(
+    snapshot: EngineSnapshot, model_name: str, grown: Grown, now: float, *, adapter_names: bool
+) -> Iterable[Metric]:
+    """The engine's share of the `vllm:*` metrics. `now` in seconds since the epoch. Without `adapter_names`
+    adapters are told by the head of their digest, which is nobody's data."""
+    stats, info = snapshot.stats, snapshot.info
+
+    def gauge(name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        family.add_metric([model_name], value)
+        return family
+
+    def counter(name: str, text: str, value: int) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        family.add_metric([model_name], grown(name, value))
+        return family
+
+    used = stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
+    yield gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
+    yield gauge("num_requests_waiting", "Sequences that wait to be run.", stats.num_waiting)
+    yield gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", used)
+    yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries)
+    yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hits)
+    yield counter(
+        "num_preemptions", "Sequences that lost their KV blocks for a while.", stats.num_preemptions
+    )
+    config = {
+        "model_name": model_name,
+        "block_size": str(info.block_size),
+        "cache_dtype": info.dtype,
+        "enable_prefix_caching": "True",
+        "num_gpu_blocks": str(info.num_kv_blocks),
+    }
+    family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=list(config))
+    family.add_metric(list(config.values()), 1)
+    yield family
+    names = {entry.ref.digest: entry.ref.name for entry in snapshot.cache} if adapter_names else {}
+    lora = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "When this was so, in seconds since the epoch, of the adapters with requests.",
+        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    lora.add_metric(
+        [
+            str(info.max_num_seqs),
+            _joined(stats.running_adapters, names),
+            _joined(stats.waiting_adapters, names),
+        ],
+        now,
+    )
+    yield lora
+
+
+def _joined(digests: Iterable[str], names: dict[str, str]) -> str:
+    return ",".join(sorted({names.get(d, d[:12]) for d in digests})[:MAX_NAMED_ADAPTERS])
+
+
+def own_families(snapshot: EngineSnapshot, tenants: LabelSets) -> Iterable[Metric]:
+    """The engine's share of the `loraplex_*` metrics."""
+    stats, info = snapshot.stats, snapshot.info
+    yield GaugeMetricFamily(
+        "loraplex_engine_up", "1 while the engine takes requests.", value=int(snapshot.up)
+    )
+    yield CounterMetricFamily(
+        "loraplex_engine_restarts", "Engine processes that were started again.", value=snapshot.restarts
+    )
+    versions = GaugeMetricFamily(
+        "loraplex_adapter_versions", "Adapter versions by where they are.", labels=["state"]
+    )
+    for state in ("hot", "warm", "cold"):
+        versions.add_metric([state], sum(entry.state == state for entry in snapshot.cache))
+    versions.add_metric(["loading"], sum(entry.loading for entry in snapshot.cache))
+    yield versions
+    memory = GaugeMetricFamily(
+        "loraplex_adapter_cache_bytes", "Memory for adapters, used and in all.", labels=["tier", "kind"]
+    )
+    page = info.arena_page_bytes
+    memory.add_metric(["device", "used"], stats.num_arena_pages_used * page)
+    memory.add_metric(["device", "capacity"], (stats.num_arena_pages or info.arena_pages) * page)
+    memory.add_metric(["host", "used"], stats.host_bytes_used)
+    memory.add_metric(["host", "capacity"], stats.host_bytes or info.adapter_cpu_bytes)
+    yield memory
+    yield GaugeMetricFamily("loraplex_adapter_leases", "Leases on device pages.", value=stats.num_leases)
+    running = GaugeMetricFamily("loraplex_tenant_running", "Running sequences by tenant.", labels=["tenant"])
+    waiting = GaugeMetricFamily("loraplex_tenant_waiting", "Waiting sequences by tenant.", labels=["tenant"])
+    counters = GaugeMetricFamily(
+        "loraplex_tenant_virtual_tokens", "The fair queue's counter by tenant.", labels=["tenant"]
+    )
+    rest_running = rest_waiting = 0
+    for tenant, share in stats.tenants.items():
+        label = tenants(tenant)
+        if label != (tenant,):
+            rest_running, rest_waiting = rest_running + share.running, rest_waiting + share.waiting
+            continue
+        running.add_metric(label, share.running)
+        waiting.add_metric(label, share.waiting)
+        counters.add_metric(label, share.counter)
+    if rest_running or rest_waiting:
+        running.add_metric(["other"], rest_running)
+        waiting.add_metric(["other"], rest_waiting)
+    yield from (running, waiting, counters)

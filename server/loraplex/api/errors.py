@@ -1,0 +1,136 @@
+"""Every error of the data plane, and the one place where lower layers' errors become OpenAI's.
+
+The body is always `{"error": {"message", "type", "param", "code"}}`. Lower layers raise `LoraplexError`s with a
+`code`; the table here says which HTTP answer a code is. What is not in the table is our own bug: 500, with a
+message that tells nothing of the inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.responses import Response
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.api.codec import dumps
+from loraplex.engine.types import EngineError
+
+INVALID_REQUEST = "invalid_request_error"
+
+ANSWERS: dict[str, tuple[int, str]] = {
+    "invalid_value": (400, INVALID_REQUEST),
+    "unsupported_field": (400, INVALID_REQUEST),
+    "context_length_exceeded": (400, INVALID_REQUEST),
+    "invalid_api_key": (401, "authentication_error"),
+    "model_not_allowed": (403, "permission_error"),
+    "insufficient_scope": (403, "permission_error"),
+    "model_not_found": (404, INVALID_REQUEST),
+    "unknown_url": (404, INVALID_REQUEST),
+    "method_not_supported": (405, INVALID_REQUEST),
+    "request_timeout": (408, INVALID_REQUEST),
+    "request_too_large": (413, INVALID_REQUEST),
+    "rate_limit_exceeded": (429, "rate_limit_error"),
+    "insufficient_quota": (429, "insufficient_quota"),
+    "internal_error": (500, "server_error"),
+    "server_overloaded": (503, "server_error"),
+    "adapter_unavailable": (503, "server_error"),
+    "engine_restarting": (503, "server_error"),
+    "deadline_exceeded": (503, "server_error"),
+    "draining": (503, "server_error"),
+}
+"""HTTP status and `error.type` of each code. There is no 409: OpenAI's clients would retry it."""
+
+NEEDS_RETRY_AFTER = frozenset({429, 503})
+INTERNAL_MESSAGE = (
+    "The server had an error while processing your request. Please give its x-request-id when you report it."
+)
+
+
+class ApiError(LoraplexError):
+    """An error answer. `param` names the field at fault; `retry_after_s` becomes `Retry-After` (429 and 503
+    always carry one, but for `insufficient_quota`, which trying again does not cure)."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        headers: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status, self.type = ANSWERS[code]
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.extra_headers = tuple(headers)
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        headers = dict(self.extra_headers)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.code == "insufficient_quota":
+            headers["x-should-retry"] = "false"
+        elif self.status in NEEDS_RETRY_AFTER:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s or 1)))
+        return headers
+
+    def response(self) -> Response:
+        return Response(dumps(self.body()), self.status, self.headers(), "application/json")
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody is left to answer."""
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """A 400 that names the field at fault."""
+    return ApiError(code, message, param=param)
+
+
+def not_found(method: str, path: str) -> ApiError:
+    return ApiError(
+        "unknown_url", f"Unknown request URL: {method} {_short(path)}. Please check the URL for typos."
+    )
+
+
+def method_not_allowed(method: str, path: str, allow: str) -> ApiError:
+    message = f"Not allowed to {method} on {_short(path)}. Allowed: {allow}."
+    return ApiError("method_not_supported", message, headers=(("Allow", allow),))
+
+
+def from_exception(error: BaseException) -> ApiError:
+    """The answer for anything that was raised below; an `internal_error` for what nobody foresaw."""
+    if isinstance(error, ApiError):
+        return error
+    code = getattr(error, "code", None)
+    if not isinstance(error, LoraplexError) or code not in ANSWERS or code == "internal_error":
+        return ApiError("internal_error", INTERNAL_MESSAGE)
+    return ApiError(
+        code,
+        error.message,
+        param=getattr(error, "param", None) or _default_param(code),
+        retry_after_s=getattr(error, "retry_after_s", None),
+    )
+
+
+def from_engine(error: EngineError | None) -> ApiError:
+    """The answer for a terminal event that is an error."""
+    if error is None or error.code == "internal_error":
+        return ApiError("internal_error", INTERNAL_MESSAGE)
+    return ApiError(error.code, error.message, param=_default_param(error.code))
+
+
+def _default_param(code: str) -> str | None:
+    return "model" if code in {"model_not_found", "model_not_allowed"} else None
+
+
+def _short(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text[:200])

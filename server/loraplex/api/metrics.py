@@ -1,0 +1,219 @@
+"""Prometheus metrics, in registries of their own.
+
+`vllm:*` keep the names, labels and meanings of vLLM's, so that inference gateways and dashboards work unchanged;
+`loraplex_*` are ours. What a client can choose (tenants, adapter names) is a label only up to a fixed number of
+different values; the rest is counted under "other".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.api.engine_metrics import EngineSnapshot, Grown, LabelSets, own_families, vllm_families
+from loraplex.engine.protocol import CacheEntry, EngineStats
+from loraplex.engine.types import FinishReason, Timing
+from loraplex.serving.client import EngineClient
+
+E2E_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+TTFT_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+QUEUE_S = (0.001, 0.005, 0.01, 0.05, *E2E_S)
+TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+LOAD_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+
+
+def adapter_label(adapter: AdapterRef | None) -> str:
+    return "base" if adapter is None else f"{adapter.name}@v{adapter.version}"
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+class Metrics:
+    """The instruments of one server. `model_name` is the base model's served name; at most `max_label_sets`
+    different tenants, and pairs of tenant and adapter version, get series of their own."""
+
+    def __init__(
+        self, model_name: str, *, max_label_sets: int = 1000, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self.model_name = model_name
+        self._wall_clock = wall_clock
+        self._vllm = CollectorRegistry()
+        self._own = CollectorRegistry()
+        self._grown = Grown()
+        self._tenants = LabelSets(max_label_sets)
+        self._versions = LabelSets(max_label_sets)
+        self._loads_seen: dict[str, dict[str, float]] = {}
+
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)
+        self._inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_S)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_S)
+        self._queue = self._histogram("request_queue_time_seconds", "Time spent waiting to be run.", QUEUE_S)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self._generation = self._histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
+        names = ["model_name"]
+        self._prompt_tokens = Counter(
+            "vllm:prompt_tokens", "Prompt tokens processed.", names, registry=self._vllm
+        ).labels(model_name)
+        self._generation_tokens = Counter(
+            "vllm:generation_tokens", "Output tokens generated.", names, registry=self._vllm
+        ).labels(model_name)
+        success = Counter(
+            "vllm:request_success",
+            "Requests that ended, by how.",
+            ["model_name", "finished_reason"],
+            registry=self._vllm,
+        )
+        self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"loraplex_{name}", text, labels, registry=self._own)
+
+        self._requests = counter(
+            "requests", "Requests answered, by HTTP status.", "tenant", "adapter", "status"
+        )
+        self._tokens = counter("tokens", "Tokens by kind: prompt, cached, completion.", "tenant", "kind")
+        self._refusals = counter("limiter_refusals", "Requests refused by a limit.", "tenant", "code")
+        self._cut = counter("streams_cut", "Answers that ended early: gone, stalled.", "reason")
+        self._load = Histogram(
+            "loraplex_adapter_load_seconds",
+            "Time to load an adapter version, by stage; the latest load of each version at a scrape.",
+            ["stage"],
+            buckets=LOAD_S,
+            registry=self._own,
+        )
+        self.in_flight = Gauge(
+            "loraplex_http_requests_in_flight", "HTTP requests being answered.", registry=self._own
+        )
+        self.draining = Gauge("loraplex_draining", "1 while the server is shutting down.", registry=self._own)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self._vllm)
+        return histogram.labels(self.model_name)
+
+    # What the data plane tells.
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def next_tokens(self, seconds: float, num_tokens: int) -> None:
+        """`num_tokens` came together `seconds` after the ones before: that time, shared among them."""
+        for _ in range(num_tokens):
+            self._inter_token.observe(seconds / num_tokens)
+
+    def sequence_ended(
+        self,
+        tenant_id: str,
+        reason: FinishReason,
+        *,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: int,
+        seconds: float,
+        timing: Timing | None,
+    ) -> None:
+        """One engine request ended; each is counted once, whatever ended it."""
+        self._success[reason].inc()
+        self._e2e.observe(seconds)
+        if timing is not None:
+            self._queue.observe(timing.queue_s)
+        self._prompt.observe(prompt_tokens)
+        self._generation.observe(completion_tokens)
+        self._prompt_tokens.inc(prompt_tokens)
+        self._generation_tokens.inc(completion_tokens)
+        (tenant,) = self._tenants(tenant_id)
+        self._tokens.labels(tenant, "prompt").inc(prompt_tokens)
+        self._tokens.labels(tenant, "cached").inc(cached_tokens)
+        self._tokens.labels(tenant, "completion").inc(completion_tokens)
+
+    def request_answered(self, tenant_id: str, adapter: AdapterRef | None, status: int) -> None:
+        self._requests.labels(*self._versions(tenant_id, adapter_label(adapter)), str(status)).inc()
+
+    def refused_by_limit(self, tenant_id: str, code: str) -> None:
+        self._refusals.labels(*self._tenants(tenant_id), code).inc()
+
+    def stream_cut(self, reason: str) -> None:
+        self._cut.labels(reason).inc()
+
+    # A scrape.
+
+    def render(self, snapshot: EngineSnapshot, *, tenant_data: bool = True) -> bytes:
+        """The text format 0.0.4. Without `tenant_data` only the `vllm:*` metrics, with no adapter's name."""
+        now = self._wall_clock()
+        families = [
+            *self._vllm.collect(),
+            *vllm_families(snapshot, self.model_name, self._grown, now, adapter_names=tenant_data),
+        ]
+        if tenant_data:
+            self._observe_loads(snapshot.cache)
+            families += [*self._own.collect(), *own_families(snapshot, self._tenants)]
+        return generate_latest(_Families(families))
+
+    def _observe_loads(self, cache: Iterable[CacheEntry]) -> None:
+        seen = {entry.ref.digest: entry.load_seconds for entry in cache if entry.load_seconds}
+        for digest, stages in seen.items():
+            if stages != self._loads_seen.get(digest):
+                for stage, seconds in stages.items():
+                    self._load.labels(stage).observe(seconds)
+        self._loads_seen = seen
+
+
+def metrics_app(
+    metrics: Metrics, engine: EngineClient, *, tenant_data: bool = True, engine_timeout: float = 2.0
+) -> ASGIApp:
+    """An ASGI endpoint that answers a scrape. It always answers: where the engine does not within
+    `engine_timeout` seconds, its last known figures stand in and `loraplex_engine_up` is 0."""
+    last_stats, last_cache = EngineStats(), list[CacheEntry]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal last_stats, last_cache
+        up = engine.healthy
+        if up:
+            try:
+                async with asyncio.timeout(engine_timeout):
+                    last_stats, last_cache = await asyncio.gather(engine.stats(), engine.cache())
+            except (TimeoutError, OSError, LoraplexError):
+                up = False
+        snapshot = EngineSnapshot(engine.info, last_stats, last_cache, up, engine.num_restarts)
+        body = metrics.render(snapshot, tenant_data=tenant_data)
+        await Response(body, media_type=CONTENT_TYPE_PLAIN_0_0_4)(scope, receive, send)
+
+    return app

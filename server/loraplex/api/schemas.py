@@ -1,0 +1,342 @@
+"""What a request may say. Every field of OpenAI's request types is here: supported, or known and not supported.
+
+A field that is not supported passes with a neutral value (one that asks for nothing) and is refused by name with
+any other. A field that nobody knows is refused by name. Nothing is silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from loraplex.api.errors import ApiError, invalid
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_MESSAGES = 4096
+MAX_METADATA = 16
+TOKEN_ID_LIMIT = 1 << 31
+
+NEUTRAL: tuple[object, ...] = (None, False, [], {}, "auto")
+"""Values that ask for nothing, whatever the field."""
+
+UNSUPPORTED_CHAT: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": (),
+    "logprobs": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True,),  # there are no tools that could be called in parallel
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "store": (),
+    "tool_choice": ("none",),
+    "tools": (),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+UNSUPPORTED_COMPLETION: Mapping[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "echo": (),
+    "logprobs": (),
+    "suffix": ("",),
+    "store": (),
+}
+UNSUPPORTED_MESSAGE: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+    "tool_calls": (),
+}
+"""Fields that are known and not supported, each with its own neutral values beside `NEUTRAL`."""
+
+
+def _same(value: object, neutral: object) -> bool:
+    return type(value) is type(neutral) and value == neutral
+
+
+def _refuse(field: str, reason: str) -> NoReturn:
+    """`field` is told relative to the value that is being checked; `reason` is the whole message."""
+    raise PydanticCustomError("invalid_value", "{reason}", {"reason": reason, "field": field})
+
+
+def _refuse_unsupported(field: str, reason: str) -> NoReturn:
+    raise PydanticCustomError("unsupported_field", "{reason}", {"reason": reason, "field": field})
+
+
+def _must(reason: str) -> PydanticCustomError:
+    """The value itself is wrong: `Invalid value for 'stop': must have …`."""
+    return PydanticCustomError("invalid_value", "{reason}", {"reason": reason})
+
+
+class _Strict(BaseModel):
+    """Checks the names before the values, so that a body of a million strange keys costs one error."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_known(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        kept = {}
+        for name, value in body.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name not in cls.UNSUPPORTED:
+                _refuse_unsupported(name, f"Unknown field: '{printable(name)}'.")
+            elif not any(_same(value, neutral) for neutral in (*NEUTRAL, *cls.UNSUPPORTED[name])):
+                _refuse_unsupported(name, f"'{name}' is not supported here with this value; leave it out.")
+        return kept
+
+
+def _one_or_many_strings(value: object) -> object:
+    """`stop`: a string, a list of strings or nothing, as a list."""
+    strings = [value] if isinstance(value, str) else value if value is not None else []
+    if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
+        raise _must("must be a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise _must(f"must have at most {MAX_STOP_STRINGS} strings")
+    if any(not 1 <= len(s) <= MAX_STOP_LENGTH for s in strings):
+        raise _must(f"each string must have 1 to {MAX_STOP_LENGTH} characters")
+    return tuple(dict.fromkeys(strings))
+
+
+def _logit_bias(value: object) -> object:
+    """Token ids are JSON object keys, so they come as strings. Returns ((id, bias), …) by id."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise _must("must be an object of token ids and numbers")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise _must(f"must have at most {MAX_LOGIT_BIAS} entries")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+            raise _must('each key must be a token id, such as "50256"')
+        if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
+            raise _must("each value must be a number from -100 to 100")
+        bias[int(key)] = float(number)
+    return tuple(sorted(bias.items()))
+
+
+def _metadata(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise _must(f"must have at most {MAX_METADATA} entries")
+    return value
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    UNSUPPORTED = {"include_obfuscation": ()}
+
+
+TokenId = Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+StopStrings = Annotated[tuple[str, ...], BeforeValidator(_one_or_many_strings)]
+LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)]
+MetadataText = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[MetadataText, MetadataText], BeforeValidator(_metadata), Field(fail_fast=True)]
+
+
+class GenerationFields(_Strict):
+    """What chat and text completions share. A null is the same as leaving the field out."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    max_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=TOKEN_ID_LIMIT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopStrings = ()
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    logit_bias: LogitBias = ()
+    min_tokens: Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Annotated[str, Field(max_length=64)] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> GenerationFields:
+        if self.include_usage and not self.stream:
+            _refuse("stream_options", "'stream_options' is only allowed with \"stream\": true.")
+        return self
+
+
+def _text(value: object) -> object:
+    """Content as one string; text parts follow each other with nothing between them."""
+    if not isinstance(value, list):
+        return value
+    if len(value) > MAX_MESSAGES:
+        raise _must(f"must have at most {MAX_MESSAGES} parts")
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            _refuse(f"[{index}]", "Each content part must be an object with a 'type'.")
+        if kind != "text":
+            _refuse_unsupported(
+                f"[{index}].type", f"Content parts of type '{printable(kind)}' are not supported."
+            )
+        strange = next((name for name in part if name not in {"type", "text"}), None)
+        if strange is not None:
+            _refuse_unsupported(f"[{index}].{strange}", f"Unknown field: '{printable(strange)}'.")
+        if not isinstance(part.get("text"), str):
+            _refuse(f"[{index}].text", "The 'text' of a text part must be a string.")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Message(_Strict):
+    """`content` is text here, whichever way it came. `name` and `tool_call_id` go to the chat template."""
+
+    role: Role
+    content: Annotated[str | None, BeforeValidator(_text)] = None
+    name: Name | None = None
+    tool_call_id: Name | None = None
+    UNSUPPORTED = UNSUPPORTED_MESSAGE
+
+    @model_validator(mode="after")
+    def _belongs_to_the_role(self) -> Message:
+        if self.content is None:
+            _refuse("content", f"A message of the role '{self.role}' needs 'content'.")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            wanted = "needs" if self.role == "tool" else "can't have"
+            _refuse("tool_call_id", f"A message of the role '{self.role}' {wanted} 'tool_call_id'.")
+        return self
+
+
+class ChatRequest(GenerationFields):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
+    UNSUPPORTED = UNSUPPORTED_CHAT
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """The field that says how long the answer may be, and what it says."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @model_validator(mode="after")
+    def _one_length(self) -> ChatRequest:
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            _refuse("max_tokens", "'max_tokens' and 'max_completion_tokens' contradict each other; give one.")
+        return self
+
+
+Prompt = str | list[int]
+M = TypeVar("M", bound=BaseModel)
+
+
+_PROMPT_KINDS = "must be a string, a list of strings, token ids or lists of token ids, not empty"
+
+
+def _prompts(value: object) -> object:
+    """`prompt`: a string, strings, token ids or lists of token ids, as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _must(_PROMPT_KINDS)
+    prompts = [value] if _is_token_list(value) else value
+    if len(prompts) > MAX_PROMPTS:
+        raise _must(f"must have at most {MAX_PROMPTS} prompts")
+    if not (all(isinstance(p, str) for p in prompts) or all(_is_token_list(p) for p in prompts)):
+        raise _must(_PROMPT_KINDS)
+    return prompts
+
+
+def _is_token_list(value: object) -> bool:
+    """A non-empty list of token ids. `type(x) is int` because a JSON true is an int to Python."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(x) is int and 0 <= x < TOKEN_ID_LIMIT for x in value)
+    )
+
+
+class CompletionRequest(GenerationFields):
+    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    UNSUPPORTED = UNSUPPORTED_COMPLETION
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return self.prompt
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        return "max_tokens", self.max_tokens
+
+
+def parse_request(schema: type[M], body: object) -> M:
+    """Raises ApiError (400) for the first thing that is wrong, naming the field."""
+    if not isinstance(body, dict):
+        raise invalid(None, "The body must be a JSON object.")
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        raise _first_problem(error) from None
+
+
+def _first_problem(error: ValidationError) -> ApiError:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    context = problem.get("ctx", {})
+    path = _path(problem)
+    if "field" in context:
+        field = str(context["field"])
+        param = f"{path}{'' if field.startswith('[') or not path else '.'}{field}"
+        code = problem["type"] if problem["type"] == "unsupported_field" else "invalid_value"
+        return invalid(printable(param), context["reason"], code)
+    if problem["type"] == "missing":
+        return invalid(path, f"Missing required field: '{path}'.")
+    return invalid(path, f"Invalid value for '{path}': {_lower_first(problem['msg'])}.")
+
+
+def _path(problem: ErrorDetails) -> str:
+    path = ""
+    for part in problem["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return printable(path)
+
+
+def printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text[:128])
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
