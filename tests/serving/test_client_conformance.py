@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.fake_core import CRASH, build_fake_engine, fake_tokens
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
@@ -26,6 +25,7 @@ from loraplex.serving.errors import (
 )
 from loraplex.serving.inprocess import InProcessEngineClient
 from loraplex.serving.socket_client import SocketEngineClient
+from support.fake_core import CRASH, build_fake_engine, fake_tokens
 
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parent.parent / "support" / "fake_core.py"))
 LONG = 1_000_000
