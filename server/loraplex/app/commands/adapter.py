@@ -1,0 +1,167 @@
+"""`loraplex adapter`."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loraplex.app.commands.client import AdminClient
+from loraplex.app.commands.confirm import YesOption, confirm
+from loraplex.app.commands.errors import CommandFailed
+from loraplex.app.commands.options import TenantOption, admin_command, split_version
+from loraplex.app.commands.output import Output, size
+from loraplex.app.commands.paths import segment
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME[@VERSION]", help="Such as support or support@v2", show_default=False)
+]
+
+
+def create_adapter_commands() -> typer.Typer:
+    app = typer.Typer(no_args_is_help=True, help="Upload, list, show, delete and pin adapters.")
+    app.command("push", help="Upload a PEFT directory as the next version of NAME.")(admin_command(push))
+    app.command("list", help="List a tenant's adapters.")(admin_command(list_))
+    app.command("show", help="Show an adapter and its versions, or one version with its report.")(
+        admin_command(show)
+    )
+    app.command("delete", help="Delete an adapter, or one version of it.")(admin_command(delete))
+    app.command("pin", help="Keep a version on the device.")(admin_command(pin))
+    app.command("unpin", help="Let a version leave the device again.")(admin_command(unpin))
+    return app
+
+
+def push(
+    admin: AdminClient,
+    out: Output,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name", show_default=False)],
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help=f"A directory with {FILES[0]} and {FILES[1]}", show_default=False),
+    ],
+    tenant: TenantOption,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for part in FILES:
+            try:
+                files[part] = (part, stack.enter_context(open(directory / part, "rb")))
+            except OSError as error:
+                raise CommandFailed(
+                    f"{directory / part}: {error.strerror}. DIR must hold {FILES[0]} and {FILES[1]}, as PEFT's "
+                    "save_pretrained writes them."
+                ) from error
+        status, made = admin.send("POST", f"{_adapter(tenant, name)}/versions", files=files)
+    if out.as_json:
+        out.json(made)
+        return
+    if status == 200:
+        out.line(f"{made['name']}: these bytes are there already, as {made['version']}")
+    else:
+        out.line(f"{made['name']}: accepted as {made['version']}")
+    out.fields(_version_fields(made))
+
+
+def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
+    rows = list(admin.pages(f"/tenants/{segment(tenant)}/adapters"))
+    if out.as_json:
+        out.json({"data": rows})
+        return
+    out.table(
+        ["adapter", "versions", "latest", "released", "created"],
+        (
+            [
+                r["name"],
+                r["num_versions"],
+                r["latest_version"],
+                _targets(r["release"]),
+                r["created_at"],
+            ]
+            for r in rows
+        ),
+    )
+
+
+def show(admin: AdminClient, out: Output, adapter: NameArgument, tenant: TenantOption) -> None:
+    name, version = split_version(adapter)
+    if version is not None:
+        found = admin.call("GET", f"{_adapter(tenant, name)}/versions/{segment(version)}")
+        if out.as_json:
+            out.json(found)
+        else:
+            out.fields(_version_fields(found))
+        return
+    found = admin.call("GET", _adapter(tenant, name))
+    versions = list(admin.pages(f"{_adapter(tenant, name)}/versions"))
+    if out.as_json:
+        out.json(found | {"versions": versions})
+        return
+    out.fields({"adapter": found["name"], "released": _targets(found["release"])})
+    out.table(
+        ["version", "state", "rank", "targets", "size", "pinned", "digest", "created"],
+        (
+            [
+                v["version"],
+                v["state"],
+                v["rank"],
+                v["targets"],
+                size(v["bytes"]),
+                v["pinned"],
+                v["digest"][:12],
+                v["created_at"],
+            ]
+            for v in versions
+        ),
+    )
+
+
+def delete(
+    admin: AdminClient, out: Output, adapter: NameArgument, tenant: TenantOption, yes: YesOption = False
+) -> None:
+    name, version = split_version(adapter)
+    what = f"adapter {name} with all its versions" if version is None else f"version {version} of {name}"
+    confirm(f"Delete {what}?", yes)
+    path = _adapter(tenant, name)
+    admin.call("DELETE", path if version is None else f"{path}/versions/{segment(version)}")
+    if out.as_json:
+        out.json({"name": name, "version": version, "deleted": True})
+    else:
+        out.line(f"{what} deleted; requests that run on it finish")
+
+
+def pin(admin: AdminClient, out: Output, adapter: NameArgument, tenant: TenantOption) -> None:
+    _pin(admin, out, adapter, tenant, "PUT", "pinned")
+
+
+def unpin(admin: AdminClient, out: Output, adapter: NameArgument, tenant: TenantOption) -> None:
+    _pin(admin, out, adapter, tenant, "DELETE", "unpinned")
+
+
+def _pin(admin: AdminClient, out: Output, adapter: str, tenant: str, method: str, what: str) -> None:
+    name, version = split_version(adapter)
+    if version is None:
+        raise CommandFailed(f"say which version, such as {name}@v1.")
+    admin.call(method, f"{_adapter(tenant, name)}/versions/{segment(version)}/pin")
+    if out.as_json:
+        out.json({"name": name, "version": version, "pinned": method == "PUT"})
+    else:
+        out.line(f"{name}@{version} {what}")
+
+
+def _adapter(tenant: str, name: str) -> str:
+    return f"/tenants/{segment(tenant)}/adapters/{segment(name)}"
+
+
+def _targets(release: dict[str, Any] | None) -> str:
+    if not release:
+        return "-"
+    return " ".join(f"{t['version']}={t['weight']:g}" for t in release["targets"])
+
+
+def _version_fields(version: dict[str, Any]) -> dict[str, Any]:
+    fields = {**version, "bytes": size(version["bytes"])}
+    report = fields.pop("report", None) or {}
+    return fields | {f"report: {key}": value for key, value in report.items() if value not in (None, [], {})}

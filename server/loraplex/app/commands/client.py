@@ -1,0 +1,161 @@
+"""A small client of the server's own HTTP interface, whose failures are sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from loraplex.app.commands.errors import CommandFailed
+
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 600.0
+PAGE_SIZE = 100
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+def http_timeout(answer_s: float = ANSWER_TIMEOUT_S) -> httpx.Timeout:
+    return httpx.Timeout(answer_s, connect=CONNECT_TIMEOUT_S)
+
+
+def find_admin_token(given: str | None, data_dir: Path | None) -> str:
+    """The token that was given, else the one that the server wrote into `data_dir`. Raises CommandFailed."""
+    if given:
+        return given
+    if data_dir is None:
+        raise CommandFailed(
+            "no admin token: give --admin-token, set LORAPLEX_ADMIN_TOKEN, or give the server's --data-dir."
+        )
+    path = data_dir / "admin-token"
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise CommandFailed(f"the admin token cannot be read from {path}: {reason}.") from error
+    if not token:
+        raise CommandFailed(f"{path} is empty; give --admin-token.")
+    return token
+
+
+def http_client(url: str, secret: str) -> httpx.Client:
+    """Raises CommandFailed for what is no URL or no token."""
+    return httpx.Client(**http_options(url, secret))
+
+
+def http_options(url: str, secret: str) -> dict[str, Any]:
+    """Keyword arguments of an httpx client of this server. Raises CommandFailed."""
+    host = _checked_host(url)
+    if not secret.isascii() or not secret.isprintable():
+        raise CommandFailed("the token holds characters that no token has; was it copied whole?")
+    return {
+        "base_url": url,
+        "headers": {"authorization": f"Bearer {secret}"},
+        "timeout": http_timeout(),
+        # A proxy from the environment cannot reach this machine's own loopback.
+        "trust_env": host not in LOOPBACK,
+    }
+
+
+def _checked_host(url: str) -> str:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise CommandFailed(f"{url!r} is no URL: {error}.") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise CommandFailed(f"{url!r} is no URL; it should look like http://127.0.0.1:8001.")
+    return parsed.host
+
+
+def unreachable(url: str, error: httpx.HTTPError, option: str) -> CommandFailed:
+    """The sentence for a server that could not be talked to."""
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return CommandFailed(
+            f"no server answers at {url}: start one with 'loraplex serve', or give {option}."
+        )
+    if isinstance(error, httpx.TimeoutException):
+        return CommandFailed(f"{url} took too long to answer; look at the server's log.")
+    reason = str(error) or type(error).__name__
+    return CommandFailed(f"the connection to {url} broke ({reason}); look at the server's log.")
+
+
+class AdminClient:
+    """The admin plane, or the data port with a tenant's own key."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url = url
+        self._client = http_client(url, token)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def call(self, method: str, path: str, **options: Any) -> Any:
+        """The decoded answer (None where there is none). `path` is below /admin/v1. Raises CommandFailed."""
+        return self.send(method, path, **options)[1]
+
+    def send(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        """The same, with the status."""
+        try:
+            response = self._client.request(method, f"/admin/v1{path}", **options)
+        except httpx.HTTPError as error:
+            raise unreachable(self.url, error, "--admin-url") from error
+        if response.status_code == 204 or (response.is_success and not response.content):
+            return response.status_code, None
+        try:
+            body = response.json()
+        except ValueError as error:
+            raise CommandFailed(
+                f"{self.url} answered {response.status_code} with something that is not JSON; "
+                "is it Loraplex's admin plane?"
+            ) from error
+        if not response.is_success:
+            raise refused(response.status_code, body)
+        return response.status_code, body
+
+    def pages(self, path: str) -> Iterator[dict[str, Any]]:
+        """Every row of a paged list."""
+        cursor: str | None = None
+        while True:
+            params = {"limit": str(PAGE_SIZE)} | ({"cursor": cursor} if cursor else {})
+            page = self.call("GET", path, params=params)
+            yield from page["data"]
+            cursor = page.get("next_cursor")
+            if not cursor:
+                return
+
+
+def refused(status: int, body: Any, key_option: str = "--admin-token") -> CommandFailed:
+    """The sentence for a problem document (RFC 9457), or for the data plane's error object. `key_option` is where
+    the user gives the secret that a 401 is about."""
+    if not isinstance(body, dict):
+        return CommandFailed(f"the server answered {status}.", body=body)
+    error = body.get("error")
+    if isinstance(error, dict):
+        body = {"code": error.get("code"), "detail": error.get("message")}
+    code = body.get("code")
+    message = str(body.get("detail") or body.get("title") or f"the server answered {status}")
+    if code:
+        message = f"{message} [{code}]"
+    if status == 401:
+        message += f" Give one that is valid with {key_option}."
+    return CommandFailed(message, details=_report_lines(body.get("report")), body=body)
+
+
+def _report_lines(report: Any) -> tuple[str, ...]:
+    """What an admission report says, a line a finding."""
+    if not isinstance(report, dict):
+        return ()
+    lines = []
+    for key, value in report.items():
+        if value in (None, [], {}, ""):
+            continue
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        lines.append(f"{key}: {shown if len(shown) <= 300 else shown[:300] + ' …'}")
+    return tuple(lines)

@@ -1,0 +1,89 @@
+"""`loraplex release`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from loraplex.app.commands.client import AdminClient
+from loraplex.app.commands.errors import CommandFailed
+from loraplex.app.commands.options import TenantOption, admin_command
+from loraplex.app.commands.output import Output
+from loraplex.app.commands.paths import segment
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name", show_default=False)]
+
+
+def create_release_commands() -> typer.Typer:
+    app = typer.Typer(no_args_is_help=True, help="Say which versions of an adapter take its traffic.")
+    app.command("set", help="Share the traffic, such as: set support v1=90 v2=10")(admin_command(set_))
+    app.command("show", help="Show which versions take the traffic.")(admin_command(show))
+    app.command("promote", help="Give all the traffic to one version.")(admin_command(promote))
+    app.command("rollback", help="Go back to the release before this one.")(admin_command(rollback))
+    return app
+
+
+def set_(
+    admin: AdminClient,
+    out: Output,
+    name: NameArgument,
+    targets: Annotated[
+        list[str], typer.Argument(metavar="VERSION=WEIGHT...", help="Such as v1=90 v2=10", show_default=False)
+    ],
+    tenant: TenantOption,
+    sticky: Annotated[
+        str | None, typer.Option(help="Keep a user, or a key, on one version: user, key or none")
+    ] = None,
+) -> None:
+    body: dict[str, Any] = {"targets": [_target(item) for item in targets]}
+    if sticky is not None:
+        body["sticky"] = sticky
+    _show(out, admin.call("PUT", _path(tenant, name), json=body))
+
+
+def show(admin: AdminClient, out: Output, name: NameArgument, tenant: TenantOption) -> None:
+    _show(out, admin.call("GET", _path(tenant, name)))
+
+
+def promote(
+    admin: AdminClient,
+    out: Output,
+    name: NameArgument,
+    tenant: TenantOption,
+    version: Annotated[
+        str | None, typer.Argument(metavar="[VERSION]", help="Default: the latest that is ready")
+    ] = None,
+) -> None:
+    body = {} if version is None else {"version": version}
+    _show(out, admin.call("POST", f"{_path(tenant, name)}/promote", json=body))
+
+
+def rollback(admin: AdminClient, out: Output, name: NameArgument, tenant: TenantOption) -> None:
+    _show(out, admin.call("POST", f"{_path(tenant, name)}/rollback"))
+
+
+def _path(tenant: str, name: str) -> str:
+    return f"/tenants/{segment(tenant)}/adapters/{segment(name)}/release"
+
+
+def _target(item: str) -> dict[str, Any]:
+    version, equals, weight = item.partition("=")
+    try:
+        number = float(weight) if equals else 1.0
+    except ValueError:
+        number = -1.0
+    if not version or not 0 <= number < float("inf"):
+        raise CommandFailed(f"{item!r}: write a target as VERSION=WEIGHT, such as v1=90.")
+    return {"version": version, "weight": int(number) if number.is_integer() else number}
+
+
+def _show(out: Output, release: dict[str, Any]) -> None:
+    if out.as_json:
+        out.json(release)
+        return
+    total = sum(t["weight"] for t in release["targets"]) or 1
+    out.table(
+        ["version", "weight", "share"],
+        ([t["version"], t["weight"], f"{100 * t['weight'] / total:.1f}%"] for t in release["targets"]),
+    )

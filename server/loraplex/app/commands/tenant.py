@@ -1,0 +1,78 @@
+"""`loraplex tenant`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from loraplex.app.commands.client import AdminClient
+from loraplex.app.commands.confirm import YesOption, confirm
+from loraplex.app.commands.options import admin_command, parse_limits
+from loraplex.app.commands.output import Output
+from loraplex.app.commands.paths import segment
+
+TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's id", show_default=False)]
+
+
+def create_tenant_commands() -> typer.Typer:
+    app = typer.Typer(no_args_is_help=True, help="Create, list, show and delete tenants.")
+    app.command("create", help="Create a tenant.")(admin_command(create))
+    app.command("list", help="List all tenants.")(admin_command(list_))
+    app.command("show", help="Show one tenant.")(admin_command(show))
+    app.command("delete", help="Delete a tenant with its keys and adapters.")(admin_command(delete))
+    return app
+
+
+def create(
+    admin: AdminClient,
+    out: Output,
+    tenant: TenantArgument,
+    display_name: Annotated[str | None, typer.Option(help="A name for people")] = None,
+    weight: Annotated[float | None, typer.Option(help="Its share relative to other tenants' (1)")] = None,
+    limit: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Such as requests_per_minute=600")
+    ] = None,
+) -> None:
+    body: dict[str, Any] = {"id": tenant}
+    if display_name is not None:
+        body["display_name"] = display_name
+    if weight is not None:
+        body["weight"] = weight
+    if limits := parse_limits(limit):
+        body["limits"] = limits
+    made = admin.call("POST", "/tenants", json=body)
+    if out.as_json:
+        out.json(made)
+    else:
+        out.line(
+            f"tenant {made['id']} created; make it a key with: loraplex key create --tenant {made['id']}"
+        )
+
+
+def list_(admin: AdminClient, out: Output) -> None:
+    rows = list(admin.pages("/tenants"))
+    if out.as_json:
+        out.json({"data": rows})
+        return
+    out.table(
+        ["tenant", "display name", "weight", "limits", "created"],
+        ([r["id"], r["display_name"], r["weight"], r["limits"], r["created_at"]] for r in rows),
+    )
+
+
+def show(admin: AdminClient, out: Output, tenant: TenantArgument) -> None:
+    found = admin.call("GET", f"/tenants/{segment(tenant)}")
+    if out.as_json:
+        out.json(found)
+    else:
+        out.fields(found)
+
+
+def delete(admin: AdminClient, out: Output, tenant: TenantArgument, yes: YesOption = False) -> None:
+    confirm(f"Delete tenant {tenant} with all its keys and adapters?", yes)
+    admin.call("DELETE", f"/tenants/{segment(tenant)}")
+    if out.as_json:
+        out.json({"id": tenant, "deleted": True})
+    else:
+        out.line(f"tenant {tenant} deleted")
