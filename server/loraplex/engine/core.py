@@ -1,0 +1,394 @@
+"""The engine's heart: requests in, steps of the runner, token events out.
+
+`EngineCore` belongs to one thread, the step thread, and has no torch in it. It keeps three promises:
+every request ends in exactly one terminal event; what a request held (blocks, leases, its place in the queue) comes
+back in the same step in which it ends; and nothing that one request or one step does wrong reaches another request.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from loraplex.adapters.cache import AdapterCache, Lease
+from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.protocol import EngineStats, TenantStats
+from loraplex.engine.scheduler import Scheduler, blocks_for
+from loraplex.engine.types import (
+    AdapterState,
+    EngineError,
+    EngineRequest,
+    ErrorCode,
+    FinishReason,
+    ScheduledSequence,
+    Sequence,
+    SequenceState,
+    StepPlan,
+    StepResult,
+    Timing,
+    TokenEvent,
+    Usage,
+)
+
+_log = logging.getLogger(__name__)
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+class Runner(Protocol):
+    """Computes steps, in the order in which they are submitted."""
+
+    def submit(self, plan: StepPlan) -> object:
+        """Begin a step; returns a handle to collect it by. At most `lookahead` + 1 steps are in flight."""
+        ...
+
+    def collect(self, handle: object) -> StepResult:
+        """Wait for the oldest step in flight. May raise: then all requests of that step end with an error."""
+        ...
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A submitted step, and its leases on the adapters that it reads: their pages stay until it is collected,
+    whatever becomes of its sequences."""
+
+    plan: StepPlan
+    handle: object
+    leases: list[Lease]
+
+
+class EngineCore:
+    """One engine: a scheduler, a runner and a cache of adapters.
+
+    `eos_ids` end a sequence unless it ignores them. `clock` gives seconds; all deadlines are by it. A request that
+    can't be served is never an exception: `add` leaves its refusal for the next `step` to return.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: Runner,
+        cache: AdapterCache,
+        *,
+        eos_ids: frozenset[int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._runner = runner
+        self._cache = cache
+        self._eos_ids = eos_ids
+        self._clock = clock
+        self._scheduler = Scheduler(config, cache)
+        self._live: dict[str, Sequence] = {}
+        self._in_flight: deque[_Flight] = deque()
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._events: list[TokenEvent] = []
+        self._num_added = 0
+        self._num_steps = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    def step(self) -> list[TokenEvent]:
+        """One turn: notice finished loads and passed deadlines, plan, submit, collect. With lookahead 1 the step
+        that is collected is the one before, so that the device works while the host plans."""
+        now = self._clock()
+        self._cache.poll()
+        self._expire(now)
+        plan = self._scheduler.plan(now)
+        self._fail_unavailable()
+        if plan.scheduled:
+            self._submit(plan)
+        if self._in_flight and (len(self._in_flight) > self._config.lookahead or not plan.scheduled):
+            self._collect()
+        events, self._events = self._events, []
+        return events
+
+    # Requests.
+
+    def add(self, request: EngineRequest) -> None:
+        """Take a request in, or refuse it by a terminal event of the next `step`. Never raises for bad input."""
+        now = self._clock()
+        if request.request_id in self._live:
+            error = EngineError("internal_error", f"request id {request.request_id} is in flight already")
+            self._refuse(request, error, duplicate=True)
+            return
+        refusal = self._why_not(request)
+        if refusal is not None:
+            self._refuse(request, refusal)
+            return
+        self._num_added += 1
+        seq = Sequence(request, now, self._num_added, list(request.prompt_ids))
+        if request.adapter is not None:
+            seq.adapter_state = self._cache.state(request.adapter.digest)
+        if request.deadline is not None:
+            seq.deadline_at = now + request.deadline
+            heapq.heappush(self._deadlines, (seq.deadline_at, seq.order, seq))
+        self._live[request.request_id] = seq
+        self._scheduler.add(seq)
+
+    def abort(self, request_id: str) -> None:
+        """End a request with finish_reason "abort"; it holds nothing any more when this returns. An id that is
+        not in flight is ignored."""
+        seq = self._live.get(request_id)
+        if seq is not None:
+            self._end(seq, "abort")
+
+    def _why_not(self, request: EngineRequest) -> EngineError | None:
+        """What keeps this request from ever being served, or from being served now."""
+        num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
+        if num_prompt == 0 or max_tokens < 1:
+            return EngineError(
+                "internal_error", "a request needs at least one prompt token and one to generate"
+            )
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) > MAX_TOKEN_ID:
+            return EngineError("internal_error", f"a prompt token is not within 0 … {MAX_TOKEN_ID}")
+        if not (math.isfinite(request.weight) and request.weight > 0):
+            return EngineError(
+                "internal_error", f"the tenant's weight is {request.weight}, not a number above 0"
+            )
+        if request.deadline is not None and not math.isfinite(request.deadline):
+            return EngineError(
+                "internal_error", f"the deadline is {request.deadline}, not a number of seconds"
+            )
+        if num_prompt + max_tokens > self._config.max_model_len:
+            return EngineError(
+                "context_length_exceeded",
+                f"{num_prompt} prompt tokens and up to {max_tokens} to generate exceed the context of "
+                f"{self._config.max_model_len} tokens",
+            )
+        # The last token is drawn, but never computed.
+        if (needed := blocks_for(num_prompt + max_tokens - 1)) > self._config.num_blocks:
+            return EngineError(
+                "context_length_exceeded",
+                f"{num_prompt} prompt tokens and up to {max_tokens} to generate need {needed} KV blocks, the pool "
+                f"has {self._config.num_blocks}",
+            )
+        if self._scheduler.num_waiting >= self._config.max_waiting:
+            return EngineError(
+                "server_overloaded",
+                f"{self._config.max_waiting} requests are waiting already; try again later",
+            )
+        return None
+
+    def _refuse(self, request: EngineRequest, error: EngineError, *, duplicate: bool = False) -> None:
+        self._events.append(
+            TokenEvent(
+                request.request_id,
+                finish_reason="error",
+                error=error,
+                usage=Usage(len(request.prompt_ids), 0),
+                timing=Timing(0.0, None, 0.0),
+                adapter_state=None if request.adapter is None else self._cache.state(request.adapter.digest),
+                duplicate=duplicate,
+            )
+        )
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, seq = heapq.heappop(self._deadlines)
+            if seq.state is not SequenceState.FINISHED:
+                self._error(seq, "deadline_exceeded", f"not finished within {seq.request.deadline:g} s")
+        if len(self._deadlines) > 2 * len(self._live) + 64:
+            # Requests with long deadlines end long before them: don't keep every one of them until then.
+            self._deadlines = [d for d in self._deadlines if d[2].state is not SequenceState.FINISHED]
+            heapq.heapify(self._deadlines)
+
+    def _fail_unavailable(self) -> None:
+        failed, self._scheduler.failed = self._scheduler.failed, []
+        for seq, message in failed:
+            self._error(seq, "adapter_unavailable", message)
+
+    # Steps.
+
+    def _submit(self, plan: StepPlan) -> None:
+        adapters = {s.seq.request.adapter.digest for s in plan.scheduled if s.seq.request.adapter is not None}
+        leases = [self._cache.acquire(digest) for digest in sorted(adapters)]
+        self._num_steps += 1
+        try:
+            handle = self._runner.submit(plan)
+        except Exception as error:
+            self._fail_step(_Flight(plan, None, leases), error)
+        else:
+            self._in_flight.append(_Flight(plan, handle, leases))
+
+    def _collect(self) -> None:
+        flight = self._in_flight.popleft()
+        try:
+            result = self._runner.collect(flight.handle)
+            if result.step_id != flight.plan.step_id or len(result.token_ids) != len(flight.plan.scheduled):
+                raise RuntimeError(f"the answer to step {flight.plan.step_id} is one to another step")
+        except Exception as error:
+            self._fail_step(flight, error)
+            return
+        now = self._clock()
+        for index, (scheduled, token_ids) in enumerate(
+            zip(flight.plan.scheduled, result.token_ids, strict=True)
+        ):
+            self._take_row(scheduled, token_ids, result.failed.get(index), now)
+        self._land(flight)
+
+    def _fail_step(self, flight: _Flight, error: Exception) -> None:
+        """Every request of a step that raised ends here. Nothing of the step was registered, so what it may have
+        left in the blocks can't be found; later steps overwrite it before they read."""
+        _log.error("step %d failed", flight.plan.step_id, exc_info=error)
+        for scheduled in flight.plan.scheduled:
+            if scheduled.seq.state is not SequenceState.FINISHED:
+                self._error(scheduled.seq, "internal_error", "the step that computed this request failed")
+        self._land(flight)
+
+    def _land(self, flight: _Flight) -> None:
+        for lease in flight.leases:
+            self._cache.release(lease)
+
+    def _take_row(
+        self, scheduled: ScheduledSequence, token_ids: tuple[int, ...], failure: str | None, now: float
+    ) -> None:
+        """One slice's outcome. A sequence that ended meanwhile (aborted, or at an eos that the step before drew)
+        does not want it any more."""
+        seq = scheduled.seq
+        if seq.state is SequenceState.FINISHED:
+            return
+        if failure is None and bool(token_ids) != scheduled.samples:
+            failure = f"{len(token_ids)} tokens came for a slice that draws {'some' if scheduled.samples else 'none'}"
+        if failure is None and token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
+            failure = "a token was drawn that is not in any vocabulary"
+        if failure is not None:
+            _log.error("request %s failed in step: %s", seq.request_id, failure)
+            self._error(seq, "internal_error", "computing this request failed")
+            return
+        self._scheduler.computed(scheduled)
+        if token_ids:
+            # A longer answer to the step before may have brought the first of these already.
+            self._take_tokens(seq, token_ids[seq.num_outputs - scheduled.output_index :], now)
+
+    def _take_tokens(self, seq: Sequence, token_ids: tuple[int, ...], now: float) -> None:
+        """Append drawn tokens up to the one that ends the sequence, and tell of them. What was drawn behind that
+        one is dropped. Tokens of an epoch before a preemption are as good as any (see `Scheduler._preempt`)."""
+        if not token_ids:
+            return
+        sampling = seq.request.sampling
+        reason: FinishReason | None = None
+        stop_token_id: int | None = None
+        count = 0
+        for token_id in token_ids:
+            seq.token_ids.append(token_id)
+            count += 1
+            stops = token_id in sampling.stop_token_ids or (
+                not sampling.ignore_eos and token_id in self._eos_ids
+            )
+            if stops and seq.num_outputs > sampling.min_tokens:
+                reason, stop_token_id = "stop", token_id
+                break
+            if seq.num_outputs >= sampling.max_tokens:
+                reason = "length"
+                break
+        seq.num_pending = max(0, seq.num_pending - count)
+        if seq.first_token is None:
+            seq.first_token = now
+            self._prompt_tokens += seq.num_prompt
+        self._generation_tokens += count
+        self._scheduler.delivered(seq, count)
+        taken = token_ids[:count]
+        if reason is None:
+            self._events.append(TokenEvent(seq.request_id, taken, adapter_state=self._tell_state(seq)))
+        else:
+            self._end(seq, reason, taken, stop_token_id=stop_token_id)
+
+    # Endings.
+
+    def _error(self, seq: Sequence, code: ErrorCode, message: str) -> None:
+        self._end(seq, "error", error=EngineError(code, message))
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        token_ids: tuple[int, ...] = (),
+        *,
+        error: EngineError | None = None,
+        stop_token_id: int | None = None,
+    ) -> None:
+        """The one way out for every request that was taken in."""
+        del self._live[seq.request_id]
+        self._scheduler.finish(seq)
+        now = self._clock()
+        self._events.append(
+            TokenEvent(
+                seq.request_id,
+                token_ids,
+                finish_reason=reason,
+                error=error,
+                usage=Usage(seq.num_prompt, seq.num_outputs, seq.num_cached),
+                timing=Timing(
+                    queue_s=(now if seq.first_scheduled is None else seq.first_scheduled) - seq.arrival,
+                    first_token_s=None if seq.first_token is None else seq.first_token - seq.arrival,
+                    total_s=now - seq.arrival,
+                ),
+                adapter_state=self._tell_state(seq),
+                stop_token_id=stop_token_id,
+            )
+        )
+
+    def _tell_state(self, seq: Sequence) -> AdapterState | None:
+        state, seq.adapter_state = seq.adapter_state, None
+        return state
+
+    # What others may know.
+
+    @property
+    def has_work(self) -> bool:
+        """Some request has not ended, a step is in flight, or events wait to be returned."""
+        return bool(self._live or self._in_flight or self._events)
+
+    @property
+    def num_waiting_for_adapter(self) -> int:
+        return len(self._scheduler.parked)
+
+    def idle_s(self) -> float | None:
+        """0 if a step can do something at once; else the seconds until the next deadline; None if there is none,
+        and only a new request, an abort or a finished load can change anything."""
+        if self._events or self._in_flight or self._scheduler.running or self._scheduler.queue:
+            return 0.0
+        while self._deadlines and self._deadlines[0][2].state is SequenceState.FINISHED:
+            heapq.heappop(self._deadlines)
+        return max(0.0, self._deadlines[0][0] - self._clock()) if self._deadlines else None
+
+    def stats(self) -> EngineStats:
+        """Gauges of this moment and counters since the start."""
+        scheduler = self._scheduler
+        running = Counter(seq.request.tenant_id for seq in scheduler.running)
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_kv_blocks=scheduler.blocks.num_blocks,
+            num_kv_blocks_used=scheduler.blocks.num_used,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
+            running_adapters=_digests(scheduler.running),
+            waiting_adapters=_digests(
+                seq for seq in self._live.values() if seq.state is SequenceState.WAITING
+            ),
+            tenants={
+                tenant: TenantStats(running[tenant], requests - running[tenant], counter)
+                for tenant, requests, counter in scheduler.queue.tenants()
+            },
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every request is in exactly one place, and every block, every lease and
+        every place in the queue belongs to one that has not ended. For tests: costs O(blocks + requests)."""
+        self._scheduler.check_integrity(self._live.values())
+        assert len(self._in_flight) <= self._config.lookahead, "a step was left uncollected"
+
+
+def _digests(sequences: Iterable[Sequence]) -> tuple[str, ...]:
+    return tuple(sorted({ref.digest for seq in sequences if (ref := seq.request.adapter) is not None}))

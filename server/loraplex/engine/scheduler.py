@@ -1,0 +1,333 @@
+"""Which tokens are computed next. A function of its state, of the events told to it and of the time passed in:
+no clock of its own, no thread, no torch.
+
+There are no phases. A sequence has tokens, and some of them are computed; every plan lets the computed ones catch
+up. A prompt that comes in chunks, one whose start is found in the prefix cache, a sequence that decodes and one
+that starts over after a preemption differ only in how far behind they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from loraplex.adapters.cache import AdapterCache, Lease, Residency
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine import fairness, prefix
+from loraplex.engine.adapter_wait import AdapterWait
+from loraplex.engine.blocks import BlockManager
+from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
+from loraplex.engine.fairness import FairQueue
+from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
+
+
+def blocks_for(num_tokens: int) -> int:
+    """How many blocks hold `num_tokens` positions."""
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    now: float
+    budget: int  # tokens that still fit into the step
+    scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the fair queue, the parked and the running sequences, the KV blocks and the sequences' leases.
+
+    The core tells it what happens (`add`, `finish`, `computed`, `delivered`) and asks it for the next step
+    (`plan`). A sequence that was added is in exactly one place, running, queued or parked, until `finish`.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: AdapterCache) -> None:
+        self._cache = cache
+        self._max_tokens = config.max_num_batched_tokens
+        # Every running sequence must get a token into every step, or decodes could crowd each other out.
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.blocks = BlockManager(config.num_blocks)
+        self.queue = FairQueue()
+        self.parked = AdapterWait(cache, config.adapter_wait_aging_s)
+        self.running: dict[Sequence, Lease | None] = {}  # in the order of admission
+        self.failed: list[tuple[Sequence, str]] = []
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._step_id = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Queued and parked sequences."""
+        return len(self.queue) + len(self.parked)
+
+    def add(self, seq: Sequence) -> None:
+        self.queue.enter(seq.request.tenant_id, seq.request.weight)
+        self.queue.push(seq)
+
+    def finish(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it is, with all that it holds.
+
+        Its blocks may be given out again while a step that uses them is in flight. Steps run one after the other
+        in the order of submission: that step has read and written them before any later one gets them. What it
+        wrote can't be found under a wrong name either: a block is registered only for the steps that were
+        collected while its sequence held it, and the position that is still in flight lies behind those.
+        """
+        if seq in self.running:
+            self._stop(seq)
+        elif seq in self.queue:
+            self.queue.remove(seq)
+        self.parked.forget(seq)
+        seq.state = SequenceState.FINISHED
+        self.queue.leave(seq.request.tenant_id)
+
+    def computed(self, scheduled: ScheduledSequence) -> None:
+        """A slice has been computed and collected: the blocks that it filled may now be found by others.
+
+        Not so if the sequence was preempted since. The blocks are somebody else's by then, and a later plan may
+        count on their new content.
+        """
+        seq = scheduled.seq
+        if seq.state is not SequenceState.RUNNING or scheduled.epoch != seq.epoch:
+            return
+        first, end = scheduled.start // BLOCK_SIZE, (scheduled.start + scheduled.num_tokens) // BLOCK_SIZE
+        if first < end:
+            keys = prefix.extend_keys(seq)
+            for index in range(first, end):
+                self.blocks.register(scheduled.block_ids[index], keys[index])
+
+    def delivered(self, seq: Sequence, num_tokens: int) -> None:
+        """Output tokens have been drawn: charge them."""
+        self.queue.charge(seq.request.tenant_id, num_tokens * fairness.DECODE_COST)
+
+    def plan(self, now: float) -> StepPlan:
+        """The next step; its `scheduled` is empty if nothing can be computed now. Sequences whose adapter turned
+        out not to be available are put into `failed` for the caller to end."""
+        draft = _Draft(now, self._max_tokens)
+        self._cache.begin_pass()
+        self._catch_up(draft, [seq for seq in self.running if seq.num_tokens - seq.num_computed == 1])
+        self._catch_up(draft, [seq for seq in self.running if seq.num_tokens - seq.num_computed > 1])
+        barrier = self._unpark(draft)
+        if not draft.preempted:  # else the newcomers would take the blocks that were just won
+            self._admit(draft, barrier)
+        self._step_id += 1
+        return StepPlan(
+            self._step_id, tuple(draft.scheduled.values()), tuple(draft.preempted), tuple(draft.loads)
+        )
+
+    # Running sequences.
+
+    def _catch_up(self, draft: _Draft, behind: list[Sequence]) -> None:
+        for seq in behind:
+            if draft.budget == 0:
+                return
+            if seq.state is SequenceState.RUNNING and not _all_sampled(seq):
+                self._schedule(draft, seq)
+
+    def _schedule(self, draft: _Draft, seq: Sequence) -> None:
+        count = min(seq.num_tokens - seq.num_computed, draft.budget)
+        missing = blocks_for(seq.num_computed + count) - len(seq.block_ids)
+        if missing > self.blocks.num_free and not self._make_room(draft, seq, missing):
+            return
+        if missing > 0:
+            seq.block_ids += self.blocks.allocate(missing)
+        start, end = seq.num_computed, seq.num_computed + count
+        pending = end > len(seq.token_ids)
+        assert not pending or count == 1, "only a sequence's newest token can be missing on the host"
+        samples = end == seq.num_tokens
+        draft.budget -= count
+        draft.scheduled[seq] = ScheduledSequence(
+            seq=seq,
+            epoch=seq.epoch,
+            start=start,
+            num_tokens=count,
+            token_ids=(0,) if pending else tuple(seq.token_ids[start:end]),
+            block_ids=tuple(seq.block_ids),
+            slot=seq.slot,
+            samples=samples,
+            pending_input=pending,
+            output_index=seq.num_tokens - seq.num_prompt,
+        )
+        if seq.first_scheduled is None:
+            seq.first_scheduled = draft.now
+        self._charge_prompt(seq, end, fairness.PREFILL_COST)
+        seq.num_computed = end
+        seq.num_pending += samples
+
+    def _make_room(self, draft: _Draft, seq: Sequence, missing: int) -> bool:
+        """Preempt until `missing` blocks are free. False if `seq` itself had to go, or has to sit this step out.
+
+        The victim is the one whose tenant got the most, there the least urgent, then the latest. No order of
+        victims can livelock: blocks run short only because some sequence decoded 16 tokens more, tokens are never
+        lost, and there are only so many to be drawn.
+        """
+        while missing > self.blocks.num_free:
+            victims = [s for s in self.running if s not in draft.scheduled and not _all_sampled(s)]
+            victim = max(victims, key=self._expendability)
+            if victim is seq and len(victims) + len(draft.scheduled) < len(self.running):
+                return False  # someone's last token is in flight: its blocks come free when it is collected
+            self._preempt(draft, victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _expendability(self, seq: Sequence) -> tuple[float, int, int]:
+        return self.queue.counter(seq.request.tenant_id), -seq.request.priority, seq.order
+
+    def _preempt(self, draft: _Draft, seq: Sequence) -> None:
+        """Back to the queue, before its tenant's others, to be computed anew.
+
+        A token that a step in flight is drawing for it stays good: that step was submitted while the blocks and
+        the adapter's slot were the sequence's own, and nothing later can reach back into it. It is collected
+        before the next plan is made, so that the sequence never resumes with a token missing.
+        """
+        self._stop(seq)
+        seq.state = SequenceState.WAITING
+        seq.num_computed = 0
+        seq.epoch += 1
+        self.queue.push(seq)
+        self.num_preemptions += 1
+        draft.preempted.append(seq.request_id)
+
+    def _stop(self, seq: Sequence) -> None:
+        lease = self.running.pop(seq)
+        self.blocks.release(seq.block_ids)
+        seq.block_ids = []
+        seq.slot = -1
+        if lease is not None:
+            self._cache.release(lease)
+
+    # Waiting sequences.
+
+    def _unpark(self, draft: _Draft) -> str | None:
+        """Back into the queue with those whose adapter has come. Returns the digest that has precedence if its
+        place on the device is not safe yet: then no other adapter may be lent or sent for."""
+        first = self.parked.precedence(draft.now)
+        if first is not None:
+            if first in self.parked:
+                residency = self._ask(draft, first)
+                barred = residency in (Residency.NO_ROOM, Residency.READY)
+            else:
+                barred = True  # it is there, and nothing may push it out again before the request runs
+            if barred and first.request.adapter is not None:
+                return first.request.adapter.digest
+        for seq in self.parked.heads():
+            self._ask(draft, seq)
+        return None
+
+    def _ask(self, draft: _Draft, seq: Sequence) -> Residency:
+        """Ask for an adapter that somebody is parked for, and move all who are by the answer."""
+        ref = seq.request.adapter
+        assert ref is not None
+        residency = self._request(draft, ref)
+        if residency is Residency.READY:
+            for freed in self.parked.take(ref.digest):
+                self.queue.push(freed)
+        elif residency is Residency.FAILED:
+            message = self._cache.failure(ref.digest)
+            self.failed += [(lost, message) for lost in self.parked.take(ref.digest)]
+        return residency
+
+    def _admit(self, draft: _Draft, barrier: str | None) -> None:
+        """Start waiting sequences in the order of fairness, while there is room of every kind.
+
+        One that waits for its adapter is passed by. One that only waits for blocks is not: smaller ones behind it
+        would starve it.
+        """
+        promised = sum(self._blocks_missing(seq) for seq in self.running)
+        first = self.parked.precedence(draft.now)
+        while draft.budget and len(self.running) < self._max_running:
+            seq = first if first is not None and first in self.queue else self.queue.head()
+            if seq is None:
+                return
+            ref = seq.request.adapter
+            if ref is not None and not self._is_ready(draft, ref, barrier):
+                self.queue.remove(seq)
+                self.parked.park(seq, draft.now)
+            elif self._start(draft, seq, promised):
+                promised += self._blocks_missing(seq)
+            else:
+                return
+
+    def _start(self, draft: _Draft, seq: Sequence, promised: int) -> bool:
+        """Give a waiting sequence its lease, the blocks that hold its prefix already, and its first slice. False
+        if its tokens do not all fit beside the `promised` blocks that others need for theirs."""
+        assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
+        # The last token is always computed, found or not: its logits are needed, and they are not kept.
+        findable = (seq.num_tokens - 1) // BLOCK_SIZE
+        found = self.blocks.lookup(prefix.extend_keys(seq)[:findable])
+        room = self.blocks.num_free - self.blocks.num_idle(found) - promised
+        if blocks_for(seq.num_tokens) - len(found) > room:
+            return False
+        self.queue.remove(seq)
+        self.parked.forget(seq)
+        lease = None if seq.request.adapter is None else self._cache.acquire(seq.request.adapter.digest)
+        self.running[seq] = lease
+        seq.state = SequenceState.RUNNING
+        seq.slot = -1 if lease is None else lease.slot
+        self.blocks.share(found)
+        seq.block_ids = found
+        seq.num_computed = len(found) * BLOCK_SIZE
+        if seq.epoch == 0:
+            seq.num_cached = seq.num_computed
+            self.prefix_queries += seq.num_prompt
+            self.prefix_hits += seq.num_cached
+        self._charge_prompt(seq, seq.num_computed, fairness.CACHED_COST)
+        self._schedule(draft, seq)
+        return True
+
+    def _charge_prompt(self, seq: Sequence, end: int, cost: float) -> None:
+        """Charge the prompt's positions up to `end` that were never charged before."""
+        end = min(end, seq.num_prompt)
+        if end > seq.num_charged:
+            self.queue.charge(seq.request.tenant_id, (end - seq.num_charged) * cost)
+            seq.num_charged = end
+
+    def _is_ready(self, draft: _Draft, ref: AdapterRef, barrier: str | None) -> bool:
+        if barrier is not None and ref.digest != barrier:
+            return False
+        return self._request(draft, ref) is Residency.READY
+
+    def _blocks_missing(self, seq: Sequence) -> int:
+        """Blocks that a running sequence still needs for the tokens that it has."""
+        return max(0, blocks_for(seq.num_tokens) - len(seq.block_ids))
+
+    def check_integrity(self, live: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless the `live` sequences, and they alone, are here, each in one place and with
+        what belongs there."""
+        queued: set[Sequence] = set()
+        alive: dict[str, int] = {}
+        for seq in live:
+            tenant = seq.request.tenant_id
+            alive[tenant] = alive.get(tenant, 0) + 1
+            places = (seq in self.running) + (seq in self.queue) + (seq in self.parked)
+            assert places == 1, f"{seq.request_id} is in {places} places"
+            if seq in self.running:
+                assert seq.state is SequenceState.RUNNING, f"{seq.request_id} runs as {seq.state}"
+                assert blocks_for(seq.num_computed) <= len(seq.block_ids), f"{seq.request_id} lacks blocks"
+                assert seq.num_computed <= seq.num_tokens, f"{seq.request_id} is ahead of its tokens"
+                lease = self.running[seq]
+                assert (lease is None) == (seq.request.adapter is None), (
+                    f"{seq.request_id} has the wrong lease"
+                )
+                assert seq.slot == (-1 if lease is None else lease.slot), (
+                    f"{seq.request_id} has the wrong slot"
+                )
+            else:
+                assert seq.state is SequenceState.WAITING, f"{seq.request_id} waits as {seq.state}"
+                assert not seq.block_ids, f"{seq.request_id} waits, and holds blocks"
+                assert seq.slot == -1, f"{seq.request_id} waits, and has a slot"
+                if seq in self.queue:
+                    queued.add(seq)
+        places = len(self.running) + self.num_waiting
+        assert places == sum(alive.values()), "a request that ended has kept its place"
+        self.queue.check_integrity(alive, queued)
+        self.blocks.check_integrity([seq.block_ids for seq in self.running])
+
+
+def _all_sampled(seq: Sequence) -> bool:
+    """Its last token is drawn already, or is being drawn by a step in flight."""
+    return seq.num_outputs + seq.num_pending >= seq.request.sampling.max_tokens

@@ -1,0 +1,177 @@
+"""A runner without a model, whose answers give away every mix-up.
+
+It keeps a KV memory of physical blocks. A step writes, for each scheduled position, the token and the digest that
+lies in the row's adapter slot *at that moment* into the block that the row's table names, and draws a token as a
+hash of all that it reads back through that table. It never looks at a sequence's own tokens. So a block given out
+twice, a prefix found under a wrong key, a slot overwritten too early or a token fed out of turn changes what comes
+out; `reference` says what should have. Answers are hashes of integers alone: the same in every process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.types import ScheduledSequence, SequenceState, StepPlan, StepResult
+
+BASE = 0
+"""What a base row leaves in place of a digest."""
+GARBAGE = 1_000_003
+"""A token that no vocabulary holds: what uninitialised or broken memory reads as."""
+
+
+def adapter_mark(digest: str | None) -> int:
+    """A digest as the integer that goes into the KV memory."""
+    return BASE if digest is None else int(digest[:12], 16) + 1
+
+
+def draw(marks: tuple[int, ...], token_ids: tuple[int, ...], vocab_size: int) -> int:
+    """The fake model: the next token after `token_ids`, computed with the adapters `marks`, position by position."""
+    return hash((marks, token_ids)) % vocab_size
+
+
+def reference(digest: str | None, prompt: tuple[int, ...], count: int, vocab_size: int) -> list[int]:
+    """The `count` tokens that follow `prompt` on one adapter version."""
+    mark, tokens = adapter_mark(digest), list(prompt)
+    for _ in range(count):
+        tokens.append(draw((mark,) * len(tokens), tuple(tokens), vocab_size))
+    return tokens[len(prompt) :]
+
+
+class StepFailed(RuntimeError):
+    """The fault that a test asked for."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """What goes wrong with a step: raise at `submit` or `collect` (its KV is garbage then), or single rows."""
+
+    at: str = ""  # "submit", "collect" or "" for none
+    rows: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Handle:
+    plan: StepPlan
+    fault: Fault
+
+
+@dataclass
+class FakeRunner:
+    """`digest_in_slot(slot)` reads the arena. Steps run as late as they may, when they are collected: whatever is
+    changed too early in what they read shows. `fault(plan)` chooses a step's fault, `tokens_per_row(row)` how many
+    tokens (1 and more) a sampling row brings, as speculative decoding would."""
+
+    num_blocks: int
+    digest_in_slot: Callable[[int], str | None]
+    vocab_size: int = 97
+    fault: Callable[[StepPlan], Fault] = field(default=lambda plan: Fault())
+    tokens_per_row: Callable[[ScheduledSequence], int] = field(default=lambda row: 1)
+    max_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        positions = self.num_blocks * BLOCK_SIZE
+        self._tokens = [GARBAGE] * positions
+        self._marks = [GARBAGE] * positions
+        self._tenants = [""] * positions
+        self._queue: deque[_Handle] = deque()
+        self._drawn: dict[
+            tuple[str, int], int
+        ] = {}  # by (request, output index): the last step's, on the device
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.plans: list[StepPlan] = []
+        self.keep_plans = False
+        self.complaints: list[str] = []  # what no engine may do; the core would take an exception for a fault
+        self.faulted: set[str] = set()  # requests that a fault has hit
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._queue)
+
+    def submit(self, plan: StepPlan) -> object:
+        if not plan.scheduled:
+            self.complaints.append("an empty step was submitted")
+        if len(self._queue) >= self.max_in_flight:
+            self.complaints.append("more steps are in flight than the lookahead allows")
+        if self.keep_plans:
+            self.plans.append(plan)
+        handle = _Handle(plan, self.fault(plan))
+        hit = plan.scheduled if handle.fault.at else [plan.scheduled[index] for index in handle.fault.rows]
+        self.faulted.update(row.seq.request_id for row in hit)
+        if handle.fault.at == "submit":
+            raise StepFailed("submit was told to fail")
+        self._queue.append(handle)
+        return handle
+
+    def collect(self, handle: object) -> StepResult:
+        assert isinstance(handle, _Handle)
+        if self._queue.popleft() is not handle:
+            self.complaints.append("a step was collected out of turn")
+        return self._run(handle.plan, handle.fault)
+
+    def _run(self, plan: StepPlan, fault: Fault) -> StepResult:
+        self.num_steps += 1
+        drawn: dict[tuple[str, int], int] = {}
+        answers: list[tuple[int, ...]] = []
+        if fault.at == "collect":
+            for row in plan.scheduled:
+                self._write(row, (GARBAGE,) * row.num_tokens)
+            self._drawn = drawn
+            raise StepFailed("collect was told to fail")
+        for index, row in enumerate(plan.scheduled):
+            request_id = row.seq.request_id
+            tokens = row.token_ids
+            if row.pending_input:
+                # What the step before drew, if it still drew: a row that ended meanwhile may read anything.
+                tokens = (self._drawn.get((request_id, row.output_index - 1), GARBAGE),)
+            if index in fault.rows:
+                self._write(row, (GARBAGE,) * row.num_tokens)
+                answers.append(())
+                continue
+            self._write(row, tokens)
+            self.num_tokens += row.num_tokens
+            seen = self._read(row)
+            if not row.samples:
+                answers.append(())
+                continue
+            marks, known = seen
+            answer = [draw(marks, known, self.vocab_size)]
+            drawn[request_id, row.output_index] = answer[0]
+            for _ in range(self.tokens_per_row(row) - 1):
+                known, marks = (*known, answer[-1]), (*marks, marks[-1])
+                answer.append(draw(marks, known, self.vocab_size))
+            answers.append(tuple(answer))
+        self._drawn = drawn
+        return StepResult(plan.step_id, tuple(answers), {index: "told to fail" for index in fault.rows})
+
+    def _write(self, row: ScheduledSequence, tokens: tuple[int, ...]) -> None:
+        if len(tokens) != row.num_tokens or len(row.block_ids) * BLOCK_SIZE < row.start + row.num_tokens:
+            self.complaints.append(f"a slice of {row.seq.request_id} does not fit its tokens or its blocks")
+            return
+        mark = BASE if row.slot < 0 else adapter_mark(self.digest_in_slot(row.slot))
+        tenant = row.seq.request.tenant_id
+        for position, token in enumerate(tokens, row.start):
+            place = row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            self._tokens[place] = token
+            self._marks[place] = mark
+            self._tenants[place] = tenant
+
+    def _read(self, row: ScheduledSequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(marks, tokens) of positions 0 … the slice's end, through the row's own block table."""
+        end = row.start + row.num_tokens
+        marks: list[int] = []
+        tokens: list[int] = []
+        tenants: list[str] = []
+        for block in row.block_ids[: -(-end // BLOCK_SIZE)]:
+            span = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+            marks += self._marks[span]
+            tokens += self._tokens[span]
+            tenants += self._tenants[span]
+        # The row of a sequence that ended while it was in flight reads what it likes: nobody gets its answer.
+        owners = set(tenants[:end])
+        if owners != {row.seq.request.tenant_id} and row.seq.state is not SequenceState.FINISHED:
+            self.complaints.append(f"{row.seq.request_id} reads KV that {sorted(owners)} wrote")
+        return tuple(marks[:end]), tuple(tokens[:end])
