@@ -1,0 +1,105 @@
+"""The two files of an adapter: their names, their digest, and how their bytes are read and written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from loraplex.adapters.errors import StoreFull
+
+CONFIG_NAME = "adapter_config.json"
+TENSORS_NAME = "adapter_model.safetensors"
+
+CHUNK_BYTES = 1 << 20
+"""Bytes held in memory at a time while a file is copied or hashed."""
+
+# EFBIG is what a process sees whose file size is limited: for an upload the same as a full disk.
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def shown(text: object, limit: int = 80) -> str:
+    """An uploader's own words made safe for messages, logs and JSON: ASCII, quoted, cut to `limit`."""
+    raw = text if isinstance(text, str) else str(text)[: limit + 1]
+    return ascii(raw if len(raw) <= limit else raw[:limit] + "…")
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether the operating system had no room."""
+    return isinstance(error, OSError) and error.errno in _NO_ROOM
+
+
+@contextmanager
+def full_disk_as_store_full() -> Iterator[None]:
+    """Turn the operating system's "no room" errors into StoreFull."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise StoreFull(
+                "no room left for the upload in the artifact store; nothing of it was kept"
+            ) from error
+        raise
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open for reading, unbuffered, refusing symbolic links, devices and pipes (OSError)."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(fd, "rb", buffering=0)
+
+
+def create_file(path: Path) -> BinaryIO:
+    """Create a file that must not exist yet, mode 0600, unbuffered; never follows a link (OSError)."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    return os.fdopen(fd, "wb", buffering=0)
+
+
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Write every byte: an unbuffered file may take fewer than asked when the disk runs full."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def read_into(file: BinaryIO, buffer: memoryview) -> int:
+    """Fill `buffer`; the number of bytes read is smaller than its size only at the end of the file."""
+    done = 0
+    while done < len(buffer):
+        got = os.readv(file.fileno(), [buffer[done:]])
+        if not got:
+            break
+        done += got
+    return done
+
+
+def hash_file(path: Path, into: hashlib._Hash) -> None:
+    """Feed one file to a running hash, led by its length (8 bytes, little-endian), in bounded memory.
+
+    Raises OSError when the file cannot be read or changes its length meanwhile.
+    """
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with open_regular(path) as file:
+        left = os.fstat(file.fileno()).st_size
+        into.update(left.to_bytes(8, "little"))
+        while got := read_into(file, buffer):
+            into.update(buffer[:got])
+            left -= got
+    if left:
+        raise OSError(errno.EIO, "the file changed while it was read", str(path))
+
+
+def digest_upload(config_path: Path, tensors_path: Path) -> str:
+    """The identity of an adapter: 64 hex characters of SHA-256 over both files, each led by its length, so
+    that no byte can move from one file to the other unseen. Streams. Raises OSError."""
+    sha = hashlib.sha256(b"loraplex adapter 1\n")
+    hash_file(config_path, sha)
+    hash_file(tensors_path, sha)
+    return sha.hexdigest()

@@ -1,0 +1,314 @@
+"""Our own reading of PEFT's adapter_config.json: plain LoRA as PEFT >= 0.18 computes it, nothing else.
+
+PEFT takes the keys of rank_pattern and alpha_pattern, a string in target_modules and layers_pattern for regular
+expressions. Nothing from an upload is ever compiled here: literal names mean what PEFT makes of them, anything
+else is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.files import open_regular, read_into, shown
+from loraplex.adapters.strict_json import parse_object
+
+MAX_CONFIG_BYTES = 1 << 20
+_MAX_ENTRIES = 4096
+_MAX_ALPHA = 1e6
+_MODULE_NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
+_SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """What an adapter's config says about ranks, scaling and the modules it changes.
+
+    `targets` None stands for "all-linear". `layers` None: every layer. Pattern keys are literal and in the
+    order of the file.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    targets: frozenset[str] | None
+    layers: frozenset[int] | None
+    layers_pattern: tuple[str, ...]
+    base_name: str | None
+
+    def rank_and_scaling(self, module_path: str) -> tuple[int, float]:
+        """Rank and scaling of a module: alpha/r, under rsLoRA alpha/sqrt(r). Of several pattern keys that name
+        the module, the first of the file wins, as PEFT's get_pattern_key does."""
+        rank = _first_match(self.rank_pattern, module_path, self.rank)
+        alpha = _first_match(self.alpha_pattern, module_path, self.alpha)
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def selects(self, module_path: str) -> bool:
+        """Whether PEFT would put LoRA on this linear (check_target_module_exists): a target that is the whole
+        path does so in any layer, a suffix only in the layers to transform."""
+        if self.targets is None or module_path in self.targets:
+            return True
+        if not any(suffix in self.targets for suffix in suffixes(module_path)):
+            return False
+        return self.layers is None or _layer_index(module_path, self.layers_pattern) in self.layers
+
+
+def parse_peft_config(path: Path, module_paths: Iterable[str]) -> LoraSettings:
+    """Read and check an adapter_config.json. `module_paths` are the base's linears: a pattern key that means
+    one thing as a name and another as PEFT's regular expression for any of them is refused.
+
+    Raises AdapterRefused (config_invalid, unsupported_feature, too_large).
+    """
+    config = _read(path)
+    peft_type = config.pop("peft_type", None)
+    if not isinstance(peft_type, str):
+        _invalid("peft_type is missing; an adapter saved by PEFT has it")
+    if peft_type != "LORA":
+        _unsupported("peft_type", f"{shown(peft_type)} adapters are not served, only LORA")
+    settings = {name: config.pop(name) for name in _SETTINGS if name in config}
+    for name, value in config.items():
+        _check_other(name, value)
+    return _parse_settings(settings, list(module_paths))
+
+
+def suffixes(module_path: str) -> Iterator[str]:
+    """ "a.b.c" itself, then "b.c", then "c"."""
+    while module_path:
+        yield module_path
+        module_path = module_path.partition(".")[2]
+
+
+_SETTINGS = (
+    "alpha_pattern",
+    "base_model_name_or_path",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_rslora",
+)
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_object(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _is_neutral(value: Any) -> bool:
+    # By type: 0 and 1 are settings, though they equal False and True.
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
+
+
+_PASSING: dict[str, Callable[[Any], bool]] = {
+    # Informational, or of effect only in training, or only beside a field that is refused itself.
+    "auto_mapping": _is_object,
+    "inference_mode": lambda value: value is None or isinstance(value, bool),
+    "lora_dropout": lambda value: value is None or _is_number(value),
+    "megatron_core": _is_text,
+    "peft_version": _is_text,
+    "qalora_group_size": lambda value: value is None or _is_number(value),
+    "revision": _is_text,
+    "runtime_config": _is_object,
+    # Fields with a neutral value other than null, false or empty.
+    "bias": lambda value: _is_neutral(value) or value == "none",
+    "init_lora_weights": lambda value: (
+        _is_neutral(value) or value is True or value in ("gaussian", "orthogonal")
+    ),
+    "task_type": lambda value: _is_neutral(value) or value == "CAUSAL_LM",
+}
+"""The fields, beside the settings, whose accepted values are not just the neutral ones."""
+
+
+def _check_other(name: str, value: Any) -> None:
+    if _PASSING.get(name, _is_neutral)(value):
+        return
+    feature = name if _FIELD_NAME.fullmatch(name) else shown(name, 64)
+    _unsupported(feature, f"{feature} = {shown(value)} is not supported; only its neutral value is accepted")
+
+
+def _parse_settings(settings: dict[str, Any], module_paths: list[str]) -> LoraSettings:
+    rank = _positive(settings.get("r", 8), "r")
+    alpha = _alpha(settings.get("lora_alpha", 8), "lora_alpha")
+    use_rslora = settings.get("use_rslora", False)
+    if use_rslora is not None and not isinstance(use_rslora, bool):
+        _invalid(f"use_rslora must be true or false, not {shown(use_rslora)}")
+    base_name = settings.get("base_model_name_or_path")
+    if not _is_text(base_name):
+        _invalid("base_model_name_or_path must be a string or null")
+    targets, is_list = _parse_targets(settings.get("target_modules"))
+    layers = _parse_layers(settings.get("layers_to_transform"))
+    layers_pattern = _parse_layers_pattern(settings.get("layers_pattern"))
+    if layers_pattern and layers is None:
+        _invalid("layers_pattern needs layers_to_transform")
+    if layers is not None and not is_list:
+        _invalid("layers_to_transform needs target_modules to be a list")
+    return LoraSettings(
+        rank=rank,
+        alpha=alpha,
+        use_rslora=bool(use_rslora),
+        rank_pattern=_parse_pattern("rank_pattern", settings.get("rank_pattern"), _positive, module_paths),
+        alpha_pattern=_parse_pattern("alpha_pattern", settings.get("alpha_pattern"), _alpha, module_paths),
+        targets=targets,
+        layers=layers,
+        layers_pattern=layers_pattern,
+        base_name=base_name,
+    )
+
+
+def _parse_targets(value: Any) -> tuple[frozenset[str] | None, bool]:
+    """The target names (None: all-linear) and whether they came as a list."""
+    if isinstance(value, str):
+        if value.lower() == "all-linear":
+            return None, False
+        if not _MODULE_NAME.fullmatch(value):
+            _unsupported(
+                "target_modules",
+                f"target_modules {shown(value)} is a regular expression; list the modules' names instead",
+            )
+        return frozenset((value,)), False
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
+        _invalid("target_modules must be a list of module names, as PEFT saves it")
+    if len(value) > _MAX_ENTRIES:
+        _invalid(f"target_modules has {len(value)} entries; at most {_MAX_ENTRIES} are accepted")
+    return frozenset(value), True
+
+
+def _parse_layers(value: Any) -> frozenset[int] | None:
+    indices = [value] if type(value) is int else value
+    if indices is None or indices == []:
+        return None
+    if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
+        _invalid("layers_to_transform must be a layer's index or a list of them")
+    return frozenset(indices)
+
+
+def _parse_layers_pattern(value: Any) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) and value else (value or [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        _invalid("layers_pattern must be a name or a list of names")
+    if len(names) > 64:
+        _invalid(f"layers_pattern has {len(names)} entries; at most 64 are accepted")
+    for name in names:
+        if not _SEGMENT.fullmatch(name):
+            _unsupported(
+                "layers_pattern", f"layers_pattern {shown(name)} is not the plain name of a module list"
+            )
+    return tuple(names)
+
+
+def _parse_pattern(
+    field: str, value: Any, parse: Callable[[Any, str], _T], module_paths: list[str]
+) -> dict[str, _T]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        _invalid(f"{field} must be an object")
+    if len(value) > _MAX_ENTRIES:
+        _invalid(f"{field} has {len(value)} entries; at most {_MAX_ENTRIES} are accepted")
+    for key in value:
+        if not _MODULE_NAME.fullmatch(key):
+            _unsupported(
+                field, f"the key {shown(key)} of {field} is a regular expression; use a module's name"
+            )
+    if ambiguous := _first_ambiguous(list(value), module_paths):
+        _unsupported(
+            field,
+            f"the key {shown(ambiguous)} of {field} names other modules as a regular expression than as a name",
+        )
+    return {key: parse(entry, f"{field}[{shown(key)}]") for key, entry in value.items()}
+
+
+def _first_ambiguous(keys: list[str], module_paths: list[str]) -> str | None:
+    """A key in which a "." would match another character of some module's name, as in "q.proj"."""
+    by_length: dict[int, set[str]] = {}
+    for path in module_paths:
+        for suffix in suffixes(path):
+            by_length.setdefault(len(suffix), set()).add(suffix)
+    dotted: dict[int, list[str]] = {}
+    for key in keys:
+        if "." in key:
+            dotted.setdefault(len(key), []).append(key)
+    for length, group in dotted.items():
+        rows = np.frombuffer("".join(group).encode("ascii"), np.uint8).reshape(-1, length)
+        is_dot = rows == ord(".")
+        for suffix in by_length.get(length, ()):
+            equal = rows == np.frombuffer(suffix.encode("ascii", "replace"), np.uint8)
+            hits = (equal | is_dot).all(axis=1) & ~equal.all(axis=1)
+            if hits.any():
+                return group[int(hits.argmax())]
+    return None
+
+
+def _first_match(pattern: Mapping[str, _T], module_path: str, default: _T) -> _T:
+    named = {suffix for suffix in suffixes(module_path) if suffix in pattern}
+    if not named:
+        return default
+    return pattern[next(iter(named)) if len(named) == 1 else next(key for key in pattern if key in named)]
+
+
+def _layer_index(module_path: str, layers_pattern: tuple[str, ...]) -> int | None:
+    """The layer that PEFT reads out of a path: the first number that follows a list's name, which must be one
+    of `layers_pattern` where that is given (the first of them that fits decides)."""
+    parts = module_path.split(".")
+    numbered = [i for i in range(1, len(parts) - 1) if parts[i].isdecimal()]
+    if not layers_pattern:
+        return next((int(parts[i]) for i in numbered if i >= 2), None)
+    for name in layers_pattern:
+        for i in numbered:
+            if parts[i - 1] == name:
+                return int(parts[i])
+    return None
+
+
+def _positive(value: Any, where: str) -> int:
+    if type(value) is not int or value < 1:
+        _invalid(f"{where} must be a positive integer, not {shown(value)}")
+    return value
+
+
+def _alpha(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not _is_number(value) or abs(value) > _MAX_ALPHA:
+        _invalid(f"{where} must be a number of at most {_MAX_ALPHA:g} in size, not {shown(value)}")
+    return float(value)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        raw = bytearray(min(size, MAX_CONFIG_BYTES))
+        read_into(file, memoryview(raw))
+    if size > MAX_CONFIG_BYTES:
+        raise AdapterRefused("too_large", f"adapter_config.json is larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        return parse_object(bytes(raw))
+    except ValueError as error:
+        _invalid(f"it is not valid JSON: {error}")
+
+
+def _invalid(what: str) -> NoReturn:
+    raise AdapterRefused("config_invalid", f"adapter_config.json: {what}")
+
+
+def _unsupported(feature: str, what: str) -> NoReturn:
+    raise AdapterRefused("unsupported_feature", f"adapter_config.json: {what}", feature=feature)

@@ -1,0 +1,236 @@
+"""The content-addressed store of adapters on a local disk.
+
+    staging/<uuid>/                  uploads on their way, readable by the server alone
+    sha256/<2 hex>/<digest>/         adapter_config.json and adapter_model.safetensors, as they were uploaded
+
+A digest's folder appears by one rename, after its bytes are on the disk: it is there whole or not at all. Who
+records an artifact elsewhere does so after `commit` returned, so that a crash leaves at most an orphan, which
+`sweep` removes at the next start.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing
+from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME, digest_upload, full_disk_as_store_full, is_full
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILES = (CONFIG_NAME, TENSORS_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What a sweep did: folders removed from staging, digests removed, bytes freed by both, and live digests
+    that the store lacks."""
+
+    staging_removed: int
+    artifacts_removed: tuple[str, ...]
+    bytes_freed: int
+    missing: tuple[str, ...]
+
+
+class Staging:
+    """A fresh folder (mode 0700) that one upload is written into, until `ArtifactStore.commit` or `discard`.
+
+    As a context manager it discards what was not committed, and turns "no room" errors of the body into
+    StoreFull.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def config_path(self) -> Path:
+        return self.directory / CONFIG_NAME
+
+    @property
+    def tensors_path(self) -> Path:
+        return self.directory / TENSORS_NAME
+
+    @property
+    def archive_path(self) -> Path:
+        """Where an uploaded archive is put before `extract_upload` unpacks it into `directory`."""
+        return self.directory / "upload"
+
+    def discard(self) -> None:
+        """Remove the folder and all in it; nothing to do after a commit."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+        if error is not None and is_full(error):
+            with full_disk_as_store_full():
+                raise error
+
+
+class ArtifactStore:
+    """Artifacts by digest under `root`. Any number of threads and processes may read and commit at a time;
+    `sweep` is for the start, before uploads."""
+
+    def __init__(self, root: Path) -> None:
+        self._staging = root / "staging"
+        self._artifacts = root / "sha256"
+        with full_disk_as_store_full():
+            for folder in (root, self._staging, self._artifacts):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def begin(self) -> Staging:
+        """A fresh staging folder. Raises StoreFull, OSError."""
+        directory = self._staging / uuid.uuid4().hex
+        with full_disk_as_store_full():
+            directory.mkdir(mode=0o700)
+        return Staging(directory)
+
+    def commit(self, staging: Staging, digest: str) -> Path:
+        """Make a staged upload permanent under `digest` (of digest_upload) and return its folder.
+
+        Where the digest is stored already, the staged copy is dropped, unless the stored one is damaged: then
+        it takes its place. On an error the staging folder is removed. The caller keeps `delete` of the same
+        digest from running meanwhile. Raises StoreFull, ValueError, OSError.
+        """
+        try:
+            with full_disk_as_store_full():
+                target = self._folder(digest)
+                if target is None:
+                    raise ValueError(f"not a digest: {digest!r}")
+                self._drop_leftovers(staging)
+                self._flush_files(staging)
+                self._make_shelf(target.parent)
+                self._publish(staging, target, digest)
+                self._flush_shelf(target.parent)
+                return target
+        except BaseException:
+            staging.discard()
+            raise
+
+    def path(self, digest: str) -> Path:
+        """The folder of a stored artifact. Raises ArtifactMissing, also for what is no digest."""
+        folder = self._folder(digest)
+        if folder is None or not folder.is_dir():
+            raise ArtifactMissing(f"the store holds no artifact {digest[:12]!r}")
+        return folder
+
+    def verify(self, digest: str) -> None:
+        """Hash the stored bytes again. Raises ArtifactMissing, ArtifactCorrupt."""
+        folder = self.path(digest)
+        try:
+            found = digest_upload(folder / CONFIG_NAME, folder / TENSORS_NAME)
+        except OSError as error:
+            if not folder.is_dir():  # deleted meanwhile
+                raise ArtifactMissing(f"the store holds no artifact {digest[:12]!r}") from error
+            raise ArtifactCorrupt(f"artifact {digest[:12]} cannot be read: {error.strerror}") from error
+        if found != digest:
+            raise ArtifactCorrupt(f"artifact {digest[:12]} is damaged: its bytes hash to {found[:12]}")
+
+    def delete(self, digest: str) -> bool:
+        """Remove an artifact; False if there was none. Readers that have its files open keep reading."""
+        folder = self._folder(digest)
+        if folder is None:
+            return False
+        doomed = self._staging / uuid.uuid4().hex
+        try:
+            folder.rename(doomed)  # at once and whole; a crash from here on leaves an orphan in staging
+        except FileNotFoundError:
+            return False
+        _flush(folder.parent)
+        shutil.rmtree(doomed, ignore_errors=True)
+        return True
+
+    def digests(self) -> Iterator[str]:
+        """Every stored digest, in order."""
+        for shelf in sorted(self._artifacts.iterdir()):
+            for folder in sorted(shelf.iterdir()) if shelf.is_dir() else ():
+                if self._folder(folder.name) == folder:
+                    yield folder.name
+
+    def usage_bytes(self) -> int:
+        """Bytes of all stored artifacts' files."""
+        return sum(_size(self._artifacts / digest[:2] / digest) for digest in self.digests())
+
+    def sweep(self, live: set[str]) -> SweepReport:
+        """Remove what a crash may have left: everything in staging, and artifacts not in `live`."""
+        freed = removed = 0
+        for leftover in self._staging.iterdir():
+            freed += _size(leftover)
+            removed += 1
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+        stored = set(self.digests())
+        orphans = tuple(sorted(stored - live))
+        for digest in orphans:
+            freed += _size(self._artifacts / digest[:2] / digest)
+            self.delete(digest)
+        return SweepReport(removed, orphans, freed, tuple(sorted(live - stored)))
+
+    def _folder(self, digest: str) -> Path | None:
+        return self._artifacts / digest[:2] / digest if _DIGEST.fullmatch(digest) else None
+
+    # The steps of a commit, in order.
+
+    def _drop_leftovers(self, staging: Staging) -> None:
+        for entry in staging.directory.iterdir():
+            if entry.name not in _FILES:
+                entry.unlink()
+
+    def _flush_files(self, staging: Staging) -> None:
+        for name in _FILES:
+            _flush(staging.directory / name)
+        _flush(staging.directory)
+
+    def _make_shelf(self, shelf: Path) -> None:
+        if not shelf.is_dir():
+            shelf.mkdir(mode=0o700, exist_ok=True)
+            _flush(shelf.parent)
+
+    def _publish(self, staging: Staging, target: Path, digest: str) -> None:
+        while True:
+            try:
+                staging.directory.rename(target)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            else:
+                return
+            try:
+                self.verify(digest)
+            except ArtifactMissing:
+                continue
+            except ArtifactCorrupt:
+                self.delete(digest)
+            else:
+                staging.discard()
+                return
+
+    def _flush_shelf(self, shelf: Path) -> None:
+        _flush(shelf)
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _size(path: Path) -> int:
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size
+    return sum(_size(entry) for entry in path.iterdir())

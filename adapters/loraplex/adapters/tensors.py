@@ -1,0 +1,70 @@
+"""Reading tensors out of a safetensors file, whole or in chunks, with numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapters.errors import ArtifactCorrupt
+from loraplex.adapters.files import open_regular, read_into
+from loraplex.adapters.spec import TensorSlice
+
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The dtypes that adapters may have, by their safetensors names."""
+
+CHUNK_ELEMENTS = 1 << 18
+
+
+def read_native(tensors_path: Path, tensor: TensorSlice) -> NDArray[Any]:
+    """The tensor in its own dtype (one of NUMPY_DTYPES) and shape, as a new array.
+
+    Read, not mapped: a file that shrinks under a mapping kills the process, here it is an exception.
+    Raises ArtifactCorrupt when the file ends early, KeyError for another dtype, OSError.
+    """
+    array = np.empty(tensor.shape, NUMPY_DTYPES[tensor.dtype])
+    if array.nbytes:
+        with open_regular(tensors_path) as file:
+            file.seek(tensor.start)
+            if read_into(file, array.reshape(-1).view(np.uint8).data) < array.nbytes:
+                raise _cut_short(tensors_path)
+    return array
+
+
+def read_tensor(tensors_path: Path, tensor: TensorSlice) -> NDArray[np.float32]:
+    """The tensor as float32 (exact from every accepted dtype), in its shape, as a new array.
+
+    Raises as `read_native` does.
+    """
+    return read_native(tensors_path, tensor).astype(np.float32, copy=False)
+
+
+def iter_rows(tensors_path: Path, tensor: TensorSlice) -> Iterator[NDArray[Any]]:
+    """The tensor's rows [n, …] in native dtype, at most CHUNK_ELEMENTS elements (or one row) at a time. The
+    yielded array is reused by the next one. Raises as `read_native` does."""
+    dtype = NUMPY_DTYPES[tensor.dtype]
+    row = tensor.shape[1:]
+    width = max(1, math.prod(row))
+    rows = max(1, CHUNK_ELEMENTS // width)
+    total = tensor.shape[0]
+    chunk = np.empty((min(rows, total), *row), dtype)
+    with open_regular(tensors_path) as file:
+        file.seek(tensor.start)
+        for first in range(0, total, rows):
+            part = chunk[: min(rows, total - first)]
+            if read_into(file, part.reshape(-1).view(np.uint8).data) < part.nbytes:
+                raise _cut_short(tensors_path)
+            yield part
+
+
+def _cut_short(path: Path) -> ArtifactCorrupt:
+    return ArtifactCorrupt(f"{path.name} ends before the tensors that its header names")
