@@ -1,0 +1,56 @@
+"""The data plane as one ASGI app."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.types import ASGIApp
+
+from loraplex.api.deps import ApiServices
+from loraplex.api.edge import Edge, Errors
+from loraplex.api.endpoints import CHAT, COMPLETION, GenerationEndpoint
+from loraplex.api.metrics import metrics_app
+from loraplex.api.models_routes import models_routes
+from loraplex.api.probes import probe_routes
+
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-loraplex-adapter",
+    "x-loraplex-adapter-state",
+    "retry-after",
+    "x-should-retry",
+    *(
+        f"x-ratelimit-{what}-{kind}"
+        for what in ("limit", "remaining", "reset")
+        for kind in ("requests", "tokens")
+    ),
+)
+
+
+def create_data_app(services: ApiServices, *, extra_routes: Sequence[BaseRoute] = ()) -> ASGIApp:
+    """The app for the data port. `extra_routes` (the tenants' own admin routes) are served beside ours and
+    make their own error answers, but for a path that none of them has."""
+    tokenizers = anyio.CapacityLimiter(services.tokenizer_threads)
+    routes: list[BaseRoute] = [
+        Route("/v1/chat/completions", GenerationEndpoint(services, CHAT, tokenizers), methods=["POST"]),
+        Route("/v1/completions", GenerationEndpoint(services, COMPLETION, tokenizers), methods=["POST"]),
+        *models_routes(services),
+        *probe_routes(services.engine, services.drain),
+    ]
+    if services.metrics_on_data_port:
+        scrape = metrics_app(services.metrics, services.engine, tenant_data=False)
+        routes.append(Mount("/metrics", scrape))
+    router = Router([*routes, *extra_routes], redirect_slashes=False)
+    app: ASGIApp = Errors(router, services.drain, services.metrics)
+    if services.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=services.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    return Edge(app, services.drain, services.metrics)

@@ -1,0 +1,75 @@
+"""What the data plane is built from. The factory fills one `ApiServices`; nothing else is global."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from loraplex.api.drain import Drain
+from loraplex.api.metrics import Metrics
+from loraplex.control.types import ModelCard, Principal, Reservation, ResolvedModel
+from loraplex.serving.client import EngineClient
+from loraplex.serving.detokenize import TextStream
+
+
+class Text(Protocol):
+    """The part of `TextProcessor` that the data plane uses. `encode` and `encode_chat` run in worker threads."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+    def stream(
+        self, stops: Sequence[str] = (), *, min_tokens: int = 0, continues: bool = False
+    ) -> TextStream: ...
+
+
+class Authenticator(Protocol):
+    async def authenticate(self, secret: str) -> Principal:
+        """Raises an error with the code `invalid_api_key`."""
+        ...
+
+
+class Resolver(Protocol):
+    async def resolve(self, principal: Principal, model: str) -> ResolvedModel:
+        """Raises errors with the codes `model_not_found` and `model_not_allowed`."""
+        ...
+
+    async def list_models(self, principal: Principal) -> Sequence[ModelCard]: ...
+
+
+class Limiter(Protocol):
+    async def reserve(
+        self,
+        principal: Principal,
+        *,
+        prompt_tokens: int,
+        asked_tokens: int | None,
+        default_tokens: int,
+        n: int,
+    ) -> Reservation:
+        """Raises errors with the codes `rate_limit_exceeded`, `insufficient_quota` and `invalid_value`."""
+        ...
+
+    async def settle(self, reservation: Reservation, *, used_tokens: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class ApiServices:
+    """`max_model_len` in tokens, `max_body` in bytes, times in seconds. `stall_timeout`: a client that reads
+    nothing for so long is cut, and one that sends nothing of its body for so long is answered 408."""
+
+    engine: EngineClient
+    text: Text
+    authenticator: Authenticator
+    resolver: Resolver
+    limiter: Limiter
+    metrics: Metrics
+    drain: Drain
+    served_model_name: str
+    max_model_len: int
+    default_max_tokens: int = 256
+    max_body: int = 4 << 20
+    stall_timeout: float = 30.0
+    tokenizer_threads: int = 4
+    cors_origins: tuple[str, ...] = ()
+    metrics_on_data_port: bool = False

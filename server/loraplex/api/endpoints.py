@@ -1,0 +1,221 @@
+"""`/v1/chat/completions` and `/v1/completions`: the way of one request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from loraplex.api.auth import authenticate
+from loraplex.api.body import read_json
+from loraplex.api.client_watch import ClientWatch, watch_client
+from loraplex.api.context import RequestContext, context_of
+from loraplex.api.deps import ApiServices, Text
+from loraplex.api.errors import from_exception
+from loraplex.api.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, sse
+from loraplex.api.generation import Delta, Generation
+from loraplex.api.limit_headers import limit_headers
+from loraplex.api.metrics import adapter_label
+from loraplex.api.planning import GenerationPlan, engine_requests, make_plan
+from loraplex.api.schemas import ChatRequest, CompletionRequest, parse_request
+from loraplex.control.types import Principal, Reservation, ResolvedModel
+
+log = structlog.get_logger("loraplex.api")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What sets one of the two routes apart. `continues`: the answer goes on where the prompt's text ended."""
+
+    schema: type[ChatRequest] | type[CompletionRequest]
+    tokenise: Callable[[Text, ChatRequest | CompletionRequest], Sequence[Sequence[int]]]
+    answer: type[AnswerFormat]
+    id_prefix: str
+    continues: bool
+
+
+def _chat_tokens(text: Text, request: ChatRequest | CompletionRequest) -> Sequence[Sequence[int]]:
+    assert isinstance(request, ChatRequest)
+    return [text.encode_chat([message.model_dump(exclude_none=True) for message in request.messages])]
+
+
+def _prompt_tokens(text: Text, request: ChatRequest | CompletionRequest) -> Sequence[Sequence[int]]:
+    assert isinstance(request, CompletionRequest)
+    return [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+
+
+CHAT = Kind(ChatRequest, _chat_tokens, ChatFormat, "chatcmpl-", continues=False)
+COMPLETION = Kind(CompletionRequest, _prompt_tokens, CompletionFormat, "cmpl-", continues=True)
+
+
+class GenerationEndpoint:
+    """An ASGI app for one of the two routes. `tokenizers` bounds the threads that tokenise."""
+
+    def __init__(self, services: ApiServices, kind: Kind, tokenizers: anyio.CapacityLimiter) -> None:
+        self._services = services
+        self._kind = kind
+        self._tokenizers = tokenizers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, context = self._services, context_of(scope)
+        principal = await authenticate(scope, services.authenticator)
+        timeout = services.stall_timeout
+        body = await read_json(scope, receive, max_bytes=services.max_body, timeout_s=timeout)
+        request: ChatRequest | CompletionRequest = parse_request(self._kind.schema, body)
+        del body
+        context.model = request.model
+        async with watch_client(receive, send, context.transport, timeout) as client:
+            model = await services.resolver.resolve(principal, request.model)
+            context.adapter, context.resolved = model.adapter, True
+            prompts = await anyio.to_thread.run_sync(
+                self._kind.tokenise, services.text, request, limiter=self._tokenizers
+            )
+            plan = make_plan(
+                request,
+                prompts,
+                max_model_len=services.max_model_len,
+                vocab_size=services.engine.info.vocab_size,
+                default_max_tokens=services.default_max_tokens,
+            )
+            await self._reserved(client, context, principal, model, plan)
+
+    async def _reserved(
+        self,
+        client: ClientWatch,
+        context: RequestContext,
+        principal: Principal,
+        model: ResolvedModel,
+        plan: GenerationPlan,
+    ) -> None:
+        """Between `reserve` and `settle` there is no way out that leaves a sequence running or a reservation
+        open. Both are shielded, so that a client that goes away cannot part them."""
+        services = self._services
+        with anyio.CancelScope(shield=True):
+            reservation = await services.limiter.reserve(
+                principal,
+                prompt_tokens=plan.prompt_tokens,
+                asked_tokens=plan.asked,
+                default_tokens=max(plan.max_tokens),
+                n=plan.num_choices,
+            )
+        generation: Generation | None = None
+        try:
+            requests = engine_requests(
+                plan,
+                internal_id=context.internal_id,
+                tenant_id=principal.tenant_id or "",
+                weight=principal.weight,
+                adapter=model.adapter,
+                max_output_tokens=reservation.max_output_tokens,
+            )
+            generation = Generation.start(
+                services.engine,
+                services.text,
+                plan,
+                requests,
+                services.metrics,
+                continues=self._kind.continues,
+            )
+            await self._answer(client, context, model, reservation, plan, generation)
+        finally:
+            with anyio.CancelScope(shield=True):
+                if generation is not None:
+                    await generation.close(principal.tenant_id or "")
+                await self._settle(context, reservation, generation)
+
+    async def _settle(
+        self, context: RequestContext, reservation: Reservation, generation: Generation | None
+    ) -> None:
+        if generation is not None:
+            usage = generation.usage()
+            context.prompt_tokens, context.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        used = context.prompt_tokens + context.completion_tokens
+        try:
+            await self._services.limiter.settle(reservation, used_tokens=used)
+        except Exception:
+            # The answer is out; a reservation that could not be settled runs out by itself.
+            log.exception("settle_failed", id=context.internal_id, reservation=reservation.reservation_id)
+
+    async def _answer(
+        self,
+        client: ClientWatch,
+        context: RequestContext,
+        model: ResolvedModel,
+        reservation: Reservation,
+        plan: GenerationPlan,
+        generation: Generation,
+    ) -> None:
+        answer = self._kind.answer(
+            f"{self._kind.id_prefix}{context.internal_id}",
+            int(time.time()),
+            plan.request.model,
+            plan.request.include_usage,
+        )
+        if plan.request.stream:
+            # What fails before the first event is still a proper HTTP status.
+            first = await generation.next()
+            headers = _headers(model, reservation, generation)
+            headers += [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+            ]
+            headers += [(b"x-accel-buffering", b"no")]
+            await client.send({"type": "http.response.start", "status": 200, "headers": headers})
+            last = await self._stream(client, context, plan, generation, answer, first)
+            await client.send({"type": "http.response.body", "body": last + DONE})
+            return
+        texts: list[list[str]] = [[] for _ in range(plan.num_choices)]
+        reasons: list[str | None] = [None] * plan.num_choices
+        while deltas := await generation.next():
+            for delta in deltas:
+                texts[delta.index].append(delta.text)
+                reasons[delta.index] = delta.finish_reason
+        await generation.last_events()
+        body = answer.whole(map("".join, texts), reasons, generation.usage())
+        headers = _headers(model, reservation, generation)
+        headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await client.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await client.send({"type": "http.response.body", "body": body})
+
+    async def _stream(
+        self,
+        client: ClientWatch,
+        context: RequestContext,
+        plan: GenerationPlan,
+        generation: Generation,
+        answer: AnswerFormat,
+        deltas: Sequence[Delta],
+    ) -> bytes:
+        """Sends what comes; returns what is left to send before `[DONE]`: the usage, or the error."""
+        try:
+            chunk = answer.opening(plan.num_choices)
+            while deltas:
+                chunk += b"".join(map(answer.delta, deltas))
+                if chunk:
+                    await client.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                deltas, chunk = await generation.next(), b""
+            if plan.request.include_usage:
+                await generation.last_events()
+            return answer.closing(generation.usage())
+        except Exception as error:
+            failure = from_exception(error)
+            context.outcome = failure.code
+            if failure.status == 500:
+                log.error("stream_failed", request_id=context.label, id=context.internal_id, exc_info=error)
+            return sse(failure.body())
+
+
+def _headers(
+    model: ResolvedModel, reservation: Reservation, generation: Generation
+) -> list[tuple[bytes, bytes]]:
+    headers = dict(limit_headers(reservation.requests, reservation.tokens))
+    if model.adapter is not None:
+        headers["x-loraplex-adapter"] = adapter_label(model.adapter)
+        if generation.adapter_state is not None:
+            headers["x-loraplex-adapter-state"] = generation.adapter_state
+    return [(name.encode(), value.encode()) for name, value in headers.items()]

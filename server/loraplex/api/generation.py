@@ -1,0 +1,208 @@
+"""The choices of one request while the engine makes them: their events in, their text out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from loraplex.api.deps import Text
+from loraplex.api.errors import ApiError, from_engine
+from loraplex.api.metrics import Metrics
+from loraplex.api.planning import GenerationPlan
+from loraplex.engine.types import AdapterState, EngineRequest, FinishReason, TokenEvent, Usage
+from loraplex.serving.client import EngineClient, RequestStream
+from loraplex.serving.detokenize import TextStream
+
+LAST_EVENT_S = 2.0
+"""How long the terminal event of an aborted sequence is waited for; it comes within a step of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Text of one choice that may be shown now, and how the choice ended if it did."""
+
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+@dataclass(slots=True)
+class _Choice:
+    index: int
+    stream: RequestStream
+    text: TextStream
+    started: float
+    last_token: float | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    terminal: TokenEvent | None = None
+    read: asyncio.Task[TokenEvent] | None = field(default=None, repr=False)
+
+    @property
+    def shown_all(self) -> bool:
+        return self.finish_reason is not None or self.terminal is not None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of an aborted sequence, what the engine tells: it may never have begun."""
+        usage = self.terminal.usage if self.terminal is not None else None
+        if self.text.num_tokens == 0 and usage is not None:
+            return usage.prompt_tokens
+        return len(self.stream.request.prompt_ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        usage = self.terminal.usage if self.terminal is not None else None
+        return min(usage.cached_tokens, len(self.stream.request.prompt_ids)) if usage is not None else 0
+
+
+class Generation:
+    """Made by `start`; `next` until it returns nothing; then, whatever happened, `close`."""
+
+    def __init__(self, plan: GenerationPlan, choices: Sequence[_Choice], metrics: Metrics) -> None:
+        self._plan = plan
+        self._choices = choices
+        self._metrics = metrics
+        self._closed = False
+        self.adapter_state: AdapterState | None = None
+
+    @classmethod
+    def start(
+        cls,
+        engine: EngineClient,
+        text: Text,
+        plan: GenerationPlan,
+        requests: Sequence[EngineRequest],
+        metrics: Metrics,
+        *,
+        continues: bool,
+    ) -> Generation:
+        """Hands all sequences to the engine. Raises what `submit` raises, and then none is left there."""
+        choices: list[_Choice] = []
+        try:
+            for index, request in enumerate(requests):
+                stops = text.stream(
+                    plan.request.stop, min_tokens=request.sampling.min_tokens, continues=continues
+                )
+                choices.append(_Choice(index, engine.submit(request), stops, time.monotonic()))
+        except BaseException:
+            for choice in choices:
+                choice.stream.abort()
+            raise
+        return cls(plan, choices, metrics)
+
+    async def next(self) -> list[Delta]:
+        """What came since the last call, of at least one choice (perhaps no whole character yet); empty once
+        all have ended. Raises ApiError when a sequence fails. A cancelled call loses nothing."""
+        live = [choice for choice in self._choices if not choice.shown_all]
+        if not live:
+            return []
+        return [self._take(choice, event) for choice, event in await self._events(live)]
+
+    async def _events(self, live: Sequence[_Choice]) -> list[tuple[_Choice, TokenEvent]]:
+        if len(live) == 1 and live[0].read is None:
+            return [(live[0], await anext(live[0].stream))]
+        for choice in live:
+            if choice.read is None:
+                choice.read = asyncio.ensure_future(anext(choice.stream))
+        reads = [choice.read for choice in live if choice.read is not None]
+        await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+        events = []
+        for choice in live:
+            if choice.read is not None and choice.read.done():
+                events.append((choice, choice.read.result()))
+                choice.read = None
+        return events
+
+    def _take(self, choice: _Choice, event: TokenEvent) -> Delta:
+        if self.adapter_state is None:
+            self.adapter_state = event.adapter_state
+        if event.finish_reason is not None:
+            choice.terminal = event
+            if event.finish_reason == "error":
+                raise from_engine(event.error)
+            if event.finish_reason == "abort":
+                raise ApiError("engine_restarting", "The server ended this request early. Please try again.")
+        if event.token_ids:
+            self._measure(choice, len(event.token_ids))
+        shown = choice.text.push(event.token_ids, stop_token_id=event.stop_token_id)
+        text, by_stop = shown.text, shown.finished_by_stop
+        if event.finish_reason is not None:
+            rest = choice.text.finish()
+            text, by_stop = text + rest.text, rest.finished_by_stop
+        if by_stop is not None:
+            choice.finish_reason = "stop"
+            choice.stream.abort()
+        elif event.finish_reason in ("stop", "length"):
+            choice.finish_reason = event.finish_reason
+        return Delta(choice.index, text, choice.finish_reason)
+
+    def _measure(self, choice: _Choice, num_tokens: int) -> None:
+        now = time.monotonic()
+        if choice.last_token is None:
+            self._metrics.first_token(now - choice.started)
+            num_tokens -= 1
+        if num_tokens:
+            self._metrics.next_tokens(now - (choice.last_token or now), num_tokens)
+        choice.last_token = now
+
+    async def last_events(self) -> None:
+        """Wait for the terminal events of sequences that were aborted, so that usage is the engine's own."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_EVENT_S):
+                await asyncio.gather(*(self._last_event(choice) for choice in self._choices))
+
+    async def _last_event(self, choice: _Choice) -> None:
+        read, choice.read = choice.read, None
+        if read is not None:
+            read.cancel()
+            await asyncio.wait([read])
+            if not read.cancelled() and read.exception() is None and read.result().finish_reason is not None:
+                choice.terminal = read.result()
+        while choice.terminal is None:
+            try:
+                event = await anext(choice.stream)
+            except StopAsyncIteration:
+                return
+            if event.finish_reason is not None:
+                choice.terminal = event
+
+    def usage(self) -> Usage:
+        """Of the whole request: a prompt counts once, however many choices it has; tokens count up to the one
+        that completed a stop string."""
+        firsts = self._choices[:: self._plan.n]
+        return Usage(
+            sum(choice.prompt_tokens for choice in firsts),
+            sum(choice.text.num_tokens for choice in self._choices),
+            sum(choice.cached_tokens for choice in firsts),
+        )
+
+    async def close(self, tenant_id: str) -> None:
+        """Abort what still runs, wait a moment for its end, and count each sequence once."""
+        if self._closed:
+            return
+        self._closed = True
+        for choice in self._choices:
+            choice.stream.abort()
+        await self.last_events()
+        now = time.monotonic()
+        for choice in self._choices:
+            self._metrics.sequence_ended(
+                tenant_id,
+                _reason(choice),
+                prompt_tokens=choice.prompt_tokens,
+                completion_tokens=choice.text.num_tokens,
+                cached_tokens=choice.cached_tokens,
+                seconds=(choice.last_token or now) - choice.started,
+                timing=choice.terminal.timing if choice.terminal is not None else None,
+            )
+
+
+def _reason(choice: _Choice) -> FinishReason:
+    if choice.finish_reason is not None:
+        return choice.finish_reason
+    ended = choice.terminal.finish_reason if choice.terminal is not None else None
+    return "error" if ended == "error" else "abort"

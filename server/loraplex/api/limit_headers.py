@@ -1,0 +1,26 @@
+"""`x-ratelimit-*` headers, as OpenAI writes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from loraplex.control.types import LimitWindow
+
+
+def limit_headers(requests: LimitWindow | None, tokens: LimitWindow | None) -> Iterator[tuple[str, str]]:
+    """Headers of the windows that are set."""
+    for name, window in (("requests", requests), ("tokens", tokens)):
+        if window is not None:
+            yield f"x-ratelimit-limit-{name}", str(window.limit)
+            yield f"x-ratelimit-remaining-{name}", str(max(0, window.remaining))
+            yield f"x-ratelimit-reset-{name}", duration(window.reset_s)
+
+
+def duration(seconds: float) -> str:
+    """Go's way to write a time, rounded up to whole seconds: `1s`, `6m0s`, `1h0m0s`."""
+    whole = max(0, math.ceil(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours}h{minutes}m{rest}s"
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

@@ -1,0 +1,130 @@
+"""From a checked request to the sequences that the engine is to generate."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.api.errors import invalid
+from loraplex.api.schemas import ChatRequest, CompletionRequest, GenerationFields
+from loraplex.engine.types import EngineRequest, SamplingParams
+
+GREEDY_BELOW = 1e-4
+"""Logits divided by a smaller temperature leave float32; what is drawn is the most likely token anyway."""
+SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """Prompts as tokens, each with the most tokens that its answers may have. `asked` is the client's own wish
+    for the answer's length (None: ours), which alone can be refused for never fitting a limit."""
+
+    request: GenerationFields
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+    asked: int | None
+
+    @property
+    def n(self) -> int:
+        return self.request.n or 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.prompts)
+
+
+def make_plan(
+    request: ChatRequest | CompletionRequest,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    default_max_tokens: int,
+) -> GenerationPlan:
+    """Raises ApiError (400) where a token id is none of the model's, or a prompt with its answer is too long."""
+    field, asked = request.asked_tokens
+    source = "messages" if isinstance(request, ChatRequest) else "prompt"
+    max_tokens = []
+    for prompt in prompts:
+        if not prompt:
+            raise invalid(source, f"'{source}' has no tokens: give at least one.")
+        if isinstance(request, CompletionRequest) and max(prompt) >= vocab_size:
+            raise invalid(source, f"'{source}' has a token id beyond the model's {vocab_size} tokens.")
+        room = max_model_len - len(prompt)
+        if room < 1 or (asked is not None and asked > room):
+            wanted = f"{len(prompt)} in the {source}" + (f", {asked} for the answer" if asked else "")
+            raise invalid(
+                source if room < 1 else field,
+                f"This model's maximum context length is {max_model_len} tokens. However, your request asks for "
+                f"more: {wanted}. Please shorten the {source} or the answer.",
+                "context_length_exceeded",
+            )
+        max_tokens.append(asked if asked is not None else min(room, default_max_tokens))
+    if (request.min_tokens or 0) > min(max_tokens):
+        raise invalid(
+            "min_tokens", f"'min_tokens' is larger than the answer may be ({min(max_tokens)} tokens)."
+        )
+    _check_ids("logit_bias", (token_id for token_id, _ in request.logit_bias), vocab_size)
+    _check_ids("stop_token_ids", request.stop_token_ids or (), vocab_size)
+    return GenerationPlan(request, tuple(map(tuple, prompts)), tuple(max_tokens), asked)
+
+
+def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    if max(ids, default=0) >= vocab_size:
+        raise invalid(field, f"'{field}' has a token id beyond the model's {vocab_size} tokens.")
+
+
+def engine_requests(
+    plan: GenerationPlan,
+    *,
+    internal_id: str,
+    tenant_id: str,
+    weight: float,
+    adapter: AdapterRef | None,
+    max_output_tokens: int | None,
+) -> list[EngineRequest]:
+    """One for each choice, in the order of their indices: all choices of the first prompt, then the next's.
+    `max_output_tokens` is what the limits leave for each answer."""
+    fields = plan.request
+    seed = fields.seed if fields.seed is not None else secrets.randbits(63)
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    requests = []
+    for index in range(plan.num_choices):
+        of_prompt, choice = divmod(index, plan.n)
+        max_tokens = plan.max_tokens[of_prompt]
+        if max_output_tokens is not None:
+            max_tokens = max(1, min(max_tokens, max_output_tokens))
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_p=1.0 if fields.top_p is None else fields.top_p,
+            top_k=max(0, fields.top_k or 0),
+            min_p=fields.min_p or 0.0,
+            repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            seed=seed & SEED_MASK,
+            choice=choice,
+            logit_bias=fields.logit_bias,
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            min_tokens=min(fields.min_tokens or 0, max_tokens),
+            ignore_eos=bool(fields.ignore_eos),
+        )
+        requests.append(
+            EngineRequest(
+                request_id=f"{internal_id}-{index}",
+                tenant_id=tenant_id,
+                prompt_ids=plan.prompts[of_prompt],
+                sampling=sampling,
+                adapter=adapter,
+                weight=weight,
+                priority=fields.priority or 0,
+            )
+        )
+    return requests
