@@ -112,7 +112,7 @@ def test_a_key_depends_on_every_token_before_it() -> None:
     tokens = list(range(3 * BLOCK_SIZE))
     keys = keys_of(tokens)
     for changed in (0, BLOCK_SIZE, 2 * BLOCK_SIZE):
-        other = keys_of(tokens[:changed] + [999] + tokens[changed + 1 :])
+        other = keys_of([*tokens[:changed], 999, *tokens[changed + 1 :]])
         same = changed // BLOCK_SIZE
         assert other[:same] == keys[:same]
         assert not set(other[same:]) & set(keys[same:])

@@ -145,7 +145,7 @@ class FakeRunner:
                 answer.append(draw(marks, known, self.vocab_size))
             answers.append(tuple(answer))
         self._drawn = drawn
-        return StepResult(plan.step_id, tuple(answers), {index: "told to fail" for index in fault.rows})
+        return StepResult(plan.step_id, tuple(answers), dict.fromkeys(fault.rows, "told to fail"))
 
     def _write(self, row: ScheduledSequence, tokens: tuple[int, ...]) -> None:
         if len(tokens) != row.num_tokens or len(row.block_ids) * BLOCK_SIZE < row.start + row.num_tokens:

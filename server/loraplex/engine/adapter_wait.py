@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from loraplex.adapters.cache import AdapterCache
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import Sequence
 
@@ -11,12 +10,12 @@ class AdapterWait:
     """Where requests are parked that the scheduler passed by for want of their adapter.
 
     A request ages from when it was first passed by until it runs. When the oldest has aged `aging_s`, it has
-    precedence: no adapter but its own is lent out or sent for, so that leases only end, pages only come free, and
-    it can't be overtaken for ever by adapters that others keep warm. Requests on base pass it still.
+    precedence: it is asked for before all others, and while it finds no room on the device, no adapter but its own
+    is lent out or sent for. Leases only end then and pages only come free, so that it can't be overtaken for ever
+    by adapters that others keep in use. Requests on base pass it still.
     """
 
-    def __init__(self, cache: AdapterCache, aging_s: float) -> None:
-        self._cache = cache
+    def __init__(self, aging_s: float) -> None:
         self._aging_s = aging_s
         self._parked: dict[str, dict[Sequence, None]] = {}  # by digest
         self._aging: dict[Sequence, None] = {}  # in the order in which they were first passed by
@@ -28,10 +27,6 @@ class AdapterWait:
     def __contains__(self, seq: Sequence) -> bool:
         adapter = seq.request.adapter
         return adapter is not None and seq in self._parked.get(adapter.digest, ())
-
-    def adapters(self) -> list[AdapterRef]:
-        """One reference for each adapter that somebody is parked for."""
-        return [ref for line in self._parked.values() for seq in line if (ref := seq.request.adapter)]
 
     def precedence(self, now: float) -> Sequence | None:
         """The oldest request that has aged enough to go before all other adapters, parked or not."""
@@ -47,10 +42,13 @@ class AdapterWait:
             seq.adapter_wait_since = now
             self._aging[seq] = None
 
-    def heads(self) -> list[Sequence]:
-        """One request for each adapter that is waited for, the longest wait first."""
-        heads = [next(iter(line)) for line in self._parked.values()]
-        return sorted(heads, key=lambda seq: seq.adapter_wait_since or 0.0)
+    def refs(self) -> list[AdapterRef]:
+        """The adapters that somebody is parked for, the longest wait first."""
+        heads = sorted(
+            (next(iter(line)) for line in self._parked.values()),
+            key=lambda seq: seq.adapter_wait_since or 0.0,
+        )
+        return [ref for seq in heads if (ref := seq.request.adapter) is not None]
 
     def take(self, digest: str) -> list[Sequence]:
         """Everyone who is parked for this adapter. They are parked no more, but their age goes on."""

@@ -13,11 +13,12 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from loraplex.adapters.cache import AdapterCache, Lease
+from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.protocol import EngineStats, TenantStats
+from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
 from loraplex.engine.scheduler import Scheduler, blocks_for
 from loraplex.engine.types import (
     AdapterState,
@@ -73,7 +74,7 @@ class EngineCore:
         self,
         config: SchedulerConfig,
         runner: Runner,
-        cache: AdapterCache,
+        cache: AdapterCache[Any],
         *,
         eos_ids: frozenset[int],
         clock: Callable[[], float],
@@ -350,17 +351,21 @@ class EngineCore:
         return len(self._scheduler.parked)
 
     def idle_s(self) -> float | None:
-        """0 if a step can do something at once; else the seconds until the next deadline; None if there is none,
-        and only a new request, an abort or a finished load can change anything."""
+        """0 if a step can do something at once; else the seconds until the next deadline or time-out; None if
+        there is none, and only a new request, an abort or a finished load can change anything."""
         if self._events or self._in_flight or self._scheduler.running or self._scheduler.queue:
             return 0.0
         while self._deadlines and self._deadlines[0][2].state is SequenceState.FINISHED:
             heapq.heappop(self._deadlines)
-        return max(0.0, self._deadlines[0][0] - self._clock()) if self._deadlines else None
+        times = [self._deadlines[0][0] - self._clock()] if self._deadlines else []
+        if (timeout := self._cache.next_timeout_s()) is not None:
+            times.append(timeout)
+        return max(0.0, min(times)) if times else None
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start."""
         scheduler = self._scheduler
+        usage = self._cache.usage()
         running = Counter(seq.request.tenant_id for seq in scheduler.running)
         return EngineStats(
             num_running=len(scheduler.running),
@@ -373,6 +378,11 @@ class EngineCore:
             generation_tokens=self._generation_tokens,
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,
+            num_arena_pages=usage.num_pages,
+            num_arena_pages_used=usage.num_pages_used,
+            host_bytes=usage.host_bytes,
+            host_bytes_used=usage.host_bytes_used,
+            num_leases=usage.num_leases,
             running_adapters=_digests(scheduler.running),
             waiting_adapters=_digests(
                 seq for seq in self._live.values() if seq.state is SequenceState.WAITING
@@ -383,11 +393,53 @@ class EngineCore:
             },
         )
 
+    # The adapter cache belongs to the step thread as well: this is how others reach it.
+
+    def cache_entries(self) -> list[CacheEntry]:
+        now = self._clock()
+        return [
+            CacheEntry(
+                ref=entry.ref,
+                state=entry.state,
+                loading=entry.loading,
+                pinned=entry.pinned,
+                leases=entry.leases,
+                device_bytes=entry.device_bytes,
+                host_bytes=entry.host_bytes,
+                idle_s=None if entry.last_used is None else max(0.0, now - entry.last_used),
+                load_seconds=entry.load_seconds,
+                error=entry.error,
+            )
+            for entry in self._cache.entries()
+        ]
+
+    def residency(self) -> dict[str, AdapterState]:
+        """The versions on the device or in host memory."""
+        return self._cache.residency()
+
+    def pin(self, ref: AdapterRef) -> None:
+        """Raises PinRefused where it can never fit."""
+        self._cache.pin(ref)
+
+    def unpin(self, digest: str) -> None:
+        self._cache.unpin(digest)
+
+    def drop(self, digest: str) -> None:
+        self._cache.drop(digest)
+
+    def prefetch(self, ref: AdapterRef) -> None:
+        self._cache.prefetch(ref)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every request is in exactly one place, and every block, every lease and
         every place in the queue belongs to one that has not ended. For tests: costs O(blocks + requests)."""
         self._scheduler.check_integrity(self._live.values())
         assert len(self._in_flight) <= self._config.lookahead, "a step was left uncollected"
+        leases = [lease for lease in self._scheduler.running.values() if lease is not None]
+        leases += [lease for flight in self._in_flight for lease in flight.leases]
+        held = {id(lease) for lease in leases}
+        assert len(held) == len(leases) == self._cache.usage().num_leases, "a lease is lost or held twice"
+        self._cache.check_integrity()
 
 
 def _digests(sequences: Iterable[Sequence]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from loraplex.adapters.cache import AdapterCache, Lease, Residency
 from loraplex.adapters.ref import AdapterRef
@@ -34,7 +35,7 @@ class _Draft:
     budget: int  # tokens that still fit into the step
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
-    loads: list[str] = field(default_factory=list)
+    loading: dict[str, None] = field(default_factory=dict)  # digests that are on their way
 
 
 class Scheduler:
@@ -44,19 +45,20 @@ class Scheduler:
     (`plan`). A sequence that was added is in exactly one place, running, queued or parked, until `finish`.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: AdapterCache) -> None:
+    def __init__(self, config: SchedulerConfig, cache: AdapterCache[Any]) -> None:
         self._cache = cache
         self._max_tokens = config.max_num_batched_tokens
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.blocks = BlockManager(config.num_blocks)
         self.queue = FairQueue()
-        self.parked = AdapterWait(cache, config.adapter_wait_aging_s)
+        self.parked = AdapterWait(config.adapter_wait_aging_s)
         self.running: dict[Sequence, Lease | None] = {}  # in the order of admission
         self.failed: list[tuple[Sequence, str]] = []
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self._loading: dict[str, None] = {}  # by the last plan
         self._step_id = 0
 
     @property
@@ -113,10 +115,10 @@ class Scheduler:
         barrier = self._unpark(draft)
         if not draft.preempted:  # else the newcomers would take the blocks that were just won
             self._admit(draft, barrier)
+        loads = tuple(digest for digest in draft.loading if digest not in self._loading)
+        self._loading = draft.loading
         self._step_id += 1
-        return StepPlan(
-            self._step_id, tuple(draft.scheduled.values()), tuple(draft.preempted), tuple(draft.loads)
-        )
+        return StepPlan(self._step_id, tuple(draft.scheduled.values()), tuple(draft.preempted), loads)
 
     # Running sequences.
 
@@ -203,32 +205,35 @@ class Scheduler:
     # Waiting sequences.
 
     def _unpark(self, draft: _Draft) -> str | None:
-        """Back into the queue with those whose adapter has come. Returns the digest that has precedence if its
-        place on the device is not safe yet: then no other adapter may be lent or sent for."""
+        """Back into the queue with those whose adapter has come, and on with the others' way. Returns the digest
+        that has precedence, if room on the device is what it waits for: then no other may be lent or sent for.
+
+        The cache evicts nothing that was asked for in the same pass. So whoever has precedence is asked for first:
+        that also keeps its adapter there while the request waits for blocks.
+        """
         first = self.parked.precedence(draft.now)
-        if first is not None:
-            if first in self.parked:
-                residency = self._ask(draft, first)
-                barred = residency in (Residency.NO_ROOM, Residency.READY)
-            else:
-                barred = True  # it is there, and nothing may push it out again before the request runs
-            if barred and first.request.adapter is not None:
-                return first.request.adapter.digest
-        for seq in self.parked.heads():
-            self._ask(draft, seq)
+        if first is not None and first.request.adapter is not None:
+            digest = first.request.adapter.digest
+            if (
+                self._ask(draft, first.request.adapter) is Residency.NO_ROOM
+                and self._cache.state(digest) == "warm"
+            ):
+                return digest
+        for ref in self.parked.refs():
+            self._ask(draft, ref)
         return None
 
-    def _ask(self, draft: _Draft, seq: Sequence) -> Residency:
-        """Ask for an adapter that somebody is parked for, and move all who are by the answer."""
-        ref = seq.request.adapter
-        assert ref is not None
-        residency = self._request(draft, ref)
+    def _ask(self, draft: _Draft, ref: AdapterRef) -> Residency:
+        """Ask for an adapter, and move everyone who is parked for it by the answer."""
+        residency = self._cache.request(ref)
         if residency is Residency.READY:
-            for freed in self.parked.take(ref.digest):
-                self.queue.push(freed)
+            for seq in self.parked.take(ref.digest):
+                self.queue.push(seq)
         elif residency is Residency.FAILED:
             message = self._cache.failure(ref.digest)
-            self.failed += [(lost, message) for lost in self.parked.take(ref.digest)]
+            self.failed += [(seq, message) for seq in self.parked.take(ref.digest)]
+        elif residency is Residency.LOADING:
+            draft.loading[ref.digest] = None
         return residency
 
     def _admit(self, draft: _Draft, barrier: str | None) -> None:
@@ -244,13 +249,19 @@ class Scheduler:
             if seq is None:
                 return
             ref = seq.request.adapter
-            if ref is not None and not self._is_ready(draft, ref, barrier):
-                self.queue.remove(seq)
-                self.parked.park(seq, draft.now)
+            if ref is not None and barrier is not None and ref.digest != barrier:
+                self._park(draft, seq)
+            elif ref is not None and self._cache.request(ref) is not Residency.READY:
+                self._park(draft, seq)
+                self._ask(draft, ref)
             elif self._start(draft, seq, promised):
                 promised += self._blocks_missing(seq)
             else:
                 return
+
+    def _park(self, draft: _Draft, seq: Sequence) -> None:
+        self.queue.remove(seq)
+        self.parked.park(seq, draft.now)
 
     def _start(self, draft: _Draft, seq: Sequence, promised: int) -> bool:
         """Give a waiting sequence its lease, the blocks that hold its prefix already, and its first slice. False
@@ -285,11 +296,6 @@ class Scheduler:
         if end > seq.num_charged:
             self.queue.charge(seq.request.tenant_id, (end - seq.num_charged) * cost)
             seq.num_charged = end
-
-    def _is_ready(self, draft: _Draft, ref: AdapterRef, barrier: str | None) -> bool:
-        if barrier is not None and ref.digest != barrier:
-            return False
-        return self._request(draft, ref) is Residency.READY
 
     def _blocks_missing(self, seq: Sequence) -> int:
         """Blocks that a running sequence still needs for the tokens that it has."""
