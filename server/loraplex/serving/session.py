@@ -172,12 +172,18 @@ class EngineSession:
             return
         if event.finish_reason is not None:
             del self._streams[event.request_id]
-            if event.finish_reason == "abort" and not stream.aborted:
-                # Nobody above asked for it: the engine was told to end.
+            if self._was_cut(event, stream):
                 code: ErrorCode = "draining" if self.draining else "engine_restarting"
                 error = EngineError(code, "the engine shut down before the request ended")
                 event = replace(event, finish_reason="error", error=error)
         stream.put(event)
+
+    @staticmethod
+    def _was_cut(event: TokenEvent, stream: RequestStream) -> bool:
+        """Nobody above asked for this end: somebody told the engine to stop."""
+        if event.finish_reason == "abort":
+            return not stream.aborted
+        return event.error is not None and event.error.code == "draining"
 
     def fail(self, code: ErrorCode, message: str) -> int:
         """The engine is gone: end every live stream and every call with this error, forget residency.

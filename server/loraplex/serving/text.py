@@ -112,7 +112,7 @@ class TextProcessor:
         ]
         marked_tools = None if tools is None else [controls.mark(dict(tool), marker) for tool in tools]
         text = template.render(marked, marked_tools, add_generation_prompt=add_generation_prompt)
-        self._check_length(len(text))
+        self._check_length(len(text) - marker.length_in(text))
         if not marker.used:
             return list(self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids)
         return controls.encode(_encodable(text), marker)
@@ -152,13 +152,19 @@ class _Marker:
     """A pair of marks that nobody who wrote the input can know."""
 
     def __init__(self) -> None:
-        number = secrets.token_hex(16)
+        number = secrets.token_hex(12)
         self.start, self.end = f"\ue000{number}", f"\ue001{number}"
         self.used = False
 
     def wrap(self, match: re.Match[str]) -> str:
         self.used = True
         return f"{self.start}{match[0]}{self.end}"
+
+    def length_in(self, text: str) -> int:
+        """Characters of `text` that are marks."""
+        if not self.used:
+            return 0
+        return text.count(self.start) * len(self.start) + text.count(self.end) * len(self.end)
 
 
 class _Controls:

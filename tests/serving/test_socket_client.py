@@ -1,0 +1,220 @@
+"""The supervised engine process: death, restart, crash loops, bad starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.config import EngineConfig
+from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.serving.errors import EngineStartError, EngineUnavailable
+from loraplex.serving.socket_client import SocketEngineClient
+from loraplex.serving.supervisor import MAX_SOCKET_PATH_BYTES, RestartPolicy
+from support.fake_core import CRASH, fake_tokens
+
+SUPPORT = Path(__file__).parent.parent / "support"
+FAKE_ENGINE = (sys.executable, str(SUPPORT / "fake_core.py"))
+LONG = 1_000_000
+
+
+def adapter(number: int) -> AdapterRef:
+    return AdapterRef("acme", f"a{number}", 1, f"{number:064x}", 8)
+
+
+def ask(name: str, max_tokens: int = 5, prompt: tuple[int, ...] = (1,), number: int = 0) -> EngineRequest:
+    ref = adapter(number) if number else None
+    return EngineRequest(name, "acme", prompt, SamplingParams(max_tokens), ref)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[SocketEngineClient]:
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, start_timeout_s=30)
+    await client.start()
+    yield client
+    await client.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_death_in_mid_stream_is_told_at_once_and_service_comes_back(
+    client: SocketEngineClient, number: signal.Signals
+) -> None:
+    await client.pin(adapter(9))
+    streams = [client.submit(ask(f"r{i}", LONG, number=1 + i % 2)) for i in range(8)]
+    for stream in streams:
+        await anext(stream)
+    await until(lambda: client.adapter_state(adapter(1).digest) == "hot")
+    assert client.pid is not None
+    question = asyncio.create_task(client.ping())
+    os.kill(client.pid, number)
+    killed = time.monotonic()
+    for stream in streams:
+        events = [event async for event in stream]
+        assert [e.finish_reason for e in events if e.finish_reason] == ["error"]
+        assert events[-1].error is not None
+        assert events[-1].error.code == "engine_restarting"
+    assert time.monotonic() - killed < 1
+    await asyncio.wait([question])
+    await until(lambda: not client.healthy, 1)
+    assert client.adapter_state(adapter(1).digest) == "cold"
+    with pytest.raises(EngineUnavailable, match="restarted"):
+        client.submit(ask("too early"))
+    assert client.info.vocab_size == 1000
+
+    await until(lambda: client.healthy)
+    assert client.num_restarts == 1
+    request = ask("after")
+    events = [event async for event in client.submit(request)]
+    assert sum((event.token_ids for event in events), ()) == fake_tokens(request)
+    # What was on the device comes back, the pin as a pin.
+    entries = {entry.ref.digest: entry for entry in await client.cache()}
+    assert {n: entries[adapter(n).digest].state for n in (1, 2, 9)} == {1: "hot", 2: "hot", 9: "hot"}
+    assert [n for n in (1, 2, 9) if entries[adapter(n).digest].pinned] == [9]
+
+
+async def test_a_crash_loop_ends_with_the_reason() -> None:
+    client = SocketEngineClient(
+        EngineConfig("ok", "/nowhere"),
+        command=FAKE_ENGINE,
+        restart=RestartPolicy(first_delay_s=0.01, max_deaths=3),
+    )
+    await client.start()
+    for _ in range(3):
+        await until(lambda: client.healthy)
+        events = [event async for event in client.submit(ask("crash", prompt=(CRASH,)))]
+        assert events[-1].finish_reason == "error"
+    await until(lambda: "stays down" in (client.unhealthy_reason or ""))
+    assert client.unhealthy_reason is not None
+    assert "the device is on fire" in client.unhealthy_reason
+    assert client.num_restarts == 2
+    with pytest.raises(EngineUnavailable, match="on fire"):
+        client.submit(ask("r"))
+    await client.close()
+
+
+async def test_close_during_a_restart_leaves_no_process() -> None:
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+    await client.start()
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    await until(lambda: not client.healthy)
+    await client.close()
+    assert psutil.Process().children() == []
+
+
+@pytest.mark.slow
+async def test_a_stopped_engine_is_not_waited_for_when_closing() -> None:
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+    await client.start()
+    stream = client.submit(ask("r", LONG))
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    async with asyncio.timeout(15):
+        await client.close()
+    events = [event async for event in stream]
+    assert events[-1].finish_reason == "error"
+    assert psutil.Process().children() == []
+
+
+async def test_a_process_that_dies_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_EXIT", "7")
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+    with pytest.raises(EngineStartError, match="exited with status 7"):
+        await client.start()
+    await client.close()
+
+
+async def test_a_command_that_is_not_there() -> None:
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=("/nowhere/python",))
+    with pytest.raises(EngineStartError, match="could not be started"):
+        await client.start()
+    await client.close()
+
+
+async def test_a_start_that_takes_too_long_is_ended_and_shows_progress_before() -> None:
+    progress: list[str] = []
+    client = SocketEngineClient(
+        EngineConfig("slow", "/nowhere"),
+        command=FAKE_ENGINE,
+        start_timeout_s=1.0,
+        on_progress=lambda stage, seconds: progress.append(stage),
+    )
+    with pytest.raises(EngineStartError, match="not ready after 1 s"):
+        await client.start()
+    assert progress
+    assert psutil.Process().children() == []
+    assert "not ready" in (client.unhealthy_reason or "")
+    await client.close()
+
+
+async def test_a_cancelled_start_leaves_no_process() -> None:
+    client = SocketEngineClient(EngineConfig("slow", "/nowhere"), command=FAKE_ENGINE)
+    task = asyncio.create_task(client.start())
+    await until(lambda: bool(psutil.Process().children()))
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert psutil.Process().children() == []
+    await client.close()
+
+
+async def test_a_long_temporary_path_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * MAX_SOCKET_PATH_BYTES)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+    await client.start()
+    await client.close()
+    assert list(long.iterdir()) == []
+
+
+async def test_a_request_above_the_frame_limit_is_refused_alone(client: SocketEngineClient) -> None:
+    with pytest.raises(Exception, match="too large"):
+        client.submit(ask("huge", prompt=(70_000,) * 8_000_000))
+    assert client.num_live == 0
+    assert [e async for e in client.submit(ask("r"))][-1].finish_reason == "length"
+
+
+def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
+    """kill -9 of the server: the engine process notices the end of its socket."""
+    script = (
+        "import asyncio, sys\n"
+        "from loraplex.engine.config import EngineConfig\n"
+        "from loraplex.serving.socket_client import SocketEngineClient\n"
+        "async def main():\n"
+        f"    client = SocketEngineClient(EngineConfig('ok', '/'), command={FAKE_ENGINE!r})\n"
+        "    await client.start()\n"
+        "    print(client.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        engine = psutil.Process(int(parent.stdout.readline()))
+        assert engine.is_running()
+        parent.kill()
+        parent.wait()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            engine.wait(timeout=5)
+
+
+def test_the_back_off_grows_to_its_cap_and_gives_up() -> None:
+    policy = RestartPolicy(first_delay_s=1, factor=3, max_delay_s=10, max_deaths=5, window_s=100)
+    assert [policy.delay([0.0] * n, 0.0) for n in range(1, 6)] == [1, 3, 9, 10, None]
+    assert policy.delay([0.0, 1.0, 2.0, 3.0, 150.0], 150.0) == 1
