@@ -60,12 +60,12 @@ class _Handle:
 
 @dataclass
 class FakeRunner:
-    """`digest_in_slot(slot)` reads the arena. Steps run as late as they may, when they are collected: whatever is
+    """`mark_in_slot(slot)` reads the arena. Steps run as late as they may, when they are collected: whatever is
     changed too early in what they read shows. `fault(plan)` chooses a step's fault, `tokens_per_row(row)` how many
     tokens (1 and more) a sampling row brings, as speculative decoding would."""
 
     num_blocks: int
-    digest_in_slot: Callable[[int], str | None]
+    mark_in_slot: Callable[[int], int]
     vocab_size: int = 97
     fault: Callable[[StepPlan], Fault] = field(default=lambda plan: Fault())
     tokens_per_row: Callable[[ScheduledSequence], int] = field(default=lambda row: 1)
@@ -151,7 +151,7 @@ class FakeRunner:
         if len(tokens) != row.num_tokens or len(row.block_ids) * BLOCK_SIZE < row.start + row.num_tokens:
             self.complaints.append(f"a slice of {row.seq.request_id} does not fit its tokens or its blocks")
             return
-        mark = BASE if row.slot < 0 else adapter_mark(self.digest_in_slot(row.slot))
+        mark = BASE if row.slot < 0 else self.mark_in_slot(row.slot)
         tenant = row.seq.request.tenant_id
         for position, token in enumerate(tokens, row.start):
             place = row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE

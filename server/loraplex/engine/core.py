@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from typing import Any, Protocol
 
 from loraplex.adapters.cache import AdapterCache, Lease
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.admission import MAX_TOKEN_ID, why_not
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
-from loraplex.engine.scheduler import Scheduler, blocks_for
+from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.types import (
     AdapterState,
     EngineError,
@@ -37,8 +37,6 @@ from loraplex.engine.types import (
 )
 
 _log = logging.getLogger(__name__)
-
-MAX_TOKEN_ID = 2**31 - 1
 
 
 class Runner(Protocol):
@@ -118,7 +116,7 @@ class EngineCore:
             error = EngineError("internal_error", f"request id {request.request_id} is in flight already")
             self._refuse(request, error, duplicate=True)
             return
-        refusal = self._why_not(request)
+        refusal = why_not(request, self._config, self._scheduler.num_waiting)
         if refusal is not None:
             self._refuse(request, refusal)
             return
@@ -138,43 +136,6 @@ class EngineCore:
         seq = self._live.get(request_id)
         if seq is not None:
             self._end(seq, "abort")
-
-    def _why_not(self, request: EngineRequest) -> EngineError | None:
-        """What keeps this request from ever being served, or from being served now."""
-        num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
-        if num_prompt == 0 or max_tokens < 1:
-            return EngineError(
-                "internal_error", "a request needs at least one prompt token and one to generate"
-            )
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) > MAX_TOKEN_ID:
-            return EngineError("internal_error", f"a prompt token is not within 0 … {MAX_TOKEN_ID}")
-        if not (math.isfinite(request.weight) and request.weight > 0):
-            return EngineError(
-                "internal_error", f"the tenant's weight is {request.weight}, not a number above 0"
-            )
-        if request.deadline is not None and not math.isfinite(request.deadline):
-            return EngineError(
-                "internal_error", f"the deadline is {request.deadline}, not a number of seconds"
-            )
-        if num_prompt + max_tokens > self._config.max_model_len:
-            return EngineError(
-                "context_length_exceeded",
-                f"{num_prompt} prompt tokens and up to {max_tokens} to generate exceed the context of "
-                f"{self._config.max_model_len} tokens",
-            )
-        # The last token is drawn, but never computed.
-        if (needed := blocks_for(num_prompt + max_tokens - 1)) > self._config.num_blocks:
-            return EngineError(
-                "context_length_exceeded",
-                f"{num_prompt} prompt tokens and up to {max_tokens} to generate need {needed} KV blocks, the pool "
-                f"has {self._config.num_blocks}",
-            )
-        if self._scheduler.num_waiting >= self._config.max_waiting:
-            return EngineError(
-                "server_overloaded",
-                f"{self._config.max_waiting} requests are waiting already; try again later",
-            )
-        return None
 
     def _refuse(self, request: EngineRequest, error: EngineError, *, duplicate: bool = False) -> None:
         self._events.append(

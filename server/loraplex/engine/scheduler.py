@@ -123,6 +123,9 @@ class Scheduler:
     # Running sequences.
 
     def _catch_up(self, draft: _Draft, behind: list[Sequence]) -> None:
+        if self.blocks.num_free < len(behind):
+            # Blocks may run short, and what is scheduled can't be a victim any more: those to be spared go first.
+            behind.sort(key=self._expendability)
         for seq in behind:
             if draft.budget == 0:
                 return

@@ -1,0 +1,45 @@
+"""What keeps a request from being taken in."""
+
+from __future__ import annotations
+
+import math
+
+from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.scheduler import blocks_for
+from loraplex.engine.types import EngineError, EngineRequest
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def why_not(request: EngineRequest, config: SchedulerConfig, num_waiting: int) -> EngineError | None:
+    """Why this request can never be served, or not now. None if it can.
+
+    The API checks most of this before; here it is what keeps the scheduler's own sums from going wrong.
+    """
+    num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
+    if num_prompt == 0 or max_tokens < 1:
+        return EngineError("internal_error", "a request needs at least one prompt token and one to generate")
+    if min(request.prompt_ids) < 0 or max(request.prompt_ids) > MAX_TOKEN_ID:
+        return EngineError("internal_error", f"a prompt token is not within 0 … {MAX_TOKEN_ID}")
+    if not (math.isfinite(request.weight) and request.weight > 0):
+        return EngineError("internal_error", f"the tenant's weight is {request.weight}, not a number above 0")
+    if request.deadline is not None and not math.isfinite(request.deadline):
+        return EngineError("internal_error", f"the deadline is {request.deadline}, not a number of seconds")
+    if num_prompt + max_tokens > config.max_model_len:
+        return EngineError(
+            "context_length_exceeded",
+            f"{num_prompt} prompt tokens and up to {max_tokens} to generate exceed the context of "
+            f"{config.max_model_len} tokens",
+        )
+    needed = blocks_for(num_prompt + max_tokens - 1)  # the last token is drawn, but never computed
+    if needed > config.num_blocks:
+        return EngineError(
+            "context_length_exceeded",
+            f"{num_prompt} prompt tokens and up to {max_tokens} to generate need {needed} KV blocks, the pool has "
+            f"{config.num_blocks}",
+        )
+    if num_waiting >= config.max_waiting:
+        return EngineError(
+            "server_overloaded", f"{config.max_waiting} requests are waiting already; try again later"
+        )
+    return None
