@@ -151,7 +151,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopStrings = Annotated[tuple[str, ...], BeforeValidator(_one_or_many_strings)]
 LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)]
 MetadataText = Annotated[str, Field(max_length=512)]
-Metadata = Annotated[dict[MetadataText, MetadataText], BeforeValidator(_metadata), Field(fail_fast=True)]
+Metadata = Annotated[dict[MetadataText, MetadataText], BeforeValidator(_metadata)]
 
 
 class GenerationFields(_Strict):

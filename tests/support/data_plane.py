@@ -1,0 +1,201 @@
+"""The data plane over fakes: a scripted engine, a byte tokenizer, and a control plane of dictionaries.
+
+    with running_data_plane() as plane:
+        plane.engine.script(Reply(text="Hello"))
+        plane.client().chat.completions.create(model="tiny", messages=[...])
+
+Tenant `acme` (key `lpx_acme`) has the adapters `pirate` (versions 1 and 2, 2 released) and `json`; tenant `rival`
+(key `lpx_rival`) has `secret`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.api.application import create_data_app
+from loraplex.api.deps import ApiServices
+from loraplex.api.drain import Drain
+from loraplex.api.metrics import Metrics
+from loraplex.control.types import LimitWindow, ModelCard, Principal, Reservation, ResolvedModel
+from loraplex.serving.text import TextProcessor
+from support.api_server import RunningServer, serve_app
+from support.byte_tokenizer import write_byte_tokenizer
+from support.fake_engine import FakeEngineClient
+
+BASE = "org/tiny"
+MAX_MODEL_LEN = 4096
+
+
+class Refused(LoraplexError):
+    def __init__(self, code: str, message: str = "no", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def ref(tenant: str, name: str, version: int) -> AdapterRef:
+    return AdapterRef(tenant, name, version, f"{tenant}{name}{version}".encode().hex().ljust(64, "0"), 8)
+
+
+def principal(tenant: str | None, **changes: Any) -> Principal:
+    return replace(Principal(tenant, f"key-{tenant}", frozenset({"inference"})), **changes)
+
+
+@dataclass
+class FakeAuthenticator:
+    principals: dict[str, Principal] = field(
+        default_factory=lambda: {
+            "lpx_acme": principal("acme"),
+            "lpx_rival": principal("rival", weight=3.0),
+            "lpx_usage": principal("acme", scopes=frozenset({"usage:read"})),
+            "lpx_json_only": principal("acme", models=frozenset({"json"})),
+            "admin": principal(None, key_id=None, scopes=frozenset(), is_admin=True),
+        }
+    )
+    broken: bool = False
+
+    async def authenticate(self, secret: str) -> Principal:
+        if self.broken:
+            raise RuntimeError("the password of the database is hunter2")
+        if secret not in self.principals:
+            raise Refused("invalid_api_key", "This API key is not valid.")
+        return self.principals[secret]
+
+
+@dataclass
+class FakeResolver:
+    adapters: dict[tuple[str, str], dict[int, AdapterRef]] = field(
+        default_factory=lambda: {
+            ("acme", "pirate"): {1: ref("acme", "pirate", 1), 2: ref("acme", "pirate", 2)},
+            ("acme", "json"): {1: ref("acme", "json", 1)},
+            ("rival", "secret"): {1: ref("rival", "secret", 1)},
+        }
+    )
+
+    async def resolve(self, caller: Principal, model: str) -> ResolvedModel:
+        if model == BASE:
+            return ResolvedModel(model, None)
+        name, _, version = model.removeprefix(f"{BASE}:").partition("@v")
+        versions = self.adapters.get((caller.tenant_id or "", name), {})
+        found = versions.get(int(version) if version.isdigit() else max(versions, default=0))
+        if found is None:
+            raise Refused("model_not_found", "The model does not exist or you do not have access to it.")
+        if caller.models is not None and name not in caller.models:
+            raise Refused("model_not_allowed", "This key may not use this model.")
+        return ResolvedModel(model, found)
+
+    async def list_models(self, caller: Principal) -> Sequence[ModelCard]:
+        own = [
+            ModelCard(name, 1_700_000_000, versions[max(versions)].digest, BASE)
+            for (tenant, name), versions in self.adapters.items()
+            if tenant == caller.tenant_id
+        ]
+        return [ModelCard(BASE, 1_600_000_000, BASE, None), *own]
+
+
+@dataclass
+class FakeLimiter:
+    """Remembers every reservation and what it was settled with; a second settle is kept too."""
+
+    refuse_with: list[Exception] = field(default_factory=list)
+    windows: tuple[LimitWindow | None, LimitWindow | None] = (None, None)
+    max_output_tokens: int | None = None
+    reserved: dict[str, dict[str, Any]] = field(default_factory=dict)
+    settled: list[tuple[str, int]] = field(default_factory=list)
+    changed: threading.Event = field(default_factory=threading.Event)
+
+    async def reserve(self, caller: Principal, **asked: Any) -> Reservation:
+        if self.refuse_with:
+            raise self.refuse_with.pop(0)
+        name = f"r{len(self.reserved)}"
+        self.reserved[name] = {"tenant": caller.tenant_id, **asked}
+        return Reservation(name, *self.windows, max_output_tokens=self.max_output_tokens)
+
+    async def settle(self, reservation: Reservation, *, used_tokens: int) -> None:
+        self.settled.append((reservation.reservation_id, used_tokens))
+        self.changed.set()
+
+    def check(self) -> None:
+        """Every reservation was settled exactly once."""
+        assert sorted(name for name, _ in self.settled) == sorted(self.reserved)
+
+
+@dataclass
+class DataPlane:
+    engine: FakeEngineClient
+    authenticator: FakeAuthenticator
+    resolver: FakeResolver
+    limiter: FakeLimiter
+    metrics: Metrics
+    drain: Drain
+    services: ApiServices
+    server: RunningServer
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def client(self, key: str = "lpx_acme", **options: Any) -> openai.OpenAI:
+        options = {"max_retries": 0, "timeout": 10, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+
+    def async_client(self, key: str = "lpx_acme", **options: Any) -> openai.AsyncOpenAI:
+        options = {"max_retries": 0, "timeout": 10, **options}
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+
+    def on_loop(self, function: Any) -> Any:
+        """Runs a plain function on the server's event loop, which owns the engine's state."""
+
+        async def run() -> Any:
+            return function()
+
+        return self.server.call(run)
+
+    def settle_all(self, timeout: float = 10.0) -> None:
+        """Returns when nothing is being answered, and checks the books."""
+        assert self.server.call(lambda: self.drain.wait_idle(timeout)), "a request is still being answered"
+        self.limiter.check()
+        assert self.on_loop(lambda: self.engine.live) == []
+
+
+@contextmanager
+def running_data_plane(directory: Path, *, extra_routes: Any = (), **changes: Any) -> Iterator[DataPlane]:
+    """`directory` takes the tokenizer's files; `changes` are fields of ApiServices."""
+    engine = FakeEngineClient()
+    metrics = Metrics(BASE)
+    drain = changes.pop("drain", None) or Drain()
+    services = ApiServices(
+        **{
+            "engine": engine,
+            "text": TextProcessor(write_byte_tokenizer(directory), max_model_len=MAX_MODEL_LEN),
+            "authenticator": FakeAuthenticator(),
+            "resolver": FakeResolver(),
+            "limiter": FakeLimiter(),
+            "metrics": metrics,
+            "drain": drain,
+            "served_model_name": BASE,
+            "max_model_len": MAX_MODEL_LEN,
+            **changes,
+        }
+    )
+    with serve_app(create_data_app(services, extra_routes=extra_routes)) as server:
+        server.call(engine.start)
+        yield DataPlane(
+            engine,
+            services.authenticator,
+            services.resolver,
+            services.limiter,
+            metrics,
+            drain,
+            services,
+            server,
+        )
