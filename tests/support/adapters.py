@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from loraplex.adapters.errors import AdapterRefused
 
 ALL_SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -273,3 +275,11 @@ def draft_adapter(
 def make_adapter(directory: Path, arch: TinyBase | None = None, **options: Any) -> AdapterFiles:
     """`draft_adapter`, written into `directory`."""
     return draft_adapter(arch, **options).write(directory)
+
+
+def attempt(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The result of a call, or the AdapterRefused that it raised; no other exception is caught."""
+    try:
+        return call(*args, **options)
+    except AdapterRefused as refusal:
+        return refusal

@@ -26,7 +26,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 def shown(text: object, limit: int = 80) -> str:
     """An uploader's own words made safe for messages, logs and JSON: ASCII, quoted, cut to `limit`."""
     raw = text if isinstance(text, str) else str(text)[: limit + 1]
-    return ascii(raw if len(raw) <= limit else raw[:limit] + "…")
+    return ascii(raw if len(raw) <= limit else raw[:limit] + "...")
 
 
 def is_full(error: BaseException | None) -> bool:

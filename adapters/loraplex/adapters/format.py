@@ -117,6 +117,9 @@ def _inspect(
     report.modules_matched = len(tensors.a)
     report.done(f"{len(tensors.a)} modules of the base")
 
+    report.begin("alpha_pattern")
+    _note_overlapping_alphas(settings, list(tensors.a), report)
+
     report.begin("shapes")
     sites = _check_shapes(tensors, by_path, settings, max_rank)
     ranks = {base.sites[s.layer, s.site].module_path: s.rank for s in sites[:_MAX_REPORTED_MODULES]}
@@ -252,7 +255,10 @@ def _measure(tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec)
     ]
     largest, smallest = max(norms, key=lambda n: n.norm), min(norms, key=lambda n: n.norm)
     if largest.norm == 0.0:
-        _refuse("no_effect", "every lora_B·lora_A is zero: the adapter would answer as the base does")
+        _refuse(
+            "no_effect",
+            "every product of lora_B and lora_A is zero: the adapter would answer as the base does",
+        )
     return {
         "total": math.hypot(*(n.norm for n in norms)),
         "max": largest.norm,
@@ -273,6 +279,20 @@ def _check_copies(tensors_path: Path, copies: dict[str, TensorSlice], base: Base
             _refuse(
                 "base_mismatch", f"the copy of {name} that was saved along differs from the base's own weight"
             )
+
+
+def _note_overlapping_alphas(settings: LoraSettings, modules: list[str], report: _Report) -> None:
+    """PEFT takes the first key that fits, and sorts the keys when it saves: an adapter can come back from disk
+    with another scaling than it was trained with. What counts is what PEFT would load."""
+    for module in modules:
+        alphas = {settings.alpha_pattern[key] for key in suffixes(module) if key in settings.alpha_pattern}
+        if len(alphas) > 1:
+            report.done(
+                f"warning: several keys of alpha_pattern fit {module}; the first in the file counts, as it does "
+                "when PEFT loads the adapter",
+                ok=False,
+            )
+            return
 
 
 def _note_base_name(settings: LoraSettings, base: BaseSpec, report: _Report) -> None:

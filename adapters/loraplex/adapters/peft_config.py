@@ -159,7 +159,7 @@ def _parse_settings(settings: dict[str, Any], module_paths: list[str]) -> LoraSe
     targets, is_list = _parse_targets(settings.get("target_modules"))
     layers = _parse_layers(settings.get("layers_to_transform"))
     layers_pattern = _parse_layers_pattern(settings.get("layers_pattern"))
-    if layers_pattern and layers is None:
+    if layers_pattern and settings.get("layers_to_transform") is None:
         _invalid("layers_pattern needs layers_to_transform")
     if layers is not None and not is_list:
         _invalid("layers_to_transform needs target_modules to be a list")

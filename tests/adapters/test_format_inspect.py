@@ -1,0 +1,443 @@
+"""Admission against a base: what is accepted, each refusal with its code, and the report."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loraplex.adapters.base import load_base_spec, read_base_weight
+from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMissing
+from loraplex.adapters.format import digest_upload, inspect_adapter, read_native, read_tensor
+from loraplex.adapters.spec import AdapterSpec, BaseSpec
+from support.adapters import (
+    ALL_SITES,
+    AdapterDraft,
+    AdapterFiles,
+    TinyBase,
+    attempt,
+    draft_adapter,
+    frame_header,
+    site_module,
+    write_base,
+)
+
+ARCH = TinyBase()
+Q0 = f"base_model.model.{site_module(0, 'q_proj')}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> BaseSpec:
+    return load_base_spec(write_base(tmp_path_factory.mktemp("base"), ARCH))
+
+
+def admit(files: AdapterFiles, base: BaseSpec, **options: Any) -> AdapterSpec:
+    return inspect_adapter(files.config, files.tensors, base, **{"max_rank": 16} | options)
+
+
+def refusal(draft: AdapterDraft, directory: Path, base: BaseSpec, **options: Any) -> AdapterRefused:
+    files = draft.write(directory)
+    with pytest.raises(AdapterRefused) as caught:
+        admit(files, base, **options)
+    error = caught.value
+    assert error.message.isascii()
+    assert error.report is not None
+    assert error.report["checks"][-1] == {
+        "name": error.report["checks"][-1]["name"],
+        "ok": False,
+        "detail": error.message,
+    }
+    json.dumps(error.report, allow_nan=False)
+    return error
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("infix", ["", "default"])
+def test_an_adapter_is_admitted_with_its_report(
+    tmp_path: Path, base: BaseSpec, dtype: str, infix: str
+) -> None:
+    draft = draft_adapter(
+        ARCH, rank=4, targets=ALL_SITES, dtype=dtype, infix=infix, ranks={site_module(1, "up_proj"): 9}
+    )
+    files = draft.write(tmp_path)
+    spec = admit(files, base)
+    assert spec.digest == digest_upload(files.config, files.tensors)
+    assert spec.num_bytes == files.config.stat().st_size + files.tensors.stat().st_size
+    assert (spec.rank, spec.targets) == (9, ALL_SITES)
+    assert [(s.layer, s.site) for s in spec.sites] == [(i, site) for i in (0, 1) for site in ALL_SITES]
+    report = json.loads(json.dumps(spec.report, allow_nan=False))
+    assert report["modules_matched"] == 14
+    assert report["parameters"] == sum(t.size for t in draft.tensors.values())
+    assert report["rank_by_module"][site_module(1, "up_proj")] == 9
+    assert report["reference_error"] is None
+    assert [c["name"] for c in report["checks"] if not c["ok"]] == ["base_name"]  # only a warning
+    squares = 0.0
+    for site in spec.sites:
+        a, b = read_tensor(files.tensors, site.a), read_tensor(files.tensors, site.b)
+        assert a.dtype == b.dtype == np.float32
+        assert site.scaling == 8 / site.rank
+        squares += float(np.linalg.norm(site.scaling * (b.astype(np.float64) @ a))) ** 2
+    assert report["norm"]["total"] == pytest.approx(math.sqrt(squares))
+    assert report["norm"]["min"] <= report["norm"]["max"] <= report["norm"]["total"]
+
+
+def test_the_base_s_name_only_warns(tmp_path: Path, base: BaseSpec) -> None:
+    name = Path(base.model_dir).name
+    files = draft_adapter(ARCH, base_model_name_or_path=f"org/{name.upper()}").write(tmp_path)
+    assert all(check["ok"] for check in admit(files, base).report["checks"])
+
+
+def test_tensors_read_in_their_own_dtype(tmp_path: Path, base: BaseSpec) -> None:
+    draft = draft_adapter(ARCH, dtype="BF16")
+    files = draft.write(tmp_path)
+    site = admit(files, base).sites[0]
+    native = read_native(files.tensors, site.a)
+    assert native.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(native, draft.tensors[f"{Q0}.lora_A.weight"])
+    os.truncate(files.tensors, site.a.end - 1)
+    with pytest.raises(ArtifactCorrupt):
+        read_tensor(files.tensors, site.a)
+
+
+def test_a_missing_file_is_a_missing_artifact(tmp_path: Path, base: BaseSpec) -> None:
+    files = draft_adapter(ARCH).write(tmp_path)
+    files.tensors.unlink()
+    with pytest.raises(ArtifactMissing):
+        admit(files, base)
+
+
+def test_digest_tells_which_file_a_byte_belongs_to(tmp_path: Path) -> None:
+    a, b, c, d = (tmp_path / name for name in "abcd")
+    for path, content in ((a, b"xy"), (b, b"z"), (c, b"x"), (d, b"yz")):
+        path.write_bytes(content)
+    digests = {digest_upload(a, b), digest_upload(c, d), digest_upload(b, a)}
+    assert len(digests) == 3
+    assert all(len(digest) == 64 for digest in digests)
+
+
+Change = Callable[[AdapterDraft], Any]
+
+
+def _set(name: str, value: Any) -> Change:
+    return lambda draft: draft.tensors.__setitem__(name, value)
+
+
+def _drop(name: str) -> Change:
+    return lambda draft: draft.tensors.pop(name)
+
+
+def _config(**fields: Any) -> Change:
+    return lambda draft: draft.config.update(fields)
+
+
+def _f32(*shape: int) -> np.ndarray:
+    return np.full(shape, 0.5, np.float32)
+
+
+def _retype(dtype: Any) -> Change:
+    def change(draft: AdapterDraft) -> None:
+        draft.tensors = {name: tensor.astype(dtype) for name, tensor in draft.tensors.items()}
+
+    return change
+
+
+def _clear(draft: AdapterDraft) -> None:
+    draft.tensors.clear()
+
+
+REFUSALS: dict[str, tuple[str, str | None, Change]] = {
+    "no tensors": ("missing_tensor", None, _clear),
+    "A without B": ("missing_tensor", None, _drop(f"{Q0}.lora_B.weight")),
+    "B without A": ("missing_tensor", None, _drop(f"{Q0}.lora_A.weight")),
+    "a module of the targets without tensors": (
+        "missing_tensor",
+        None,
+        lambda d: [d.tensors.pop(f"{Q0}.lora_{m}.weight") for m in "AB"],
+    ),
+    "a target without tensors": (
+        "missing_tensor",
+        None,
+        _config(target_modules=["q_proj", "v_proj", "k_proj"]),
+    ),
+    "a target unknown to the base": (
+        "missing_tensor",
+        None,
+        _config(target_modules=["q_proj", "v_proj", "c_attn"]),
+    ),
+    "a site not among the targets": ("unexpected_tensor", None, _config(target_modules=["q_proj"])),
+    "a layer not to transform": ("unexpected_tensor", None, _config(layers_to_transform=[0])),
+    "a layer beyond the base": ("base_mismatch", None, _config(layers_to_transform=[0, 1, 2])),
+    "a name without PEFT's prefix": ("unexpected_tensor", None, _set("model.x.lora_A.weight", _f32(4, 32))),
+    "a name that is none of LoRA's": ("unexpected_tensor", None, _set(f"{Q0}.lora_A.extra", _f32(4, 32))),
+    "a weight that the base lacks": ("unexpected_tensor", None, _set("base_model.model.foo.weight", _f32(4))),
+    "a name of nothing": ("unexpected_tensor", None, _set("base_model.model.", _f32(4))),
+    "only the prefix and a matrix": (
+        "unexpected_tensor",
+        None,
+        _set("base_model.model.lora_A.weight", _f32(4)),
+    ),
+    "plain and infix for one module": (
+        "unexpected_tensor",
+        None,
+        _set(f"{Q0}.lora_A.default.weight", _f32(4, 32)),
+    ),
+    "two adapters in one file": (
+        "unexpected_tensor",
+        None,
+        lambda d: d.tensors.update(
+            {f"base_model.model.{site_module(1, 'k_proj')}.lora_{m}.other.weight": _f32(4, 4) for m in "AB"}
+        ),
+    ),
+    "a module of another model": (
+        "base_mismatch",
+        None,
+        lambda d: d.tensors.update(
+            {f"base_model.model.transformer.h.0.attn.c_attn.lora_{m}.weight": _f32(4, 4) for m in "AB"}
+        ),
+    ),
+    "a layer that the base lacks": (
+        "base_mismatch",
+        None,
+        lambda d: d.tensors.update(
+            {f"base_model.model.{site_module(7, 'q_proj')}.lora_{m}.weight": _f32(4, 4) for m in "AB"}
+        ),
+    ),
+    "LoRA on lm_head": (
+        "unsupported_feature",
+        "lm_head",
+        lambda d: d.tensors.update({f"base_model.model.lm_head.lora_{m}.weight": _f32(4, 4) for m in "AB"}),
+    ),
+    "DoRA magnitudes": ("unsupported_feature", "use_dora", _set(f"{Q0}.lora_magnitude_vector", _f32(32))),
+    "a bias of B": ("unsupported_feature", "lora_bias", _set(f"{Q0}.lora_B.bias", _f32(32))),
+    "an embedding adapter": (
+        "unsupported_feature",
+        "lora_embedding",
+        _set("base_model.model.model.embed_tokens.lora_embedding_A", _f32(4, 64)),
+    ),
+    "a rank above the maximum": (
+        "rank_exceeds_max",
+        None,
+        lambda d: d.tensors.update(
+            {f"{Q0}.lora_A.weight": _f32(17, 32), f"{Q0}.lora_B.weight": _f32(32, 17)}
+        ),
+    ),
+    "a rank other than the config's": ("shape_mismatch", None, _config(r=8)),
+    "a rank other than the pattern's": ("shape_mismatch", None, _config(rank_pattern={"v_proj": 3})),
+    "rank zero": (
+        "shape_mismatch",
+        None,
+        lambda d: d.tensors.update({f"{Q0}.lora_A.weight": _f32(0, 32), f"{Q0}.lora_B.weight": _f32(32, 0)}),
+    ),
+    "A and B of different ranks": ("shape_mismatch", None, _set(f"{Q0}.lora_B.weight", _f32(32, 5))),
+    "A with three dimensions": ("shape_mismatch", None, _set(f"{Q0}.lora_A.weight", _f32(4, 32, 1))),
+    "A as a scalar": ("shape_mismatch", None, _set(f"{Q0}.lora_A.weight", np.array(1, np.float32))),
+    "A transposed": ("shape_mismatch", None, _set(f"{Q0}.lora_A.weight", _f32(32, 4))),
+    "one A of another width": ("shape_mismatch", None, _set(f"{Q0}.lora_A.weight", _f32(4, 33))),
+    "one B of another width": ("shape_mismatch", None, _set(f"{Q0}.lora_B.weight", _f32(31, 4))),
+    "64-bit floats": ("unsupported_feature", "dtype_F64", _retype(np.float64)),
+    "integers": ("unsupported_feature", "dtype_I8", _retype(np.int8)),
+    "NaN in A": ("non_finite", None, _set(f"{Q0}.lora_A.weight", np.full((4, 32), np.nan, np.float32))),
+    "infinity in B": ("non_finite", None, _set(f"{Q0}.lora_B.weight", np.full((32, 4), -np.inf, np.float32))),
+    "a scaling that overflows": (
+        "non_finite",
+        None,
+        lambda d: (
+            d.config.update(lora_alpha=1e6),
+            d.tensors.update({f"{Q0}.lora_B.weight": np.full((32, 4), 3e38, np.float32)}),
+        ),
+    ),
+    "no effect: B is zero": (
+        "no_effect",
+        None,
+        lambda d: d.tensors.update({k: v * 0 for k, v in d.tensors.items() if "lora_B" in k}),
+    ),
+    "no effect: A is zero": (
+        "no_effect",
+        None,
+        lambda d: d.tensors.update({k: v * 0 for k, v in d.tensors.items() if "lora_A" in k}),
+    ),
+    "no effect: alpha is zero": ("no_effect", None, _config(lora_alpha=0)),
+    "PiSSA": ("unsupported_feature", "init_lora_weights", _config(init_lora_weights="pissa")),
+    "a regular expression": ("unsupported_feature", "target_modules", _config(target_modules=".*proj")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(tmp_path: Path, base: BaseSpec, case: str) -> None:
+    code, feature, change = REFUSALS[case]
+    draft = draft_adapter(ARCH)
+    change(draft)
+    error = refusal(draft, tmp_path, base)
+    assert (error.code, error.feature) == (code, feature), error.message
+
+
+def test_an_adapter_of_a_wider_model_is_a_base_mismatch(tmp_path: Path, base: BaseSpec) -> None:
+    wider = TinyBase(hidden=64, heads=8, kv_heads=4)
+    error = refusal(draft_adapter(wider, targets=["v_proj", "down_proj"]), tmp_path, base)
+    assert error.code == "base_mismatch"
+    assert "32 -> 16 in the base, 64 -> 32 in the adapter" in error.message
+
+
+def test_a_product_that_cancels_out_has_no_effect(tmp_path: Path, base: BaseSpec) -> None:
+    draft = draft_adapter(ARCH, rank=4)
+    rng = np.random.default_rng(0)
+    for name, tensor in draft.tensors.items():
+        if "lora_A" in name:  # rows 2, 3 repeat rows 0, 1, and B takes them away again
+            draft.tensors[name] = np.concatenate([tensor[:2]] * 2)
+        else:
+            half = rng.standard_normal((tensor.shape[0], 2)).astype(np.float32)
+            draft.tensors[name] = np.concatenate([half, -half], axis=1)
+    assert refusal(draft, tmp_path, base).code == "no_effect"
+
+
+def test_one_site_with_effect_is_enough(tmp_path: Path, base: BaseSpec) -> None:
+    draft = draft_adapter(ARCH)
+    for name in draft.tensors:
+        if "lora_B" in name and not name.startswith(Q0):
+            draft.tensors[name] *= 0
+    spec = admit(draft.write(tmp_path), base)
+    assert spec.report["norm"]["min"] == 0.0 < spec.report["norm"]["max"]
+    assert spec.report["norm"]["max_module"] == site_module(0, "q_proj")
+
+
+def test_values_at_the_very_end_of_a_large_tensor_are_seen(tmp_path: Path) -> None:
+    arch = TinyBase(layers=1, hidden=512, heads=64, kv_heads=8)
+    wide = load_base_spec(write_base(tmp_path / "base", arch))
+    rank = 600  # 512 rows of B are more than one chunk
+    for name, at in (("lora_A", (rank - 1, 511)), ("lora_B", (511, rank - 1))):
+        draft = draft_adapter(arch, rank=rank, targets=["q_proj"])
+        draft.tensors[f"{Q0}.{name}.weight"][at] = np.inf
+        assert refusal(draft, tmp_path / name, wide, max_rank=1024).code == "non_finite"
+        admit(draft.write(tmp_path / name), wide, max_rank=1024, deep=False)
+
+
+class TestBaseWeightsSavedAlong:
+    def copy(self, base: BaseSpec, dtype: Any) -> np.ndarray:
+        return read_base_weight(base, 0, "q_proj").astype(np.float32).astype(dtype)
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+    def test_equal_to_the_base_they_are_dropped(self, tmp_path: Path, base: BaseSpec, dtype: Any) -> None:
+        draft = draft_adapter(ARCH)
+        draft.tensors[f"{Q0}.base_layer.weight"] = self.copy(base, dtype)
+        spec = admit(draft.write(tmp_path), base)
+        assert spec.report["modules_ignored"] == 1
+        assert len(spec.sites) == 4
+
+    @pytest.mark.parametrize("deep_change", [1e-6, 1.0])
+    def test_different_by_anything_they_are_refused(
+        self, tmp_path: Path, base: BaseSpec, deep_change: float
+    ) -> None:
+        draft = draft_adapter(ARCH)
+        copy = self.copy(base, np.float32)
+        copy[-1, -1] += deep_change
+        draft.tensors[f"{Q0}.base_layer.weight"] = copy
+        assert refusal(draft, tmp_path, base).code == "base_mismatch"
+
+    @pytest.mark.parametrize("shape", [(32,), (32, 31), ()])
+    def test_of_another_shape_they_are_refused(
+        self, tmp_path: Path, base: BaseSpec, shape: tuple[int, ...]
+    ) -> None:
+        draft = draft_adapter(ARCH)
+        draft.tensors[f"{Q0}.base_layer.weight"] = _f32(*shape)
+        assert refusal(draft, tmp_path, base).code == "base_mismatch"
+
+    def test_of_a_module_that_the_base_lacks(self, tmp_path: Path, base: BaseSpec) -> None:
+        draft = draft_adapter(ARCH)
+        draft.tensors["base_model.model.other.base_layer.weight"] = _f32(4, 4)
+        assert refusal(draft, tmp_path, base).code == "unexpected_tensor"
+
+    def test_a_tied_head_is_the_embedding(self, tmp_path: Path) -> None:
+        arch = TinyBase(tied=True)
+        tied = load_base_spec(write_base(tmp_path / "base", arch))
+        draft = draft_adapter(arch)
+        draft.tensors["base_model.model.lm_head.weight"] = np.zeros((64, 32), np.float32)
+        assert refusal(draft, tmp_path / "other", tied).code == "base_mismatch"
+
+
+def test_hostile_names_never_reach_messages_raw(tmp_path: Path, base: BaseSpec) -> None:
+    draft = draft_adapter(ARCH)
+    draft.tensors["base_model.model.\x1b[31m\u202e\ud800.lora_A.weight"] = _f32(4, 4)
+    draft.tensors["base_model.model.\x1b[31m\u202e\ud800.lora_B.weight"] = _f32(4, 4)
+    error = refusal(draft, tmp_path, base)
+    assert error.code == "base_mismatch"
+    assert "\x1b" not in error.message
+
+
+_MEASURE = """
+import json, resource, sys
+from pathlib import Path
+from loraplex.adapters.base import load_base_spec
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.format import inspect_adapter
+base = load_base_spec(Path(sys.argv[1]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+codes = []
+for name in sys.argv[2:]:
+    try:
+        inspect_adapter(Path(name, "adapter_config.json"), Path(name, "adapter_model.safetensors"), base, max_rank=16)
+    except AdapterRefused as refusal:
+        codes.append(refusal.code)
+print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, codes]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+def test_hostile_sizes_cost_bounded_memory(tmp_path: Path, base: BaseSpec) -> None:
+    """Headers of 2 MiB that want to be many objects, and a sparse file of 4 GiB in one tensor."""
+    directories = []
+    fill = {"lists": b"[],", "objects": b"{},", "numbers": b"1.5,", "strings": b'"ab",'}
+    for name, unit in fill.items():
+        files = draft_adapter(ARCH).write(tmp_path / name)
+        count = (2_000_000) // len(unit)
+        files.tensors.write_bytes(frame_header(b'{"a": [' + unit * count + b"0]}"))
+        directories.append(name)
+    files = draft_adapter(ARCH).write(tmp_path / "sparse")
+    size = 1 << 32
+    header = {f"{Q0}.lora_A.weight": {"dtype": "F32", "shape": [4, size // 16], "data_offsets": [0, size]}}
+    files.tensors.write_bytes(frame_header(json.dumps(header).encode()))
+    os.truncate(files.tensors, files.tensors.stat().st_size + size)
+    directories.append("sparse")
+    command = [sys.executable, "-c", _MEASURE, base.model_dir, *(str(tmp_path / d) for d in directories)]
+    grown_kib, codes = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+    assert codes == ["not_safetensors"] * 4 + ["missing_tensor"]
+    assert grown_kib < 160 * 1024
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_fuzz_any_mixture_of_names_and_shapes_is_admitted_or_refused(
+    tmp_path: Path, base: BaseSpec, data: st.DataObject
+) -> None:
+    draft = draft_adapter(ARCH, rank=2)
+    parts = st.sampled_from(
+        "base_model model layers 0 1 self_attn q_proj lora_A lora_B weight bias default base_layer lm_head "
+        "modules_to_save lora_magnitude_vector".split()
+    )
+    for _ in range(data.draw(st.integers(0, 3))):
+        name = data.draw(
+            st.sampled_from(sorted(draft.tensors)) | st.lists(parts, min_size=1, max_size=9).map(".".join)
+        )
+        if data.draw(st.booleans()):
+            draft.tensors.pop(name, None)
+        else:
+            shape = tuple(data.draw(st.lists(st.sampled_from([0, 1, 2, 16, 32]), max_size=3)))
+            fill = data.draw(st.sampled_from([0.0, 0.1, 1e38, np.nan]))
+            draft.tensors[name or "x"] = np.full(shape, fill, np.float32)
+    files = draft.write(tmp_path)
+    outcome = attempt(admit, files, base)
+    if isinstance(outcome, AdapterRefused):
+        json.dumps(outcome.report, allow_nan=False)
+    else:
+        json.dumps(outcome.report, allow_nan=False)
+        assert all(site.rank == 2 for site in outcome.sites)
