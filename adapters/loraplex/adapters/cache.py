@@ -53,7 +53,7 @@ class _Stage(Enum):
 class _Entry(Generic[ImageT]):
     """One adapter that is not cold. `wanted_in` is the last pass that asked for it; `safe_until` the last pass
     in which it may not be evicted because it has only just arrived; `doomed`: to be forgotten when its last
-    lease, or its copy, ends."""
+    lease, or its copy, ends; `prefetched`: nobody waits for it, it goes on to the device only if there is room."""
 
     ref: AdapterRef
     stage: _Stage
@@ -67,6 +67,7 @@ class _Entry(Generic[ImageT]):
     pages: tuple[int, ...] = ()
     leases: set[Lease] = field(default_factory=set)
     doomed: bool = False
+    prefetched: bool = False
     wanted_in: int = -1
     safe_until: int = -1
     last_used: float | None = None
@@ -118,10 +119,9 @@ class AdapterCache(Generic[ImageT]):
         self._loading: dict[str, _Entry[ImageT]] = {}
         self._copying: dict[str, _Entry[ImageT]] = {}
         self._stuck: list[_Entry[ImageT]] = []  # copies past their time, which may still write to their pages
-        self._idle: OrderedDict[str, _Entry[ImageT]] = (
-            OrderedDict()
-        )  # on the device, not leased; oldest use first
-        self._hosted: OrderedDict[str, _Entry[ImageT]] = OrderedDict()  # with an image; oldest use first
+        # Both with the oldest use first: on the device and neither leased nor pinned; with an image in host memory.
+        self._idle: OrderedDict[str, _Entry[ImageT]] = OrderedDict()
+        self._hosted: OrderedDict[str, _Entry[ImageT]] = OrderedDict()
         self._pinned: dict[str, AdapterRef] = {}
         self._wishes: OrderedDict[str, AdapterRef] = OrderedDict()
         self._failures: OrderedDict[str, _Failure] = OrderedDict()
@@ -153,7 +153,7 @@ class AdapterCache(Generic[ImageT]):
         for ref in self._pinned.values():
             if self._retry_at(ref.digest) <= now:
                 self._ensure(ref, now)
-        self._grant_wishes(now)
+        self._grant_wish(now)
 
     def begin_pass(self) -> None:
         """A new scheduling pass: nothing is wanted yet."""
@@ -372,10 +372,13 @@ class AdapterCache(Generic[ImageT]):
         self._host_used += entry.num_bytes
         self._took(entry, "disk", now)
         self._loads += 1
+        # The back-off goes on where the same happens again: an adapter too large for the device.
         if entry.num_pages > self._num_pages:
             self._fail(entry, self._too_large(entry), now)
-        else:
-            self._failures.pop(entry.ref.digest, None)
+            return
+        self._failures.pop(entry.ref.digest, None)
+        if entry.prefetched:
+            self._place_if_free(entry, now)
 
     def _poll_copy(self, entry: _Entry[ImageT], now: float) -> None:
         ticket = entry.copy
@@ -385,6 +388,7 @@ class AdapterCache(Generic[ImageT]):
                 # Its pages and its image stay as they are until the copy ends, if ever.
                 del self._copying[entry.ref.digest]
                 del self._entries[entry.ref.digest]
+                self._hosted.pop(entry.ref.digest, None)
                 self._stuck.append(entry)
                 self._remember(
                     entry.ref, f"its copy to the device took longer than {self._timeout_s:g} s", now
@@ -402,22 +406,22 @@ class AdapterCache(Generic[ImageT]):
         self._copies += 1
         self._on_idle(entry)
 
-    def _grant_wishes(self, now: float) -> None:
-        for digest, ref in list(self._wishes.items()):
+    def _grant_wish(self, now: float) -> None:
+        """Begin the next prefetch, if the disk has nothing else to do."""
+        while self._wishes and not self._loading:
+            digest, ref = next(iter(self._wishes.items()))
             entry = self._entries.get(digest)
-            if entry is None:
-                if self._loading or self._retry_at(digest) > now:
-                    continue
+            if entry is None and self._retry_at(digest) <= now:
                 if self._begin_load(ref, now) is Residency.NO_ROOM:
                     return
-            elif entry.stage is not _Stage.LOADING:
-                del self._wishes[digest]
-                if (
-                    entry.stage is _Stage.HOST
-                    and self._free_slots
-                    and entry.num_pages <= len(self._free_pages)
-                ):
-                    self._place(entry, now)
+                self._entries[digest].prefetched = True
+            elif entry is not None and entry.stage is _Stage.HOST:
+                self._place_if_free(entry, now)
+            self._wishes.pop(digest, None)
+
+    def _place_if_free(self, entry: _Entry[ImageT], now: float) -> None:
+        if self._free_slots and entry.num_pages <= len(self._free_pages):
+            self._place(entry, now)
 
     def _took(self, entry: _Entry[ImageT], stage: str, now: float) -> None:
         entry.seconds[stage] = now - entry.since
@@ -451,7 +455,8 @@ class AdapterCache(Generic[ImageT]):
 
     def _free_device(self, entry: _Entry[ImageT]) -> None:
         assert not entry.leases, "pages with a lease on them may not be given away"
-        self._idle.pop(entry.ref.digest, None)
+        if entry.stage is _Stage.DEVICE:
+            self._idle.pop(entry.ref.digest, None)
         self._transport.clear(entry.slot)
         self._free_pages.extend(reversed(entry.pages))
         self._free_slots.append(entry.slot)
@@ -497,16 +502,11 @@ class AdapterCache(Generic[ImageT]):
         memory and be read from disk over and over."""
         if self._host_full:
             return False
-        if (
-            not self._loading
-            and not self._copying
-            and not self._stuck
-            and not any(map(self._waits, self._wanted))
-        ):
+        if not self._loading and not self._copying and not any(map(self._waits, self._wanted)):
             return True  # what only passes through may be larger than the share
         mean = self._host_used // len(self._hosted) if self._hosted else 0
         used = mean * (len(self._loading) + 1)
-        used += sum(entry.num_bytes for entry in (*self._copying.values(), *self._stuck))
+        used += sum(entry.num_bytes for entry in self._copying.values())
         used += sum(self._entries[digest].num_bytes for digest in self._wanted if self._waits(digest))
         self._host_full = used > self._host_limit
         return not self._host_full
@@ -534,7 +534,9 @@ class AdapterCache(Generic[ImageT]):
         if entry.image is not None:
             entry.image = None
             self._host_used -= entry.num_bytes
-            if self._hosted.get(entry.ref.digest) is entry:
+            if (
+                self._hosted.get(entry.ref.digest) is entry
+            ):  # a stuck copy is not listed, its successor may be
                 del self._hosted[entry.ref.digest]
 
     # Bookkeeping.

@@ -135,7 +135,7 @@ class CacheEntry:
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
     """Gauges of this moment, and counters since the cache was made. `num_pages_used` counts pages that are being
-    copied to as well; `hits` counts requests that found their adapter on the device."""
+    copied to as well; `load_seconds` sums up what loads took, by stage."""
 
     num_pages: int
     num_pages_used: int
