@@ -21,7 +21,7 @@ class SseParser:
     def feed(self, chunk: bytes) -> list[str]:
         """The events that `chunk` completes, each event's `data` lines joined by newlines. Raises EventTooLarge."""
         self._buffer += chunk
-        *lines, rest = self._buffer.split(b"\n")
+        *lines, rest = self._buffer.split(b"\n") if b"\n" in chunk else [self._buffer]
         # A lone carriage return may be half of a CRLF; nobody who speaks this protocol to us ends lines with it.
         self._buffer = bytearray(rest)
         events = []

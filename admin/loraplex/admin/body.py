@@ -1,0 +1,82 @@
+"""Reading a request's body: counted while it arrives, and never waiting for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from starlette.requests import Request
+from starlette.types import Message
+
+from loraplex.admin.problem import ClientGone, Problem
+
+SILENCE_S = 30.0
+"""How long a client may send nothing of its body."""
+_LEFTOVER_BYTES = 8 << 20
+_LEFTOVER_S = 2.0
+
+
+def declared_length(request: Request) -> int | None:
+    """The Content-Length, where there is one."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 20 else None
+
+
+def refuse_encoding(request: Request) -> None:
+    """Raises Problem for a compressed body: it would have to be unpacked before it could be counted."""
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise Problem(
+            "unsupported_media_type", "Send the body without Content-Encoding.", param="Content-Encoding"
+        )
+
+
+async def chunks(request: Request, *, silence_s: float = SILENCE_S) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises ClientGone, and Problem (408) where nothing comes for `silence_s` seconds."""
+    while True:
+        message = await _next(request, silence_s)
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        if chunk := message.get("body", b""):
+            yield chunk
+        if not message.get("more_body", False):
+            return
+
+
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """The whole body. Raises Problem (408, 413, 415), ClientGone."""
+    refuse_encoding(request)
+    too_large = Problem("request_too_large", f"The body is larger than {max_bytes} bytes.", close=True)
+    if (declared_length(request) or 0) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in chunks(request):
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+async def discard_rest(request: Request) -> None:
+    """Read on for a moment and throw away: a client that is still sending would otherwise meet a closed
+    connection before it reads why. One that asked first (Expect: 100-continue) has not begun to send."""
+    if request.headers.get("expect", "").lower() == "100-continue":
+        return
+    seen = 0
+    try:
+        async with asyncio.timeout(_LEFTOVER_S):
+            while seen <= _LEFTOVER_BYTES:
+                message = await request.receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+                seen += len(message.get("body", b""))
+    except TimeoutError:
+        return
+
+
+async def _next(request: Request, silence_s: float) -> Message:
+    try:
+        async with asyncio.timeout(silence_s):
+            return await request.receive()
+    except TimeoutError:
+        detail = f"Nothing of the body came for {silence_s:g} seconds."
+        raise Problem("request_timeout", detail, close=True) from None

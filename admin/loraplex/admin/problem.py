@@ -1,0 +1,126 @@
+"""Every error of the admin plane, and the one place where lower layers' errors become HTTP answers.
+
+The body is a problem document (RFC 9457): `type`, `title`, `status`, `detail`, and ours: `code`, `param` (the field
+at fault), and for a refused adapter `report` and `feature`. Lower layers raise `LoraplexError`s with a `code`; the
+table here says which answer a code is. What is not in the table is our own bug: 500, which tells nothing of the
+inside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from starlette.responses import Response
+
+from loraplex.adapters.errors import AdapterRefused, LoraplexError, RefusalCode
+
+MEDIA_TYPE = "application/problem+json"
+
+ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
+    get_args(RefusalCode), (422, "The adapter was refused")
+) | {
+    "too_large": (413, "The upload is too large"),
+    "invalid_value": (400, "A value is not valid"),
+    "invalid_json": (400, "The body is not valid JSON"),
+    "invalid_multipart": (400, "The upload is not well formed"),
+    "unknown_field": (400, "The body has a field that is not known"),
+    "unknown_parameter": (400, "The query has a parameter that is not known"),
+    "invalid_cursor": (400, "The cursor is not valid"),
+    "invalid_api_key": (401, "The token or key is not valid"),
+    "insufficient_scope": (403, "The key may not do this"),
+    "not_found": (404, "There is nothing here"),
+    "tenant_not_found": (404, "There is no such tenant"),
+    "key_not_found": (404, "There is no such key"),
+    "adapter_not_found": (404, "There is no such adapter"),
+    "version_not_found": (404, "There is no such version"),
+    "release_not_found": (404, "There is no such release"),
+    "method_not_allowed": (405, "The method is not allowed here"),
+    "request_timeout": (408, "The body did not arrive in time"),
+    "conflict": (409, "This conflicts with what is there"),
+    "request_too_large": (413, "The body is too large"),
+    "unsupported_media_type": (415, "The body is of a type that is not read here"),
+    "internal_error": (500, "The server failed"),
+    "server_overloaded": (503, "The server has too much to do"),
+    "adapter_unavailable": (503, "The adapter cannot be used now"),
+    "engine_restarting": (503, "The engine is not there now"),
+    "draining": (503, "The server is shutting down"),
+    "storage_full": (507, "The artifact store is full"),
+}
+"""HTTP status and title of each code."""
+
+INTERNAL_DETAIL = "The server had an error. Please give the answer's x-request-id when you report it."
+
+
+class Problem(LoraplexError):
+    """An error answer. `param` names the field or part at fault; `extra` are further members of the document;
+    `close` ends the connection, because the rest of the request was not read."""
+
+    def __init__(
+        self,
+        code: str,
+        detail: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        extra: dict[str, Any] | None = None,
+        headers: Iterable[tuple[str, str]] = (),
+        close: bool = False,
+    ) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.status, self.title = ANSWERS[code]
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.extra = extra or {}
+        self.extra_headers = tuple(headers)
+        self.close = close
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "type": f"urn:loraplex:problem:{self.code}",
+            "title": self.title,
+            "status": self.status,
+            "detail": self.message,
+            "code": self.code,
+            **({} if self.param is None else {"param": self.param}),
+            **self.extra,
+        }
+
+    def response(self) -> Response:
+        headers = dict(self.extra_headers)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 503:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s or 1)))
+        if self.close:
+            headers["Connection"] = "close"
+        content = json.dumps(self.body(), ensure_ascii=False, allow_nan=False, default=str).encode()
+        return Response(content, self.status, headers, MEDIA_TYPE)
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it had sent its request: nobody is left to answer."""
+
+
+def from_exception(error: BaseException) -> Problem:
+    """The answer for anything that was raised below; an `internal_error` for what nobody foresaw."""
+    if isinstance(error, Problem):
+        return error
+    code = getattr(error, "code", None)
+    if not isinstance(error, LoraplexError) or code not in ANSWERS or code == "internal_error":
+        return Problem("internal_error", INTERNAL_DETAIL)
+    extra: dict[str, Any] = {}
+    if isinstance(error, AdapterRefused):
+        extra["report"] = error.report
+        if error.feature is not None:
+            extra["feature"] = error.feature
+    return Problem(
+        str(code),
+        error.message,
+        param=getattr(error, "param", None),
+        retry_after_s=getattr(error, "retry_after_s", None),
+        extra=extra,
+    )

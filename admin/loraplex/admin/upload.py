@@ -1,0 +1,120 @@
+"""An upload's way from the socket into its staging folder: streamed, counted, off the event loop.
+
+At no time is more of it in memory than one write buffer. Whatever ends it early (a refusal, a client that hangs up,
+a cancelled request) removes the staging folder; a killed process leaves staging behind, which the store sweeps at its
+next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import BinaryIO
+
+import anyio
+import anyio.to_thread
+from starlette.requests import Request
+
+from loraplex.adapters.files import create_file, full_disk_as_store_full, write_all
+from loraplex.adapters.store import ArtifactStore, Staging
+from loraplex.admin.body import SILENCE_S, chunks, declared_length, refuse_encoding
+from loraplex.admin.multipart import Part, UploadParser, too_large
+
+BUFFER_BYTES = 1 << 20
+_FRAMING_BYTES = 64 << 10
+"""What boundaries and part headers may add to a body."""
+
+
+@contextlib.asynccontextmanager
+async def receive_upload(
+    request: Request,
+    store: ArtifactStore,
+    *,
+    max_bytes: int,
+    threads: anyio.CapacityLimiter,
+    silence_s: float = SILENCE_S,
+) -> AsyncIterator[tuple[Staging, frozenset[Part]]]:
+    """The staging folder with the parts of the request's body in it, and which parts came. It is discarded on
+    the way out unless it was committed.
+
+    Raises Problem (400, 408, 413, 415), ClientGone, StoreFull (507), OSError. Nothing is written before the headers
+    have been looked at.
+    """
+    refuse_encoding(request)
+    if (declared_length(request) or 0) > max_bytes + _FRAMING_BYTES:
+        raise too_large(max_bytes)
+    parser = UploadParser(request.headers.get("content-type", ""), max_bytes=max_bytes)
+    staging = await anyio.to_thread.run_sync(store.begin, limiter=threads)
+    try:
+        writer = _Writer(staging, threads)
+        try:
+            framing = 0
+            async for chunk in chunks(request, silence_s=silence_s):
+                pieces = parser.feed(chunk)
+                framing += len(chunk) - sum(len(data) for _, data in pieces)
+                if framing > _FRAMING_BYTES:
+                    raise too_large(max_bytes)
+                await writer.write(pieces)
+            parts = parser.finish()
+            await writer.flush(parts)
+        finally:
+            await writer.close()
+        yield staging, parts
+    finally:
+        # A thread that has begun cannot be called back: a cancelled request waits for it, then for this.
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(staging.discard)
+
+
+class _Writer:
+    """Collects pieces and writes them in a worker thread, `BUFFER_BYTES` at a time."""
+
+    def __init__(self, staging: Staging, threads: anyio.CapacityLimiter) -> None:
+        self._paths = {
+            Part.CONFIG: staging.config_path,
+            Part.TENSORS: staging.tensors_path,
+            Part.ARCHIVE: staging.archive_path,
+        }
+        self._threads = threads
+        self._files: dict[Part, BinaryIO] = {}
+        self._pending: list[tuple[Part, bytearray]] = []
+        self._size = 0
+
+    async def write(self, pieces: list[tuple[Part, bytes]]) -> None:
+        for part, data in pieces:
+            # Joined, so that a body that comes byte by byte costs no more memory than one that does not.
+            if self._pending and self._pending[-1][0] is part:
+                self._pending[-1][1].extend(data)
+            else:
+                self._pending.append((part, bytearray(data)))
+            self._size += len(data)
+        if self._size >= BUFFER_BYTES:
+            await self._flush(frozenset())
+
+    async def flush(self, parts: frozenset[Part]) -> None:
+        """Write the rest. Each of `parts` has a file afterwards, even if it was empty."""
+        await self._flush(parts)
+
+    async def _flush(self, parts: frozenset[Part]) -> None:
+        pending, self._pending, self._size = self._pending, [], 0
+        await anyio.to_thread.run_sync(self._write_all, pending, parts, limiter=self._threads)
+
+    def _write_all(self, pending: list[tuple[Part, bytearray]], parts: frozenset[Part]) -> None:
+        with full_disk_as_store_full():
+            for part, data in pending:
+                write_all(self._file(part), memoryview(data))
+            for part in parts:
+                self._file(part)
+
+    def _file(self, part: Part) -> BinaryIO:
+        if part not in self._files:
+            self._files[part] = create_file(self._paths[part])
+        return self._files[part]
+
+    async def close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._close)
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            file.close()
