@@ -71,7 +71,7 @@ class Plane:
             return
         if started:
             raise RuntimeError("an answer broke after it had begun")
-        if problem.close:
+        if problem.close and problem.code != "request_timeout":
             await discard_rest(Request(scope, receive))
         await problem.response()(scope, receive, noting_send)
 

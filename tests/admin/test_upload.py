@@ -1,0 +1,245 @@
+"""Uploads over a real socket: streamed, capped, and without a trace when they end early."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import httpx
+import psutil
+import pytest
+
+from loraplex.adapters.store import ArtifactStore
+from loraplex.admin import upload
+from loraplex.admin.operation import Answer, Call, Operation
+from loraplex.admin.plane import Plane
+from loraplex.admin.upload import receive_upload
+from loraplex.control.types import Principal
+from support.api_server import RunningServer, serve_app
+from support.multipart import CONTENT_TYPE, body, end, files, part
+from support.waiting import eventually
+
+MAX_BYTES = 96 << 20
+CONFIG = b'{"r": 4}'
+
+
+@dataclass
+class Uploads:
+    """A plane with one route that takes uploads; `got` is what each whole one held."""
+
+    root: Path
+    silence_s: float = 20.0
+    got: list[dict[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store = ArtifactStore(self.root)
+        self.threads = anyio.CapacityLimiter(4)
+
+    async def take(self, call: Call) -> Answer:
+        async with receive_upload(
+            call.request, self.store, max_bytes=MAX_BYTES, threads=self.threads, silence_s=self.silence_s
+        ) as (staging, _):
+            self.got.append({path.name: path.stat().st_size for path in staging.directory.iterdir()})
+        return Answer(status=201)
+
+    async def authenticate(self, _secret: str) -> Principal:
+        return Principal(None, None, frozenset(), is_admin=True)
+
+    def app(self) -> Plane:
+        row = Operation("POST", "/upload", "operator", self.take, "", {201: None}, upload=True)
+        return Plane([row], self.authenticate)
+
+    def leftovers(self) -> list[str]:
+        return [path.name for path in (self.root / "staging").iterdir()]
+
+
+@pytest.fixture
+def uploads(tmp_path: Path) -> Uploads:
+    return Uploads(tmp_path / "store")
+
+
+@pytest.fixture
+def server(uploads: Uploads) -> Iterator[RunningServer]:
+    with serve_app(uploads.app()) as running:
+        yield running
+
+
+HEADERS = {"authorization": "Bearer x", "content-type": CONTENT_TYPE}
+
+
+def post(server: RunningServer, content: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/upload", content=content, headers=HEADERS | headers, timeout=30)
+
+
+def raw_request(server: RunningServer, *headers: str) -> socket.socket:
+    sock = server.connect()
+    lines = ["POST /upload HTTP/1.1", "Host: x", "Authorization: Bearer x", f"Content-Type: {CONTENT_TYPE}"]
+    sock.sendall(("\r\n".join([*lines, *headers]) + "\r\n\r\n").encode())
+    return sock
+
+
+def test_what_was_sent_lies_in_staging_and_is_gone_afterwards(
+    server: RunningServer, uploads: Uploads
+) -> None:
+    assert post(server, files(CONFIG, b"x" * 3_000_000)).status_code == 201
+    assert post(server, body(part("archive", b"y" * 500, filename="../../evil.tar"))).status_code == 201
+    assert uploads.got == [
+        {"adapter_config.json": len(CONFIG), "adapter_model.safetensors": 3_000_000},
+        {"upload": 500},
+    ]
+    assert uploads.leftovers() == []
+
+
+def test_an_empty_part_is_an_empty_file(server: RunningServer, uploads: Uploads) -> None:
+    assert post(server, files(CONFIG, b"")).status_code == 201
+    assert uploads.got[0]["adapter_model.safetensors"] == 0
+
+
+def big_upload(size: int) -> Iterator[bytes]:
+    yield part("adapter_config.json", CONFIG)
+    yield part("adapter_model.safetensors", b"").removesuffix(b"\r\n")
+    block = bytes(range(256)) * 256
+    for _ in range(size // len(block)):
+        yield block
+    yield b"\r\n" + end()
+
+
+def test_memory_stays_flat_under_a_large_upload(server: RunningServer, uploads: Uploads) -> None:
+    post(server, big_upload(4 << 20))
+    process = psutil.Process()
+    before, highest, done = process.memory_info().rss, 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.wait(0.002):
+            highest = max(highest, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        assert post(server, big_upload(64 << 20)).status_code == 201
+    finally:
+        done.set()
+        watcher.join()
+    assert uploads.got[-1]["adapter_model.safetensors"] == 64 << 20
+    assert highest - before < 16 << 20  # client and server together
+
+
+def test_a_declared_length_above_the_cap_is_refused_before_a_byte_of_it(
+    server: RunningServer, uploads: Uploads
+) -> None:
+    with raw_request(server, f"Content-Length: {MAX_BYTES * 2}", "Expect: 100-continue") as sock:
+        answer = sock.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 413")  # and no "100 Continue" before it
+    assert uploads.leftovers() == []
+
+
+def test_a_body_without_a_declared_length_is_counted(server: RunningServer, uploads: Uploads) -> None:
+    answer = post(server, big_upload(MAX_BYTES + (1 << 20)))
+    assert answer.status_code == 413
+    assert answer.json()["code"] == "too_large"
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert uploads.leftovers() == []
+
+
+def test_an_endless_epilogue_is_cut(server: RunningServer, uploads: Uploads) -> None:
+    def content() -> Iterator[bytes]:
+        yield files(CONFIG, b"x")
+        for _ in range(64):
+            yield b"z" * 4096
+
+    assert post(server, content()).status_code in (400, 413)
+    assert uploads.got == []
+    assert uploads.leftovers() == []
+
+
+def test_a_client_that_hangs_up_leaves_nothing(server: RunningServer, uploads: Uploads) -> None:
+    raw = files(CONFIG, b"x" * 8_000_000)
+    sock = raw_request(server, f"Content-Length: {len(raw)}")
+    sock.sendall(raw[:5_000_000])
+    eventually(lambda: len(uploads.leftovers()) == 1)
+    sock.close()
+    eventually(lambda: uploads.leftovers() == [])
+    assert uploads.got == []
+    assert post(server, files(CONFIG, b"x")).status_code == 201
+
+
+def test_a_client_that_falls_silent_gets_408(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path / "store", silence_s=0.2)
+    with serve_app(uploads.app()) as server, raw_request(server, "Content-Length: 1000") as sock:
+        sock.sendall(part("adapter_config.json", CONFIG))
+        answer = sock.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 408")
+        eventually(lambda: uploads.leftovers() == [])
+
+
+def test_a_refusal_reaches_a_client_that_is_still_sending(server: RunningServer, uploads: Uploads) -> None:
+    raw = body(part("optimizer.pt", b"x" * 6_000_000))
+    answer = post(server, raw)
+    assert answer.status_code == 400
+    assert "optimizer.pt" in answer.json()["detail"]
+    assert uploads.leftovers() == []
+
+
+def test_a_compressed_body_is_refused(server: RunningServer) -> None:
+    answer = post(server, files(CONFIG, b"x"), **{"content-encoding": "gzip"})
+    assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_media_type")
+
+
+def test_a_full_disk_is_507_and_keeps_nothing(
+    server: RunningServer, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(upload, "write_all", no_room)
+    answer = post(server, files(CONFIG, b"x"))
+    assert (answer.status_code, answer.json()["code"]) == (507, "storage_full")
+    assert uploads.leftovers() == []
+
+
+def test_another_failure_of_the_disk_is_a_500_that_tells_nothing(
+    server: RunningServer, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", "/secret/path")
+
+    monkeypatch.setattr(upload, "write_all", broken)
+    answer = post(server, files(CONFIG, b"x"))
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert uploads.leftovers() == []
+
+
+def test_many_uploads_at_once_stay_apart(server: RunningServer, uploads: Uploads) -> None:
+    async def run() -> list[int]:
+        async with httpx.AsyncClient(base_url=server.url, headers=HEADERS, timeout=30) as client:
+            statuses: list[int] = []
+
+            async def one(size: int) -> None:
+                answer = await client.post("/upload", content=files(CONFIG, b"x" * size))
+                statuses.append(answer.status_code)
+
+            async with anyio.create_task_group() as group:
+                for size in range(1000, 1020):
+                    group.start_soon(functools.partial(one, size))
+            return statuses
+
+    assert anyio.run(run) == [201] * 20
+    assert sorted(got["adapter_model.safetensors"] for got in uploads.got) == list(range(1000, 1020))
+    assert uploads.leftovers() == []
+
+
+def test_a_body_that_comes_byte_by_byte(server: RunningServer, uploads: Uploads) -> None:
+    def content() -> Iterator[bytes]:
+        for byte in files(CONFIG, b"x" * 3000):
+            yield bytes([byte])
+
+    assert post(server, content()).status_code == 201
+    assert uploads.got == [{"adapter_config.json": len(CONFIG), "adapter_model.safetensors": 3000}]
