@@ -160,6 +160,17 @@ class DataPlane:
 
         return self.server.call(run)
 
+    def reset(self) -> None:
+        """As if the server had just started, but for its metrics."""
+
+        async def anew() -> None:
+            self.engine.__init__()  # type: ignore[misc]
+            await self.engine.start()
+
+        for fake in (self.authenticator, self.resolver, self.limiter):
+            fake.__init__()  # type: ignore[misc]
+        self.server.call(anew)
+
     def settle_all(self, timeout: float = 10.0) -> None:
         """Returns when nothing is being answered, and checks the books."""
         assert self.server.call(lambda: self.drain.wait_idle(timeout)), "a request is still being answered"

@@ -16,7 +16,7 @@ from loraplex.api.body import read_json
 from loraplex.api.client_watch import ClientWatch, watch_client
 from loraplex.api.context import RequestContext, context_of
 from loraplex.api.deps import ApiServices, Text
-from loraplex.api.errors import from_exception
+from loraplex.api.errors import from_exception, invalid
 from loraplex.api.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, sse
 from loraplex.api.generation import Delta, Generation
 from loraplex.api.limit_headers import limit_headers
@@ -24,18 +24,21 @@ from loraplex.api.metrics import adapter_label
 from loraplex.api.planning import GenerationPlan, engine_requests, make_plan
 from loraplex.api.schemas import ChatRequest, CompletionRequest, parse_request
 from loraplex.control.types import Principal, Reservation, ResolvedModel
+from loraplex.serving.errors import ServingError
 
 log = structlog.get_logger("loraplex.api")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What sets one of the two routes apart. `continues`: the answer goes on where the prompt's text ended."""
+    """What sets one of the two routes apart. `source` is the field that holds the prompt; `continues`: the
+    answer goes on where the prompt's text ended."""
 
     schema: type[ChatRequest] | type[CompletionRequest]
     tokenise: Callable[[Text, ChatRequest | CompletionRequest], Sequence[Sequence[int]]]
     answer: type[AnswerFormat]
     id_prefix: str
+    source: str
     continues: bool
 
 
@@ -49,8 +52,8 @@ def _prompt_tokens(text: Text, request: ChatRequest | CompletionRequest) -> Sequ
     return [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
 
 
-CHAT = Kind(ChatRequest, _chat_tokens, ChatFormat, "chatcmpl-", continues=False)
-COMPLETION = Kind(CompletionRequest, _prompt_tokens, CompletionFormat, "cmpl-", continues=True)
+CHAT = Kind(ChatRequest, _chat_tokens, ChatFormat, "chatcmpl-", "messages", continues=False)
+COMPLETION = Kind(CompletionRequest, _prompt_tokens, CompletionFormat, "cmpl-", "prompt", continues=True)
 
 
 class GenerationEndpoint:
@@ -72,9 +75,7 @@ class GenerationEndpoint:
         async with watch_client(receive, send, context.transport, timeout) as client:
             model = await services.resolver.resolve(principal, request.model)
             context.adapter, context.resolved = model.adapter, True
-            prompts = await anyio.to_thread.run_sync(
-                self._kind.tokenise, services.text, request, limiter=self._tokenizers
-            )
+            prompts = await self._tokenise(request)
             plan = make_plan(
                 request,
                 prompts,
@@ -83,6 +84,14 @@ class GenerationEndpoint:
                 default_max_tokens=services.default_max_tokens,
             )
             await self._reserved(client, context, principal, model, plan)
+
+    async def _tokenise(self, request: ChatRequest | CompletionRequest) -> Sequence[Sequence[int]]:
+        try:
+            return await anyio.to_thread.run_sync(
+                self._kind.tokenise, self._services.text, request, limiter=self._tokenizers
+            )
+        except ServingError as error:  # too long, or not what the template takes
+            raise invalid(self._kind.source, error.message, error.code) from error
 
     async def _reserved(
         self,
@@ -159,6 +168,7 @@ class GenerationEndpoint:
         if plan.request.stream:
             # What fails before the first event is still a proper HTTP status.
             first = await generation.next()
+            generation.check()
             headers = _headers(model, reservation, generation)
             headers += [
                 (b"content-type", b"text/event-stream; charset=utf-8"),

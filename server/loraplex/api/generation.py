@@ -67,6 +67,7 @@ class Generation:
         self._choices = choices
         self._metrics = metrics
         self._closed = False
+        self._failure: ApiError | None = None
         self.adapter_state: AdapterState | None = None
 
     @classmethod
@@ -96,11 +97,18 @@ class Generation:
 
     async def next(self) -> list[Delta]:
         """What came since the last call, of at least one choice (perhaps no whole character yet); empty once
-        all have ended. Raises ApiError when a sequence fails. A cancelled call loses nothing."""
+        all have ended. A sequence that failed raises ApiError, at the call after the one that returned its last
+        text. A cancelled call loses nothing."""
+        self.check()
         live = [choice for choice in self._choices if not choice.shown_all]
         if not live:
             return []
         return [self._take(choice, event) for choice, event in await self._events(live)]
+
+    def check(self) -> None:
+        """Raises ApiError if a sequence has failed."""
+        if self._failure is not None:
+            raise self._failure
 
     async def _events(self, live: Sequence[_Choice]) -> list[tuple[_Choice, TokenEvent]]:
         if len(live) == 1 and live[0].read is None:
@@ -123,9 +131,10 @@ class Generation:
         if event.finish_reason is not None:
             choice.terminal = event
             if event.finish_reason == "error":
-                raise from_engine(event.error)
-            if event.finish_reason == "abort":
-                raise ApiError("engine_restarting", "The server ended this request early. Please try again.")
+                self._failure = from_engine(event.error)
+            elif event.finish_reason == "abort":
+                message = "The server ended this request early. Please try again."
+                self._failure = ApiError("engine_restarting", message)
         if event.token_ids:
             self._measure(choice, len(event.token_ids))
         shown = choice.text.push(event.token_ids, stop_token_id=event.stop_token_id)
