@@ -95,9 +95,9 @@ class Conversation:
                 pieces.append(piece)
                 sys.stdout.write(printable(piece))
                 sys.stdout.flush()
-            sys.stdout.write("\n")
         finally:
             if pieces:
+                sys.stdout.write("\n")
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
                 self.messages.pop()
