@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -204,8 +204,8 @@ class EngineProcess(asyncio.Protocol):
     # asyncio.Protocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Not every event loop's transports derive from asyncio's classes: uvloop's do not.
+        self._transport = cast(asyncio.Transport, transport)
         self._connected.set_result(None)
 
     def data_received(self, data: bytes) -> None:
