@@ -420,10 +420,9 @@ def test_fuzz_any_mixture_of_names_and_shapes_is_admitted_or_refused(
     tmp_path: Path, base: BaseSpec, data: st.DataObject
 ) -> None:
     draft = draft_adapter(ARCH, rank=2)
-    parts = st.sampled_from(
-        "base_model model layers 0 1 self_attn q_proj lora_A lora_B weight bias default base_layer lm_head "
-        "modules_to_save lora_magnitude_vector".split()
-    )
+    module = ["base_model", "model", "layers", "0", "1", "self_attn", "q_proj", "lm_head", ""]
+    leaf = ["lora_A", "lora_B", "weight", "bias", "default", "base_layer", "lora_magnitude_vector"]
+    parts = st.sampled_from([*module, *leaf])
     for _ in range(data.draw(st.integers(0, 3))):
         name = data.draw(
             st.sampled_from(sorted(draft.tensors)) | st.lists(parts, min_size=1, max_size=9).map(".".join)

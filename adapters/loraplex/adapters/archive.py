@@ -22,7 +22,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _MAX_GZIP_MEMBERS = 1 << 16
 _CHUNK = 64 << 10
 _OUT_CHUNK = 1 << 20
-_TAR_OVERHEAD = 4 << 20
+_TAR_OVERHEAD = 16 << 20
+"""Bytes of headers and padding that a tar may have beyond its files: MAX_ENTRIES of them with long names."""
 
 
 def extract_upload(archive: Path, dest: Path, *, max_bytes: int) -> None:

@@ -85,6 +85,8 @@ class MemberSink:
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Append to the file of that fixed name. Raises AdapterRefused("too_large"), OSError."""
+        if not data:
+            return
         self._written += len(data)
         if self._written > self._max_bytes:
             self.too_large()

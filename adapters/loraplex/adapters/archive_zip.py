@@ -218,6 +218,8 @@ def _inflate(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _read_at(file: BinaryIO, position: int, length: int) -> bytes:
+    if position + length > os.fstat(file.fileno()).st_size:
+        bad_archive("it is truncated")
     file.seek(position)
     data = bytearray(length)
     if read_into(file, memoryview(data)) < length:
