@@ -1,0 +1,12 @@
+"""The gated activation of the feed-forward part."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import silu
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up (SwiGLU; Shazeer, 2020). gate_up: [T, 2·I], gate before up; returns [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)

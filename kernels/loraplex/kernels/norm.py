@@ -1,0 +1,20 @@
+"""RMSNorm, and the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import rms_norm as _rms_norm
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last axis, in float32 inside (Zhang and Sennrich, 2019).
+
+    x: [..., C]; weight: [C]; returns x's shape and dtype.
+    """
+    return _rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """residual += x, in place; returns rms_norm(residual). x, residual: [T, C] of one dtype."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)

@@ -1,0 +1,103 @@
+"""A step plan as the flat tensors of a forward pass. Everything a step needs of its sequences is copied here, on
+the thread that planned it: they may change while the step runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.types import ScheduledSequence, StepPlan
+from loraplex.kernels.attention import AttentionBatch, build_attention_batch
+
+_MAX_GATHER_BYTES = 64 << 20
+"""Bound of a decode gather's K and V of one layer, unless one sequence alone needs more."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatStep:
+    """A plan, flattened. Sequences are ordered by adapter slot, base rows first, so that each adapter's rows are
+    adjacent.
+
+    `sampled[s]` is the index in `plan.scheduled` that sampled row s belongs to. `pending` pairs a row with the id
+    of the request whose token the previous step samples. `segments` are (slot, first_row, num_rows). `failed` maps
+    an index in `plan.scheduled` to what is wrong with its input; its rows hold harmless tokens.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionBatch
+    fresh_blocks: torch.Tensor
+    logits_rows: torch.Tensor
+    sampled: tuple[int, ...]
+    pending: tuple[tuple[int, str], ...]
+    segments: tuple[tuple[int, int, int], ...]
+    failed: dict[int, str]
+    num_rows: int
+
+
+def flatten(plan: StepPlan, *, vocab_size: int, layer_block_bytes: int, device: torch.device) -> FlatStep:
+    """`layer_block_bytes`: the size of one KV block of one layer."""
+    scheduled = plan.scheduled
+    order = sorted(range(len(scheduled)), key=lambda i: scheduled[i].slot)
+    token_ids: list[int] = []
+    positions: list[int] = []
+    fresh: list[int] = []
+    logits_rows: list[int] = []
+    sampled: list[int] = []
+    pending: list[tuple[int, str]] = []
+    segments: list[tuple[int, int, int]] = []
+    failed: dict[int, str] = {}
+    for index in order:
+        item = scheduled[index]
+        first, count = len(token_ids), item.num_tokens
+        tokens = item.token_ids
+        if item.pending_input:
+            pending.append((first, item.seq.request_id))
+        elif min(tokens) < 0 or max(tokens) >= vocab_size:
+            # On a GPU a lookup beyond the embedding would end the whole process.
+            failed[index] = f"a token id is not below the model's vocabulary size {vocab_size}"
+            tokens = (0,) * count
+        token_ids += tokens
+        positions += range(item.start, item.start + count)
+        fresh += _fresh_blocks(item)
+        if item.samples:
+            logits_rows.append(first + count - 1)
+            sampled.append(index)
+        if item.slot >= 0:
+            if segments and segments[-1][0] == item.slot:
+                slot, start, length = segments[-1]
+                segments[-1] = (slot, start, length + count)
+            else:
+                segments.append((item.slot, first, count))
+    attention = build_attention_batch(
+        [scheduled[i].num_tokens for i in order],
+        [scheduled[i].start + scheduled[i].num_tokens for i in order],
+        [scheduled[i].block_ids for i in order],
+        block_size=BLOCK_SIZE,
+        max_gather_blocks=max(1, _MAX_GATHER_BYTES // layer_block_bytes),
+        device=device,
+    )
+    return FlatStep(
+        token_ids=_int64(token_ids, device),
+        positions=_int64(positions, device),
+        attention=attention,
+        fresh_blocks=_int64(fresh, device),
+        logits_rows=_int64(logits_rows, device),
+        sampled=tuple(sampled),
+        pending=tuple(pending),
+        segments=tuple(segments),
+        failed=failed,
+        num_rows=len(token_ids),
+    )
+
+
+def _fresh_blocks(item: ScheduledSequence) -> tuple[int, ...]:
+    """The blocks whose first position this slice writes."""
+    first = -(-item.start // BLOCK_SIZE)
+    return item.block_ids[first : -(-(item.start + item.num_tokens) // BLOCK_SIZE)]
+
+
+def _int64(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

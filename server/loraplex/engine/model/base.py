@@ -1,0 +1,112 @@
+"""What a decoder is to the runner: a function from a flat batch and a KV cache to logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.kernels.attention import AttentionBatch
+from loraplex.kernels.groups import SiteGroup
+
+
+class ModelUnsupported(LoraplexError):
+    """This checkpoint can't be served; the message says which property of it, and what to do."""
+
+    code = "model_unsupported"
+
+
+class LoraPass(Protocol):
+    """The adapters of one step (see `AdapterArena.lora_pass`)."""
+
+    def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """y += (x·Aᵀ)·Bᵀ in place, for each row's own adapter. x: [T, in_features] of the group, y: [T,
+        Σ out_features] with the sites' columns side by side."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes that the KV cache and the sampler are made from. `max_positions` is the longest sequence that
+    the checkpoint's position embedding is made for."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+
+
+class KVCache:
+    """One preallocated pool of KV blocks for all layers: [layers, N, 16, 2, Hkv, D], K before V.
+
+    Invariant: where a block belongs to a sequence, its positions beyond the sequence's end hold zeros. A block's
+    last owner may have left anything there, NaN included, and a masked NaN still spoils a sum.
+    """
+
+    def __init__(self, shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        # Zeros cost nothing before they are touched, so a large pool does not take its memory at the start.
+        self.tensor = torch.zeros(
+            (shape.num_layers, num_blocks, BLOCK_SIZE, 2, shape.num_kv_heads, shape.head_dim),
+            dtype=dtype,
+            device=device,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tensor.shape[1]
+
+    def layer(self, index: int) -> torch.Tensor:
+        """[N, 16, 2, Hkv, D]: a view."""
+        return self.tensor[index]
+
+    def begin(self, blocks: torch.Tensor) -> None:
+        """Clear blocks whose first position is written in this step. blocks: [n] int64."""
+        if blocks.shape[0]:
+            self.tensor.index_fill_(1, blocks, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The rows of one step, T in all, flat: sequences one after another, each with its next positions.
+
+    `token_ids`, `positions` [T] int64. `attention` knows where each sequence's KV lies. `fresh_blocks` [n] int64
+    are those that the step begins. `logits_rows` [S] int64 are the rows whose logits are wanted. `lora` is None
+    where no row has an adapter.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionBatch
+    fresh_blocks: torch.Tensor
+    logits_rows: torch.Tensor
+    kv: KVCache
+    lora: LoraPass | None = None
+
+
+class Model(Protocol):
+    """A decoder with its weights on one device. `site_groups` are the linears of a layer that adapters may change,
+    as the forward pass calls `LoraPass.apply` for them: the same in all layers."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def site_groups(self) -> tuple[SiteGroup, ...]: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """[S, V] float32: logits of `logits_rows`. Writes the batch's K and V into the cache. Runs under
+        inference mode."""
+        ...

@@ -1,0 +1,232 @@
+"""Our own layer loop for Llama and its like, over packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, ModelShape, ModelUnsupported
+from loraplex.engine.model.family import DecoderSpec
+from loraplex.engine.model.weights import Checkpoint, open_checkpoint
+from loraplex.kernels.activation import silu_and_mul
+from loraplex.kernels.attention import AttentionBatch, paged_attention, write_kv
+from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.norm import add_rms_norm, rms_norm
+from loraplex.kernels.rope import apply_rope, rope_cos_sin
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """weight [N, K] and bias [N] or None: the linears of a site group, stacked by rows."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Norm weights are [C]; `q_norm` and `k_norm` [D], where the family has them."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class FusedDecoder:
+    """Llama, Mistral, Qwen2, Qwen3 and SmolLM: one QKV and one gate-up linear a layer, residual and norm fused.
+
+    `embed` [V, C] is the output head too where the embeddings are tied.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        layers: Sequence[LayerWeights],
+        embed: torch.Tensor,
+        norm: torch.Tensor,
+        head: torch.Tensor,
+    ) -> None:
+        self._spec = spec
+        self._layers = tuple(layers)
+        self._embed = embed
+        self._norm = norm
+        self._head = head
+        self._inv_freq = spec.inv_freq.to(embed.device)
+
+    @property
+    def shape(self) -> ModelShape:
+        spec = self._spec
+        return ModelShape(
+            spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.vocab_size, spec.max_positions
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return self._spec.num_layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._embed.device
+
+    @property
+    def site_groups(self) -> tuple[SiteGroup, ...]:
+        spec = self._spec
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        return (
+            SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), hidden, (query, kv, kv)),
+            SiteGroup("o", ("o_proj",), query, (hidden,)),
+            SiteGroup("gate_up", ("gate_proj", "up_proj"), hidden, (inner, inner)),
+            SiteGroup("down", ("down_proj",), inner, (hidden,)),
+        )
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        spec, lora = self._spec, batch.lora
+        batch.kv.begin(batch.fresh_blocks)
+        cos, sin = rope_cos_sin(batch.positions, self._inv_freq, spec.rope_attention_factor)
+        residual = embedding(batch.token_ids, self._embed)
+        x: torch.Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            if x is None:
+                x = rms_norm(residual, layer.input_norm, spec.rms_norm_eps)
+            else:
+                x = add_rms_norm(x, residual, layer.input_norm, spec.rms_norm_eps)
+            x = self._attention(index, layer, x, cos, sin, batch.attention, batch.kv, lora)
+            x = add_rms_norm(x, residual, layer.post_norm, spec.rms_norm_eps)
+            x = _apply(layer.gate_up, x, index, "gate_up", lora)
+            x = _apply(layer.down, silu_and_mul(x), index, "down", lora)
+        # Only the rows whose logits are wanted go on.
+        assert x is not None
+        rows = batch.logits_rows
+        x = add_rms_norm(
+            x.index_select(0, rows), residual.index_select(0, rows), self._norm, spec.rms_norm_eps
+        )
+        return linear(x, self._head).float()
+
+    def _attention(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: AttentionBatch,
+        kv: KVCache,
+        lora: LoraPass | None,
+    ) -> torch.Tensor:
+        spec = self._spec
+        num_rows = x.shape[0]
+        qkv = _apply(layer.qkv, x, index, "qkv", lora)
+        heads = qkv.view(num_rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        q, k = heads[:, : spec.num_heads], heads[:, spec.num_heads : spec.num_heads + spec.num_kv_heads]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q.copy_(rms_norm(q, layer.q_norm, spec.rms_norm_eps))
+            k.copy_(rms_norm(k, layer.k_norm, spec.rms_norm_eps))
+        # q and k lie side by side: one rotation for both, and k beside v: one write for both.
+        apply_rope(heads[:, : spec.num_heads + spec.num_kv_heads], cos, sin)
+        cache = kv.layer(index)
+        write_kv(
+            heads[:, spec.num_heads :].view(num_rows, 2, spec.num_kv_heads, spec.head_dim), cache, attention
+        )
+        out = paged_attention(q, cache, attention, scale=spec.head_dim**-0.5, window=spec.windows[index])
+        return _apply(layer.o, out.view(num_rows, spec.num_heads * spec.head_dim), index, "o", lora)
+
+
+def _apply(layer: Linear, x: torch.Tensor, index: int, group: str, lora: LoraPass | None) -> torch.Tensor:
+    y = linear(x, layer.weight, layer.bias)
+    if lora is not None:
+        lora.apply(index, group, x, y)
+    return y
+
+
+def load_fused(model_dir: Path, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> FusedDecoder:
+    """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the
+    checkpoint. Raises ModelUnsupported for a tensor that is missing, of another shape, or unknown to the family:
+    it would change the computation."""
+    with open_checkpoint(model_dir) as checkpoint:
+        reader = _Reader(checkpoint, spec, dtype, device)
+        decoder = reader.decoder()
+        leftover = checkpoint.leftover()
+    if leftover:
+        shown = ", ".join(leftover[:4]) + (", …" if len(leftover) > 4 else "")
+        raise ModelUnsupported(
+            f"the checkpoint in {model_dir} has {len(leftover)} tensors that {spec.model_type} does not know: "
+            f"{shown}"
+        )
+    return decoder
+
+
+class _Reader:
+    def __init__(
+        self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._spec = spec
+        self._dtype = dtype
+        self._device = device
+        # A checkpoint of the model without its head is named without the "model." before each tensor.
+        self._root = "" if "embed_tokens.weight" in checkpoint else "model."
+
+    def decoder(self) -> FusedDecoder:
+        spec = self._spec
+        embed = self._tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        layers = [self._layer(f"{self._root}layers.{i}.") for i in range(spec.num_layers)]
+        norm = self._tensor(f"{self._root}norm.weight", spec.hidden_size)
+        return FusedDecoder(spec, layers, embed, norm, self._head(embed))
+
+    def _head(self, embed: torch.Tensor) -> torch.Tensor:
+        if self._spec.tied and "lm_head.weight" not in self._checkpoint:
+            return embed
+        head = self._tensor("lm_head.weight", *embed.shape)
+        # As transformers does: a head saved along with the embedding it is tied to counts where it differs.
+        return embed if self._spec.tied and torch.equal(head, embed) else head
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        spec = self._spec
+        hidden, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+        query, kv = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        return LayerWeights(
+            input_norm=self._tensor(f"{prefix}input_layernorm.weight", hidden),
+            qkv=self._linear(
+                {f"{attention}q_proj": query, f"{attention}k_proj": kv, f"{attention}v_proj": kv},
+                hidden,
+                spec.qkv_bias,
+            ),
+            q_norm=self._tensor(f"{attention}q_norm.weight", head_dim) if spec.qk_norm else None,
+            k_norm=self._tensor(f"{attention}k_norm.weight", head_dim) if spec.qk_norm else None,
+            o=self._linear({f"{attention}o_proj": hidden}, query, spec.o_bias),
+            post_norm=self._tensor(f"{prefix}post_attention_layernorm.weight", hidden),
+            gate_up=self._linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, hidden, spec.mlp_bias),
+            down=self._linear({f"{mlp}down_proj": hidden}, inner, spec.mlp_bias),
+        )
+
+    def _linear(self, parts: dict[str, int], in_features: int, bias: bool) -> Linear:
+        out_features = sum(parts.values())
+        weight = torch.empty(out_features, in_features, dtype=self._dtype, device=self._device)
+        packed_bias = torch.empty(out_features, dtype=self._dtype, device=self._device) if bias else None
+        first = 0
+        for name, rows in parts.items():
+            self._checkpoint.read_into(f"{name}.weight", weight[first : first + rows])
+            if packed_bias is not None:
+                self._checkpoint.read_into(f"{name}.bias", packed_bias[first : first + rows])
+            first += rows
+        return Linear(weight, packed_bias)
+
+    def _tensor(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._checkpoint.read_into(name, tensor)
+        return tensor

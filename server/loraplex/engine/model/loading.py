@@ -1,0 +1,152 @@
+"""From a directory to a model that can serve."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
+from loraplex.engine.model.family import STATIC_ROPE_TYPES, decoder_spec, is_fused, read_config_json
+from loraplex.engine.model.fused import load_fused
+from loraplex.engine.model.probe import probe
+from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+TESTED = frozenset({"gemma", "gemma2", "granite", "olmo2", "phi3", "smollm3", "starcoder2"})
+"""Model types whose equality with transformers through `TransformersDecoder` the test suite shows. Others are
+compared at every start."""
+
+
+def load_model(model_dir: Path, device: str | torch.device, dtype: str | torch.dtype = "auto") -> Model:
+    """Load a checkpoint of safetensors files: `FusedDecoder` for its families, `TransformersDecoder` for others.
+
+    `dtype` "auto" is the checkpoint's own. Nothing in the directory is executed. Raises ModelUnsupported with the
+    reason if it can't be served exactly as transformers would.
+    """
+    device = torch.device(device)
+    raw = read_config_json(model_dir)
+    config = _config(model_dir)
+    chosen = _dtype(config, dtype)
+    if is_fused(config.model_type):
+        return load_fused(model_dir, decoder_spec(config, raw), chosen, device)
+    decoder = load_wrapped(model_dir, config, chosen, device)
+    if config.model_type not in TESTED:
+        probe(decoder)
+    return decoder
+
+
+def load_wrapped(
+    model_dir: Path, config: Any, dtype: torch.dtype, device: torch.device
+) -> TransformersDecoder:
+    """Load any decoder through transformers, not probed yet. Raises ModelUnsupported."""
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    config = copy.deepcopy(config)  # the attention is chosen by writing into it
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelUnsupported("quantised checkpoints are not supported")
+    shape = _shape(config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelUnsupported(f"transformers can't load {model_dir}: {error}") from error
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelUnsupported(
+            f"{type(model).__name__} has an attention of its own, which can't be given a paged cache"
+        )
+    model.requires_grad_(False)
+    return TransformersDecoder(model.eval().to(device), shape)
+
+
+def eos_token_ids(model_dir: Path) -> frozenset[int]:
+    """The ids that end an answer: of generation_config.json, else of config.json; empty if neither names one."""
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        if not path.is_file():
+            continue
+        try:
+            value = json.loads(path.read_bytes()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelUnsupported(f"cannot read {path}: {error}") from error
+        ids = value if isinstance(value, list) else [value]
+        if ids and all(type(i) is int for i in ids):
+            return frozenset(ids)
+    return frozenset()
+
+
+def _config(model_dir: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # its validators raise errors of many kinds
+        reason = " ".join(str(error).split())[:500]
+        raise ModelUnsupported(
+            f"transformers does not accept {model_dir / 'config.json'}: {reason}"
+        ) from error
+    return config.get_text_config() if is_fused(config.get_text_config().model_type) else config
+
+
+def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:
+    if isinstance(asked, torch.dtype):
+        return asked
+    if asked != "auto":
+        return _DTYPES[asked]
+    found = getattr(config, "dtype", None)
+    if isinstance(found, str):
+        found = _DTYPES.get(found)
+    if found not in _DTYPES.values():
+        return torch.float32
+    return torch.float16 if found == torch.float16 else found
+
+
+def _shape(config: Any) -> ModelShape:
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    layers = getattr(text, "num_hidden_layers", None)
+    positions = getattr(text, "max_position_embeddings", None)
+    if not all(isinstance(value, int) for value in (heads, layers, positions)):
+        raise ModelUnsupported(
+            f"the config of {text.model_type} lacks num_attention_heads, num_hidden_layers or "
+            "max_position_embeddings"
+        )
+    return ModelShape(
+        num_layers=layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=text.vocab_size,
+        max_positions=min(positions, *_rope_limits(text)) if _rope_limits(text) else positions,
+    )
+
+
+def _rope_limits(config: Any) -> list[int]:
+    """Where RoPE's frequencies would change with the longest row of a batch, so that neighbours would matter: up to
+    these positions they do not."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = parameters.values() if all(isinstance(v, dict) for v in parameters.values()) else [parameters]
+    limits: list[int] = []
+    for kind in kinds:
+        rope_type = kind.get("rope_type", "default")
+        if rope_type == "longrope":
+            limit = kind.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            if not limit:
+                raise ModelUnsupported("rope_type 'longrope' without original_max_position_embeddings")
+            limits.append(limit)
+        elif rope_type not in STATIC_ROPE_TYPES | {"proportional", "dynamic"}:
+            raise ModelUnsupported(f"rope_type {rope_type!r} is not supported")
+    return limits

@@ -1,0 +1,48 @@
+"""The linears of a transformers model that adapters may change."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.kernels.groups import SITES, SiteGroup
+
+# As `loraplex.adapters.base` reads it from the names of the checkpoint's tensors.
+_SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(SITES)})")
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Modules by (layer, site), and one group a site."""
+
+    modules: Mapping[tuple[int, str], torch.nn.Linear]
+    groups: tuple[SiteGroup, ...]
+
+
+def find_sites(model: Any, num_layers: int) -> Sites:
+    """Every linear whose leaf name is one of SITES and that is the only such one of its layer (experts share
+    theirs, and are left out). Raises ModelUnsupported where a site's size differs between layers, and where there
+    is none at all."""
+    found: list[tuple[tuple[int, str], torch.nn.Linear]] = []
+    for name, module in model.named_modules():
+        match = _SITE_NAME.fullmatch(name)
+        if match and isinstance(module, torch.nn.Linear) and int(match[1]) < num_layers:
+            found.append(((int(match[1]), match[2]), module))
+    claims = Counter(key for key, _ in found)
+    modules = {key: module for key, module in found if claims[key] == 1}
+    if not modules:
+        raise ModelUnsupported(f"the model has none of the linears that adapters change ({', '.join(SITES)})")
+    groups: list[SiteGroup] = []
+    for site in SITES:
+        sizes = {(m.in_features, m.out_features) for (_, leaf), m in modules.items() if leaf == site}
+        if len(sizes) > 1:
+            raise ModelUnsupported(f"{site} has not the same size in all layers: {sorted(sizes)}")
+        for in_features, out_features in sizes:
+            groups.append(SiteGroup(site, (site,), in_features, (out_features,)))
+    return Sites(modules, tuple(groups))

@@ -1,0 +1,63 @@
+"""Weights read tensor by tensor from safetensors files: nothing is held twice, and nothing is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from loraplex.adapters.base import BaseModelInvalid, locate_tensors
+from loraplex.engine.model.base import ModelUnsupported
+
+
+class Checkpoint:
+    """The tensors of one checkpoint, one file or shards, opened once. Use `open_checkpoint`."""
+
+    def __init__(self, model_dir: Path, stack: ExitStack) -> None:
+        from safetensors import safe_open
+
+        self._dir = model_dir
+        located = locate_tensors(model_dir)
+        files = {
+            path: stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            for path in {entry.path for entry in located.values()}
+        }
+        self._files = {name: files[entry.path] for name, entry in located.items()}
+        self._taken: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Copy a tensor into `out`, cast to its dtype. Raises ModelUnsupported if it is missing, of another shape,
+        or no floating-point tensor."""
+        if name not in self._files:
+            raise ModelUnsupported(f"the checkpoint in {self._dir} lacks {name}")
+        tensor = self._files[name].get_tensor(name)
+        if tensor.shape != out.shape:
+            raise ModelUnsupported(f"{name} has the shape {list(tensor.shape)}, not {list(out.shape)}")
+        if not tensor.dtype.is_floating_point or tensor.element_size() == 1:
+            raise ModelUnsupported(f"{name} is stored as {tensor.dtype}; quantised weights are not supported")
+        out.copy_(tensor)
+        self._taken.add(name)
+
+    def leftover(self) -> list[str]:
+        """Tensors that nobody asked for, in order, but for the frequencies that old tools saved along."""
+        return sorted(
+            name
+            for name in self._files.keys() - self._taken
+            if not name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
+        )
+
+
+@contextmanager
+def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
+    """Raises ModelUnsupported where the directory holds no readable safetensors checkpoint."""
+    with ExitStack() as stack:
+        try:
+            checkpoint = Checkpoint(model_dir, stack)
+        except BaseModelInvalid as error:
+            raise ModelUnsupported(error.message) from error
+        yield checkpoint

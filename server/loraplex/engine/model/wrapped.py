@@ -1,0 +1,157 @@
+"""Any decoder that transformers defines, on our flat batch and paged KV cache.
+
+The flat batch goes through the model as one row of T positions, with the position of each in its own sequence.
+Attention is the only place where rows meet; there transformers calls our function, which knows from the current
+forward's context where each sequence begins. Adapters are added by hooks on the linears of their sites.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
+from loraplex.engine.model.sites import find_sites
+from loraplex.kernels.attention import paged_attention, write_kv
+from loraplex.kernels.groups import SiteGroup
+
+ATTENTION_NAME = "loraplex_paged"
+
+_BATCH: ContextVar[ForwardBatch] = ContextVar("loraplex_forward_batch")
+"""The batch of the forward pass that runs in this thread."""
+
+_IGNORED_ARGUMENTS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "position_embeddings", "past_key_values"}
+)
+"""Attention arguments whose effect is in q, k and v already, or that speak of a cache that we do not use."""
+
+
+class TransformersDecoder:
+    """A transformers model whose attention is ours. Build it with `wrap`."""
+
+    def __init__(self, model: Any, shape: ModelShape) -> None:
+        self._model = model
+        self._shape = shape
+        self._sites = find_sites(model, shape.num_layers)
+        self._groups = self._sites.groups
+        for (layer, site), module in self._sites.modules.items():
+            module.register_forward_hook(_adapter_hook(layer, site))
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def shape(self) -> ModelShape:
+        return self._shape
+
+    @property
+    def num_layers(self) -> int:
+        return self._shape.num_layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._model.device
+        return device
+
+    @property
+    def site_groups(self) -> tuple[SiteGroup, ...]:
+        """One group a site, named like it."""
+        return self._groups
+
+    @property
+    def site_layers(self) -> frozenset[tuple[int, str]]:
+        """The (layer, site) that exist: a site may be missing in some layers."""
+        return frozenset(self._sites.modules)
+
+    @property
+    def eager_model(self) -> Any:
+        """The transformers model itself, for the start's comparison with its own attention."""
+        return self._model
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        batch.kv.begin(batch.fresh_blocks)
+        arguments: dict[str, Any] = {"use_cache": False}
+        if self._keeps_rows:
+            arguments["logits_to_keep"] = batch.logits_rows
+        token = _BATCH.set(batch)
+        try:
+            answer = self._model(
+                input_ids=batch.token_ids[None], position_ids=batch.positions[None], **arguments
+            )
+        finally:
+            _BATCH.reset(token)
+        logits: torch.Tensor = answer.logits[0]
+        if not self._keeps_rows:
+            logits = logits.index_select(0, batch.logits_rows)
+        return logits.float().contiguous()
+
+
+def register_attention() -> None:
+    """Make our attention known to transformers under `ATTENTION_NAME`. Calling it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Our attention makes its own masks; which ones, its arguments say, and the probe at start proves."""
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]. Raises ModelUnsupported for anything
+    that it does not compute."""
+    unknown = sorted(
+        name
+        for name, argument in others.items()
+        if argument is not None and argument is not False and name not in _IGNORED_ARGUMENTS
+    )
+    if unknown:
+        raise ModelUnsupported(f"the model's attention wants {', '.join(unknown)}, which is not supported")
+    if attention_mask is not None or dropout or is_causal is False:
+        raise ModelUnsupported("the model's attention is not plainly causal (it gives a mask of its own)")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ModelUnsupported("the model's attention does not know its layer (it has no layer_idx)")
+    batch = _BATCH.get()
+    cache = batch.kv.layer(layer)
+    if key.shape != value.shape or key.shape[1] != cache.shape[3] or key.shape[3] != cache.shape[4]:
+        raise ModelUnsupported(
+            f"layer {layer} has keys of shape {list(key.shape)} and values of {list(value.shape)}, not those that "
+            f"the config tells: {cache.shape[3]} heads of size {cache.shape[4]}"
+        )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3).to(cache.dtype)
+    write_kv(kv, cache, batch.attention)
+    q = query[0].transpose(0, 1).to(cache.dtype)
+    out = paged_attention(q, cache, batch.attention, scale=scaling, window=sliding_window, softcap=softcap)
+    return out.to(query.dtype)[None], None
+
+
+def _adapter_hook(layer: int, site: str) -> Any:
+    def add_adapters(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        batch = _BATCH.get(None)
+        if batch is not None and batch.lora is not None:
+            x = args[0]
+            batch.lora.apply(layer, site, x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
+
+    return add_adapters

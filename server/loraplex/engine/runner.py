@@ -1,0 +1,181 @@
+"""Steps on a real model: plans in, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from loraplex.engine.batch import FlatStep, flatten
+from loraplex.engine.executor import Executor
+from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
+from loraplex.engine.sampler import sample
+from loraplex.engine.sampling_batch import SamplingBatch, TokenHistory, build_sampling_batch
+from loraplex.engine.types import StepPlan, StepResult
+
+
+class LoraSource(Protocol):
+    """Where a step's adapters come from: the adapter arena."""
+
+    def lora_pass(self, segments: Sequence[tuple[int, int, int]], num_rows: int) -> LoraPass | None:
+        """The adapters of a step's rows; segments are (slot, first_row, num_rows), base rows on none."""
+        ...
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """What a step drew, on the device, for the step after it: tokens [S] int64 (0 for a row that failed), and the
+    sampled row of each request. `tokens` is None until the step has run, and for good if it failed; only the worker
+    writes and reads it."""
+
+    row_of: dict[str, int]
+    tokens: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _OnHost:
+    """Tokens [S] int64 and flags [S] bool on their way to the host; `arrived` is None on a CPU."""
+
+    tokens: torch.Tensor
+    ok: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A submitted step."""
+
+    step_id: int
+    num_scheduled: int
+    sampled: tuple[int, ...]
+    failed: dict[int, str] = field(repr=False)
+    future: Future[_OnHost] = field(repr=False)
+
+
+class ModelRunner:
+    """Computes steps in the order of their submission, on the executor's one worker.
+
+    `submit` and `collect` belong to one thread. `submit` copies all that a step needs of its sequences; a row whose
+    input token the previous submitted step draws takes it from the device, without a turn through the host.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCache,
+        executor: Executor,
+        *,
+        eos_ids: frozenset[int],
+        lora: LoraSource | None = None,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._executor = executor
+        self._eos_ids = eos_ids
+        self._lora = lora
+        self._history = TokenHistory()
+        self._previous = _Drawn({})
+        block = kv.layer(0)[:1]
+        self._layer_block_bytes = block.numel() * block.element_size()
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Begin a step. Raises if the plan is not one that this model can run, or an adapter in it is not there;
+        then nothing of it is computed."""
+        model = self._model
+        vocab_size = model.shape.vocab_size
+        step = flatten(
+            plan, vocab_size=vocab_size, layer_block_bytes=self._layer_block_bytes, device=model.device
+        )
+        rows = [plan.scheduled[index] for index in step.sampled]
+        sampling = build_sampling_batch(
+            rows,
+            vocab_size=vocab_size,
+            eos_ids=self._eos_ids,
+            history=self._history,
+            device=model.device,
+        )
+        lora = None
+        if step.segments:
+            if self._lora is None:
+                raise RuntimeError("a row names an adapter slot, and this runner has no adapters")
+            lora = self._lora.lora_pass(step.segments, step.num_rows)
+        previous = self._previous
+        drawn = _Drawn({row.seq.request_id: s for s, row in enumerate(rows)})
+        future = self._executor.submit(lambda: self._run(step, sampling, lora, previous, drawn))
+        self._previous = drawn
+        return StepHandle(plan.step_id, len(plan.scheduled), step.sampled, step.failed, future)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Wait for a step. Raises what its forward pass raised; later steps are computed all the same."""
+        answer = handle.future.result()
+        if answer.arrived is not None:
+            answer.arrived.synchronize()
+        token_ids: list[tuple[int, ...]] = [()] * handle.num_scheduled
+        failed = dict(handle.failed)
+        for index, token, ok in zip(handle.sampled, answer.tokens.tolist(), answer.ok.tolist(), strict=True):
+            if index in failed:
+                continue
+            if ok:
+                token_ids[index] = (token,)
+            else:
+                failed[index] = "the logits of this row are not finite, or its options left no token to draw"
+        return StepResult(handle.step_id, tuple(token_ids), failed)
+
+    def close(self) -> None:
+        """Finish what was submitted, and end the worker."""
+        self._executor.close()
+
+    # The worker.
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        step: FlatStep,
+        sampling: SamplingBatch,
+        lora: LoraPass | None,
+        previous: _Drawn,
+        drawn: _Drawn,
+    ) -> _OnHost:
+        token_ids = _fill_pending(step, previous)
+        logits = self._model.forward(
+            ForwardBatch(
+                token_ids=token_ids,
+                positions=step.positions,
+                attention=step.attention,
+                fresh_blocks=step.fresh_blocks,
+                logits_rows=step.logits_rows,
+                kv=self._kv,
+                lora=lora,
+            )
+        )
+        tokens, ok = sample(logits, sampling, token_ids.index_select(0, step.logits_rows))
+        drawn.tokens = tokens
+        return _to_host(tokens, ok)
+
+
+def _fill_pending(step: FlatStep, previous: _Drawn) -> torch.Tensor:
+    """The input tokens, with those that the previous step drew. A request that it drew nothing for has failed
+    there, and nobody wants its row: it keeps the harmless 0."""
+    if not step.pending or previous.tokens is None:
+        return step.token_ids
+    found = [(row, previous.row_of[name]) for row, name in step.pending if name in previous.row_of]
+    rows, sources = zip(*found, strict=True) if found else ((), ())
+    device = step.token_ids.device
+    into = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    source = torch.tensor(sources, dtype=torch.int64).to(device, non_blocking=True)
+    return step.token_ids.index_copy(0, into, previous.tokens.index_select(0, source))
+
+
+def _to_host(tokens: torch.Tensor, ok: torch.Tensor) -> _OnHost:
+    if tokens.device.type == "cpu":
+        return _OnHost(tokens, ok, None)
+    host_tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host_ok = torch.empty(ok.shape, dtype=ok.dtype, pin_memory=True)
+    host_tokens.copy_(tokens, non_blocking=True)
+    host_ok.copy_(ok, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return _OnHost(host_tokens, host_ok, arrived)
