@@ -1,0 +1,106 @@
+"""Device memory for adapters: equal pages, and tables that say where each adapter's tiles lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from loraplex.adapters.layout import ArenaLayout
+from loraplex.adapters.weights import HostImage
+from loraplex.kernels.backend import resolve_backend
+from loraplex.kernels.lora import GRANULE_BYTES, LoraPass, LoraWeights, Segment, begin_pass
+
+
+class AdapterArena:
+    """`num_pages` pages of `layout.page_bytes` on `device`, for at most `num_slots` adapters at a time.
+
+    It does not decide who gets which pages, and does not guard them: `AdapterCache` does. `write` and `clear_slot`
+    may run in another thread than `lora_pass`, for a slot and pages that no step in flight uses. One page more is
+    allocated, of zeros, for tiles that an adapter lacks. Free pages may hold anything; nothing reads them.
+    """
+
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        num_pages: int,
+        num_slots: int,
+        device: torch.device,
+        *,
+        kernels: str = "auto",
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self._backend = resolve_backend(kernels, device)
+        self._num_pages = num_pages
+        self._pages = torch.empty(num_pages + 1, layout.page_bytes, dtype=torch.uint8, device=device)
+        self._pages[0].zero_()
+        num_sites = len(layout.features)
+        self._weights = LoraWeights(
+            storage=self._pages.view(-1).view(layout.dtype),
+            groups=layout.groups,
+            tables=np.zeros((num_slots, layout.max_chunks + 1, layout.num_layers, num_sites, 2), np.int32),
+            num_chunks=np.zeros(num_slots, np.int32),
+            present=np.zeros((num_slots, layout.num_layers, num_sites), np.bool_),
+        )
+        if self._pages.numel() // GRANULE_BYTES >= 2**31:
+            raise ValueError("an adapter arena can't be larger than 128 GiB")
+        self._writes = [0] * num_slots
+        self._last: tuple[object, LoraPass | None] = (None, None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that it takes."""
+        return self._pages.numel()
+
+    def write(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
+        """Copy an image into these pages, one copy for each run of adjacent ones, and describe it in `slot`.
+
+        On a GPU the copies are enqueued on the calling thread's current stream; until that has finished no step
+        may use the slot. Raises ValueError where the pages are not as many as the image's, or not the arena's.
+        """
+        if len(pages) != image.num_pages or not all(0 <= page < self._num_pages for page in pages):
+            raise ValueError(f"an image of {image.num_pages} pages can't be written to pages {pages}")
+        first = 0
+        for index in range(1, len(pages) + 1):
+            if index == len(pages) or pages[index] != pages[index - 1] + 1:
+                start = pages[first] + 1
+                source = image.pages[first:index]
+                self._pages[start : start + index - first].copy_(source, non_blocking=True)
+                first = index
+        self._describe(image, slot, pages)
+
+    def clear_slot(self, slot: int) -> None:
+        """From now on a step that names `slot` is refused."""
+        self._writes[slot] += 1
+        self._weights.num_chunks[slot] = 0
+
+    def lora_pass(self, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
+        """Prepare a step of `num_rows` rows: `segments` are (slot, first_row, num_rows), slot -1 for base rows,
+        which may also be left out. None if no row has an adapter. Raises ValueError as `begin_pass` does.
+
+        The last pass is kept: a step like the one before, as most are while all sequences decode, costs nothing.
+        """
+        key = (tuple(segments), num_rows, self._writes_to(segments))
+        if self._last[0] != key:
+            self._last = (key, begin_pass(self._backend, self._weights, segments, num_rows))
+        return self._last[1]
+
+    def _writes_to(self, segments: Sequence[Segment]) -> tuple[int, ...]:
+        """How often each slot has changed."""
+        return tuple(self._writes[slot] for slot, _, _ in segments if 0 <= slot < len(self._writes))
+
+    def _describe(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
+        per_page = self.layout.granules_per_page
+        layers, sites, chunks, *tiles = image.sites.T
+        # Page 0 of the storage is the one of zeros.
+        starts = (np.array(pages, np.int64) + 1) * per_page
+        table = np.zeros_like(self._weights.tables[slot])
+        for kind, tile in enumerate(tiles):
+            table[chunks, layers, sites, kind] = starts[tile // per_page] + tile % per_page
+        self._writes[slot] += 1
+        self._weights.tables[slot] = table
+        self._weights.present[slot] = False
+        self._weights.present[slot, layers, sites] = True
+        self._weights.num_chunks[slot] = chunks.max() + 1

@@ -1,0 +1,83 @@
+"""Batched LoRA: every row of a batch gets the low-rank update of its own adapter, all in one go.
+
+For a group of sites (linears that read the same x and write adjacent columns of y), for each row t with adapter a
+and each site i of the group that a has:
+
+    y[t, cols_i] += (x[t] · A_{a,i}ᵀ) · B_{a,i}        A [R, K], B [R, N_i] (transposed, scaling folded in)
+
+    T rows of the batch · K in_features · N_i out_features of site i · R the site's own rank in a
+
+Rows of the base model and sites that an adapter lacks stay as they are. The weights lie in tiles of CHUNK ranks, an
+A tile [CHUNK, K] and a B tile [CHUNK, N_i] for each chunk, anywhere in one flat storage; tables tell where. This is
+the segmented gather matrix-vector product of Punica (Chen et al., MLSys 2024), with ranks cut into equal chunks.
+
+This module is the one point of dispatch: `begin_pass` prepares a step, `LoraPass.apply` runs a group of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from loraplex.kernels.backend import Backend
+from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.lora_torch import TorchLoraPass
+from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraPass, LoraWeights, Segment
+
+__all__ = [
+    "CHUNK",
+    "GRANULE_BYTES",
+    "LoraPass",
+    "LoraWeights",
+    "Segment",
+    "begin_pass",
+    "lora_reference",
+]
+
+
+def begin_pass(
+    backend: Backend, weights: LoraWeights, segments: Sequence[Segment], num_rows: int
+) -> LoraPass | None:
+    """Prepare a step of `num_rows` rows; None if no row has an adapter. Rows that no segment names are the base
+    model's. Segments must not overlap; one adapter may have several.
+
+    Raises ValueError for a segment outside the rows, an overlap, or an empty slot.
+    """
+    by_slot: dict[int, list[Segment]] = {}
+    covered = 0
+    for slot, first, count in sorted(segments, key=lambda segment: segment[1]):
+        if count < 1 or first < covered or first + count > num_rows:
+            raise ValueError(
+                f"rows {first} … {first + count - 1} overlap others or exceed the {num_rows} of the step"
+            )
+        covered = first + count
+        if slot >= 0:
+            if slot >= len(weights.num_chunks) or not weights.num_chunks[slot]:
+                raise ValueError(f"slot {slot} holds no adapter")
+            by_slot.setdefault(slot, []).append((slot, first, count))
+    if not by_slot:
+        return None
+    return _PASSES[backend](weights, by_slot, num_rows)
+
+
+def lora_reference(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    group: SiteGroup,
+    rows: Sequence[dict[str, tuple[torch.Tensor, torch.Tensor, float]] | None],
+) -> torch.Tensor:
+    """The formula with loops in float64, for tests. `rows[t]` maps a site's name to PEFT's own A [R, K],
+    B [N_i, R] and scaling, or is None for a base row. Returns a new float64 tensor shaped like y."""
+    out = y.double().clone()
+    for t, adapter in enumerate(rows):
+        column = 0
+        for site, width in zip(group.sites, group.out_features, strict=True):
+            if adapter is not None and site in adapter:
+                a, b, scaling = adapter[site]
+                out[t, column : column + width] += scaling * (b.double() @ (a.double() @ x[t].double()))
+            column += width
+    return out
+
+
+_PASSES = {"torch": TorchLoraPass}

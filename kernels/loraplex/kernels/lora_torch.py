@@ -1,0 +1,182 @@
+"""Batched LoRA with torch operations alone: the reference implementation, and the one for CPU.
+
+Per group of a layer, with L = blocks·height lanes and W = width chunks a block (see `lora_pack`):
+
+    X [blocks, height, K]          = x[lane_row]
+    A [blocks, S·W·CHUNK, K]       = storage at the A tiles of the blocks' chunks, site by site
+    H [blocks, height, S·W·CHUNK]  = X · Aᵀ, zero where the chunk is not the lane's own adapter's
+    for each site i:
+        D [L + 1, N_i]             = H_i [blocks, height, W·CHUNK] · B_i [blocks, W·CHUNK, N_i], and a row of zeros
+        y[:, cols_i]              += D[row_lane]
+
+Tiles are gathered with one `index_select` over a view of the storage whose rows overlap: row g begins at granule g
+and is as long as the tile. Everything is computed in float32. Nothing is summed across blocks, so no order of
+summation depends on threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.lora_pack import Packing, pack_rows
+from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraWeights, Segment
+
+MAX_GATHER_BYTES = 64 << 20
+"""A float32 operand larger than this is gathered and used in parts, by blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """One site of a group that some adapter of the batch has. `b` [layers][blocks·W] are its B tiles."""
+
+    start: int
+    end: int
+    b: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """`a` [layers][blocks·S·W] are the A tiles of the group's sites. `active` [layers]: whether there are any."""
+
+    in_features: int
+    a: torch.Tensor
+    sites: tuple[_Site, ...]
+    active: tuple[bool, ...]
+
+
+class TorchLoraPass:
+    """See `loraplex.kernels.lora.LoraPass`. One step's index tensors, moved to the device in one transfer."""
+
+    def __init__(self, weights: LoraWeights, by_slot: Mapping[int, Sequence[Segment]], num_rows: int) -> None:
+        packing = pack_rows(by_slot, weights.num_chunks, num_rows)
+        self._storage = weights.storage
+        self._granule = GRANULE_BYTES // weights.storage.element_size()
+        self._num_rows = num_rows
+        self._blocks, self._height, self._width = packing.num_blocks, packing.height, packing.width
+        self._zero_row: dict[int, torch.Tensor] = {}
+        self._load(weights, list(by_slot), packing)
+
+    def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """See `LoraPass.apply`. Raises ValueError where the shapes are not the group's, KeyError for no group."""
+        plan = self._groups[group]
+        if plan is None or not plan.active[layer]:
+            return
+        if x.shape != (self._num_rows, plan.in_features) or y.shape[0] != self._num_rows:
+            raise ValueError(
+                f"group {group!r} of a pass over {self._num_rows} rows got x {tuple(x.shape)}, y {tuple(y.shape)}"
+            )
+        height, width, num_sites = self._height, self._width, len(plan.sites)
+        ranks = width * CHUNK
+        lanes = x.index_select(0, self._lane_row).float().view(self._blocks, height, plan.in_features)
+        hidden = lanes.new_empty(self._blocks, height, num_sites, ranks)
+        a_tiles = plan.a[layer]
+        for first, last in self._parts(num_sites * ranks * plan.in_features):
+            a = self._gather(a_tiles[first * num_sites * width : last * num_sites * width], plan.in_features)
+            a = a.view(last - first, num_sites * ranks, plan.in_features)
+            torch.bmm(
+                lanes[first:last],
+                a.transpose(1, 2),
+                out=hidden[first:last].view(last - first, height, num_sites * ranks),
+            )
+        hidden.masked_fill_(self._foreign, 0.0)
+        for index, site in enumerate(plan.sites):
+            features = site.end - site.start
+            out = self._output(features)
+            for first, last in self._parts(ranks * features):
+                b = self._gather(site.b[layer, first * width : last * width], features)
+                torch.bmm(
+                    hidden[first:last, :, index],
+                    b.view(last - first, ranks, features),
+                    out=out[first * height : last * height].view(last - first, height, features),
+                )
+            y[:, site.start : site.end].add_(out.index_select(0, self._row_lane))
+
+    def _gather(self, tiles: torch.Tensor, features: int) -> torch.Tensor:
+        """[n] offsets → [n, CHUNK·features] float32."""
+        size = CHUNK * features
+        count = (self._storage.numel() - size) // self._granule + 1
+        view = self._storage.as_strided((count, size), (self._granule, 1))
+        return view.index_select(0, tiles).float()
+
+    def _output(self, features: int) -> torch.Tensor:
+        """[L + 1, features] float32 whose last row is zero, for the base rows; used again and again."""
+        out = self._zero_row.get(features)
+        if out is None:
+            out = torch.zeros(self._blocks * self._height + 1, features, device=self._storage.device)
+            self._zero_row[features] = out
+        return out
+
+    def _parts(self, elements: int) -> list[tuple[int, int]]:
+        """Ranges of blocks, of `elements` float32 values each, that stay below MAX_GATHER_BYTES."""
+        step = max(1, MAX_GATHER_BYTES // (4 * elements))
+        return [(first, min(first + step, self._blocks)) for first in range(0, self._blocks, step)]
+
+    def _load(self, weights: LoraWeights, slots: list[int], packing: Packing) -> None:
+        """Look up every tile of the batch and move all indices to the device together."""
+        # [blocks, W, layers, sites, 2]; unused places have chunk -1, which no adapter has.
+        tiles = weights.tables[packing.chunk_slot, packing.chunk_index]
+        present: NDArray[np.bool_] = np.logical_or.reduce(weights.present[slots], axis=0)  # [layers, sites]
+        arrays = [packing.lane_row, packing.row_lane, packing.lane_owner, packing.chunk_owner]
+        shapes = [array.shape for array in arrays]
+        plans: list[tuple[SiteGroup, list[int], int]] = []
+        first = 0
+        for group in weights.groups:
+            last = first + len(group.sites)
+            sites = [site for site in range(first, last) if present[:, site].any()]
+            if sites:
+                # A: block, site, chunk within a layer, so that a block's rows of A are adjacent; B: block, chunk.
+                arrays.append(tiles[:, :, :, sites, 0].transpose(2, 0, 3, 1))
+                shapes.append((tiles.shape[2], packing.num_blocks * len(sites) * packing.width))
+                for site in sites:
+                    arrays.append(tiles[:, :, :, site, 1].transpose(2, 0, 1))
+                    shapes.append((tiles.shape[2], packing.num_blocks * packing.width))
+            plans.append((group, sites, first))
+            first = last
+        views = iter(_transfer(arrays, shapes, self._storage.device))
+        self._lane_row, self._row_lane = next(views), next(views)
+        lane_owner, chunk_owner = next(views), next(views)
+        foreign = lane_owner[:, :, None] != chunk_owner[:, None, :]
+        # [blocks, height, 1, W·CHUNK]
+        self._foreign = foreign.repeat_interleave(CHUNK, dim=2)[:, :, None, :]
+        self._groups: dict[str, _Group | None] = {}
+        for group, sites, first in plans:
+            if not sites:
+                self._groups[group.key] = None
+                continue
+            a = next(views)
+            bounds = np.cumsum((0, *group.out_features))
+            self._groups[group.key] = _Group(
+                in_features=group.in_features,
+                a=a,
+                sites=tuple(
+                    _Site(int(bounds[s - first]), int(bounds[s - first + 1]), next(views)) for s in sites
+                ),
+                active=tuple(bool(row.any()) for row in present[:, sites]),
+            )
+
+
+def _transfer(
+    arrays: Sequence[NDArray[np.int32]], shapes: Sequence[tuple[int, ...]], device: torch.device
+) -> list[torch.Tensor]:
+    """Copy int32 arrays to the device behind each other, in one transfer; views of the given shapes."""
+    flat = torch.empty(
+        sum(array.size for array in arrays), dtype=torch.int32, pin_memory=device.type == "cuda"
+    )
+    host = flat.numpy()
+    start = 0
+    for array in arrays:
+        np.copyto(host[start : start + array.size].reshape(array.shape), array)
+        start += array.size
+    moved = flat.to(device, non_blocking=True)
+    views = []
+    start = 0
+    for array, shape in zip(arrays, shapes, strict=True):
+        views.append(moved[start : start + array.size].view(shape))
+        start += array.size
+    return views

@@ -1,0 +1,54 @@
+"""What the implementations of batched LoRA share: the units of the layout, and what they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.kernels.groups import SiteGroup
+
+CHUNK = 8
+"""Ranks in a tile."""
+GRANULE_BYTES = 64
+"""Tiles begin at multiples of this (a cache line); tables count in it."""
+
+Segment = tuple[int, int, int]
+"""(slot, first_row, num_rows): adjacent rows that use the adapter in a slot; slot -1 is the base model."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """Where the tiles of every adapter lie that a step may use.
+
+    `storage` is flat, in the dtype of the tiles. `tables` [slots, max_chunks + 1, layers, sites, 2] int32 holds the
+    offsets, in granules, of the A tile (0) and the B tile (1) of a chunk; sites are numbered through the groups in
+    their order. Offset 0 is for chunks that an adapter does not have, such as the last of the table: the storage
+    begins with zeros, at least as many as the largest tile has elements. `num_chunks` [slots] int32 is the largest
+    number of chunks of any site, 0 for an empty slot. `present` [slots, layers, sites] says which sites an adapter
+    has. All but `storage` are on the host. Whoever writes to a slot must not do so while a step that uses it is in
+    flight. Everything in tiles is finite.
+    """
+
+    storage: torch.Tensor
+    groups: tuple[SiteGroup, ...]
+    tables: NDArray[np.int32]
+    num_chunks: NDArray[np.int32]
+    present: NDArray[np.bool_]
+
+
+class LoraPass(Protocol):
+    """One step's batch, prepared: which rows use which tiles."""
+
+    def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add the batch's updates for one group of one layer to `y`, in place.
+
+        x is [T, K], y [T, sum of N_i] (columns contiguous), each in any floating dtype. The sums are made in
+        float32 and rounded once, into y. The same batch gives the same bits. How many operations this takes
+        depends on neither the number of adapters nor how the rows are dealt out among them; where no adapter of
+        the batch has a site of the group in this layer, it takes none.
+        """
+        ...
