@@ -1,13 +1,16 @@
 """Notices that a client has gone, or reads nothing, while its answer is being made.
 
 The server tells of a closed connection through `receive`, also while nothing is being sent. A client that keeps
-its connection but reads nothing shows as a `send` that does not return while the connection's buffer does not
+its connection but reads nothing shows as a `send` that does not return while the connection's buffers do not
 shrink: after `stall_s` seconds of that its connection is aborted. Either way the scope is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -29,7 +32,14 @@ class ClientWatch:
         self._sending_since: float | None = None
         self._complete = False
 
+    def check(self) -> None:
+        """Raises ClientGone if the client is lost. Cancelling does the same, but waits while results come faster
+        than the loop turns."""
+        if self.reason is not None:
+            raise ClientGone(self.reason)
+
     async def send(self, message: Message) -> None:
+        self.check()
         self._sending_since = time.monotonic()
         try:
             await self._send(message)
@@ -39,7 +49,10 @@ class ClientWatch:
             self._complete = True
 
     def _buffered(self) -> int:
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+        """Bytes that the client has not taken yet, here and in the kernel's send queue (which may be megabytes)."""
+        if self._transport is None or self._transport.is_closing():
+            return 0
+        return self._transport.get_write_buffer_size() + _unacknowledged(self._transport)
 
     async def until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -72,6 +85,16 @@ class ClientWatch:
             self._transport.abort()
 
 
+def _unacknowledged(transport: asyncio.WriteTransport) -> int:
+    """SIOCOUTQ of tcp(7); 0 where the system does not tell."""
+    connection = transport.get_extra_info("socket")
+    try:
+        answer = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+    except (AttributeError, OSError):
+        return 0
+    return int.from_bytes(answer, sys.byteorder)
+
+
 @asynccontextmanager
 async def watch_client(
     receive: Receive, send: Send, transport: asyncio.WriteTransport | None, stall_s: float
@@ -93,7 +116,7 @@ async def watch_client(
         except Exception as raised:  # not through the task group, which would wrap it
             error = raised
         tasks.cancel_scope.cancel()
-    if watch.reason is not None:
+    if watch.reason is not None and not isinstance(error, ClientGone):
         raise ClientGone(watch.reason) from error
     if error is not None:
         raise error

@@ -104,6 +104,8 @@ class Errors:
         except ClientGone as gone:
             context.outcome = str(gone) or "gone"
             self._metrics.stream_cut(context.outcome)
+            if gone.__cause__ is not None:
+                log.error("request_failed", id=context.internal_id, exc_info=gone.__cause__)
         except HTTPException as error:
             await self._send(_from_framework(scope, error), scope, receive, send)
         except Exception as error:

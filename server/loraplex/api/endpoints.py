@@ -16,7 +16,7 @@ from loraplex.api.body import read_json
 from loraplex.api.client_watch import ClientWatch, watch_client
 from loraplex.api.context import RequestContext, context_of
 from loraplex.api.deps import ApiServices, Text
-from loraplex.api.errors import from_exception, invalid
+from loraplex.api.errors import ClientGone, from_exception, invalid
 from loraplex.api.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, sse
 from loraplex.api.generation import Delta, Generation
 from loraplex.api.limit_headers import limit_headers
@@ -182,6 +182,7 @@ class GenerationEndpoint:
         texts: list[list[str]] = [[] for _ in range(plan.num_choices)]
         reasons: list[str | None] = [None] * plan.num_choices
         while deltas := await generation.next():
+            client.check()
             for delta in deltas:
                 texts[delta.index].append(delta.text)
                 reasons[delta.index] = delta.finish_reason
@@ -212,6 +213,8 @@ class GenerationEndpoint:
             if plan.request.include_usage:
                 await generation.last_events()
             return answer.closing(generation.usage())
+        except ClientGone:
+            raise
         except Exception as error:
             failure = from_exception(error)
             context.outcome = failure.code
