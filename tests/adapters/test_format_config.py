@@ -229,7 +229,7 @@ def test_targets_select_what_peft_selects(
     fields = {"target_modules": targets, "layers_to_transform": layers, "layers_pattern": layers_pattern}
     theirs = LoraConfig(**fields)
     ours = parse(tmp_path, peft_config(**fields))
-    for module in MODULES:
+    for module in [*MODULES, *(module.removeprefix("model.") for module in MODULES)]:
         assert ours.selects(module) == bool(check_target_module_exists(theirs, module)), module
 
 

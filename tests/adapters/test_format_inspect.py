@@ -301,6 +301,21 @@ def test_a_product_that_cancels_out_has_no_effect(tmp_path: Path, base: BaseSpec
     assert refusal(draft, tmp_path, base).code == "no_effect"
 
 
+def test_a_product_that_is_zero_but_for_the_rounding_of_its_norm(tmp_path: Path, base: BaseSpec) -> None:
+    """All values and sums of two of them are exact in float32, so B.A is zero exactly: B = [P, P, -P] meets
+    A = [U, V, U + V]. Its Gram matrices are not exact, so their product comes out as something beside zero."""
+    draft = draft_adapter(ARCH, rank=12)
+    rng = np.random.default_rng(0)
+    for name, tensor in draft.tensors.items():
+        if "lora_A" in name:
+            u, v = rng.integers(-(1 << 22), 1 << 22, (2, 4, tensor.shape[1])) / (1 << 22)
+            draft.tensors[name] = np.concatenate([u, v, u + v]).astype(np.float32)
+        else:
+            p = rng.integers(-(1 << 22), 1 << 22, (tensor.shape[0], 4)) / (1 << 22)
+            draft.tensors[name] = np.concatenate([p, p, -p], axis=1).astype(np.float32)
+    assert refusal(draft, tmp_path, base).code == "no_effect"
+
+
 def test_one_site_with_effect_is_enough(tmp_path: Path, base: BaseSpec) -> None:
     draft = draft_adapter(ARCH)
     for name in draft.tensors:

@@ -291,6 +291,23 @@ def test_no_room_while_committing_leaves_nothing(
     assert put(store) == digest
 
 
+def test_a_failed_commit_removes_its_staging_by_itself(
+    root: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = store.begin()
+    digest = fill(staging)
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "broken disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="broken disk"):
+            store.commit(staging, digest)
+    assert leftovers(root) == []
+    assert list(store.digests()) == []
+
+
 def test_no_room_to_begin(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "full")

@@ -27,7 +27,7 @@ class MemberSink:
     def __init__(self, dest: Path, max_bytes: int) -> None:
         self._dest = dest
         self._max_bytes = max_bytes
-        self._written = 0
+        self._expected = 0
         self._seen: set[tuple[str, ...]] = set()
         self._entries = 0
         self._folder: tuple[str, ...] | None = None
@@ -79,17 +79,18 @@ class MemberSink:
         return leaf
 
     def expect(self, size: int) -> None:
-        """Refuse a member by its declared size before any of it is read."""
-        if size > self._max_bytes - self._written:
+        """Count a member by its declared size, before any of it is read; the readers never write more.
+
+        Raises AdapterRefused("too_large").
+        """
+        self._expected += size
+        if self._expected > self._max_bytes:
             self.too_large()
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Append to the file of that fixed name. Raises AdapterRefused("too_large"), OSError."""
+        """Append to the file of that fixed name. Raises OSError."""
         if not data:
             return
-        self._written += len(data)
-        if self._written > self._max_bytes:
-            self.too_large()
         if name not in self._files:
             self._files[name] = create_file(self._dest / name)
         write_all(self._files[name], data)

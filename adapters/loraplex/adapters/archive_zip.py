@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from loraplex.adapters.archive_sink import MAX_ENTRIES, MemberSink, bad_archive
+from loraplex.adapters.archive_sink import MemberSink, bad_archive
 from loraplex.adapters.files import read_into, shown
 
 _MAX_DIRECTORY = 4 << 20
@@ -86,8 +86,8 @@ def _read_directory(file: BinaryIO) -> tuple[int, int, bytes]:
         end, here, count, length, start = _read_end64(file, end)
     if disk or first_disk or here != count:
         bad_archive("it is one part of a split zip")
-    if count > MAX_ENTRIES or length > _MAX_DIRECTORY:
-        bad_archive(f"it has more than {MAX_ENTRIES} entries or an oversized directory")
+    if length > _MAX_DIRECTORY:
+        bad_archive(f"its directory has more than {_MAX_DIRECTORY} bytes")
     if start + length != end:
         bad_archive("its directory is damaged")
     return start, count, _read_at(file, start, length)
