@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from datetime import datetime
+from typing import Any, Generic, Literal, TypeVar
 
 from loraplex.adapters.ref import AdapterRef
 
 Scope = Literal["inference", "adapters:read", "adapters:write", "usage:read"]
+Sticky = Literal["user", "key", "none"]
+T = TypeVar("T")
 SCOPES: tuple[Scope, ...] = ("inference", "adapters:read", "adapters:write", "usage:read")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Caps on a tenant or a key; None is no cap. Bytes, tokens or counts as named."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrency: int | None = None
+    max_output_tokens: int | None = None
+    max_adapters: int | None = None
+    max_adapter_bytes: int | None = None
+
+
+NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +40,8 @@ class Principal:
     models: frozenset[str] | None = None
     weight: float = 1.0
     is_admin: bool = False
+    key_limits: Limits = NO_LIMITS
+    tenant_limits: Limits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +79,100 @@ class Reservation:
     requests: LimitWindow | None = None
     tokens: LimitWindow | None = None
     max_output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantInfo:
+    id: str
+    display_name: str | None
+    weight: float
+    limits: Limits
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """A key without its secret. `previous_valid_until`: the rotated secret works until then."""
+
+    id: str
+    tenant_id: str
+    name: str | None
+    scopes: tuple[str, ...]
+    models: tuple[str, ...] | None
+    limits: Limits
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    previous_valid_until: datetime | None
+
+
+VersionState = Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted"]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """One immutable version. `bytes` is the size of the two uploaded files."""
+
+    tenant_id: str
+    name: str
+    number: int
+    digest: str
+    state: VersionState
+    rank: int
+    targets: tuple[str, ...]
+    bytes: int
+    report: dict[str, Any]
+    base_fingerprint: str
+    pinned: bool
+    created_at: datetime
+
+    @property
+    def version(self) -> str:
+        return f"v{self.number}"
+
+    def ref(self) -> AdapterRef:
+        return AdapterRef(self.tenant_id, self.name, self.number, self.digest, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """`latest` is the newest version's number, deleted ones counted; `num_versions` counts the living."""
+
+    tenant_id: str
+    name: str
+    latest: int
+    num_versions: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseTarget:
+    version: str
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseInfo:
+    """Which versions a bare name means, in parts of the weights' sum. `sticky`: what keeps a caller on one."""
+
+    tenant_id: str
+    name: str
+    revision: int
+    targets: tuple[ReleaseTarget, ...]
+    sticky: Sticky
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """A page of a list; `next_cursor` None means that it was the last."""
+
+    items: tuple[T, ...]
+    next_cursor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What a deletion left to do: `digests` that no version has any more, to be forgotten by the engine."""
+
+    digests: tuple[str, ...]

@@ -1,0 +1,294 @@
+"""Adapters and their versions: admitted once, immutable, deleted when nobody has them any more."""
+
+from __future__ import annotations
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.format import inspect_adapter
+from loraplex.adapters.spec import AdapterSpec, BaseSpec
+from loraplex.adapters.store import Staging
+from loraplex.control import rules
+from loraplex.control.artifacts import Artifacts
+from loraplex.control.database import Database, utc_now
+from loraplex.control.errors import AdapterNotFound, Conflict, TenantNotFound, VersionNotFound
+from loraplex.control.releases import add_release, current_release
+from loraplex.control.tables import Adapter, AdapterVersion, Tenant
+from loraplex.control.tenants import require_tenant
+from loraplex.control.types import AdapterInfo, Limits, Page, ReleaseTarget, Removal, VersionInfo
+from loraplex.control.versions import version_info
+
+LIVING = AdapterVersion.state != "deleted"
+
+
+class Catalog:
+    """All calls are synchronous and atomic. `base` is the model that is served; `served_name` its name, which no
+    adapter may take."""
+
+    def __init__(
+        self,
+        database: Database,
+        artifacts: Artifacts,
+        base: BaseSpec,
+        *,
+        served_name: str,
+        max_rank: int,
+    ) -> None:
+        self._database = database
+        self._artifacts = artifacts
+        self._base = base
+        self._served_name = served_name
+        self._max_rank = max_rank
+
+    def check_upload(self, tenant_id: str, name: str) -> None:
+        """What can be refused before a byte is read. Raises InvalidValue, TenantNotFound, AdapterRefused."""
+        rules.check_adapter_name(name)
+        if name == self._served_name:
+            raise AdapterRefused("name_reserved", f"'{name}' is the name of the base model; choose another.")
+        with self._database.read() as session:
+            tenant = require_tenant(session, tenant_id)
+            _check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, 0)
+
+    def admit(self, tenant_id: str, name: str, staging: Staging) -> tuple[VersionInfo, bool]:
+        """Make a version of an upload's two files; whether it is new. The same bytes again within a name are the
+        version that has them.
+
+        The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
+        next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull and what `check_upload`
+        raises; then nothing of the upload is kept.
+        """
+        self.check_upload(tenant_id, name)
+        spec = inspect_adapter(
+            staging.config_path, staging.tensors_path, self._base, max_rank=self._max_rank, deep=True
+        )
+        with self._artifacts.lock, self._database.write() as session:
+            tenant = session.get(Tenant, tenant_id, with_for_update=True)
+            if tenant is None:
+                raise TenantNotFound(f"There is no tenant '{tenant_id}'.")
+            known = session.scalars(
+                select(AdapterVersion).where(
+                    AdapterVersion.tenant_id == tenant_id,
+                    AdapterVersion.name == name,
+                    AdapterVersion.digest == spec.digest,
+                    AdapterVersion.base_fingerprint == self._base.fingerprint,
+                    LIVING,
+                )
+            ).first()
+            if known is not None:
+                if known.state == "corrupt":
+                    self._artifacts.store.delete(spec.digest)
+                    self._artifacts.store.commit(staging, spec.digest)
+                    known.state = "ready"
+                return version_info(known), False
+            _check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
+            self._artifacts.store.commit(staging, spec.digest)
+            return version_info(self._add_version(session, tenant_id, name, spec)), True
+
+    def _add_version(self, session: Session, tenant_id: str, name: str, spec: AdapterSpec) -> AdapterVersion:
+        now = utc_now()
+        adapter = session.get(Adapter, (tenant_id, name))
+        if adapter is None:
+            adapter = Adapter(tenant_id=tenant_id, name=name, last_number=0, created_at=now)
+            session.add(adapter)
+        adapter.last_number += 1
+        session.flush()
+        row = AdapterVersion(
+            tenant_id=tenant_id,
+            name=name,
+            number=adapter.last_number,
+            digest=spec.digest,
+            state="ready",
+            rank=spec.rank,
+            targets=list(spec.targets),
+            bytes=spec.num_bytes,
+            report=spec.report,
+            base_fingerprint=self._base.fingerprint,
+            pinned=False,
+            created_at=now,
+        )
+        session.add(row)
+        session.flush()
+        release = current_release(session, tenant_id, name)
+        if release is None or not release.targets:
+            # The first version serves at once; later ones wait for a release.
+            add_release(session, tenant_id, name, (ReleaseTarget(f"v{row.number}", 100),), "none")
+        return row
+
+    def get_adapter(self, tenant_id: str, name: str) -> AdapterInfo:
+        with self._database.read() as session:
+            require_tenant(session, tenant_id)
+            adapter = session.get(Adapter, (tenant_id, name))
+            living = _count_living(session, tenant_id, name)
+            if adapter is None or not living:
+                raise _no_adapter(tenant_id, name)
+            return AdapterInfo(tenant_id, name, adapter.last_number, living, adapter.created_at)
+
+    def list_adapters(
+        self, tenant_id: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
+    ) -> Page[AdapterInfo]:
+        """By name; names without a living version are left out."""
+        after = rules.read_cursor(cursor)
+        query = (
+            select(Adapter, func.count(AdapterVersion.number))
+            .join(
+                AdapterVersion,
+                (AdapterVersion.tenant_id == Adapter.tenant_id) & (AdapterVersion.name == Adapter.name),
+            )
+            .where(Adapter.tenant_id == tenant_id, LIVING)
+            .group_by(Adapter.tenant_id, Adapter.name)
+            .order_by(Adapter.name)
+            .limit(rules.check_page_limit(limit) + 1)
+        )
+        if after is not None:
+            query = query.where(Adapter.name > after)
+        with self._database.read() as session:
+            require_tenant(session, tenant_id)
+            found = [
+                AdapterInfo(tenant_id, row.name, row.last_number, count, row.created_at)
+                for row, count in session.execute(query).all()
+            ]
+        return rules.make_page(found, limit, lambda info: info.name, lambda info: info)
+
+    def get_version(self, tenant_id: str, name: str, version: str) -> VersionInfo:
+        with self._database.read() as session:
+            return version_info(_require_version(session, tenant_id, name, version))
+
+    def list_versions(
+        self, tenant_id: str, name: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
+    ) -> Page[VersionInfo]:
+        """By number, deleted ones too."""
+        after = rules.read_cursor(cursor)
+        query = (
+            select(AdapterVersion)
+            .where(AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name)
+            .order_by(AdapterVersion.number)
+            .limit(rules.check_page_limit(limit) + 1)
+        )
+        if after is not None:
+            query = query.where(AdapterVersion.number > _number(after))
+        with self._database.read() as session:
+            require_tenant(session, tenant_id)
+            if session.get(Adapter, (tenant_id, name)) is None:
+                raise _no_adapter(tenant_id, name)
+            rows = session.scalars(query).all()
+            return rules.make_page(rows, limit, lambda row: f"v{row.number}", version_info)
+
+    def set_pin(self, tenant_id: str, name: str, version: str, pinned: bool) -> VersionInfo:
+        """Record whether the version is kept on the device; the caller tells the engine."""
+        with self._database.write() as session:
+            row = _require_living(session, tenant_id, name, version)
+            row.pinned = pinned
+            return version_info(row)
+
+    def pinned(self) -> list[VersionInfo]:
+        """Every version that the engine must be told to pin after its start."""
+        with self._database.read() as session:
+            query = select(AdapterVersion).where(AdapterVersion.pinned, AdapterVersion.state == "ready")
+            return [version_info(row) for row in session.scalars(query)]
+
+    def delete_version(self, tenant_id: str, name: str, version: str) -> Removal:
+        """A released version goes only as the last one of its name: to delete it earlier would silently change
+        what the name answers. Raises Conflict."""
+        with self._artifacts.lock:
+            with self._database.write() as session:
+                row = _require_living(session, tenant_id, name, version)
+                release = current_release(session, tenant_id, name)
+                released = release is not None and any(t.version == version for t in release.targets)
+                if released and _count_living(session, tenant_id, name) > 1:
+                    raise Conflict(
+                        f"{name}@{version} is released: release another version first, or delete the adapter.",
+                        param="version",
+                    )
+                if released:
+                    add_release(session, tenant_id, name, (), "none")
+                row.state, row.pinned = "deleted", False
+                digest = row.digest
+            return self._artifacts.remove_unused([digest])
+
+    def delete_adapter(self, tenant_id: str, name: str) -> Removal:
+        """All versions of a name. What runs finishes; the name's numbers are not used again."""
+        with self._artifacts.lock:
+            with self._database.write() as session:
+                require_tenant(session, tenant_id)
+                rows = session.scalars(
+                    select(AdapterVersion).where(
+                        AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING
+                    )
+                ).all()
+                if not rows:
+                    raise _no_adapter(tenant_id, name)
+                digests = [row.digest for row in rows]
+                for row in rows:
+                    row.state, row.pinned = "deleted", False
+                add_release(session, tenant_id, name, (), "none")
+            return self._artifacts.remove_unused(digests)
+
+    def reconcile(self) -> None:
+        """At the start: versions made for another base are `incompatible` while this one is served, and `ready`
+        again when theirs is. Those whose bytes the store lacks are `corrupt`."""
+        have = set(self._artifacts.store.digests())
+        with self._artifacts.lock, self._database.write() as session:
+            for row in session.scalars(select(AdapterVersion).where(LIVING)):
+                if row.digest not in have:
+                    row.state = "corrupt"
+                elif row.base_fingerprint != self._base.fingerprint:
+                    row.state = "incompatible"
+                elif row.state == "incompatible":
+                    row.state = "ready"
+
+
+def _check_quota(session: Session, limits: Limits, tenant_id: str, name: str, num_bytes: int) -> None:
+    living = (AdapterVersion.tenant_id == tenant_id, LIVING)
+    if limits.max_adapters is not None:
+        others = session.scalar(
+            select(func.count(AdapterVersion.name.distinct())).where(*living, AdapterVersion.name != name)
+        )
+        if (others or 0) >= limits.max_adapters:
+            raise AdapterRefused(
+                "quota_exceeded",
+                f"The tenant may have {limits.max_adapters} adapters and has them; delete one first.",
+            )
+    if limits.max_adapter_bytes is not None:
+        used = session.scalar(select(func.sum(AdapterVersion.bytes)).where(*living)) or 0
+        if used + num_bytes > limits.max_adapter_bytes:
+            raise AdapterRefused(
+                "quota_exceeded",
+                f"The tenant may keep {limits.max_adapter_bytes} bytes of adapters; {used} are in use and this "
+                f"upload has {num_bytes}. Delete versions first.",
+            )
+
+
+def _count_living(session: Session, tenant_id: str, name: str) -> int:
+    query = select(func.count()).where(
+        AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING
+    )
+    return session.scalar(query) or 0
+
+
+def _number(version: str) -> int:
+    digits = version.removeprefix("v")
+    if not version.startswith("v") or not digits.isascii() or not digits.isdigit() or len(digits) > 9:
+        return -1
+    return int(digits)
+
+
+def _require_version(session: Session, tenant_id: str, name: str, version: str) -> AdapterVersion:
+    require_tenant(session, tenant_id)
+    if session.get(Adapter, (tenant_id, name)) is None:
+        raise _no_adapter(tenant_id, name)
+    row = session.get(AdapterVersion, (tenant_id, name, _number(version)))
+    if row is None:
+        raise VersionNotFound(f"'{name}' has no version '{version[:40]}'; versions are named v1, v2, …")
+    return row
+
+
+def _require_living(session: Session, tenant_id: str, name: str, version: str) -> AdapterVersion:
+    row = _require_version(session, tenant_id, name, version)
+    if row.state == "deleted":
+        raise VersionNotFound(f"{name}@{version} is deleted.")
+    return row
+
+
+def _no_adapter(tenant_id: str, name: str) -> AdapterNotFound:
+    return AdapterNotFound(f"The tenant '{tenant_id}' has no adapter '{name[:80]}'.")

@@ -1,0 +1,92 @@
+"""What the control plane raises. Each has a machine-readable `code`; the HTTP layers say which answer it is."""
+
+from __future__ import annotations
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.control.types import LimitWindow
+
+
+class ControlError(LoraplexError):
+    """`param` names the field at fault, where there is one."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidValue(ControlError):
+    code = "invalid_value"
+
+
+class Conflict(ControlError):
+    """What is there already does not allow it."""
+
+    code = "conflict"
+
+
+class InvalidKey(ControlError):
+    """Missing, unknown, expired and revoked keys answer alike."""
+
+    code = "invalid_api_key"
+
+
+class TenantNotFound(ControlError):
+    code = "tenant_not_found"
+
+
+class KeyNotFound(ControlError):
+    code = "key_not_found"
+
+
+class AdapterNotFound(ControlError):
+    code = "adapter_not_found"
+
+
+class VersionNotFound(ControlError):
+    code = "version_not_found"
+
+
+class ReleaseNotFound(ControlError):
+    code = "release_not_found"
+
+
+class ModelNotFound(ControlError):
+    """Unknown names and other tenants' names answer alike."""
+
+    code = "model_not_found"
+
+
+class ModelNotAllowed(ControlError):
+    code = "model_not_allowed"
+
+
+class AdapterUnavailable(ControlError):
+    """The version exists and cannot be served: another base, or damaged bytes."""
+
+    code = "adapter_unavailable"
+    retry_after_s = 60.0
+
+
+class RateLimited(ControlError):
+    """A limit is reached; nothing was consumed. `retry_after_s` is when the same request would pass."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float,
+        requests: LimitWindow | None = None,
+        tokens: LimitWindow | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.requests = requests
+        self.tokens = tokens
+
+
+class NeverFits(ControlError):
+    """More was asked for than a limit ever allows; waiting would not help."""
+
+    code = "invalid_value"

@@ -1,0 +1,189 @@
+"""What a request's `model` stands for: the base, or one version of one of the caller's adapters."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import select
+
+from loraplex.control.database import Database
+from loraplex.control.errors import AdapterUnavailable, ModelNotAllowed, ModelNotFound
+from loraplex.control.releases import current_release
+from loraplex.control.tables import AdapterVersion
+from loraplex.control.types import ModelCard, Principal, ReleaseInfo, ResolvedModel, VersionInfo
+from loraplex.control.versions import version_info
+
+MIN_DIGEST_CHARS = 12
+_HEX = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """A name as the database had it: its living versions by number, and its release."""
+
+    versions: Mapping[int, VersionInfo]
+    release: ReleaseInfo | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tenant:
+    adapters: Mapping[str, _Adapter]
+    read_at: float
+    revision: int
+
+
+class Resolver:
+    """Answers from memory: at most `ttl_s` behind the database, not at all behind changes of this process. The
+    adapters of at most `capacity` tenants are remembered."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        served_name: str,
+        started_at: int,
+        ttl_s: float = 2.0,
+        capacity: int = 2_000,
+        clock: Callable[[], float] = time.monotonic,
+        random_source: random.Random | None = None,
+    ) -> None:
+        self._database = database
+        self._served_name = served_name
+        self._started_at = started_at
+        self._ttl_s = ttl_s
+        self._capacity = capacity
+        self._clock = clock
+        self._random = random_source or random.Random()  # noqa: S311 - spreads traffic, keeps no secret
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+
+    async def resolve(self, principal: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
+        """`user` is the request's own label of its end user, for releases that are sticky by it.
+
+        Raises ModelNotFound, ModelNotAllowed, AdapterUnavailable.
+        """
+        if model == self._served_name:
+            _check_allowed(principal, model, model)
+            return ResolvedModel(model, None)
+        name, _, selector = model.removeprefix(self._served_name + ":").partition("@")
+        adapter = (await self._tenant(principal)).adapters.get(name)
+        if adapter is None or (selector == "" and model.endswith("@")):
+            raise _not_found(model)
+        version = _select(adapter, selector) if selector else self._released(principal, name, adapter, user)
+        if version is None:
+            raise _not_found(model)
+        _check_allowed(principal, name, model)
+        if version.state != "ready":
+            raise AdapterUnavailable(
+                f"{name}@{version.version} is {version.state} and cannot be served; upload it again for this base "
+                "model.",
+                param="model",
+            )
+        return ResolvedModel(model, version.ref())
+
+    async def list_models(self, principal: Principal) -> list[ModelCard]:
+        """What this key may use: the base, then the released adapters by name."""
+        cards = [ModelCard(self._served_name, self._started_at, self._served_name, None)]
+        for name, adapter in sorted((await self._tenant(principal)).adapters.items()):
+            release = adapter.release
+            numbers = [] if release is None else [int(t.version[1:]) for t in release.targets if t.weight]
+            served = [adapter.versions[number] for number in numbers if number in adapter.versions]
+            served = [version for version in served if version.state == "ready"]
+            if served:
+                best = served[0]
+                cards.append(
+                    ModelCard(name, int(best.created_at.timestamp()), best.digest, self._served_name)
+                )
+        return [card for card in cards if _is_allowed(principal, card.id, card.id)]
+
+    def _released(
+        self, principal: Principal, name: str, adapter: _Adapter, user: str | None
+    ) -> VersionInfo | None:
+        release = adapter.release
+        if release is None:
+            return None
+        found = [(adapter.versions.get(int(t.version[1:])), t.weight) for t in release.targets]
+        targets = [(version, weight) for version, weight in found if version is not None and weight > 0]
+        ready = [pair for pair in targets if pair[0].state == "ready"] or targets
+        if not ready:
+            return None
+        caller = {"user": user or principal.key_id, "key": principal.key_id, "none": None}[release.sticky]
+        if caller is None:
+            point = self._random.random()
+        else:
+            label = f"{principal.tenant_id}/{name}/{caller}".encode("utf-8", "surrogatepass")
+            point = int.from_bytes(hashlib.sha256(label).digest()[:8], "big") / 2**64
+        point *= sum(weight for _, weight in ready)
+        for version, weight in ready:
+            point -= weight
+            if point < 0:
+                return version
+        return ready[-1][0]
+
+    async def _tenant(self, principal: Principal) -> _Tenant:
+        tenant_id = principal.tenant_id
+        if tenant_id is None:
+            return _Tenant({}, 0.0, 0)
+        known = self._tenants.get(tenant_id)
+        if (
+            known is None
+            or known.revision != self._database.revision
+            or self._clock() - known.read_at >= self._ttl_s
+        ):
+            known = await self._database.run(self._read, tenant_id)
+            self._tenants[tenant_id] = known
+            while len(self._tenants) > self._capacity:
+                self._tenants.popitem(last=False)
+        self._tenants.move_to_end(tenant_id)
+        return known
+
+    def _read(self, tenant_id: str) -> _Tenant:
+        # Noted before the reading, so that a change meanwhile makes the answer stale.
+        read_at, revision = self._clock(), self._database.revision
+        found: dict[str, dict[int, VersionInfo]] = {}
+        with self._database.read() as session:
+            query = select(AdapterVersion).where(
+                AdapterVersion.tenant_id == tenant_id, AdapterVersion.state != "deleted"
+            )
+            for row in session.scalars(query):
+                found.setdefault(row.name, {})[row.number] = version_info(row)
+            adapters = {
+                name: _Adapter(versions, current_release(session, tenant_id, name))
+                for name, versions in found.items()
+            }
+        return _Tenant(adapters, read_at, revision)
+
+
+def _select(adapter: _Adapter, selector: str) -> VersionInfo | None:
+    """A version by `vN` or by at least 12 characters of its digest, `sha256:…`."""
+    if selector.startswith("v"):
+        digits = selector[1:]
+        if digits.isascii() and digits.isdigit() and len(digits) <= 9 and digits[0] != "0":
+            return adapter.versions.get(int(digits))
+        return None
+    prefix = selector.removeprefix("sha256:")
+    if prefix == selector or not MIN_DIGEST_CHARS <= len(prefix) <= 64 or not _HEX.issuperset(prefix):
+        return None
+    matches = [version for version in adapter.versions.values() if version.digest.startswith(prefix)]
+    ready = [version for version in matches if version.state == "ready"]
+    chosen = ready or matches
+    return chosen[-1] if len({version.digest for version in chosen}) == 1 else None
+
+
+def _is_allowed(principal: Principal, name: str, model: str) -> bool:
+    return principal.models is None or name in principal.models or model in principal.models
+
+
+def _check_allowed(principal: Principal, name: str, model: str) -> None:
+    if not _is_allowed(principal, name, model):
+        raise ModelNotAllowed(f"This API key may not use the model '{model[:200]}'.", param="model")
+
+
+def _not_found(model: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"The model '{model[:200]}' does not exist or you do not have access to it.", param="model"
+    )

@@ -1,0 +1,110 @@
+"""The tables. Times are UTC; secrets are kept only as keyed hashes."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import JSON, DateTime, Dialect, ForeignKey, ForeignKeyConstraint, Index, String
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeDecorator
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """Aware datetimes in UTC on every database; SQLite drops the zone, so it is put back."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    """The metadata that Alembic compares with."""
+
+
+class Tenant(Base):
+    __tablename__ = "tenants"
+
+    id: Mapped[str] = mapped_column(String(63), primary_key=True)
+    display_name: Mapped[str | None] = mapped_column(String(200))
+    weight: Mapped[float]
+    limits: Mapped[dict[str, Any]] = mapped_column(JSON)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class ApiKey(Base):
+    """`secret_hash` and `previous_hash` are HMAC-SHA256 under the pepper, in hex."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    name: Mapped[str | None] = mapped_column(String(200))
+    secret_hash: Mapped[str] = mapped_column(String(64))
+    previous_hash: Mapped[str | None] = mapped_column(String(64))
+    previous_valid_until: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    models: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    limits: Mapped[dict[str, Any]] = mapped_column(JSON)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+
+
+class Adapter(Base):
+    """A name. It stays when its versions are deleted, so that a version's number never comes twice."""
+
+    __tablename__ = "adapters"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    last_number: Mapped[int]
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class AdapterVersion(Base):
+    __tablename__ = "adapter_versions"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["tenant_id", "name"], ["adapters.tenant_id", "adapters.name"], ondelete="CASCADE"
+        ),
+        Index("ix_adapter_versions_digest", "digest"),
+    )
+
+    tenant_id: Mapped[str] = mapped_column(String(63), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    digest: Mapped[str] = mapped_column(String(64))
+    state: Mapped[str] = mapped_column(String(16))
+    rank: Mapped[int]
+    targets: Mapped[list[str]] = mapped_column(JSON)
+    bytes: Mapped[int]
+    report: Mapped[dict[str, Any]] = mapped_column(JSON)
+    base_fingerprint: Mapped[str] = mapped_column(String(64))
+    pinned: Mapped[bool]
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class Release(Base):
+    """Every release there was of a name; the one with the highest revision is in force."""
+
+    __tablename__ = "releases"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["tenant_id", "name"], ["adapters.tenant_id", "adapters.name"], ondelete="CASCADE"
+        ),
+    )
+
+    tenant_id: Mapped[str] = mapped_column(String(63), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    revision: Mapped[int] = mapped_column(primary_key=True)
+    targets: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    sticky: Mapped[str] = mapped_column(String(8))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)

@@ -1,0 +1,101 @@
+"""Tenants: who is served, at which weight, under which limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from loraplex.control import rules
+from loraplex.control.artifacts import Artifacts
+from loraplex.control.database import Database, utc_now
+from loraplex.control.errors import Conflict, TenantNotFound
+from loraplex.control.tables import AdapterVersion, Tenant
+from loraplex.control.types import Page, Removal, TenantInfo
+
+
+class Tenants:
+    """All calls are synchronous and atomic; async callers use `Database.run`."""
+
+    def __init__(self, database: Database, artifacts: Artifacts) -> None:
+        self._database = database
+        self._artifacts = artifacts
+
+    def create(
+        self,
+        tenant_id: str,
+        *,
+        display_name: str | None = None,
+        weight: float = 1.0,
+        limits: Mapping[str, Any] | None = None,
+    ) -> TenantInfo:
+        """Raises InvalidValue, Conflict (the id is taken)."""
+        row = Tenant(
+            id=rules.check_tenant_id(tenant_id),
+            display_name=rules.check_text(display_name, "display_name"),
+            weight=rules.check_weight(weight),
+            limits=rules.limits_as_dict(rules.read_limits(limits)),
+            created_at=utc_now(),
+        )
+        try:
+            with self._database.write() as session:
+                session.add(row)
+        except IntegrityError as error:
+            raise Conflict(f"There is a tenant '{tenant_id}' already.", param="id") from error
+        return tenant_info(row)
+
+    def get(self, tenant_id: str) -> TenantInfo:
+        with self._database.read() as session:
+            return tenant_info(require_tenant(session, tenant_id))
+
+    def list(self, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None) -> Page[TenantInfo]:
+        """By id."""
+        after = rules.read_cursor(cursor)
+        query = select(Tenant).order_by(Tenant.id).limit(rules.check_page_limit(limit) + 1)
+        if after is not None:
+            query = query.where(Tenant.id > after)
+        with self._database.read() as session:
+            return rules.make_page(session.scalars(query).all(), limit, lambda row: row.id, tenant_info)
+
+    def update(self, tenant_id: str, changes: Mapping[str, Any]) -> TenantInfo:
+        """Set `display_name`, `weight` or `limits`; a given `limits` replaces only the limits that it names."""
+        with self._database.write() as session:
+            row = require_tenant(session, tenant_id)
+            if "display_name" in changes:
+                row.display_name = rules.check_text(changes["display_name"], "display_name")
+            if changes.get("weight") is not None:
+                row.weight = rules.check_weight(changes["weight"])
+            if "limits" in changes:
+                merged = {} if changes["limits"] is None else {**row.limits, **changes["limits"]}
+                row.limits = rules.limits_as_dict(rules.read_limits(merged))
+            session.flush()
+            return tenant_info(row)
+
+    def delete(self, tenant_id: str) -> Removal:
+        """The tenant with its keys, adapters and versions. Bytes that others have too stay."""
+        with self._artifacts.lock:
+            with self._database.write() as session:
+                row = require_tenant(session, tenant_id)
+                digests = set(
+                    session.scalars(
+                        select(AdapterVersion.digest).where(
+                            AdapterVersion.tenant_id == tenant_id, AdapterVersion.state != "deleted"
+                        )
+                    )
+                )
+                session.delete(row)
+            return self._artifacts.remove_unused(digests)
+
+
+def require_tenant(session: Session, tenant_id: str) -> Tenant:
+    row = session.get(Tenant, tenant_id)
+    if row is None:
+        raise TenantNotFound(f"There is no tenant '{tenant_id[:80]}'.")
+    return row
+
+
+def tenant_info(row: Tenant) -> TenantInfo:
+    return TenantInfo(row.id, row.display_name, row.weight, rules.read_limits(row.limits), row.created_at)
