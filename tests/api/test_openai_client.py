@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from loraplex.control.errors import RateLimited
 from loraplex.control.types import LimitWindow
 from loraplex.engine.types import SamplingParams
 from support.data_plane import BASE, MAX_MODEL_LEN, DataPlane, Refused
@@ -179,6 +180,7 @@ def test_every_sampling_field_reaches_the_engine(plane: DataPlane) -> None:
         ignore_eos=True,
     )
     assert (request.tenant_id, request.priority) == ("acme", 3)
+    assert plane.resolver.users == ["u"]
     assert request.adapter is not None
     assert request.adapter.name == "pirate"
 
@@ -285,6 +287,18 @@ def test_rate_limit_is_honoured_by_the_client(plane: DataPlane) -> None:
     plane.limiter.refuse_with = [Refused("rate_limit_exceeded", "slow down", retry_after_s=0.2)]
     answer = plane.client(max_retries=1).chat.completions.create(model=BASE, messages=HI)
     assert answer.choices[0].message.content == "ok"
+
+
+def test_a_refusal_tells_the_windows(plane: DataPlane) -> None:
+    window = LimitWindow(3, 0, 20.0)
+    plane.limiter.refuse_with = [RateLimited("slow down", retry_after_s=19.2, requests=window)]
+    with pytest.raises(openai.RateLimitError) as caught:
+        plane.client().completions.create(model=BASE, prompt="x")
+    headers = caught.value.response.headers
+    assert headers["retry-after"] == "20"
+    assert headers["x-ratelimit-remaining-requests"] == "0"
+    assert headers["x-ratelimit-reset-requests"] == "20s"
+    assert "x-ratelimit-limit-tokens" not in headers
 
 
 def test_a_spent_quota_is_not_tried_again(plane: DataPlane) -> None:

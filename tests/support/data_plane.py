@@ -81,7 +81,10 @@ class FakeResolver:
         }
     )
 
-    async def resolve(self, caller: Principal, model: str) -> ResolvedModel:
+    users: list[str | None] = field(default_factory=list)
+
+    async def resolve(self, caller: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
+        self.users.append(user)
         if model == BASE:
             return ResolvedModel(model, None)
         name, _, version = model.removeprefix(f"{BASE}:").partition("@v")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import anyio
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
 from loraplex.api.deps import ApiServices
 from loraplex.api.edge import Edge, Errors
 from loraplex.api.endpoints import CHAT, COMPLETION, GenerationEndpoint
-from loraplex.api.metrics import metrics_app
+from loraplex.api.metrics import MetricsApp
 from loraplex.api.models_routes import models_routes
 from loraplex.api.probes import probe_routes
 
@@ -41,8 +41,8 @@ def create_data_app(services: ApiServices, *, extra_routes: Sequence[BaseRoute] 
         *probe_routes(services.engine, services.drain),
     ]
     if services.metrics_on_data_port:
-        scrape = metrics_app(services.metrics, services.engine, tenant_data=False)
-        routes.append(Mount("/metrics", scrape))
+        scrape = MetricsApp(services.metrics, services.engine, tenant_data=False)
+        routes.append(Route("/metrics", scrape, methods=["GET"]))
     router = Router([*routes, *extra_routes], redirect_slashes=False)
     app: ASGIApp = Errors(router, services.drain, services.metrics)
     if services.cors_origins:

@@ -30,8 +30,8 @@ class Authenticator(Protocol):
 
 
 class Resolver(Protocol):
-    async def resolve(self, principal: Principal, model: str) -> ResolvedModel:
-        """Raises errors with the codes `model_not_found` and `model_not_allowed`."""
+    async def resolve(self, principal: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
+        """`user` is the request's own label of its end user. Raises errors with the codes `model_not_found` and `model_not_allowed`."""
         ...
 
     async def list_models(self, principal: Principal) -> Sequence[ModelCard]: ...

@@ -73,7 +73,7 @@ class GenerationEndpoint:
         del body
         context.model = request.model
         async with watch_client(receive, send, context.transport, timeout) as client:
-            model = await services.resolver.resolve(principal, request.model)
+            model = await services.resolver.resolve(principal, request.model, user=request.user)
             context.adapter, context.resolved = model.adapter, True
             prompts = await self._tokenise(request)
             plan = make_plan(

@@ -147,7 +147,7 @@ def own_families(snapshot: EngineSnapshot, tenants: LabelSets) -> Iterable[Metri
     rest_running = rest_waiting = 0
     for tenant, share in stats.tenants.items():
         label = tenants(tenant)
-        if label != (tenant,):
+        if label == ("other",):
             rest_running, rest_waiting = rest_running + share.running, rest_waiting + share.waiting
             continue
         running.add_metric(label, share.running)

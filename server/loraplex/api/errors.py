@@ -15,6 +15,8 @@ from starlette.responses import Response
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.api.codec import dumps
+from loraplex.api.limit_headers import limit_headers
+from loraplex.control.errors import RateLimited
 from loraplex.engine.types import EngineError
 
 INVALID_REQUEST = "invalid_request_error"
@@ -118,13 +120,18 @@ def from_exception(error: BaseException) -> ApiError:
         error.message,
         param=getattr(error, "param", None) or _default_param(code),
         retry_after_s=getattr(error, "retry_after_s", None),
+        headers=limit_headers(error.requests, error.tokens) if isinstance(error, RateLimited) else (),
     )
 
 
 def from_engine(error: EngineError | None) -> ApiError:
     """The answer for a terminal event that is an error."""
     if error is None or error.code == "internal_error":
-        return ApiError("internal_error", INTERNAL_MESSAGE)
+        answer = ApiError("internal_error", INTERNAL_MESSAGE)
+        answer.__cause__ = LoraplexError(
+            error.message if error is not None else "no reason given"
+        )  # for the log
+        return answer
     return ApiError(error.code, error.message, param=_default_param(error.code))
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.ref import AdapterRef
@@ -195,24 +195,34 @@ class Metrics:
         self._loads_seen = seen
 
 
-def metrics_app(
-    metrics: Metrics, engine: EngineClient, *, tenant_data: bool = True, engine_timeout: float = 2.0
-) -> ASGIApp:
-    """An ASGI endpoint that answers a scrape. It always answers: where the engine does not within
-    `engine_timeout` seconds, its last known figures stand in and `loraplex_engine_up` is 0."""
-    last_stats, last_cache = EngineStats(), list[CacheEntry]()
+class MetricsApp:
+    """An ASGI app that answers a scrape; a `Route` takes it as its endpoint. It always answers: where the engine
+    does not within `engine_timeout` seconds, its last known figures stand in and `loraplex_engine_up` is 0."""
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal last_stats, last_cache
+    def __init__(
+        self,
+        metrics: Metrics,
+        engine: EngineClient,
+        *,
+        tenant_data: bool = True,
+        engine_timeout: float = 2.0,
+    ) -> None:
+        self._metrics = metrics
+        self._engine = engine
+        self._tenant_data = tenant_data
+        self._engine_timeout = engine_timeout
+        self._stats = EngineStats()
+        self._cache: Sequence[CacheEntry] = ()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        engine = self._engine
         up = engine.healthy
         if up:
             try:
-                async with asyncio.timeout(engine_timeout):
-                    last_stats, last_cache = await asyncio.gather(engine.stats(), engine.cache())
+                async with asyncio.timeout(self._engine_timeout):
+                    self._stats, self._cache = await asyncio.gather(engine.stats(), engine.cache())
             except (TimeoutError, OSError, LoraplexError):
                 up = False
-        snapshot = EngineSnapshot(engine.info, last_stats, last_cache, up, engine.num_restarts)
-        body = metrics.render(snapshot, tenant_data=tenant_data)
+        snapshot = EngineSnapshot(engine.info, self._stats, self._cache, up, engine.num_restarts)
+        body = self._metrics.render(snapshot, tenant_data=self._tenant_data)
         await Response(body, media_type=CONTENT_TYPE_PLAIN_0_0_4)(scope, receive, send)
-
-    return app

@@ -36,10 +36,12 @@ def models_routes(services: ApiServices) -> list[Route]:
         adapter = (await services.resolver.resolve(principal, name)).adapter
         base = services.served_model_name
         listed = {card.id: card for card in await services.resolver.list_models(principal)}
-        created = next(
-            (listed[n].created for n in (name, adapter.name if adapter else base) if n in listed), 0
-        )
-        card = ModelCard(name, created, adapter.digest if adapter else base, base if adapter else None)
+        card = listed.get(name)
+        if card is None:  # a version, or `BASE:NAME`
+            released = listed.get(adapter.name if adapter is not None else base)
+            created = released.created if released is not None else 0
+            root, parent = (adapter.digest, base) if adapter is not None else (base, None)
+            card = ModelCard(name, created, root, parent)
         return _json(_card(card, services.max_model_len))
 
     return [

@@ -1,0 +1,287 @@
+"""What holds for every route: ids, unknown paths and methods, draining, probes, CORS, the log."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from loraplex.api.drain import Drain
+from loraplex.api.errors import ANSWERS, ApiError
+from loraplex.api.limit_headers import duration
+from support.data_plane import BASE, DataPlane, running_data_plane
+from support.fake_engine import Reply
+
+KEY = {"Authorization": "Bearer lpx_acme"}
+TEXT = {"model": BASE, "prompt": "x"}
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.headers["content-type"] == "application/json"
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"]
+    return error
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/nothing", "/v1/chat/completions/", "/docs", "/metrics", "/%00%ff"]
+)
+def test_unknown_paths(plane: DataPlane, path: str) -> None:
+    answer = httpx.get(plane.url + path, headers=KEY)
+    assert answer.status_code == 404
+    assert error_of(answer)["code"] == "unknown_url"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/v1/completions", "POST"),
+        ("PUT", "/v1/chat/completions", "POST"),
+        ("OPTIONS", "/v1/chat/completions", "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("DELETE", "/v1/models/pirate", "GET, HEAD"),
+        ("POST", "/livez", "GET, HEAD"),
+    ],
+)
+def test_wrong_methods(plane: DataPlane, method: str, path: str, allow: str) -> None:
+    answer = httpx.request(method, plane.url + path, headers=KEY)
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == allow
+    assert error_of(answer)["code"] == "method_not_supported"
+
+
+def test_head(plane: DataPlane) -> None:
+    answer = httpx.head(f"{plane.url}/v1/models", headers=KEY)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert httpx.head(f"{plane.url}/v1/nothing").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "lpx_acme"},
+        {"Authorization": "Basic lpx_acme"},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer lpx_acme lpx_acme"},
+        {"Authorization": b"Bearer lpx_\xe9"},
+        {"Authorization": "Bearer " + "x" * 1000},
+        {"x-api-key": "lpx_acme"},
+    ],
+)
+def test_missing_and_malformed_keys(plane: DataPlane, headers: Any) -> None:
+    answer = httpx.post(f"{plane.url}/v1/completions", headers=headers, content=b"not even JSON")
+    assert answer.status_code == 401
+    assert error_of(answer)["code"] == "invalid_api_key"
+
+
+def test_the_scheme_of_a_key_is_not_case_sensitive(plane: DataPlane) -> None:
+    answer = httpx.get(f"{plane.url}/v1/models", headers={"Authorization": "bearer  lpx_acme"})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"),
+    [("abc-123", "abc-123"), ("x" * 500, "x" * 128), ("a b\tc{}<>\u00e9", "abc")],
+)
+def test_a_clients_own_request_id(plane: DataPlane, given: str, echoed: str) -> None:
+    headers = {**KEY, "x-request-id": given.encode("latin-1")}
+    for path in ("/v1/models", "/nothing", "/livez"):
+        assert httpx.get(plane.url + path, headers=headers).headers["x-request-id"] == echoed
+
+
+def test_a_request_id_is_a_label_only(plane: DataPlane) -> None:
+    headers = {**KEY, "x-request-id": "same"}
+    for _ in range(2):
+        assert httpx.post(f"{plane.url}/v1/completions", json=TEXT, headers=headers).status_code == 200
+    first, second = plane.engine.requests
+    assert first.request_id != second.request_id
+    assert "same" not in first.request_id
+    assert httpx.get(f"{plane.url}/v1/models", headers={**KEY, "x-request-id": "<>"}).headers["x-request-id"]
+
+
+def test_probes(plane: DataPlane) -> None:
+    for path in ("/livez", "/readyz", "/startupz", "/health"):
+        answer = httpx.get(plane.url + path)
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+def test_a_path_with_a_slash_in_a_models_name(plane: DataPlane) -> None:
+    for path in ("org/tiny", "org%2Ftiny", "org/tiny:pirate"):
+        assert httpx.get(f"{plane.url}/v1/models/{path}", headers=KEY).status_code == 200
+    answer = httpx.get(f"{plane.url}/v1/models/", headers=KEY)
+    assert (answer.status_code, error_of(answer)["code"]) == (404, "model_not_found")
+
+
+# Draining.
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[DataPlane]:
+    with running_data_plane(tmp_path / "model", drain=Drain(max_in_flight=2)) as running:
+        yield running
+        running.settle_all()
+
+
+def test_a_drain(own: DataPlane) -> None:
+    own.engine.script(Reply(text="abcdef", hold=True, hold_after=2))
+    client = httpx.Client(headers=KEY, timeout=10)
+    with client.stream("POST", f"{own.url}/v1/completions", json={**TEXT, "stream": True}) as running:
+        lines = running.iter_lines()
+        next(lines)
+        own.on_loop(own.drain.begin)
+        # The grace: not ready, but still serving, and telling clients to connect elsewhere.
+        assert httpx.get(f"{own.url}/readyz").status_code == 503
+        assert httpx.get(f"{own.url}/livez").status_code == 200
+        answer = httpx.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        own.on_loop(own.drain.refuse)
+        answer = httpx.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY)
+        assert answer.status_code == 503
+        assert error_of(answer)["code"] == "draining"
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.headers["connection"] == "close"
+        assert own.server.call(lambda: own.drain.wait_idle(0.01)) is False
+        own.on_loop(own.engine.release)
+        text = "".join(
+            json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")
+        )
+        assert text == "bcdef"
+    assert own.server.call(lambda: own.drain.wait_idle(5)) is True
+
+
+def test_more_requests_than_the_server_takes(own: DataPlane) -> None:
+    own.engine.script(*[Reply(text="ab", hold=True)] * 2)
+    answers: list[int] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while own.on_loop(lambda: own.drain.in_flight) < 2 or len(own.on_loop(lambda: own.engine.live)) < 2:
+        pass
+    answer = httpx.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY)
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "server_overloaded")
+    assert httpx.get(f"{own.url}/readyz").status_code == 200
+    own.on_loop(own.engine.release)
+    for thread in threads:
+        thread.join()
+    assert answers == [200, 200]
+
+
+async def test_the_steps_of_a_drain() -> None:
+    drain = Drain()
+    with drain.admitted():
+        assert await drain.run(0, 0.01) is False
+    assert await drain.wait_idle(1) is True
+    with pytest.raises(ApiError, match="shutting down"), drain.admitted():
+        pass
+
+
+# CORS and routes from elsewhere.
+
+
+def test_cors_is_off(plane: DataPlane) -> None:
+    answer = httpx.get(f"{plane.url}/v1/models", headers={**KEY, "Origin": "https://a.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_cors_where_it_is_configured(tmp_path: Path) -> None:
+    origin = {"Origin": "https://a.example"}
+    with running_data_plane(tmp_path / "model", cors_origins=("https://a.example",)) as plane:
+        ask = {
+            **origin,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization",
+        }
+        preflight = httpx.options(f"{plane.url}/v1/completions", headers=ask)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+        refused = httpx.post(f"{plane.url}/v1/completions", headers=origin, json={})
+        assert refused.status_code == 401  # and a page may read why
+        assert refused.headers["access-control-allow-origin"] == "https://a.example"
+        assert "x-request-id" in refused.headers["access-control-expose-headers"]
+        stranger = httpx.get(f"{plane.url}/v1/models", headers={**KEY, "Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in stranger.headers
+
+
+def test_extra_routes_and_metrics_on_the_data_port(tmp_path: Path) -> None:
+    async def extra(_: Request) -> JSONResponse:
+        return JSONResponse({"extra": True})
+
+    async def broken(_: Request) -> JSONResponse:
+        raise RuntimeError("secret")
+
+    routes = [Route("/admin/v1/extra", extra), Route("/admin/v1/broken", broken)]
+    with running_data_plane(tmp_path / "model", extra_routes=routes, metrics_on_data_port=True) as plane:
+        assert httpx.get(f"{plane.url}/admin/v1/extra").json() == {"extra": True}
+        answer = httpx.get(f"{plane.url}/admin/v1/broken")
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "internal_error")
+        assert "secret" not in answer.text
+        text = httpx.get(f"{plane.url}/metrics").text
+        assert "vllm:num_requests_running" in text
+        assert "loraplex_" not in text
+
+
+# The log.
+
+
+def test_the_access_log_has_who_and_what_but_no_prompt_and_no_key(plane: DataPlane) -> None:
+    logged: list[str] = []
+    render = structlog.processors.JSONRenderer()
+
+    def keep(logger: Any, method: str, event: Any) -> Any:
+        logged.append(str(render(logger, method, dict(event))))
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(processors=[keep], wrapper_class=structlog.make_filtering_bound_logger(0))
+    try:
+        body = {"model": "pirate", "prompt": "my secret prompt"}
+        httpx.post(f"{plane.url}/v1/completions", json=body, headers=KEY)
+        body = {"model": "bad\nname\x1b[0m", "prompt": "my secret prompt"}
+        httpx.post(f"{plane.url}/v1/completions", json=body, headers={**KEY, "x-request-id": "r-1"})
+        httpx.get(f"{plane.url}/livez")
+        plane.settle_all()
+    finally:
+        structlog.configure(**before)
+    first, second = (json.loads(line) for line in logged)
+    assert first["tenant"] == "acme"
+    assert first["key"] == "key-acme"
+    assert (first["model"], first["version"], first["status"]) == ("pirate", "pirate@v2", 200)
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (16, 3)
+    assert first["ms"] > 0
+    assert (second["status"], second["outcome"], second["request_id"]) == (404, "model_not_found", "r-1")
+    assert not any("secret" in line or "lpx_" in line or "\n" in line or "\x1b" in line for line in logged)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (0.2, "1s"),
+        (59.1, "1m0s"),
+        (360, "6m0s"),
+        (3600, "1h0m0s"),
+        (90_061, "25h1m1s"),
+        (-1, "0s"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_no_answer_is_a_409() -> None:
+    assert {status for status, _ in ANSWERS.values()} == {400, 401, 403, 404, 405, 408, 413, 429, 500, 503}

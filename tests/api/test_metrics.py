@@ -1,0 +1,232 @@
+"""The metrics that gateways and dashboards read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
+
+from loraplex.api.engine_metrics import EngineSnapshot
+from loraplex.api.metrics import Metrics, MetricsApp
+from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
+from support.data_plane import BASE, DataPlane, Refused, ref, running_data_plane
+from support.fake_engine import FakeEngineClient, Reply, fake_engine_info
+
+NAMES = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:time_to_first_token_seconds_count",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:e2e_request_latency_seconds_count",
+    "vllm:request_queue_time_seconds_count",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:num_preemptions_total",
+    "vllm:request_success_total",
+    "vllm:request_prompt_tokens_count",
+    "vllm:request_generation_tokens_count",
+    "vllm:cache_config_info",
+    "vllm:lora_requests_info",
+}
+KEY = {"Authorization": "Bearer lpx_acme"}
+
+
+def parse(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, frozenset(sample.labels.items()))
+            assert key not in samples, key
+            samples[key] = sample.value
+    return samples
+
+
+def value(samples: Any, name: str, **labels: str) -> float:
+    found: float = samples[name, frozenset(labels.items())]
+    return found
+
+
+class Late:
+    """The metrics of a data plane are there only once it is."""
+
+    def __init__(self, apps: list[Any]) -> None:
+        self._apps = apps
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._apps[0](scope, receive, send)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[DataPlane]:
+    """A data plane of its own, with the admin port's metrics mounted beside it."""
+    late: list[Any] = []
+    with running_data_plane(tmp_path / "model", extra_routes=[Route("/all", Late(late))]) as running:
+        late.append(MetricsApp(running.metrics, running.engine, engine_timeout=0.2))
+        yield running
+        running.settle_all()
+
+
+def scrape(plane: DataPlane) -> Any:
+    answer = httpx.get(f"{plane.url}/all")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return parse(answer.text)
+
+
+def test_the_names_and_labels_of_vllm(own: DataPlane) -> None:
+    samples = scrape(own)
+    assert NAMES - {name for name, _ in samples} == set()
+    for name, labels in samples:
+        if name.startswith("vllm:") and name != "vllm:lora_requests_info":
+            assert ("model_name", BASE) in labels, name
+    (lora,) = [labels for name, labels in samples if name == "vllm:lora_requests_info"]
+    assert {name for name, _ in lora} == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+
+
+def test_requests_are_counted(own: DataPlane) -> None:
+    own.engine.script(
+        Reply(text="abcd", cached_tokens=2), Reply(text="abcdef"), Reply(error=("internal_error", "x"))
+    )
+    body = {"model": "pirate", "prompt": "xyz"}
+    url = f"{own.url}/v1/completions"
+    httpx.post(url, json=body, headers=KEY)
+    httpx.post(url, json={**body, "max_tokens": 2}, headers=KEY)
+    httpx.post(url, json=body, headers=KEY)
+    own.limiter.refuse_with = [Refused("rate_limit_exceeded")]
+    httpx.post(url, json=body, headers=KEY)
+    own.settle_all()
+    samples = scrape(own)
+    for reason, count in {"stop": 1, "length": 1, "error": 1, "abort": 0}.items():
+        labels = {"model_name": BASE, "finished_reason": reason}
+        assert value(samples, "vllm:request_success_total", **labels) == count
+    assert value(samples, "vllm:generation_tokens_total", model_name=BASE) == 5 + 2
+    assert value(samples, "vllm:time_to_first_token_seconds_count", model_name=BASE) == 2
+    assert value(samples, "vllm:request_generation_tokens_sum", model_name=BASE) == 5 + 2
+    assert value(samples, "vllm:request_queue_time_seconds_count", model_name=BASE) == 2
+    assert value(samples, "loraplex_tokens_total", tenant="acme", kind="completion") == 5 + 2
+    assert value(samples, "loraplex_tokens_total", tenant="acme", kind="cached") == 2
+    for status, count in {"200": 2, "500": 1, "429": 1}.items():
+        labels = {"tenant": "acme", "adapter": "pirate@v2", "status": status}
+        assert value(samples, "loraplex_requests_total", **labels) == count
+    assert value(samples, "loraplex_limiter_refusals_total", tenant="acme", code="rate_limit_exceeded") == 1
+
+
+def test_the_engine_tells_the_rest(own: DataPlane) -> None:
+    pirate, secret = ref("acme", "pirate", 1), ref("rival", "secret", 1)
+    own.engine.engine_stats = EngineStats(
+        num_running=3,
+        num_waiting=2,
+        num_kv_blocks=100,
+        num_kv_blocks_used=25,
+        num_arena_pages=10,
+        num_arena_pages_used=4,
+        prefix_cache_queries=50,
+        prefix_cache_hits=20,
+        running_adapters=(pirate.digest, secret.digest),
+        waiting_adapters=("f" * 64,),
+        tenants={"acme": TenantStats(2, 1, 7.5)},
+    )
+    own.engine.entries = [
+        CacheEntry(pirate, "hot", load_seconds={"read": 0.1, "copy": 0.02}),
+        CacheEntry(secret, "warm", loading=True),
+    ]
+    samples = scrape(own)
+    assert value(samples, "vllm:num_requests_running", model_name=BASE) == 3
+    assert value(samples, "vllm:kv_cache_usage_perc", model_name=BASE) == 0.25
+    lora = {"running_lora_adapters": "pirate,secret", "waiting_lora_adapters": "f" * 12}
+    assert value(samples, "vllm:lora_requests_info", max_lora="64", **lora) > 1.7e9
+    assert value(samples, "loraplex_engine_up") == 1
+    assert value(samples, "loraplex_adapter_versions", state="hot") == 1
+    assert value(samples, "loraplex_adapter_versions", state="loading") == 1
+    assert value(samples, "loraplex_adapter_cache_bytes", tier="device", kind="used") == 4 * (1 << 18)
+    assert value(samples, "loraplex_adapter_load_seconds_sum", stage="read") == 0.1
+    assert value(samples, "loraplex_tenant_virtual_tokens", tenant="acme") == 7.5
+    # A load is observed once, however often it is seen.
+    assert value(scrape(own), "loraplex_adapter_load_seconds_count", stage="read") == 1
+
+
+def test_a_scrape_is_answered_while_the_engine_is_not(own: DataPlane) -> None:
+    own.engine.engine_stats = EngineStats(num_running=3)
+    scrape(own)
+    own.on_loop(own.engine.kill)
+    samples = scrape(own)
+    assert value(samples, "loraplex_engine_up") == 0
+    assert value(samples, "vllm:num_requests_running", model_name=BASE) == 3
+    own.on_loop(own.engine.revive)
+    assert value(scrape(own), "loraplex_engine_restarts_total") == 1
+
+
+def snapshot(**stats: Any) -> EngineSnapshot:
+    return EngineSnapshot(fake_engine_info(), EngineStats(**stats), [], True, 0)
+
+
+def test_label_values_are_bounded() -> None:
+    metrics = Metrics(BASE, max_label_sets=3)
+    for number in range(50):
+        metrics.request_answered(f"t{number}", ref(f"t{number}", f"a{number}", 1), 200)
+        metrics.refused_by_limit(f"t{number}", "rate_limit_exceeded")
+    metrics.request_answered("other", None, 200)
+    tenants = {f"t{number}": TenantStats(1, 2, 3.0) for number in range(50)} | {
+        "other": TenantStats(1, 0, 0.0)
+    }
+    samples = parse(metrics.render(snapshot(tenants=tenants)).decode())
+    labels = {"tenant": "other", "adapter": "other", "status": "200"}
+    assert value(samples, "loraplex_requests_total", **labels) == 48
+    assert value(samples, "loraplex_tenant_running", tenant="other") == 48
+    assert len([name for name, _ in samples if name == "loraplex_requests_total"]) == 4
+
+
+def test_hostile_names_keep_the_format() -> None:
+    metrics = Metrics('ba"se\n\\')
+    metrics.request_answered('t"\n', None, 200)
+    samples = parse(metrics.render(snapshot(tenants={'x"\n': TenantStats()})).decode())
+    assert value(samples, "loraplex_requests_total", tenant='t"\n', adapter="base", status="200") == 1
+
+
+def test_counters_of_the_engine_survive_its_restart() -> None:
+    metrics = Metrics(BASE)
+    seen = [
+        value(
+            parse(metrics.render(snapshot(prefix_cache_hits=hits)).decode()),
+            "vllm:prefix_cache_hits_total",
+            model_name=BASE,
+        )
+        for hits in (5, 9, 2, 4)
+    ]
+    assert seen == [5, 9, 11, 13]
+
+
+def test_without_tenant_data_no_name_is_told() -> None:
+    metrics = Metrics(BASE)
+    metrics.request_answered("acme", ref("acme", "pirate", 1), 200)
+    pirate = ref("acme", "pirate", 1)
+    state = replace(snapshot(running_adapters=(pirate.digest,)), cache=[CacheEntry(pirate, "hot")])
+    text = metrics.render(state, tenant_data=False).decode()
+    assert "acme" not in text
+    assert "pirate" not in text
+    assert pirate.digest[:12] in text
+
+
+async def test_an_engine_that_hangs_does_not_hang_the_scrape() -> None:
+    import asyncio
+
+    class Hanging(FakeEngineClient):
+        async def stats(self) -> EngineStats:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    engine = Hanging()
+    await engine.start()
+    app = MetricsApp(Metrics(BASE), engine, engine_timeout=0.01)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        assert "loraplex_engine_up 0" in (await client.get("/")).text
