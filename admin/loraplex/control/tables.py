@@ -5,7 +5,17 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, DateTime, Dialect, ForeignKey, ForeignKeyConstraint, Index, String
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    DateTime,
+    Dialect,
+    Double,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    String,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
@@ -34,7 +44,7 @@ class Tenant(Base):
 
     id: Mapped[str] = mapped_column(String(63), primary_key=True)
     display_name: Mapped[str | None] = mapped_column(String(200))
-    weight: Mapped[float]
+    weight: Mapped[float] = mapped_column(Double)
     limits: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
@@ -85,7 +95,7 @@ class AdapterVersion(Base):
     state: Mapped[str] = mapped_column(String(16))
     rank: Mapped[int]
     targets: Mapped[list[str]] = mapped_column(JSON)
-    bytes: Mapped[int]
+    bytes: Mapped[int] = mapped_column(BigInteger)
     report: Mapped[dict[str, Any]] = mapped_column(JSON)
     base_fingerprint: Mapped[str] = mapped_column(String(64))
     pinned: Mapped[bool]

@@ -83,7 +83,7 @@ def _serve(settings: Settings) -> None:
 
 def _migrate(settings: Settings) -> None:
     from loraplex.app.factory import database_url
-    from loraplex.migrations import upgrade
+    from loraplex.migrations.run import upgrade
 
     url = database_url(settings)
     upgrade(url)

@@ -1,0 +1,26 @@
+"""Bring a database to this version's schema, or back. Called at each start; nothing to do is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+
+
+def upgrade(url: str, revision: str = "head") -> None:
+    """Apply every migration up to `revision`, each in its own transaction."""
+    command.upgrade(_config(url), revision)
+
+
+def downgrade(url: str, revision: str) -> None:
+    """Undo migrations down to `revision` ("base": all of them, and all data)."""
+    command.downgrade(_config(url), revision)
+
+
+def _config(url: str) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent))
+    # Not the ini option "sqlalchemy.url": a '%' in a password would be taken as an interpolation.
+    config.attributes["url"] = url
+    return config
