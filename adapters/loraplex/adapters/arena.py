@@ -65,9 +65,8 @@ class AdapterArena:
         first = 0
         for index in range(1, len(pages) + 1):
             if index == len(pages) or pages[index] != pages[index - 1] + 1:
-                start = pages[first] + 1
-                source = image.pages[first:index]
-                self._pages[start : start + index - first].copy_(source, non_blocking=True)
+                start = pages[first] + 1  # behind the page of zeros
+                self._copy(image.pages[first:index], self._pages[start : start + index - first])
                 first = index
         self._describe(image, slot, pages)
 
@@ -86,6 +85,13 @@ class AdapterArena:
         if self._last[0] != key:
             self._last = (key, begin_pass(self._backend, self._weights, segments, num_rows))
         return self._last[1]
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if self.device.type == "cpu":
+            # In this thread alone: torch would start a team of threads for it, beside the step's.
+            np.copyto(target.numpy(), source.numpy())
+        else:
+            target.copy_(source, non_blocking=True)
 
     def _writes_to(self, segments: Sequence[Segment]) -> tuple[int, ...]:
         """How often each slot has changed."""

@@ -12,8 +12,14 @@ from numpy.typing import NDArray
 from loraplex.adapters.errors import ArtifactCorrupt
 from loraplex.adapters.layout import ArenaLayout, place_tiles
 from loraplex.adapters.spec import AdapterSpec, SiteWeights
-from loraplex.adapters.tensors import read_tensor
+from loraplex.adapters.tensors import NUMPY_DTYPES, read_tensor
 from loraplex.kernels.lora import CHUNK, GRANULE_BYTES
+
+_NUMPY_DTYPES = {
+    torch.float32: NUMPY_DTYPES["F32"],
+    torch.float16: NUMPY_DTYPES["F16"],
+    torch.bfloat16: NUMPY_DTYPES["BF16"],
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +57,10 @@ def build_image(
     _check_fits(spec, layout)
     tiles = layout.tiles(spec)
     offsets, num_pages = place_tiles([size for _, size in tiles], layout.page_bytes)
-    pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, pin_memory=pin)
-    flat = pages.view(-1).view(layout.dtype)
+    pages = torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, pin_memory=pin)
+    # numpy from here on: torch would start a team of threads of its own for a loader thread, beside the step's.
+    flat = pages.numpy().reshape(-1).view(_NUMPY_DTYPES[layout.dtype])
+    flat[:] = 0
     rows: dict[tuple[int, int], list[int]] = {}
     current, weights = -1, (np.empty((0, 0), np.float32),) * 2
     for ((index, chunk, kind), _), offset in zip(tiles, offsets, strict=True):
@@ -61,12 +69,12 @@ def build_image(
             current, weights = index, _read_site(site, tensors_path)
         part = weights[kind][chunk * CHUNK : (chunk + 1) * CHUNK]
         start = offset // layout.dtype.itemsize
-        tile = flat[start : start + part.size]
-        tile.copy_(torch.from_numpy(part).reshape(-1))
-        if not bool(torch.isfinite(tile).all()):
-            # One infinity would turn into NaN for whoever shares a block with it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            flat[start : start + part.size] = part.reshape(-1)
+        if not np.isfinite(flat[start : start + part.size]).all():
             raise ArtifactCorrupt(
-                f"{site.site} of layer {site.layer} has values that are not finite in {_name(layout.dtype)}"
+                f"{site.site} of layer {site.layer} has values that are not finite once they are scaled and in "
+                f"{str(layout.dtype).removeprefix('torch.')}"
             )
         row = rows.setdefault((index, chunk), [site.layer, layout.sites[site.site], chunk, 0, 0])
         row[3 + kind] = offset // GRANULE_BYTES
@@ -76,7 +84,8 @@ def build_image(
 def _read_site(site: SiteWeights, tensors_path: Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """A [rank, in_features] and the scaled, transposed B [rank, out_features]."""
     a = read_tensor(tensors_path, site.a)
-    b = read_tensor(tensors_path, site.b) * np.float32(site.scaling)
+    with np.errstate(over="ignore", invalid="ignore"):  # found and refused by the caller
+        b = read_tensor(tensors_path, site.b) * np.float32(site.scaling)
     return a, np.ascontiguousarray(b.T)
 
 
@@ -100,7 +109,3 @@ def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
                 f"{where}: A {site.a.shape} and B {site.b.shape} do not fit rank {site.rank} of a linear from "
                 f"{in_features} to {out_features} features"
             )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

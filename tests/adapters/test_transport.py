@@ -1,0 +1,286 @@
+"""The way from files on disk to pages on the device, with real files, real threads and the real arena."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from loraplex.adapters.arena import AdapterArena
+from loraplex.adapters.base import load_base_spec
+from loraplex.adapters.cache import AdapterCache, Residency
+from loraplex.adapters.files import digest_upload
+from loraplex.adapters.layout import ArenaLayout
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.residency import Ticket
+from loraplex.adapters.store import ArtifactStore
+from loraplex.adapters.transport import ThreadedTransport
+from loraplex.adapters.weights import HostImage
+from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.lora import lora_reference
+from support.adapters import (
+    NUMPY_DTYPES,
+    AdapterDraft,
+    AdapterFiles,
+    TinyBase,
+    draft_adapter,
+    site_module,
+    write_base,
+)
+from support.lora_zoo import poison
+
+ARCH = TinyBase()
+GROUPS = (
+    SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 32, (32, 16, 16)),
+    SiteGroup("o", ("o_proj",), 32, (32,)),
+    SiteGroup("gate_up", ("gate_proj", "up_proj"), 32, (48, 48)),
+    SiteGroup("down", ("down_proj",), 48, (32,)),
+)
+PATIENCE_S = 30.0
+
+
+class Rig:
+    """A store, an arena full of NaN, and the transport between them."""
+
+    def __init__(self, root: Path, *, num_pages: int = 8, num_slots: int = 3) -> None:
+        self.root = root
+        self.store = ArtifactStore(root / "store")
+        base = load_base_spec(write_base(root / "base", ARCH))
+        self.layout = ArenaLayout(GROUPS, ARCH.layers, torch.float32, max_rank=16, page_bytes=16 << 10)
+        self.arena = AdapterArena(self.layout, num_pages, num_slots, torch.device("cpu"))
+        poison(self.arena)
+        self.woken = threading.Semaphore(0)
+        self.transport = ThreadedTransport(self.store, base, self.arena, wake=self.woken.release)
+        self.cache: AdapterCache[HostImage] = AdapterCache(
+            transport=self.transport,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            host_bytes=1 << 20,
+            load_timeout_s=PATIENCE_S,
+            clock=lambda: 0.0,
+        )
+        self._made = 0
+
+    def put(self, draft: AdapterDraft) -> AdapterRef:
+        """Store an adapter as the upload does."""
+        files = draft.write(self.root / "made")
+        digest = digest_upload(files.config, files.tensors)
+        with self.store.begin() as staging:
+            staging.config_path.write_bytes(files.config.read_bytes())
+            staging.tensors_path.write_bytes(files.tensors.read_bytes())
+            self.store.commit(staging, digest)
+        self._made += 1
+        return AdapterRef("tenant", f"adapter-{self._made}", 1, digest, draft.config["r"])
+
+    def files(self, ref: AdapterRef) -> AdapterFiles:
+        folder = self.store.path(ref.digest)
+        return AdapterFiles(folder / "adapter_config.json", folder / "adapter_model.safetensors")
+
+    def wait(self, ticket: Ticket) -> None:
+        while not ticket.done:
+            assert self.woken.acquire(timeout=PATIENCE_S), "nobody woke the step thread"
+
+    def fetch(self, ref: AdapterRef) -> Residency:
+        """Ask until the answer is final, sleeping until woken in between."""
+        while True:
+            self.cache.poll()
+            self.cache.begin_pass()
+            residency = self.cache.request(ref)
+            self.cache.check_integrity()
+            if residency is not Residency.LOADING:
+                return residency
+            assert self.woken.acquire(timeout=PATIENCE_S), "nobody woke the step thread"
+
+    def error_of(self, ref: AdapterRef) -> str:
+        ticket = self.transport.load(ref)
+        self.wait(ticket)
+        assert ticket.error is not None
+        return ticket.error
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.transport.close()
+
+
+def dense(draft: AdapterDraft, layer: int, scaling: float) -> dict:
+    found = {}
+    for group in GROUPS:
+        for site in group.sites:
+            name = f"base_model.model.{site_module(layer, site)}"
+            if f"{name}.lora_A.weight" in draft.tensors:
+                a, b = (
+                    torch.from_numpy(draft.tensors[f"{name}.{part}.weight"].astype("f4"))
+                    for part in ("lora_A", "lora_B")
+                )
+                found[site] = a, b, scaling
+    return found
+
+
+def test_adapters_from_disk_compute_the_formula(rig: Rig) -> None:
+    drafts = [
+        draft_adapter(ARCH, rank=4, lora_alpha=8, seed=1),
+        draft_adapter(ARCH, rank=16, lora_alpha=8, use_rslora=True, targets=["o_proj", "down_proj"], seed=2),
+        draft_adapter(
+            ARCH, rank=9, lora_alpha=9, targets=["gate_proj", "up_proj", "k_proj"], dtype="BF16", seed=3
+        ),
+    ]
+    scalings = [2.0, 2.0, 1.0]
+    refs = [rig.put(draft) for draft in drafts]
+    assert [rig.fetch(ref) for ref in refs] == [Residency.READY] * 3
+    leases = [rig.cache.acquire(ref.digest) for ref in refs]
+    owners = [0, 1, None, 2, 1, 0]
+    segments = [(-1 if owner is None else leases[owner].slot, row, 1) for row, owner in enumerate(owners)]
+    lora = rig.arena.lora_pass(segments, len(owners))
+    assert lora is not None
+    for layer in range(ARCH.layers):
+        for group in GROUPS:
+            x, y = torch.randn(6, group.in_features), torch.randn(6, sum(group.out_features))
+            rows = [None if o is None else dense(drafts[o], layer, scalings[o]) for o in owners]
+            expected = lora_reference(x, y, group, rows)
+            lora.apply(layer, group.key, x, y)
+            torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_evicted_adapter_comes_back_to_other_pages_unharmed(rig: Rig) -> None:
+    drafts = [
+        draft_adapter(ARCH, rank=16, targets=["q_proj", "up_proj"], seed=seed, lora_alpha=16)
+        for seed in range(6)
+    ]
+    refs = [rig.put(draft) for draft in drafts]
+    generator = torch.Generator().manual_seed(0)
+    for index in [0, 1, 2, 3, 4, 5, 0, 3, 1, 5, 2, 0]:
+        rig.cache.begin_pass()  # the last one that came has had its pass
+        assert rig.fetch(refs[index]) is Residency.READY
+        lease = rig.cache.acquire(refs[index].digest)
+        lora = rig.arena.lora_pass([(lease.slot, 0, 3)], 3)
+        assert lora is not None
+        x, y = torch.randn(3, 32, generator=generator), torch.zeros(3, 64)
+        expected = lora_reference(x, y, GROUPS[0], [dense(drafts[index], 1, 1.0)] * 3)
+        lora.apply(1, "qkv", x, y)
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+        rig.cache.release(lease)
+    assert rig.cache.usage().device_evictions > 0
+
+
+def test_a_step_that_names_an_evicted_slot_is_refused(rig: Rig) -> None:
+    ref = rig.put(draft_adapter(ARCH))
+    assert rig.fetch(ref) is Residency.READY
+    lease = rig.cache.acquire(ref.digest)
+    rig.cache.release(lease)
+    rig.cache.drop(ref.digest)
+    with pytest.raises(ValueError, match="holds no adapter"):
+        rig.arena.lora_pass([(lease.slot, 0, 1)], 1)
+
+
+def test_damaged_bytes_are_not_served(rig: Rig) -> None:
+    ref = rig.put(draft_adapter(ARCH))
+    path = rig.files(ref).tensors
+    path.chmod(0o600)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert "is damaged" in rig.error_of(ref)
+    assert rig.fetch(ref) is Residency.FAILED
+    assert "is damaged" in rig.cache.failure(ref.digest)
+
+
+def test_files_that_are_gone_say_so(rig: Rig) -> None:
+    ref = rig.put(draft_adapter(ARCH))
+    rig.store.delete(ref.digest)
+    assert "holds no artifact" in rig.error_of(ref)
+
+
+def test_what_admission_would_refuse_is_refused_again(rig: Rig) -> None:
+    too_wide = rig.put(draft_adapter(ARCH, rank=17))
+    assert "rank" in rig.error_of(too_wide)
+    other_base = rig.put(draft_adapter(TinyBase(hidden=64, heads=8), rank=4))
+    assert rig.error_of(other_base)
+
+
+def test_a_scaling_that_overflows_is_refused(rig: Rig) -> None:
+    """Each value is finite by itself; folded into B it is not, and would poison whoever shares a block."""
+    draft = draft_adapter(ARCH, rank=4, lora_alpha=1e6)
+    for name in draft.tensors:
+        if "lora_B" in name:
+            draft.tensors[name] = (draft.tensors[name] * 1e34).astype(NUMPY_DTYPES["F32"])
+    assert "not finite" in rig.error_of(rig.put(draft))
+
+
+def test_an_unforeseen_error_fails_the_load_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = rig.put(draft_adapter(ARCH, seed=1)), rig.put(draft_adapter(ARCH, seed=2))
+
+    def verify(digest: str) -> None:
+        if digest == bad.digest:
+            raise MemoryError
+
+    monkeypatch.setattr(rig.store, "verify", verify)
+    assert "MemoryError" in rig.error_of(bad)
+    assert rig.fetch(good) is Residency.READY
+
+
+def test_threads_that_hang_are_replaced(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loads hang for good, both threads with them; after they are given up the next one passes."""
+    hung, good = (
+        [rig.put(draft_adapter(ARCH, seed=seed)) for seed in (1, 2)],
+        rig.put(draft_adapter(ARCH, seed=3)),
+    )
+    end, entered = threading.Event(), threading.Semaphore(0)
+
+    def verify(digest: str) -> None:
+        if digest != good.digest:
+            entered.release()
+            end.wait(PATIENCE_S)
+
+    monkeypatch.setattr(rig.store, "verify", verify)
+    tickets = [rig.transport.load(ref) for ref in hung]
+    assert all(entered.acquire(timeout=PATIENCE_S) for _ in tickets)
+    never = rig.transport.load(hung[0])
+    never.cancel()  # not begun: simply taken out of the line
+    for ticket in tickets:
+        ticket.cancel()
+        ticket.cancel()
+    late = rig.transport.load(good)
+    rig.wait(late)
+    assert late.error is None
+    end.set()
+    for ticket in tickets:
+        rig.wait(ticket)
+    assert not never.done
+    again = rig.transport.load(good)
+    rig.wait(again)
+    assert again.error is None
+
+
+def test_when_too_many_threads_hang_loads_fail_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = rig.put(draft_adapter(ARCH))
+    end, entered = threading.Event(), threading.Semaphore(0)
+
+    def verify(digest: str) -> None:
+        entered.release()
+        end.wait(PATIENCE_S)
+
+    monkeypatch.setattr(rig.store, "verify", verify)
+    monkeypatch.setattr("loraplex.adapters.transport.MAX_LOST_THREADS", 3)
+    tickets = []
+    for _ in range(5):
+        tickets.append(rig.transport.load(ref))
+        assert entered.acquire(timeout=PATIENCE_S)
+        tickets[-1].cancel()
+    assert "hang" in (rig.transport.load(ref).error or "")
+    end.set()
+    for ticket in tickets:
+        rig.wait(ticket)
+
+
+def test_close_ends_the_threads(rig: Rig) -> None:
+    ref = rig.put(draft_adapter(ARCH))
+    assert rig.fetch(ref) is Residency.READY
+    before = threading.active_count()
+    rig.transport.close()
+    assert threading.active_count() == before - 3
