@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope
 
 from loraplex.admin.problem import ClientGone, Problem
 
 SILENCE_S = 30.0
 """How long a client may send nothing of its body."""
-_LEFTOVER_BYTES = 8 << 20
-_LEFTOVER_S = 2.0
+LEFTOVER_BYTES = 8 << 20
+LEFTOVER_S = 2.0
+"""What is still read of a body whose request was refused, in bytes and seconds."""
 
 
 def declared_length(request: Request) -> int | None:
@@ -45,7 +46,7 @@ async def chunks(request: Request, *, silence_s: float = SILENCE_S) -> AsyncIter
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
     """The whole body. Raises Problem (408, 413, 415), ClientGone."""
     refuse_encoding(request)
-    too_large = Problem("request_too_large", f"The body is larger than {max_bytes} bytes.", close=True)
+    too_large = Problem("request_too_large", f"The body is larger than {max_bytes} bytes.")
     if (declared_length(request) or 0) > max_bytes:
         raise too_large
     body = bytearray()
@@ -56,27 +57,41 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def discard_rest(request: Request) -> None:
-    """Read on for a moment and throw away: a client that is still sending would otherwise meet a closed
-    connection before it reads why. One that asked first (Expect: 100-continue) has not begun to send."""
-    if request.headers.get("expect", "").lower() == "100-continue":
-        return
-    seen = 0
-    try:
-        async with asyncio.timeout(_LEFTOVER_S):
-            while seen <= _LEFTOVER_BYTES:
-                message = await request.receive()
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    return
-                seen += len(message.get("body", b""))
-    except TimeoutError:
-        return
-
-
 async def _next(request: Request, silence_s: float) -> Message:
     try:
         async with asyncio.timeout(silence_s):
             return await request.receive()
     except TimeoutError:
         detail = f"Nothing of the body came for {silence_s:g} seconds."
-        raise Problem("request_timeout", detail, close=True) from None
+        raise Problem("request_timeout", detail) from None
+
+
+class WatchedReceive:
+    """A server's `receive` that knows whether the whole body was read."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        headers = dict(scope["headers"])
+        self._receive = receive
+        self._asked = False
+        self._expects = headers.get(b"expect", b"").lower() == b"100-continue"
+        length = headers.get(b"content-length", b"0")
+        self.complete = length == b"0" and b"transfer-encoding" not in headers
+
+    async def __call__(self) -> Message:
+        self._asked = True
+        message = await self._receive()
+        self.complete = message["type"] == "http.disconnect" or not message.get("more_body", False)
+        return message
+
+    async def discard_rest(self) -> None:
+        """Read on for a moment and throw away: a client that is still sending would otherwise meet a closed
+        connection before it reads why. One that asked first (Expect: 100-continue) has not begun to send."""
+        if self._expects and not self._asked:
+            return
+        seen = 0
+        try:
+            async with asyncio.timeout(LEFTOVER_S):
+                while not self.complete and seen <= LEFTOVER_BYTES:
+                    seen += len((await self()).get("body", b""))
+        except TimeoutError:
+            return

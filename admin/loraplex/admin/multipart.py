@@ -88,9 +88,7 @@ class UploadParser:
         try:
             self._parser.write(chunk)
         except FormParserError:
-            raise Problem(
-                "invalid_multipart", f"The multipart body is damaged. {_WHAT_IS_WANTED}", close=True
-            ) from None
+            raise Problem("invalid_multipart", f"The multipart body is damaged. {_WHAT_IS_WANTED}") from None
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -127,17 +125,15 @@ class UploadParser:
     def _count_header(self, size: int) -> None:
         self._header_bytes += size
         if self._header_bytes > MAX_HEADER_BYTES:
-            raise Problem(
-                "invalid_multipart", f"A part's headers are longer than {MAX_HEADER_BYTES} bytes.", close=True
-            )
+            raise Problem("invalid_multipart", f"A part's headers are longer than {MAX_HEADER_BYTES} bytes.")
 
     def _end_header(self) -> None:
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
-            raise Problem("invalid_multipart", f"A part has more than {MAX_HEADERS} headers.", close=True)
+            raise Problem("invalid_multipart", f"A part has more than {MAX_HEADERS} headers.")
         name = self._name.decode("latin-1").lower()
         if name in self._headers:
-            raise Problem("invalid_multipart", f"A part has the header {shown(name)} twice.", close=True)
+            raise Problem("invalid_multipart", f"A part has the header {shown(name)} twice.")
         self._headers[name] = self._value.decode("latin-1")
         self._name.clear()
         self._value.clear()
@@ -145,15 +141,12 @@ class UploadParser:
     def _begin_data(self) -> None:
         part = self._which_part()
         if part in self._seen:
-            raise Problem(
-                "invalid_multipart", f"The part {part.value} comes twice.", param=part.value, close=True
-            )
+            raise Problem("invalid_multipart", f"The part {part.value} comes twice.", param=part.value)
         if self._seen and Part.ARCHIVE in self._seen | {part}:
             raise Problem(
                 "invalid_multipart",
                 f"An archive comes alone. {_WHAT_IS_WANTED}",
                 param=ARCHIVE_NAME,
-                close=True,
             )
         encoding = self._headers.get("content-transfer-encoding", "").strip().lower()
         if encoding not in _PLAIN_ENCODINGS:
@@ -161,7 +154,6 @@ class UploadParser:
                 "invalid_multipart",
                 f"The part {part.value} is encoded as {shown(encoding)}; send its bytes as they are.",
                 param=part.value,
-                close=True,
             )
         self._seen.add(part)
         self._current = part
@@ -169,9 +161,7 @@ class UploadParser:
     def _which_part(self) -> Part:
         disposition, options = parse_options_header(self._headers.get("content-disposition", ""))
         if disposition != b"form-data" or b"name" not in options:
-            raise Problem(
-                "invalid_multipart", "A part has no Content-Disposition: form-data with a name.", close=True
-            )
+            raise Problem("invalid_multipart", "A part has no Content-Disposition: form-data with a name.")
         name = options[b"name"].decode("latin-1")
         wanted = options.get(b"filename", b"").decode("latin-1") if name in ("file", "files") else name
         known = {part.value: part for part in Part}
@@ -180,14 +170,13 @@ class UploadParser:
                 "invalid_multipart",
                 f"There is no part {shown(wanted)}. {_WHAT_IS_WANTED}",
                 param=name[:80],
-                close=True,
             )
         return known[wanted]
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         part = self._current
         if part is None:
-            raise Problem("invalid_multipart", "A part has no headers.", close=True)
+            raise Problem("invalid_multipart", "A part has no headers.")
         size = end - start
         self._total += size
         self._room[part] -= size
@@ -196,7 +185,6 @@ class UploadParser:
                 "too_large",
                 f"{CONFIG_NAME} is larger than {MAX_CONFIG_BYTES} bytes.",
                 param=CONFIG_NAME,
-                close=True,
             )
         if self._total > self._max_bytes:
             raise too_large(self._max_bytes)
@@ -211,5 +199,4 @@ def too_large(max_bytes: int) -> Problem:
         "too_large",
         f"The upload is larger than {max_bytes} bytes, which is the most that this server takes "
         "(--max-adapter-upload).",
-        close=True,
     )

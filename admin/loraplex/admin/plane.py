@@ -15,13 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.adapters.files import shown
 from loraplex.adapters.strict_json import parse_object
-from loraplex.admin.body import discard_rest, read_body
+from loraplex.admin.body import WatchedReceive, read_body
 from loraplex.admin.operation import Answer, Call, Operation
 from loraplex.admin.problem import ClientGone, Problem, from_exception
+from loraplex.control.errors import TenantNotFound
 from loraplex.control.types import Principal
 
 MAX_JSON_BYTES = 256 << 10
 MAX_BEARER_CHARS = 512
+MAX_NAME_CHARS = 256
 Authenticate = Callable[[str], Awaitable[Principal]]
 
 log = structlog.get_logger("loraplex.admin")
@@ -51,6 +53,7 @@ class Plane:
             return
         scope["app"] = self  # so that the router raises instead of answering in plain text
         started = False
+        body = WatchedReceive(scope, receive)
 
         async def noting_send(message: Message) -> None:
             nonlocal started
@@ -58,7 +61,7 @@ class Plane:
             await send(message)
 
         try:
-            await self._router(scope, receive, noting_send)
+            await self._router(scope, body, noting_send)
         except ClientGone:
             return
         except HTTPException as error:
@@ -71,13 +74,14 @@ class Plane:
             return
         if started:
             raise RuntimeError("an answer broke after it had begun")
-        if problem.close and problem.code != "request_timeout":
-            await discard_rest(Request(scope, receive))
-        await problem.response()(scope, receive, noting_send)
+        if problem.code != "request_timeout":
+            await body.discard_rest()
+        await problem.response(close=not body.complete)(scope, receive, noting_send)
 
     async def run(self, operation: Operation, request: Request) -> Response:
         """Everything in the order in which a stranger may learn of it: who, whether, then what is wrong."""
         principal = await self._authenticate(_bearer(request))
+        _check_path(request)
         _authorise(principal, operation, request.path_params.get("tenant"))
         query = _read_query(operation, request)
         body = None if operation.upload else await _read_json(operation, request)
@@ -121,11 +125,18 @@ def _authorise(principal: Principal, operation: Operation, tenant: str | None) -
         return
     if tenant is not None and tenant != principal.tenant_id:
         # The same words as for a tenant that does not exist: ids of others are nobody's business.
-        raise Problem("tenant_not_found", f"There is no tenant {shown(tenant)}.")
+        raise TenantNotFound(f"There is no tenant '{tenant[:80]}'.")
     if operation.access == "operator":
         raise Problem("insufficient_scope", "Only the admin token may do this.")
     if operation.access not in principal.scopes:
         raise Problem("insufficient_scope", f"This key lacks the scope {operation.access}.")
+
+
+def _check_path(request: Request) -> None:
+    """Names that nothing can have are answered here; databases differ in what text they take."""
+    for value in request.path_params.values():
+        if len(value) > MAX_NAME_CHARS or not value.isprintable():
+            raise Problem("not_found", f"There is nothing at {shown(request.url.path, 200)}.")
 
 
 def _read_query(operation: Operation, request: Request) -> BaseModel | None:

@@ -55,8 +55,7 @@ INTERNAL_DETAIL = "The server had an error. Please give the answer's x-request-i
 
 
 class Problem(LoraplexError):
-    """An error answer. `param` names the field or part at fault; `extra` are further members of the document;
-    `close` ends the connection, because the rest of the request was not read."""
+    """An error answer. `param` names the field or part at fault; `extra` are further members of the document."""
 
     def __init__(
         self,
@@ -67,7 +66,6 @@ class Problem(LoraplexError):
         retry_after_s: float | None = None,
         extra: dict[str, Any] | None = None,
         headers: Iterable[tuple[str, str]] = (),
-        close: bool = False,
     ) -> None:
         super().__init__(detail)
         self.code = code
@@ -76,7 +74,6 @@ class Problem(LoraplexError):
         self.retry_after_s = retry_after_s
         self.extra = extra or {}
         self.extra_headers = tuple(headers)
-        self.close = close
 
     def body(self) -> dict[str, Any]:
         return {
@@ -89,14 +86,13 @@ class Problem(LoraplexError):
             **self.extra,
         }
 
-    def response(self) -> Response:
-        headers = dict(self.extra_headers)
+    def response(self, *, close: bool = False) -> Response:
+        """`close` ends the connection: the rest of the request was not read."""
+        headers = dict(self.extra_headers) | ({"Connection": "close"} if close else {})
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status == 503:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s or 1)))
-        if self.close:
-            headers["Connection"] = "close"
         content = json.dumps(self.body(), ensure_ascii=False, allow_nan=False, default=str).encode()
         return Response(content, self.status, headers, MEDIA_TYPE)
 

@@ -1,0 +1,76 @@
+"""The two ASGI applications of the admin plane, from one list of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from loraplex.admin.openapi import PREFIX, docs_page, openapi
+from loraplex.admin.operation import Operation
+from loraplex.admin.plane import Plane
+from loraplex.admin.routes.adapters import adapter_operations
+from loraplex.admin.routes.engine import engine_operations
+from loraplex.admin.routes.keys import key_operations
+from loraplex.admin.routes.releases import release_operations
+from loraplex.admin.routes.tenants import tenant_operations
+from loraplex.admin.routes.versions import version_operations
+from loraplex.admin.services import AdminServices
+from loraplex.control.errors import InvalidKey
+from loraplex.control.types import Principal
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def create_operations(services: AdminServices) -> list[Operation]:
+    """Every route of the admin plane."""
+    return [
+        *tenant_operations(services),
+        *key_operations(services),
+        *adapter_operations(services),
+        *version_operations(services),
+        *release_operations(services),
+        *engine_operations(services),
+    ]
+
+
+def create_admin_app(services: AdminServices, extra_routes: Iterable[BaseRoute] = ()) -> ASGIApp:
+    """The operators' port: everything under /admin/v1, /openapi.json, /docs, and `extra_routes` (probes, metrics),
+    which need no token."""
+    operations = create_operations(services)
+    document, page = openapi(operations), docs_page(operations)
+
+    async def show_document(_: Request) -> Response:
+        return JSONResponse(document)
+
+    async def show_page(_: Request) -> Response:
+        return HTMLResponse(page, headers=_PAGE_HEADERS)
+
+    pages: list[BaseRoute] = [
+        Route("/openapi.json", show_document, methods=["GET"]),
+        Route("/docs", show_page, methods=["GET"]),
+    ]
+    return Plane(operations, services.key_cache.authenticate, PREFIX, [*pages, *extra_routes])
+
+
+def create_tenant_app(services: AdminServices) -> ASGIApp:
+    """The routes that a tenant's own key may use, to be mounted at /admin/v1 of the data plane. The admin token is
+    not taken there: the operators' secret has no business on the tenants' port."""
+
+    async def authenticate(secret: str) -> Principal:
+        principal = await services.key_cache.authenticate(secret)
+        if principal.is_admin:
+            raise InvalidKey("The admin token works on the admin port only.")
+        return principal
+
+    operations = [row for row in create_operations(services) if row.access != "operator"]
+    return Plane(operations, authenticate)
+
+
+__all__ = ["AdminServices", "create_admin_app", "create_operations", "create_tenant_app"]

@@ -1,0 +1,88 @@
+"""/tenants."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+from loraplex.admin.forget import forget
+from loraplex.admin.operation import Answer, Call, Operation
+from loraplex.admin.schemas import Limits, PageQuery, Tenant, TenantChange, TenantCreate, TenantPage
+from loraplex.admin.services import AdminServices
+from loraplex.control.types import TenantInfo
+
+
+def tenant_operations(services: AdminServices) -> list[Operation]:
+    run = services.database.run
+
+    async def create_tenant(call: Call) -> Answer:
+        body = call.body(TenantCreate)
+        create = partial(
+            services.tenants.create,
+            display_name=body.display_name,
+            weight=body.weight,
+            limits=body.limits.model_dump(exclude_unset=True),
+        )
+        made = await run(create, body.id)
+        return Answer(_show(made), 201, {"Location": f"/admin/v1/tenants/{made.id}"})
+
+    async def list_tenants(call: Call) -> Answer:
+        query = call.query(PageQuery)
+        page = await run(partial(services.tenants.list, limit=query.limit, cursor=query.cursor))
+        return Answer(TenantPage(data=[_show(row) for row in page.items], next_cursor=page.next_cursor))
+
+    async def get_tenant(call: Call) -> Answer:
+        return Answer(_show(await run(services.tenants.get, call.path["tenant"])))
+
+    async def update_tenant(call: Call) -> Answer:
+        changes = call.body(TenantChange).model_dump(exclude_unset=True)
+        return Answer(_show(await run(services.tenants.update, call.path["tenant"], changes)))
+
+    async def delete_tenant(call: Call) -> Answer:
+        removal = await run(services.tenants.delete, call.path["tenant"])
+        await forget(services.engine, removal)
+        return Answer(status=204)
+
+    one = "/tenants/{tenant}"
+    return [
+        Operation(
+            "POST",
+            "/tenants",
+            "operator",
+            create_tenant,
+            "Create a tenant.",
+            {201: Tenant},
+            body=TenantCreate,
+        ),
+        Operation(
+            "GET",
+            "/tenants",
+            "operator",
+            list_tenants,
+            "List tenants by id.",
+            {200: TenantPage},
+            query=PageQuery,
+        ),
+        Operation("GET", one, "operator", get_tenant, "Show a tenant.", {200: Tenant}),
+        Operation(
+            "PATCH", one, "operator", update_tenant, "Change a tenant.", {200: Tenant}, body=TenantChange
+        ),
+        Operation(
+            "DELETE",
+            one,
+            "operator",
+            delete_tenant,
+            "Delete a tenant with its keys and adapters; what runs finishes.",
+            {204: None},
+        ),
+    ]
+
+
+def _show(info: TenantInfo) -> Tenant:
+    return Tenant(
+        id=info.id,
+        display_name=info.display_name,
+        weight=info.weight,
+        limits=Limits(**dataclasses.asdict(info.limits)),
+        created_at=info.created_at,
+    )

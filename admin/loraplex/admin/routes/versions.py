@@ -1,0 +1,169 @@
+"""/tenants/{tenant}/adapters/{name}/versions and what hangs below it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from functools import partial
+
+import anyio
+import anyio.to_thread
+
+from loraplex.adapters.archive import extract_upload
+from loraplex.adapters.files import shown
+from loraplex.adapters.store import Staging
+from loraplex.admin.forget import forget
+from loraplex.admin.multipart import Part
+from loraplex.admin.operation import Answer, Call, Operation
+from loraplex.admin.problem import Problem
+from loraplex.admin.schemas import VERSION_PATTERN, PageQuery, Pin, Version, VersionPage
+from loraplex.admin.services import AdminServices
+from loraplex.admin.upload import receive_upload
+from loraplex.control.errors import VersionNotFound
+from loraplex.control.types import VersionInfo
+
+
+def version_operations(services: AdminServices) -> list[Operation]:
+    run = services.database.run
+    gate = services.upload_gate
+
+    async def push_version(call: Call) -> Answer:
+        tenant, name = call.path["tenant"], call.path["name"]
+        await run(services.catalog.check_upload, tenant, name)
+        with _slot(gate.slots):
+            async with receive_upload(
+                call.request,
+                services.artifacts.store,
+                max_bytes=services.max_upload_bytes,
+                threads=gate.writers,
+            ) as (staging, parts):
+                admitted = partial(admit, tenant, name, staging, parts)
+                info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
+        location = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
+        return Answer(_show(info), 201 if is_new else 200, {"Location": location})
+
+    def admit(tenant: str, name: str, staging: Staging, parts: frozenset[Part]) -> tuple[VersionInfo, bool]:
+        if Part.ARCHIVE in parts:
+            extract_upload(staging.archive_path, staging.directory, max_bytes=services.max_upload_bytes)
+        return services.catalog.admit(tenant, name, staging)
+
+    async def list_versions(call: Call) -> Answer:
+        query = call.query(PageQuery)
+        read = partial(services.catalog.list_versions, limit=query.limit, cursor=query.cursor)
+        page = await run(read, call.path["tenant"], call.path["name"])
+        return Answer(VersionPage(data=[_show(row) for row in page.items], next_cursor=page.next_cursor))
+
+    async def get_version(call: Call) -> Answer:
+        return Answer(_show(await run(services.catalog.get_version, *_which(call))))
+
+    async def delete_version(call: Call) -> Answer:
+        await forget(services.engine, await run(services.catalog.delete_version, *_which(call)))
+        return Answer(status=204)
+
+    async def pin_version(call: Call) -> Answer:
+        info = await run(services.catalog.get_version, *_which(call))
+        if info.state != "ready":
+            raise Problem(
+                "conflict", f"{info.name}@{info.version} is {info.state}; only a ready version is pinned."
+            )
+        # The engine first: a pin that it refuses, for want of room, must not come back at its next start.
+        await services.engine.pin(info.ref())
+        return Answer(_pinned(await run(services.catalog.set_pin, *_which(call), True)))
+
+    async def unpin_version(call: Call) -> Answer:
+        info = await run(services.catalog.set_pin, *_which(call), False)
+        if info.digest not in await run(pinned_digests):
+            await services.engine.unpin(info.digest)
+        return Answer(_pinned(info))
+
+    def pinned_digests() -> set[str]:
+        # Other names and tenants may have pinned the same bytes.
+        return {other.digest for other in services.catalog.pinned()}
+
+    versions = "/tenants/{tenant}/adapters/{name}/versions"
+    one = f"{versions}/{{version}}"
+    return [
+        Operation(
+            "POST",
+            versions,
+            "adapters:write",
+            push_version,
+            "Upload an adapter as the next version of a name. The same bytes again are the version that has them.",
+            {201: Version, 200: Version},
+            upload=True,
+        ),
+        Operation(
+            "GET",
+            versions,
+            "adapters:read",
+            list_versions,
+            "List an adapter's versions, deleted ones too.",
+            {200: VersionPage},
+            query=PageQuery,
+        ),
+        Operation(
+            "GET", one, "adapters:read", get_version, "Show a version with its report.", {200: Version}
+        ),
+        Operation(
+            "DELETE",
+            one,
+            "adapters:write",
+            delete_version,
+            "Delete a version; what runs finishes.",
+            {204: None},
+        ),
+        Operation(
+            "PUT", f"{one}/pin", "adapters:write", pin_version, "Keep a version on the device.", {200: Pin}
+        ),
+        Operation(
+            "DELETE",
+            f"{one}/pin",
+            "adapters:write",
+            unpin_version,
+            "Let a version leave the device when room is needed.",
+            {200: Pin},
+        ),
+    ]
+
+
+@contextlib.contextmanager
+def _slot(slots: anyio.Semaphore) -> Iterator[None]:
+    try:
+        slots.acquire_nowait()
+    except anyio.WouldBlock:
+        raise Problem(
+            "server_overloaded", "Too many uploads are on their way; try again.", retry_after_s=5
+        ) from None
+    try:
+        yield
+    finally:
+        slots.release()
+
+
+def _which(call: Call) -> tuple[str, str, str]:
+    """Tenant, name and version of the path. A version has one spelling, so that nothing compares amiss."""
+    version = call.path["version"]
+    if not re.fullmatch(VERSION_PATTERN, version):
+        raise VersionNotFound(f"There is no version {shown(version)}; versions are named v1, v2, ….")
+    return call.path["tenant"], call.path["name"], version
+
+
+def _pinned(info: VersionInfo) -> Pin:
+    return Pin(name=info.name, version=info.version, pinned=info.pinned)
+
+
+def _show(info: VersionInfo) -> Version:
+    return Version(
+        name=info.name,
+        version=info.version,
+        digest=info.digest,
+        state=info.state,
+        rank=info.rank,
+        targets=list(info.targets),
+        bytes=info.bytes,
+        pinned=info.pinned,
+        base_fingerprint=info.base_fingerprint,
+        created_at=info.created_at,
+        report=info.report,
+    )

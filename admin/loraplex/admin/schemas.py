@@ -1,0 +1,244 @@
+"""Bodies and answers of the admin plane. Unknown fields are refused; times are RFC 3339 in UTC."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
+
+from loraplex.control.rules import DEFAULT_PAGE, MAX_PAGE
+from loraplex.control.types import Scope
+
+_BIGGEST = 2**53 - 1  # what every JSON reader holds exactly
+
+
+def _rfc3339(value: datetime) -> str:
+    aware = value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+    return aware.isoformat(timespec="milliseconds" if aware.microsecond else "seconds").replace("+00:00", "Z")
+
+
+def _with_zone(value: datetime) -> datetime:
+    if value.tzinfo is None:
+        raise ValueError("a time needs its zone, such as 2030-01-31T00:00:00Z")
+    return value.astimezone(UTC)
+
+
+def _plain_text(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("control characters are not allowed")
+    return value
+
+
+Timestamp = Annotated[datetime, PlainSerializer(_rfc3339, return_type=str)]
+GivenTime = Annotated[datetime, AfterValidator(_with_zone)]
+Label = Annotated[str, Field(max_length=200), AfterValidator(_plain_text)]
+ModelName = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_plain_text)]
+PositiveCount = Annotated[int, Field(ge=1, le=_BIGGEST)]
+Weight = Annotated[float, Field(gt=0, le=1e6)]
+VERSION_PATTERN = r"v[1-9][0-9]{0,8}"
+VersionName = Annotated[str, Field(pattern=f"^{VERSION_PATTERN}$")]
+
+
+class Given(BaseModel):
+    """What a client sends."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Shown(BaseModel):
+    """What we answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PageQuery(Given):
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE)] = DEFAULT_PAGE
+    cursor: Annotated[str | None, Field(max_length=512)] = None
+
+
+class Limits(Given):
+    """null is no limit. What is not enforced yet is refused, so that an accepted limit is one that holds."""
+
+    requests_per_minute: PositiveCount | None = None
+    tokens_per_minute: PositiveCount | None = None
+    max_concurrency: PositiveCount | None = None
+    token_budget: PositiveCount | None = None
+    budget_period: Literal["hour", "day", "month"] | None = None
+    max_adapters: PositiveCount | None = None
+    max_adapter_bytes: PositiveCount | None = None
+    max_output_tokens: PositiveCount | None = None
+
+
+class TenantCreate(Given):
+    id: Annotated[str, Field(max_length=64)]
+    display_name: Label | None = None
+    weight: Weight = 1.0
+    limits: Limits = Limits()
+
+
+class TenantChange(Given):
+    """Only the fields that are there are changed; of `limits` likewise, and null takes a limit away."""
+
+    display_name: Label | None = None
+    weight: Weight | None = None
+    limits: Limits | None = None
+
+
+class Tenant(Shown):
+    id: str
+    display_name: str | None
+    weight: float
+    limits: Limits
+    created_at: Timestamp
+
+
+class TenantPage(Shown):
+    data: list[Tenant]
+    next_cursor: str | None
+
+
+class KeyCreate(Given):
+    name: Label | None = None
+    scopes: Annotated[list[Scope], Field(min_length=1, max_length=8)] = ["inference"]
+    models: Annotated[list[ModelName], Field(max_length=1000)] | None = None
+    limits: Limits = Limits()
+    expires_at: GivenTime | None = None
+
+
+class KeyRotate(Given):
+    grace_seconds: Annotated[int, Field(ge=0, le=30 * 86400)] = 0
+
+
+class Key(Shown):
+    """Never holds the secret, which begins with `lpx_<id>_`. After a rotation the old one works until
+    `previous_valid_until`."""
+
+    id: str
+    tenant_id: str
+    name: str | None
+    scopes: list[Scope]
+    models: list[str] | None
+    limits: Limits
+    expires_at: Timestamp | None
+    created_at: Timestamp
+    revoked_at: Timestamp | None
+    previous_valid_until: Timestamp | None
+
+
+class KeyWithSecret(Key):
+    secret: str
+
+
+class KeyPage(Shown):
+    data: list[Key]
+    next_cursor: str | None
+
+
+class Target(Given):
+    """`weight` is its part of the weights' sum."""
+
+    version: VersionName
+    weight: Annotated[int, Field(ge=0, le=1_000_000)]
+
+
+class ReleaseChange(Given):
+    targets: Annotated[list[Target], Field(min_length=1, max_length=100)]
+    sticky: Literal["user", "key", "none"] = "none"
+    shadow: None = None
+    guard: None = None
+    schedule: None = None
+
+
+class ReleasePromote(Given):
+    version: VersionName | None = None
+
+
+class Release(Shown):
+    """Which versions take the traffic of a name, in which shares."""
+
+    name: str
+    targets: list[Target]
+    sticky: Literal["user", "key", "none"]
+    revision: int
+    created_at: Timestamp
+
+
+class Version(Shown):
+    """`bytes` is the size of the upload's files; `base_fingerprint` names the base that it was checked against."""
+
+    name: str
+    version: str
+    digest: str
+    state: Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted"]
+    rank: int
+    targets: list[str]
+    bytes: int
+    pinned: bool
+    base_fingerprint: str
+    created_at: Timestamp
+    report: dict[str, Any] | None
+
+
+class Pin(Shown):
+    name: str
+    version: str
+    pinned: bool
+
+
+class VersionPage(Shown):
+    data: list[Version]
+    next_cursor: str | None
+
+
+class Adapter(Shown):
+    """`latest_version` is the newest, even if it was deleted; `num_versions` counts those that were not. `release` is
+    null where nothing is released."""
+
+    name: str
+    num_versions: int
+    latest_version: str
+    release: Release | None
+    created_at: Timestamp
+
+
+class AdapterPage(Shown):
+    data: list[Adapter]
+    next_cursor: str | None
+
+
+class CacheRow(Shown):
+    """Where one version is: `residency` names every tier that holds it, the fastest first. `load_seconds` is the
+    last load by stage; `last_used_seconds_ago` is null if it was not used since the engine began."""
+
+    tenant_id: str
+    name: str
+    version: str
+    digest: str
+    residency: list[Literal["device", "host", "disk"]]
+    loading: bool
+    pinned: bool
+    leases: int
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    last_used_seconds_ago: float | None
+    load_seconds: dict[str, float]
+    error: str | None
+
+
+class CachePage(Shown):
+    data: list[CacheRow]
+    next_cursor: str | None
+
+
+class Engine(Shown):
+    """`info` is what the engine told of itself at its start; `stats` its gauges and counters now, null while no
+    engine answers."""
+
+    healthy: bool
+    unhealthy_reason: str | None
+    restarts: int
+    live_requests: int
+    info: dict[str, Any]
+    stats: dict[str, Any] | None

@@ -1,0 +1,41 @@
+"""What the admin plane is built from. The factory fills one `AdminServices`; nothing else is global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import anyio
+
+from loraplex.control.artifacts import Artifacts
+from loraplex.control.catalog import Catalog
+from loraplex.control.database import Database
+from loraplex.control.keys import KeyCache, Keys
+from loraplex.control.releases import Releases
+from loraplex.control.tenants import Tenants
+from loraplex.serving.client import EngineClient
+
+
+class UploadGate:
+    """How much uploading goes on at a time, over both ports: `max_uploads` on their way (more get 503), of which
+    `max_validations` are validated (the others wait; validation reads every value)."""
+
+    def __init__(self, max_uploads: int = 16, max_validations: int = 2) -> None:
+        self.slots = anyio.Semaphore(max_uploads)
+        self.writers = anyio.CapacityLimiter(max_uploads)
+        self.validators = anyio.CapacityLimiter(max_validations)
+
+
+@dataclass(frozen=True)
+class AdminServices:
+    """`max_upload_bytes` bounds an adapter's files together."""
+
+    database: Database
+    tenants: Tenants
+    keys: Keys
+    key_cache: KeyCache
+    catalog: Catalog
+    releases: Releases
+    artifacts: Artifacts
+    engine: EngineClient
+    max_upload_bytes: int = 1 << 30
+    upload_gate: UploadGate = field(default_factory=UploadGate)
