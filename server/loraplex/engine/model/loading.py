@@ -15,6 +15,7 @@ from loraplex.engine.model.fused import load_fused
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 
+_NO_LIMIT = 1 << 62
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 TESTED = frozenset({"gemma", "gemma2", "granite", "olmo2", "phi3", "smollm3", "starcoder2"})
@@ -61,12 +62,10 @@ def load_wrapped(
             trust_remote_code=False,
             local_files_only=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except KeyError as error:  # from a table of its own kinds of attention
+        raise ModelUnsupported(f"{config.model_type} does not let its attention be chosen: {error}") from error
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelUnsupported(f"transformers can't load {model_dir}: {error}") from error
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ModelUnsupported(
-            f"{type(model).__name__} has an attention of its own, which can't be given a paged cache"
-        )
     model.requires_grad_(False)
     return TransformersDecoder(model.eval().to(device), shape)
 
@@ -97,7 +96,7 @@ def _config(model_dir: Path) -> Any:
         raise ModelUnsupported(
             f"transformers does not accept {model_dir / 'config.json'}: {reason}"
         ) from error
-    return config.get_text_config() if is_fused(config.get_text_config().model_type) else config
+    return config
 
 
 def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:
@@ -105,31 +104,27 @@ def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:
         return asked
     if asked != "auto":
         return _DTYPES[asked]
-    found = getattr(config, "dtype", None)
-    if isinstance(found, str):
-        found = _DTYPES.get(found)
-    if found not in _DTYPES.values():
-        return torch.float32
-    return torch.float16 if found == torch.float16 else found
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return _DTYPES.get(stored, torch.float32)
 
 
 def _shape(config: Any) -> ModelShape:
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    layers = getattr(text, "num_hidden_layers", None)
-    positions = getattr(text, "max_position_embeddings", None)
-    if not all(isinstance(value, int) for value in (heads, layers, positions)):
-        raise ModelUnsupported(
-            f"the config of {text.model_type} lacks num_attention_heads, num_hidden_layers or "
-            "max_position_embeddings"
-        )
+    heads = _number(text, "num_attention_heads")
     return ModelShape(
-        num_layers=layers,
+        num_layers=_number(text, "num_hidden_layers"),
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocab_size=text.vocab_size,
-        max_positions=min(positions, *_rope_limits(text)) if _rope_limits(text) else positions,
+        head_dim=getattr(text, "head_dim", None) or _number(text, "hidden_size") // heads,
+        vocab_size=_number(text, "vocab_size"),
+        max_positions=min(_number(text, "max_position_embeddings"), *_rope_limits(text)),
     )
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or value < 1:
+        raise ModelUnsupported(f"the config of {config.model_type} has no {name}")
+    return value
 
 
 def _rope_limits(config: Any) -> list[int]:
@@ -137,7 +132,7 @@ def _rope_limits(config: Any) -> list[int]:
     these positions they do not."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = parameters.values() if all(isinstance(v, dict) for v in parameters.values()) else [parameters]
-    limits: list[int] = []
+    limits = [_NO_LIMIT]
     for kind in kinds:
         rope_type = kind.get("rope_type", "default")
         if rope_type == "longrope":

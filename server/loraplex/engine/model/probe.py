@@ -84,7 +84,7 @@ def _paged_logits(
     # What an earlier owner may have left in the blocks.
     kv = KVCache(decoder.shape, sum(len(table) for table in tables), decoder.dtype, device)
     kv.tensor.fill_(float("nan"))
-    ends = [
+    ends: list[list[int]] = [
         sorted({c for c in cuts if c < len(p) - 5} | set(range(len(p) - 5, len(p) + 1))) if cuts else [len(p)]
         for p in prompts
     ]
@@ -120,6 +120,11 @@ def _paged_logits(
             lora=counting,
         )
         logits = decoder.forward(batch)
+        for layer in range(decoder.num_layers):
+            if not kv.layer(layer).isfinite().any():
+                raise ModelUnsupported(
+                    f"layer {layer} has an attention of its own, which our paged cache can't serve"
+                )
         _check_sites(decoder, counting, num_rows)
         first = 0
         for i, (start, end) in zip(turn, spans, strict=True):
