@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from loraplex.control.errors import RateLimited
+from loraplex.control.errors import NeverFits, RateLimited
 from loraplex.control.types import LimitWindow
 from loraplex.engine.types import SamplingParams
 from support.data_plane import BASE, MAX_MODEL_LEN, DataPlane, Refused
@@ -299,6 +299,24 @@ def test_a_refusal_tells_the_windows(plane: DataPlane) -> None:
     assert headers["x-ratelimit-remaining-requests"] == "0"
     assert headers["x-ratelimit-reset-requests"] == "20s"
     assert "x-ratelimit-limit-tokens" not in headers
+
+
+@pytest.mark.parametrize(
+    ("limiters", "told"), [("max_tokens", "max_completion_tokens"), ("messages", "messages")]
+)
+def test_what_can_never_fit_a_limit_names_the_requests_own_field(
+    plane: DataPlane, limiters: str, told: str
+) -> None:
+    plane.limiter.refuse_with = [NeverFits("too much", param=limiters)]
+    with pytest.raises(openai.BadRequestError) as caught:
+        plane.client().chat.completions.create(model=BASE, messages=HI, max_completion_tokens=5)
+    check(caught.value, 400, "invalid_value", told)
+
+
+def test_an_answer_survives_a_limiter_that_cannot_settle(plane: DataPlane) -> None:
+    plane.limiter.broken = True
+    answer = plane.client().chat.completions.create(model=BASE, messages=HI)
+    assert answer.choices[0].message.content == "ok"
 
 
 def test_a_spent_quota_is_not_tried_again(plane: DataPlane) -> None:

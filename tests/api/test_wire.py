@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -97,6 +98,21 @@ def test_a_client_that_hangs_up_frees_the_engine(brisk: DataPlane, stream: bool,
     )
     brisk.settle_all()
     assert len(brisk.limiter.settled) == 1
+    assert cut(brisk, "gone") == before + 1
+
+
+def test_a_hang_up_while_the_limits_are_asked(brisk: DataPlane) -> None:
+    """The reservation is made all the same, and then given back whole; the engine never hears of it."""
+    held = brisk.limiter.held = asyncio.Event()
+    with brisk.server.connect() as sock:
+        sock.sendall(completion())
+        wait_for(brisk, lambda: brisk.limiter.asked == 1)
+    before = cut(brisk, "gone")
+    wait_for(brisk, lambda: not brisk.server.server.server_state.connections)
+    brisk.on_loop(held.set)
+    brisk.settle_all()
+    assert brisk.limiter.settled == [("r0", 0)]
+    assert brisk.engine.requests == []
     assert cut(brisk, "gone") == before + 1
 
 

@@ -10,7 +10,7 @@ Tenant `acme` (key `lpx_acme`) has the adapters `pirate` (versions 1 and 2, 2 re
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -107,25 +107,32 @@ class FakeResolver:
 
 @dataclass
 class FakeLimiter:
-    """Remembers every reservation and what it was settled with; a second settle is kept too."""
+    """Remembers every reservation and what it was settled with; a second settle is kept too. `held`: reserving
+    waits for it."""
 
     refuse_with: list[Exception] = field(default_factory=list)
     windows: tuple[LimitWindow | None, LimitWindow | None] = (None, None)
     max_output_tokens: int | None = None
     reserved: dict[str, dict[str, Any]] = field(default_factory=dict)
     settled: list[tuple[str, int]] = field(default_factory=list)
-    changed: threading.Event = field(default_factory=threading.Event)
+    held: asyncio.Event | None = None
+    broken: bool = False
+    asked: int = 0
 
     async def reserve(self, caller: Principal, **asked: Any) -> Reservation:
         if self.refuse_with:
             raise self.refuse_with.pop(0)
+        self.asked += 1
+        if self.held is not None:
+            await self.held.wait()
         name = f"r{len(self.reserved)}"
         self.reserved[name] = {"tenant": caller.tenant_id, **asked}
         return Reservation(name, *self.windows, max_output_tokens=self.max_output_tokens)
 
     async def settle(self, reservation: Reservation, *, used_tokens: int) -> None:
         self.settled.append((reservation.reservation_id, used_tokens))
-        self.changed.set()
+        if self.broken:
+            raise RuntimeError("the limiter is broken")
 
     def check(self) -> None:
         """Every reservation was settled exactly once."""

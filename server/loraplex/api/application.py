@@ -53,4 +53,4 @@ def create_data_app(services: ApiServices, *, extra_routes: Sequence[BaseRoute] 
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=EXPOSED_HEADERS,
         )
-    return Edge(app, services.drain, services.metrics)
+    return Edge(app, services.drain, services.metrics, services.access_log)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import structlog
 
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
@@ -31,7 +33,8 @@ class Authenticator(Protocol):
 
 class Resolver(Protocol):
     async def resolve(self, principal: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
-        """`user` is the request's own label of its end user. Raises errors with the codes `model_not_found` and `model_not_allowed`."""
+        """`user` is the request's own label of its end user. Raises errors with the codes `model_not_found`,
+        `model_not_allowed` and `adapter_unavailable`."""
         ...
 
     async def list_models(self, principal: Principal) -> Sequence[ModelCard]: ...
@@ -47,10 +50,22 @@ class Limiter(Protocol):
         default_tokens: int,
         n: int,
     ) -> Reservation:
-        """Raises errors with the codes `rate_limit_exceeded`, `insufficient_quota` and `invalid_value`."""
+        """Takes the prompts and n outputs from all limits, or nothing. Raises NeverFits and RateLimited, or
+        another error with the code `insufficient_quota`."""
         ...
 
-    async def settle(self, reservation: Reservation, *, used_tokens: int) -> None: ...
+    async def settle(self, reservation: Reservation, *, used_tokens: int) -> None:
+        """Gives back what was reserved and not used."""
+        ...
+
+
+class AccessLog(Protocol):
+    def info(self, event: str, **fields: Any) -> Any: ...
+
+
+def _access_log() -> AccessLog:
+    log: AccessLog = structlog.get_logger("loraplex.access")
+    return log
 
 
 @dataclass(frozen=True)
@@ -73,3 +88,4 @@ class ApiServices:
     tokenizer_threads: int = 4
     cors_origins: tuple[str, ...] = ()
     metrics_on_data_port: bool = False
+    access_log: AccessLog = field(default_factory=_access_log)

@@ -10,22 +10,24 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.api.context import RequestContext, context_of, new_context
+from loraplex.api.deps import AccessLog
 from loraplex.api.drain import Drain
 from loraplex.api.errors import ApiError, ClientGone, from_exception, method_not_allowed, not_found
 from loraplex.api.metrics import Metrics, adapter_label
 
 PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health"})
 
-log = structlog.get_logger("loraplex.access")
+log = structlog.get_logger("loraplex.api")
 
 
 class Edge:
     """The outermost layer: gives each request its context and id, logs it when it is over."""
 
-    def __init__(self, app: ASGIApp, drain: Drain, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, drain: Drain, metrics: Metrics, access_log: AccessLog) -> None:
         self._app = app
         self._drain = drain
         self._metrics = metrics
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,7 +67,7 @@ class Edge:
         principal = context.principal
         if principal is not None and context.status is not None and context.resolved:
             self._metrics.request_answered(context.tenant_id, context.adapter, context.status)
-        log.info(
+        self._access_log.info(
             "request",
             request_id=context.label,
             id=context.internal_id,

@@ -23,6 +23,7 @@ from loraplex.api.limit_headers import limit_headers
 from loraplex.api.metrics import adapter_label
 from loraplex.api.planning import GenerationPlan, engine_requests, make_plan
 from loraplex.api.schemas import ChatRequest, CompletionRequest, parse_request
+from loraplex.control.errors import NeverFits
 from loraplex.control.types import Principal, Reservation, ResolvedModel
 from loraplex.serving.errors import ServingError
 
@@ -105,15 +106,10 @@ class GenerationEndpoint:
         open. Both are shielded, so that a client that goes away cannot part them."""
         services = self._services
         with anyio.CancelScope(shield=True):
-            reservation = await services.limiter.reserve(
-                principal,
-                prompt_tokens=plan.prompt_tokens,
-                asked_tokens=plan.asked,
-                default_tokens=max(plan.max_tokens),
-                n=plan.num_choices,
-            )
+            reservation = await self._reserve(principal, plan)
         generation: Generation | None = None
         try:
+            client.check()
             requests = engine_requests(
                 plan,
                 internal_id=context.internal_id,
@@ -136,6 +132,20 @@ class GenerationEndpoint:
                 if generation is not None:
                     await generation.close(principal.tenant_id or "")
                 await self._settle(context, reservation, generation)
+
+    async def _reserve(self, principal: Principal, plan: GenerationPlan) -> Reservation:
+        try:
+            return await self._services.limiter.reserve(
+                principal,
+                prompt_tokens=plan.prompt_tokens,
+                asked_tokens=plan.asked,
+                default_tokens=max(plan.max_tokens),
+                n=plan.num_choices,
+            )
+        except NeverFits as error:
+            # The limiter knows two causes; which field each is depends on the route.
+            field = plan.asked_field if error.param == "max_tokens" else self._kind.source
+            raise invalid(field, error.message) from error
 
     async def _settle(
         self, context: RequestContext, reservation: Reservation, generation: Generation | None

@@ -19,12 +19,14 @@ SEED_MASK = (1 << 63) - 1
 @dataclass(frozen=True)
 class GenerationPlan:
     """Prompts as tokens, each with the most tokens that its answers may have. `asked` is the client's own wish
-    for the answer's length (None: ours), which alone can be refused for never fitting a limit."""
+    for the answer's length (None: ours), which alone can be refused for never fitting a limit; `asked_field` is
+    where it stands."""
 
     request: GenerationFields
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
     asked: int | None
+    asked_field: str
 
     @property
     def n(self) -> int:
@@ -72,7 +74,7 @@ def make_plan(
         )
     _check_ids("logit_bias", (token_id for token_id, _ in request.logit_bias), vocab_size)
     _check_ids("stop_token_ids", request.stop_token_ids or (), vocab_size)
-    return GenerationPlan(request, tuple(map(tuple, prompts)), tuple(max_tokens), asked)
+    return GenerationPlan(request, tuple(map(tuple, prompts)), tuple(max_tokens), asked, field)
 
 
 def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
