@@ -12,7 +12,8 @@ BLOCK_SIZE = 16
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine process is started with. Sizes in bytes, tokens or sequences as named; 0 means "choose
-    from the machine" for the memory sizes and "what the model allows" for `max_model_len`."""
+    from the machine" for the memory sizes and "what the model allows" for `max_model_len`. `lookahead` -1 is 1
+    on a GPU and 0 elsewhere. `cache_dir` keeps what is costly to find out about a base model."""
 
     model_path: str
     artifact_dir: str
@@ -26,9 +27,11 @@ class EngineConfig:
     adapter_memory: int = 0
     adapter_cpu_memory: int = 0
     max_adapter_rank: int = 64
-    lookahead: Literal[0, 1] = 0
+    lookahead: Literal[-1, 0, 1] = -1
     num_threads: int = 0
     adapter_load_timeout: float = 60.0
+    cache_dir: str | None = None
+    model_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

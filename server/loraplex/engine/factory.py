@@ -1,0 +1,161 @@
+"""From an `EngineConfig` to an engine that runs: the one place where the parts are put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from loraplex.adapters.arena import AdapterArena
+from loraplex.adapters.base import load_base_spec
+from loraplex.adapters.cache import AdapterCache
+from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.layout import ArenaLayout
+from loraplex.adapters.store import ArtifactStore
+from loraplex.adapters.transport import ThreadedTransport
+from loraplex.adapters.weights import HostImage
+from loraplex.engine.config import BLOCK_SIZE, EngineConfig, SchedulerConfig
+from loraplex.engine.core import EngineCore
+from loraplex.engine.executor import Executor
+from loraplex.engine.kv_memory import available_memory, block_bytes, size_kv_cache
+from loraplex.engine.model.base import KVCache, Model
+from loraplex.engine.model.fused import FusedDecoder
+from loraplex.engine.model.loading import eos_token_ids, load_model
+from loraplex.engine.protocol import EngineInfo
+from loraplex.engine.runner import ModelRunner
+
+MAX_SLOTS = 1024
+LOADER_THREADS = 2
+_ADAPTER_FRACTION = 0.1
+_MAX_ADAPTER_MEMORY = {"cpu": 1 << 30, "cuda": 16 << 30}
+_MAX_ADAPTER_CPU_MEMORY = 4 << 30
+
+
+class DeviceUnavailable(LoraplexError):
+    """The device that was asked for is not there."""
+
+    code = "device_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """A core that is ready for its step thread. `close` ends its worker and loader threads."""
+
+    core: EngineCore
+    info: EngineInfo
+    runner: ModelRunner
+    transport: ThreadedTransport
+
+    def close(self) -> None:
+        self.transport.close()
+        self.runner.close()
+
+
+def build_engine(
+    config: EngineConfig, wake: Callable[[], None], *, wrap_model: Callable[[Model], Model] | None = None
+) -> BuiltEngine:
+    """Load the base model, size the KV cache and the arena, and put an engine around them.
+
+    `wake` is called from loader threads when the core should look again. `wrap_model` may put something around
+    the model, such as a recorder of its logits. Raises LoraplexError with what is wrong and what to do.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    device = _device(config.device)
+    model_dir = Path(config.model_path)
+    base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
+    model = load_model(model_dir, device, config.dtype)
+    layout = ArenaLayout(model.site_groups, model.num_layers, model.dtype, max_rank=config.max_adapter_rank)
+    num_pages, num_slots = _arena_size(config, layout, device)
+    arena = AdapterArena(layout, num_pages, num_slots, device)
+    size = size_kv_cache(
+        model.shape,
+        model.dtype,
+        device,
+        kv_cache_memory=config.kv_cache_memory,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )
+    kv = KVCache(model.shape, size.num_blocks, model.dtype, device)
+    transport = ThreadedTransport(
+        ArtifactStore(Path(config.artifact_dir)), base, arena, wake=wake, threads=LOADER_THREADS
+    )
+    host_bytes = config.adapter_cpu_memory or _share_of(torch.device("cpu"), _MAX_ADAPTER_CPU_MEMORY)
+    cache: AdapterCache[HostImage] = AdapterCache(
+        transport=transport,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        host_bytes=host_bytes,
+        load_timeout_s=config.adapter_load_timeout,
+        clock=time.monotonic,
+        max_loads=LOADER_THREADS,
+    )
+    eos_ids = eos_token_ids(model_dir)
+    served = model if wrap_model is None else wrap_model(model)
+    runner = ModelRunner(served, kv, Executor(), eos_ids=eos_ids, lora=arena)
+    core = EngineCore(
+        SchedulerConfig(
+            num_blocks=size.num_blocks,
+            max_model_len=size.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_waiting=config.max_waiting,
+            lookahead=_lookahead(config, device),
+        ),
+        runner,
+        cache,
+        eos_ids=eos_ids,
+        clock=time.monotonic,
+    )
+    info = EngineInfo(
+        model_name=config.model_name or model_dir.name,
+        architecture=base.model_type,
+        max_model_len=size.max_model_len,
+        vocab_size=model.shape.vocab_size,
+        eos_ids=tuple(sorted(eos_ids)),
+        device=str(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=size.num_blocks,
+        kv_bytes=size.num_blocks * block_bytes(model.shape, model.dtype),
+        arena_page_bytes=layout.page_bytes,
+        arena_pages=num_pages,
+        adapter_cpu_bytes=host_bytes,
+        max_adapter_rank=config.max_adapter_rank,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        decoder="fused" if isinstance(model, FusedDecoder) else "transformers",
+        base_fingerprint=base.fingerprint,
+        sites=tuple(layout.sites),
+    )
+    return BuiltEngine(core, info, runner, transport)
+
+
+def _device(asked: str) -> torch.device:
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise DeviceUnavailable("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
+    return torch.device(asked)
+
+
+def _lookahead(config: EngineConfig, device: torch.device) -> Literal[0, 1]:
+    if config.lookahead == -1:
+        return 1 if device.type == "cuda" else 0
+    return config.lookahead
+
+
+def _share_of(device: torch.device, most: int) -> int:
+    return min(int(available_memory(device) * _ADAPTER_FRACTION), most)
+
+
+def _arena_size(config: EngineConfig, layout: ArenaLayout, device: torch.device) -> tuple[int, int]:
+    """(pages, slots)."""
+    budget = config.adapter_memory or _share_of(device, _MAX_ADAPTER_MEMORY[device.type])
+    num_pages = max(1, budget // layout.page_bytes)
+    return num_pages, min(num_pages, MAX_SLOTS)
