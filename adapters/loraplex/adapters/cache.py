@@ -516,19 +516,29 @@ class AdapterCache(Generic[ImageT]):
         return entry is not None and entry.stage is _Stage.HOST
 
     def _trim_host(self) -> None:
-        """Drop the least recently used images until the rest is within bounds."""
+        """Drop images until the rest is within bounds: the least recently used first, and those that somebody
+        waits for after all others. One of those stays, or an image larger than the bound could never pass."""
         if self._host_used <= self._host_limit:
             return
+        waiting = []
         for entry in list(self._hosted.values()):
-            if entry.stage is _Stage.COPYING or (entry.stage is _Stage.HOST and self._is_wanted(entry)):
-                continue
-            self._host_evictions += 1
-            if entry.stage is _Stage.HOST:
-                self._forget(entry)
-            else:
-                self._drop_image(entry)
+            if entry.stage is _Stage.HOST and self._is_wanted(entry):
+                waiting.append(entry)
+            elif entry.stage is not _Stage.COPYING:
+                self._drop_from_host(entry)
+                if self._host_used <= self._host_limit:
+                    return
+        for entry in waiting[:-1]:
+            self._drop_from_host(entry)
             if self._host_used <= self._host_limit:
                 return
+
+    def _drop_from_host(self, entry: _Entry[ImageT]) -> None:
+        self._host_evictions += 1
+        if entry.stage is _Stage.HOST:
+            self._forget(entry)
+        else:
+            self._drop_image(entry)
 
     def _drop_image(self, entry: _Entry[ImageT]) -> None:
         if entry.image is not None:
