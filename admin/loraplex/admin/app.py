@@ -9,6 +9,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from loraplex.admin.edge import Edge
 from loraplex.admin.openapi import PREFIX, docs_page, openapi
 from loraplex.admin.operation import Operation
 from loraplex.admin.plane import Plane
@@ -56,7 +57,9 @@ def create_admin_app(services: AdminServices, extra_routes: Iterable[BaseRoute] 
         Route("/openapi.json", show_document, methods=["GET"]),
         Route("/docs", show_page, methods=["GET"]),
     ]
-    return Plane(operations, services.key_cache.authenticate, PREFIX, [*pages, *extra_routes])
+    open_routes = list(extra_routes)
+    plane = Plane(operations, services.key_cache.authenticate, PREFIX, [*pages, *open_routes])
+    return Edge(plane, quiet=frozenset(route.path for route in open_routes if isinstance(route, Route)))
 
 
 def create_tenant_app(services: AdminServices) -> ASGIApp:

@@ -21,6 +21,8 @@ from loraplex.admin.problem import ClientGone, Problem, from_exception
 from loraplex.control.errors import TenantNotFound
 from loraplex.control.types import Principal
 
+PRINCIPAL = "loraplex.principal"
+"""Where a request's scope says who called, for the access log."""
 MAX_JSON_BYTES = 256 << 10
 MAX_BEARER_CHARS = 512
 MAX_NAME_CHARS = 256
@@ -81,6 +83,7 @@ class Plane:
     async def run(self, operation: Operation, request: Request) -> Response:
         """Everything in the order in which a stranger may learn of it: who, whether, then what is wrong."""
         principal = await self._authenticate(_bearer(request))
+        request.scope[PRINCIPAL] = principal
         _check_path(request)
         _authorise(principal, operation, request.path_params.get("tenant"))
         query = _read_query(operation, request)

@@ -20,8 +20,9 @@ from loraplex.admin.problem import Problem
 from loraplex.admin.schemas import VERSION_PATTERN, PageQuery, Pin, Version, VersionPage
 from loraplex.admin.services import AdminServices
 from loraplex.admin.upload import receive_upload
-from loraplex.control.errors import VersionNotFound
+from loraplex.control.errors import ControlError, VersionNotFound
 from loraplex.control.types import VersionInfo
+from loraplex.serving.errors import EngineUnavailable, ServingError
 
 
 def version_operations(services: AdminServices) -> list[Operation]:
@@ -68,13 +69,24 @@ def version_operations(services: AdminServices) -> list[Operation]:
                 "conflict", f"{info.name}@{info.version} is {info.state}; only a ready version is pinned."
             )
         # The engine first: a pin that it refuses, for want of room, must not come back at its next start.
-        await services.engine.pin(info.ref())
-        return Answer(_pinned(await run(services.catalog.set_pin, *_which(call), True)))
+        try:
+            await services.engine.pin(info.ref())
+        except EngineUnavailable:
+            raise
+        except ServingError as error:
+            raise Problem("conflict", f"The engine does not pin it: {error.message}") from error
+        try:
+            return Answer(_pinned(await run(services.catalog.set_pin, *_which(call), True)))
+        except ControlError:  # deleted in this moment
+            await services.engine.unpin(info.digest)
+            raise
 
     async def unpin_version(call: Call) -> Answer:
         info = await run(services.catalog.set_pin, *_which(call), False)
         if info.digest not in await run(pinned_digests):
-            await services.engine.unpin(info.digest)
+            # An engine that is away comes back without the pin.
+            with contextlib.suppress(EngineUnavailable):
+                await services.engine.unpin(info.digest)
         return Answer(_pinned(info))
 
     def pinned_digests() -> set[str]:

@@ -1,0 +1,25 @@
+"""A fresh admin plane a test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.admin import AdminPlane, admin_client
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[AdminPlane]:
+    made = AdminPlane(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def admin(plane: AdminPlane) -> AsyncIterator[httpx.AsyncClient]:
+    """With the admin token."""
+    async with admin_client(plane.app) as client:
+        yield client

@@ -1,0 +1,100 @@
+"""The admin plane over the real control services, a tiny base and a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from loraplex.adapters.base import load_base_spec
+from loraplex.adapters.store import ArtifactStore
+from loraplex.admin.app import create_admin_app, create_tenant_app
+from loraplex.admin.services import AdminServices, UploadGate
+from loraplex.control.artifacts import Artifacts
+from loraplex.control.catalog import Catalog
+from loraplex.control.database import Database
+from loraplex.control.keys import KeyCache, Keys
+from loraplex.control.releases import Releases
+from loraplex.control.tenants import Tenants
+from loraplex.migrations.run import upgrade
+from support.adapters import TinyBase, make_adapter, write_base
+from support.fake_engine import FakeEngineClient
+
+ADMIN_TOKEN = "lpx-admin-for-tests"
+PEPPER = b"p" * 32
+ARCH = TinyBase()
+SERVED_NAME = "tiny"
+
+
+@dataclass
+class AdminPlane:
+    """`services` as a factory would build them in `root`; `app` is the operators' port, `tenant_app` what the data
+    plane mounts at /admin/v1."""
+
+    root: Path
+    max_upload_bytes: int = 8 << 20
+    gate: UploadGate = field(default_factory=UploadGate)
+
+    def __post_init__(self) -> None:
+        url = f"sqlite:///{self.root / 'control.db'}"
+        upgrade(url)
+        base_dir = self.root / "base"
+        if not base_dir.exists():
+            write_base(base_dir, ARCH)
+        self.engine = FakeEngineClient()
+        asyncio.run(self.engine.start())
+        self.database = Database(url)
+        store = ArtifactStore(self.root / "artifacts")
+        artifacts = Artifacts(self.database, store)
+        self.services = AdminServices(
+            database=self.database,
+            tenants=Tenants(self.database, artifacts),
+            keys=Keys(self.database, PEPPER),
+            key_cache=KeyCache(self.database, PEPPER, ADMIN_TOKEN),
+            catalog=Catalog(
+                self.database, artifacts, load_base_spec(base_dir), served_name=SERVED_NAME, max_rank=64
+            ),
+            releases=Releases(self.database),
+            artifacts=artifacts,
+            engine=self.engine,
+            max_upload_bytes=self.max_upload_bytes,
+            upload_gate=self.gate,
+        )
+        self.app = create_admin_app(self.services)
+        self.tenant_app = create_tenant_app(self.services)
+
+    def close(self) -> None:
+        self.database.close()
+
+    def leftovers(self) -> list[str]:
+        return [path.name for path in (self.root / "artifacts" / "staging").iterdir()]
+
+    def make_tenant(self, tenant: str = "acme", **options: Any) -> str:
+        self.services.tenants.create(tenant, **options)
+        return tenant
+
+    def make_key(self, tenant: str = "acme", *scopes: str) -> str:
+        """A key's secret."""
+        return self.services.keys.create(tenant, scopes=scopes or ("adapters:read", "adapters:write"))[1]
+
+    def make_adapter(self, name: str = "support", tenant: str = "acme", seed: int = 1) -> str:
+        """Admitted without HTTP; the version's name."""
+        with self.services.artifacts.store.begin() as staging:
+            make_adapter(staging.directory, ARCH, seed=seed)
+            return self.services.catalog.admit(tenant, name, staging)[0].version
+
+
+def admin_client(app: Any, secret: str | None = ADMIN_TOKEN) -> httpx.AsyncClient:
+    """A client of `app` in memory: for plain requests and answers."""
+    headers = {} if secret is None else {"authorization": f"Bearer {secret}"}
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
+    return httpx.AsyncClient(transport=transport, base_url="http://admin/admin/v1", headers=headers)
+
+
+def adapter_files(directory: Path, **options: Any) -> dict[str, tuple[str, bytes]]:
+    """A small adapter as httpx's `files`."""
+    made = make_adapter(directory, ARCH, **options)
+    return {path.name: (path.name, path.read_bytes()) for path in (made.config, made.tensors)}
