@@ -128,7 +128,8 @@ def _server(options: QuickstartOptions, model_dir: Path) -> Iterator[subprocess.
     command += ["--admin-host", options.host, "--admin-port", str(options.admin_port)]
     # A grace period is for load balancers; here it would only delay Ctrl-C.
     command += ["--drain-grace", "0"]
-    with open(_log_path(options), "ab") as log:
+    # Its owner's alone: the first start shows the admin token there.
+    with open(os.open(_log_path(options), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
         # Its own process group, so that Ctrl-C reaches the server once, as the drain that we ask for.
         child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
     try:

