@@ -1,0 +1,116 @@
+"""The control plane's rules over a real SQLite file, a real store and a tiny base; no HTTP and no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from loraplex.adapters.base import load_base_spec
+from loraplex.adapters.spec import BaseSpec
+from loraplex.adapters.store import ArtifactStore
+from loraplex.control.artifacts import Artifacts
+from loraplex.control.catalog import Catalog
+from loraplex.control.database import Database
+from loraplex.control.keys import KeyCache, Keys
+from loraplex.control.releases import Releases
+from loraplex.control.resolver import Resolver
+from loraplex.control.tenants import Tenants
+from loraplex.control.types import Principal, Removal, VersionInfo
+from loraplex.migrations.run import upgrade
+from support.adapters import TinyBase, make_adapter, write_base
+
+ADMIN_TOKEN = "lpx-admin-for-tests"
+PEPPER = bytes(range(32))
+ARCH = TinyBase(layers=1)
+SERVED_NAME = "org/tiny"
+
+
+@dataclass
+class FakeClock:
+    """Monotonic seconds and a time of day, both moved by hand."""
+
+    seconds: float = 0.0
+    epoch: float = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(self.epoch + self.seconds, UTC)
+
+    def advance(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@dataclass
+class ControlPlane:
+    """`root` holds the database, the store and the base; a second plane on the same root is a restart, or another
+    process."""
+
+    root: Path
+    base_seed: int = 0
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def __post_init__(self) -> None:
+        self.database_path = self.root / "control.db"
+        self.url = f"sqlite:///{self.database_path}"
+        upgrade(self.url)
+        self.database = Database(self.url)
+        self.base = self._base_spec()
+        self.store = ArtifactStore(self.root / "artifacts")
+        self.artifacts = Artifacts(self.database, self.store)
+        self.tenants = Tenants(self.database, self.artifacts)
+        self.keys = Keys(self.database, PEPPER)
+        self.releases = Releases(self.database)
+        self.catalog = Catalog(self.database, self.artifacts, self.base, served_name=SERVED_NAME, max_rank=64)
+        self.resolver = Resolver(self.database, served_name=SERVED_NAME, started_at=1, clock=self.clock)
+
+    def key_cache(self, **options: Any) -> KeyCache:
+        options = {"clock": self.clock, "now": self.clock.now} | options
+        return KeyCache(self.database, PEPPER, ADMIN_TOKEN, **options)
+
+    def start(self) -> None:
+        """What a server does with the catalog before it serves."""
+        self.artifacts.sweep()
+        self.catalog.reconcile()
+
+    def close(self) -> None:
+        self.database.close()
+
+    def upload(self, tenant: str, name: str, seed: int = 1, **options: Any) -> tuple[VersionInfo, bool]:
+        """One upload from staging to the end, as the HTTP layer does it. The same seed gives the same bytes."""
+        with self.store.begin() as staging:
+            make_adapter(staging.directory, ARCH, seed=seed, **options)
+            return self.catalog.admit(tenant, name, staging)
+
+    def add(self, tenant: str, name: str, seed: int = 1) -> VersionInfo:
+        return self.upload(tenant, name, seed)[0]
+
+    def staged(self) -> list[str]:
+        return [path.name for path in (self.root / "artifacts" / "staging").iterdir()]
+
+    def stored(self) -> set[str]:
+        return set(self.store.digests())
+
+    def check_integrity(self) -> None:
+        """Every living version has its bytes, every artifact a living version, and staging is empty."""
+        assert self.stored() == self.artifacts.live()
+        assert self.staged() == []
+
+    def _base_spec(self) -> BaseSpec:
+        directory = self.root / f"base-{self.base_seed}"
+        if not directory.exists():
+            write_base(directory, ARCH, seed=self.base_seed)
+        return load_base_spec(directory)
+
+
+def caller(tenant: str, **changes: Any) -> Principal:
+    return Principal(
+        **({"tenant_id": tenant, "key_id": f"key-{tenant}", "scopes": frozenset({"inference"})} | changes)
+    )
+
+
+def digests(removal: Removal) -> set[str]:
+    return set(removal.digests)
