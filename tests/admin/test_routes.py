@@ -1,0 +1,477 @@
+"""Tenants, keys, adapters, versions, releases, pins: what each route answers, over the real control services."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.engine.protocol import CacheEntry
+from loraplex.serving.errors import EngineUnavailable, ServingError
+from support.adapters import draft_adapter
+from support.admin import ARCH, SERVED_NAME, AdminPlane, adapter_files, admin_client
+
+RFC3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{3})?Z")
+
+
+def assert_problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json"), (
+        answer.text
+    )
+    body: dict[str, Any] = answer.json()
+    assert (body["status"], body["code"]) == (status, code), body
+    assert all(isinstance(body[key], str) and body[key] for key in ("type", "title", "detail"))
+    return body
+
+
+async def push(
+    client: httpx.AsyncClient, files: dict[str, Any], name: str = "support", tenant: str = "acme"
+) -> httpx.Response:
+    return await client.post(f"/tenants/{tenant}/adapters/{name}/versions", files=files)
+
+
+class TestTenants:
+    async def test_life(self, admin: httpx.AsyncClient) -> None:
+        body = {"id": "acme", "display_name": "Acme ✓", "weight": 2, "limits": {"requests_per_minute": 60}}
+        made = await admin.post("/tenants", json=body)
+        assert made.status_code == 201
+        assert made.headers["location"] == "/admin/v1/tenants/acme"
+        shown = made.json()
+        assert RFC3339.fullmatch(shown.pop("created_at"))
+        limits = shown.pop("limits")
+        assert limits.pop("requests_per_minute") == 60
+        assert set(limits) == {
+            "tokens_per_minute",
+            "max_concurrency",
+            "token_budget",
+            "budget_period",
+            "max_adapters",
+            "max_adapter_bytes",
+            "max_output_tokens",
+        }
+        assert set(limits.values()) == {None}
+        assert shown == {"id": "acme", "display_name": "Acme ✓", "weight": 2.0}
+        assert_problem(await admin.post("/tenants", json=body), 409, "conflict")
+        changed = await admin.patch("/tenants/acme", json={"limits": {"max_concurrency": 3}})
+        assert changed.json()["limits"]["requests_per_minute"] == 60
+        assert changed.json()["limits"]["max_concurrency"] == 3
+        changed = await admin.patch(
+            "/tenants/acme", json={"display_name": None, "limits": {"max_concurrency": None}}
+        )
+        assert changed.json()["display_name"] is None
+        assert changed.json()["limits"]["max_concurrency"] is None
+        assert (await admin.get("/tenants/acme")).json() == changed.json()
+        assert (await admin.delete("/tenants/acme")).status_code == 204
+        for method in ("GET", "DELETE"):
+            assert_problem(await admin.request(method, "/tenants/acme"), 404, "tenant_not_found")
+
+    async def test_pages_have_everything_once(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
+        names = [f"t{n:02d}" for n in range(7)]
+        for name in names:
+            plane.make_tenant(name)
+        found, cursor, pages = [], None, 0
+        while True:
+            page = (
+                await admin.get("/tenants", params={"limit": 3} | ({"cursor": cursor} if cursor else {}))
+            ).json()
+            found += [row["id"] for row in page["data"]]
+            cursor, pages = page["next_cursor"], pages + 1
+            if cursor is None:
+                break
+        assert (found, pages) == (names, 3)
+        assert_problem(await admin.get("/tenants?cursor=%21%21"), 400, "invalid_cursor")
+        assert_problem(await admin.get("/tenants?limit=0"), 400, "invalid_value")
+        assert_problem(await admin.get("/tenants?limit=1e3"), 400, "invalid_value")
+
+    @pytest.mark.parametrize(
+        ("body", "code", "param"),
+        [
+            ({}, "invalid_value", "id"),
+            ({"id": "UPPER"}, "invalid_value", "id"),
+            ({"id": "../etc"}, "invalid_value", "id"),
+            ({"id": "a" * 64}, "invalid_value", "id"),
+            ({"id": 7}, "invalid_value", "id"),
+            ({"id": "a", "weight": 0}, "invalid_value", "weight"),
+            ({"id": "a", "weight": True}, "invalid_value", "weight"),
+            ({"id": "a", "weight": "2"}, "invalid_value", "weight"),
+            ({"id": "a", "display_name": "a\u0000b"}, "invalid_value", "display_name"),
+            ({"id": "a", "nonsense": 1}, "unknown_field", "nonsense"),
+            ({"id": "a", "limits": {"nonsense": 1}}, "unknown_field", "limits.nonsense"),
+            (
+                {"id": "a", "limits": {"requests_per_minute": 0}},
+                "invalid_value",
+                "limits.requests_per_minute",
+            ),
+            (
+                {"id": "a", "limits": {"requests_per_minute": 1.5}},
+                "invalid_value",
+                "limits.requests_per_minute",
+            ),
+            (
+                {"id": "a", "limits": {"requests_per_minute": 2**55}},
+                "invalid_value",
+                "limits.requests_per_minute",
+            ),
+            ({"id": "a", "limits": {"token_budget": 5}}, "invalid_value", "limits.token_budget"),
+        ],
+    )
+    async def test_wrong_values_are_named(
+        self, admin: httpx.AsyncClient, body: dict[str, Any], code: str, param: str
+    ) -> None:
+        assert assert_problem(await admin.post("/tenants", json=body), 400, code)["param"] == param
+        assert (await admin.get("/tenants")).json()["data"] == []
+
+
+class TestKeys:
+    async def test_life(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
+        plane.make_tenant("acme")
+        given: dict[str, Any] = {"name": "ci", "scopes": ["adapters:read"], "models": ["support"]}
+        given["expires_at"] = "2099-01-01T01:00:00+01:00"
+        made = await admin.post("/tenants/acme/keys", json=given)
+        assert made.status_code == 201
+        assert made.headers["cache-control"] == "no-store"
+        key = made.json()
+        assert key["secret"].startswith(f"lpx_{key['id']}_")
+        assert key["expires_at"] == "2099-01-01T00:00:00Z"
+        listed = await admin.get("/tenants/acme/keys")
+        assert "secret" not in listed.json()["data"][0]
+        assert key["secret"] not in listed.text
+        rotated = (
+            await admin.post(f"/tenants/acme/keys/{key['id']}/rotate", json={"grace_seconds": 60})
+        ).json()
+        assert rotated["id"] == key["id"]
+        assert rotated["secret"] != key["secret"]
+        for secret in (key["secret"], rotated["secret"]):
+            async with admin_client(plane.app, secret) as client:
+                assert (await client.get("/tenants/acme/adapters")).status_code == 200
+        again = (await admin.post(f"/tenants/acme/keys/{key['id']}/rotate")).json()
+        for secret, status in ((key["secret"], 401), (rotated["secret"], 401), (again["secret"], 200)):
+            async with admin_client(plane.app, secret) as client:
+                assert (await client.get("/tenants/acme/adapters")).status_code == status
+        assert (await admin.delete(f"/tenants/acme/keys/{key['id']}")).status_code == 204
+        assert (await admin.get("/tenants/acme/keys")).json()["data"][0]["revoked_at"] is not None
+
+    async def test_no_body_makes_an_inference_key(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
+        plane.make_tenant("acme")
+        assert (await admin.post("/tenants/acme/keys")).json()["scopes"] == ["inference"]
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"scopes": []},
+            {"scopes": ["everything"]},
+            {"scopes": "inference"},
+            {"expires_at": "2001-01-01T00:00:00Z"},
+            {"expires_at": "2099-01-01T00:00:00"},
+            {"expires_at": 4070908800},
+            {"models": [""]},
+            {"models": ["a\u0000b"]},
+            {"limits": {"max_adapters": 3}},
+        ],
+    )
+    async def test_wrong_values(
+        self, admin: httpx.AsyncClient, plane: AdminPlane, body: dict[str, Any]
+    ) -> None:
+        plane.make_tenant("acme")
+        assert_problem(await admin.post("/tenants/acme/keys", json=body), 400, "invalid_value")
+
+    async def test_another_tenants_key_is_not_found(
+        self, admin: httpx.AsyncClient, plane: AdminPlane
+    ) -> None:
+        plane.make_tenant("acme")
+        plane.make_tenant("other")
+        key = (await admin.post("/tenants/other/keys")).json()
+        for method, path in (("DELETE", ""), ("POST", "/rotate")):
+            answer = await admin.request(method, f"/tenants/acme/keys/{key['id']}{path}")
+            assert_problem(answer, 404, "key_not_found")
+
+
+class TestAdapters:
+    @pytest.fixture(autouse=True)
+    def _tenant(self, plane: AdminPlane) -> None:
+        plane.make_tenant("acme")
+
+    async def test_the_first_version_serves_and_later_ones_wait(
+        self, admin: httpx.AsyncClient, tmp_path: Path
+    ) -> None:
+        files = adapter_files(tmp_path / "a")
+        first = await push(admin, files)
+        assert first.status_code == 201, first.text
+        version = first.json()
+        assert first.headers["location"] == "/admin/v1/tenants/acme/adapters/support/versions/v1"
+        assert (version["name"], version["version"], version["state"], version["rank"]) == (
+            "support",
+            "v1",
+            "ready",
+            4,
+        )
+        assert version["targets"] == ["q_proj", "v_proj"]
+        assert version["bytes"] == sum(len(data) for _, data in files.values())
+        assert re.fullmatch("[0-9a-f]{64}", version["digest"])
+        assert version["report"]["modules_matched"] == 4
+        again = await push(admin, files)
+        assert (again.status_code, again.json()) == (200, version)
+        second = await push(admin, adapter_files(tmp_path / "b", seed=2))
+        assert (second.status_code, second.json()["version"]) == (201, "v2")
+        adapter = (await admin.get("/tenants/acme/adapters/support")).json()
+        assert (adapter["num_versions"], adapter["latest_version"]) == (2, "v2")
+        assert [t["version"] for t in adapter["release"]["targets"]] == ["v1"]
+        assert (await admin.get("/tenants/acme/adapters")).json()["data"] == [adapter]
+        versions = (await admin.get("/tenants/acme/adapters/support/versions")).json()["data"]
+        assert [row["version"] for row in versions] == ["v1", "v2"]
+        assert (await admin.get("/tenants/acme/adapters/support/versions/v1")).json() == version
+
+    @pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
+    async def test_archives(
+        self, admin: httpx.AsyncClient, plane: AdminPlane, tmp_path: Path, kind: str
+    ) -> None:
+        files = adapter_files(tmp_path / "a")
+        buffer = io.BytesIO()
+        if kind == "zip":
+            with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+                for name, (_, data) in files.items():
+                    archive.writestr(name, data)
+        else:
+            with tarfile.open(fileobj=buffer, mode="w:gz" if kind == "tar.gz" else "w") as archive:
+                for name, (_, data) in files.items():
+                    info = tarfile.TarInfo(f"folder/{name}")
+                    info.size = len(data)
+                    archive.addfile(info, io.BytesIO(data))
+        packed = await push(admin, {"archive": (f"a.{kind}", buffer.getvalue())})
+        assert packed.status_code == 201, packed.text
+        plain = await push(admin, files)
+        assert (plain.status_code, plain.json()["digest"]) == (200, packed.json()["digest"])
+        assert plane.leftovers() == []
+
+    async def test_refusals_are_422_with_a_report_and_leave_nothing(
+        self, admin: httpx.AsyncClient, plane: AdminPlane, tmp_path: Path
+    ) -> None:
+        good = adapter_files(tmp_path / "a")
+        dora = draft_adapter(ARCH, use_dora=True).write(tmp_path / "dora")
+        cases: dict[str, dict[str, Any]] = {
+            "unsupported_feature": {p.name: (p.name, p.read_bytes()) for p in (dora.config, dora.tensors)},
+            "not_safetensors": good | {"adapter_model.safetensors": ("x", b"\x80\x04.")},
+            "config_invalid": good | {"adapter_config.json": ("x", b"{not json")},
+            "bad_archive": {"archive": ("x.zip", b"PK\x03\x04 nonsense")},
+        }
+        wide = draft_adapter(ARCH)
+        wide.tensors = {
+            name: array[:, :-1] if "lora_A" in name else array for name, array in wide.tensors.items()
+        }
+        written = wide.write(tmp_path / "wide")
+        cases["base_mismatch"] = {p.name: (p.name, p.read_bytes()) for p in (written.config, written.tensors)}
+        for code, files in cases.items():
+            problem = assert_problem(await push(admin, files), 422, code)
+            assert "report" in problem
+            if code == "unsupported_feature":
+                assert problem["feature"]
+            if code == "base_mismatch":
+                assert problem["report"]["checks"][-1]["ok"] is False
+        assert plane.leftovers() == []
+        assert list(plane.services.artifacts.store.digests()) == []
+        assert_problem(await admin.get("/tenants/acme/adapters/support"), 404, "adapter_not_found")
+
+    async def test_names(self, admin: httpx.AsyncClient, tmp_path: Path) -> None:
+        files = adapter_files(tmp_path / "a")
+        assert_problem(await push(admin, files, SERVED_NAME), 422, "name_reserved")
+        for name in ("Upper", "a@v1", "-a", "a" * 64, "a%0Ab"):
+            answer = await push(admin, files, name)
+            assert answer.status_code in (400, 404), name
+        assert_problem(await push(admin, files, tenant="nobody"), 404, "tenant_not_found")
+        assert_problem(await push(admin, files, "..%2f..%2fetc"), 404, "not_found")
+
+    async def test_quotas(self, admin: httpx.AsyncClient, plane: AdminPlane, tmp_path: Path) -> None:
+        plane.make_tenant("small", limits={"max_adapters": 1})
+        assert (await push(admin, adapter_files(tmp_path / "a"), "one", "small")).status_code == 201
+        refused = await push(admin, adapter_files(tmp_path / "b", seed=2), "two", "small")
+        assert_problem(refused, 422, "quota_exceeded")
+
+    async def test_deleting(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
+        plane.make_adapter(seed=1)
+        plane.make_adapter(seed=2)
+        digests = list(plane.services.artifacts.store.digests())
+        assert len(digests) == 2
+        base = "/tenants/acme/adapters/support"
+        assert_problem(await admin.delete(f"{base}/versions/v1"), 409, "conflict")  # it is released
+        assert_problem(await admin.delete(f"{base}/versions/v01"), 404, "version_not_found")
+        assert (await admin.delete(f"{base}/versions/v2")).status_code == 204
+        assert len(plane.engine.drops) == 1
+        assert_problem(await admin.delete(f"{base}/versions/v2"), 404, "version_not_found")
+        assert (await admin.delete(base)).status_code == 204
+        assert sorted(plane.engine.drops) == digests
+        assert_problem(await admin.get(base), 404, "adapter_not_found")
+        assert list(plane.services.artifacts.store.digests()) == []
+
+    async def test_shared_bytes_stay_until_the_last_one_goes(
+        self, admin: httpx.AsyncClient, plane: AdminPlane
+    ) -> None:
+        plane.make_tenant("other")
+        plane.make_adapter(seed=1)
+        plane.make_adapter(seed=1, tenant="other")
+        assert (await admin.delete("/tenants/acme/adapters/support")).status_code == 204
+        assert plane.engine.drops == []
+        assert (await admin.delete("/tenants/other")).status_code == 204
+        assert len(plane.engine.drops) == 1
+        assert list(plane.services.artifacts.store.digests()) == []
+
+    async def test_a_deletion_stands_though_the_engine_is_away(
+        self, admin: httpx.AsyncClient, plane: AdminPlane, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def away(_digest: str) -> None:
+            raise EngineUnavailable("the engine is being replaced")
+
+        plane.make_adapter()
+        monkeypatch.setattr(plane.engine, "drop", away)
+        assert (await admin.delete("/tenants/acme/adapters/support")).status_code == 204
+
+
+class TestPins:
+    @pytest.fixture(autouse=True)
+    def _adapter(self, plane: AdminPlane) -> None:
+        plane.make_tenant("acme")
+        plane.make_adapter()
+
+    PATH = "/tenants/acme/adapters/support/versions/v1/pin"
+
+    async def test_pin_and_unpin(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
+        for _ in range(2):
+            assert (await admin.put(self.PATH)).json() == {"name": "support", "version": "v1", "pinned": True}
+        (digest,) = plane.engine.pins
+        assert plane.services.catalog.pinned()[0].digest == digest
+        assert (await admin.delete(self.PATH)).json()["pinned"] is False
+        assert plane.engine.pins == {}
+        assert plane.services.catalog.pinned() == []
+        assert_problem(await admin.put(self.PATH.replace("v1/pin", "v7/pin")), 404, "version_not_found")
+
+    async def test_what_another_name_pins_stays(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
+        plane.make_adapter("twin")
+        await admin.put(self.PATH)
+        await admin.put(self.PATH.replace("support", "twin"))
+        await admin.delete(self.PATH)
+        assert len(plane.engine.pins) == 1
+
+    async def test_an_engine_that_refuses_or_is_away(
+        self, admin: httpx.AsyncClient, plane: AdminPlane, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        failure: Exception = ServingError("it does not fit")
+
+        async def fail(*_: object) -> None:
+            raise failure
+
+        monkeypatch.setattr(plane.engine, "pin", fail)
+        assert "does not fit" in assert_problem(await admin.put(self.PATH), 409, "conflict")["detail"]
+        failure = EngineUnavailable("the engine is being replaced")
+        answer = await admin.put(self.PATH)
+        assert_problem(answer, 503, "engine_restarting")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert plane.services.catalog.pinned() == []
+
+
+class TestReleases:
+    PATH = "/tenants/acme/adapters/support/release"
+
+    @pytest.fixture(autouse=True)
+    def _versions(self, plane: AdminPlane) -> None:
+        plane.make_tenant("acme")
+        plane.make_adapter(seed=1)
+        plane.make_adapter(seed=2)
+
+    async def test_life(self, admin: httpx.AsyncClient) -> None:
+        first = (await admin.get(self.PATH)).json()
+        assert first["targets"] == [{"version": "v1", "weight": 100}]
+        body = {
+            "targets": [{"version": "v1", "weight": 90}, {"version": "v2", "weight": 10}],
+            "sticky": "user",
+        }
+        changed = (await admin.put(self.PATH, json=body)).json()
+        assert (changed["targets"], changed["sticky"]) == (body["targets"], "user")
+        assert (await admin.get(self.PATH)).json() == changed
+        promoted = (await admin.post(f"{self.PATH}/promote")).json()
+        assert [t["version"] for t in promoted["targets"]] == ["v2"]
+        promoted = (await admin.post(f"{self.PATH}/promote", json={"version": "v1"})).json()
+        assert [t["version"] for t in promoted["targets"]] == ["v1"]
+        back = (await admin.post(f"{self.PATH}/rollback")).json()
+        assert [t["version"] for t in back["targets"]] == ["v2"]
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"targets": []},
+            {"targets": [{"version": "v9", "weight": 1}]},
+            {"targets": [{"version": "latest", "weight": 1}]},
+            {"targets": [{"version": "v1", "weight": 0}]},
+            {"targets": [{"version": "v1", "weight": -1}, {"version": "v2", "weight": 2}]},
+            {"targets": [{"version": "v1", "weight": 1}, {"version": "v1", "weight": 1}]},
+            {"targets": [{"version": "v1", "weight": 1}], "sticky": "sometimes"},
+            {"targets": [{"version": "v1", "weight": 1}], "shadow": {"version": "v2"}},
+        ],
+    )
+    async def test_wrong_releases_change_nothing(
+        self, admin: httpx.AsyncClient, body: dict[str, Any]
+    ) -> None:
+        before = (await admin.get(self.PATH)).json()
+        assert_problem(await admin.put(self.PATH, json=body), 400, "invalid_value")
+        assert (await admin.get(self.PATH)).json() == before
+
+    async def test_neutral_values_of_what_is_to_come_pass(self, admin: httpx.AsyncClient) -> None:
+        body = {"targets": [{"version": "v2", "weight": 1}], "shadow": None, "guard": None, "schedule": None}
+        assert (await admin.put(self.PATH, json=body)).status_code == 200
+
+    async def test_nothing_to_release(self, admin: httpx.AsyncClient) -> None:
+        assert_problem(await admin.get(self.PATH.replace("support", "none")), 404, "release_not_found")
+        assert_problem(await admin.post(f"{self.PATH}/rollback"), 409, "conflict")
+
+
+class TestEngine:
+    async def test_engine(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
+        shown = (await admin.get("/engine")).json()
+        assert shown["healthy"] is True
+        assert shown["info"]["model_name"] == "tiny-bytes"
+        assert shown["stats"]["num_running"] == 0
+        plane.engine.unhealthy_reason = "it died"
+        shown = (await admin.get("/engine")).json()
+        assert (shown["healthy"], shown["unhealthy_reason"], shown["stats"]) == (False, "it died", None)
+
+    async def test_cache_shows_every_version_of_every_tenant(
+        self, admin: httpx.AsyncClient, plane: AdminPlane
+    ) -> None:
+        for tenant in ("acme", "other"):
+            plane.make_tenant(tenant)
+            plane.make_adapter("support", tenant, seed=1)
+            plane.make_adapter("support", tenant, seed=2)
+        await admin.put("/tenants/acme/adapters/support/versions/v1/pin")
+        hot = plane.services.catalog.get_version("acme", "support", "v1").ref()
+        warm = plane.services.catalog.get_version("acme", "support", "v2").ref()
+        plane.engine.entries = [
+            CacheEntry(
+                hot, "hot", pinned=True, leases=2, device_bytes=100, idle_s=0.5, load_seconds={"read": 0.1}
+            ),
+            CacheEntry(warm, "warm", host_bytes=50),
+        ]
+        rows, cursor = [], None
+        while True:
+            page = (
+                await admin.get("/cache", params={"limit": 3} | ({"cursor": cursor} if cursor else {}))
+            ).json()
+            rows += page["data"]
+            if not (cursor := page["next_cursor"]):
+                break
+        assert [(r["tenant_id"], r["version"]) for r in rows] == [
+            ("acme", "v1"),
+            ("acme", "v2"),
+            ("other", "v1"),
+            ("other", "v2"),
+        ]
+        assert rows[0]["residency"] == ["device", "disk"]
+        assert (rows[0]["pinned"], rows[0]["leases"], rows[0]["device_bytes"]) == (True, 2, 100)
+        assert rows[0]["load_seconds"] == {"read": 0.1}
+        assert rows[1]["residency"] == ["host", "disk"]
+        # The same bytes of another tenant share the memory, not the pin.
+        assert (rows[2]["residency"], rows[2]["pinned"]) == (["device", "disk"], False)
+        assert_problem(await admin.get("/cache?cursor=YQ=="), 400, "invalid_cursor")
