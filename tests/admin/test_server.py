@@ -1,0 +1,150 @@
+"""The whole admin port over real sockets: uploads that are abandoned, too many, or cut by a kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loraplex.admin.services import UploadGate
+from loraplex.control.catalog import Catalog
+from support.admin import ADMIN_TOKEN, AdminPlane, adapter_files
+from support.api_server import serve_app
+from support.multipart import CONTENT_TYPE, files
+from support.waiting import eventually
+
+PATH = "/admin/v1/tenants/acme/adapters/support/versions"
+AUTH = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+
+
+def begin_upload(port: int, size: int = 4_000_000) -> socket.socket:
+    """A connection on which half of an upload has been sent."""
+    raw = files(b"{}", b"x" * size)
+    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+    head = [f"POST {PATH} HTTP/1.1", "Host: x", f"Authorization: Bearer {ADMIN_TOKEN}"]
+    head += [f"Content-Type: {CONTENT_TYPE}", f"Content-Length: {len(raw)}"]
+    sock.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + raw[: len(raw) // 2])
+    return sock
+
+
+def test_push_over_a_socket_and_hang_up(plane: AdminPlane, tmp_path: Path) -> None:
+    plane.make_tenant()
+    with serve_app(plane.app) as server:
+        with begin_upload(server.port):
+            eventually(lambda: len(plane.leftovers()) == 1)
+        eventually(lambda: plane.leftovers() == [])
+        made = httpx.post(server.url + PATH, files=adapter_files(tmp_path / "a"), headers=AUTH)
+        assert made.status_code == 201, made.text
+
+
+def test_more_uploads_than_slots_get_503(tmp_path: Path) -> None:
+    plane = AdminPlane(tmp_path, gate=UploadGate(max_uploads=1))
+    plane.make_tenant()
+    with serve_app(plane.app) as server:
+        with begin_upload(server.port):
+            eventually(lambda: len(plane.leftovers()) == 1)
+            refused = httpx.post(server.url + PATH, files=adapter_files(tmp_path / "a"), headers=AUTH)
+            assert (refused.status_code, refused.json()["code"]) == (503, "server_overloaded")
+            assert int(refused.headers["retry-after"]) >= 1
+            # Nothing else waits for an upload.
+            assert httpx.get(f"{server.url}/admin/v1/tenants", headers=AUTH).status_code == 200
+        eventually(lambda: plane.leftovers() == [])
+        made = httpx.post(server.url + PATH, files=adapter_files(tmp_path / "b"), headers=AUTH)
+        assert made.status_code == 201
+    plane.close()
+
+
+def test_validations_are_bounded_and_block_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = AdminPlane(tmp_path, gate=UploadGate(max_uploads=8, max_validations=2))
+    plane.make_tenant()
+    go, lock, running, busiest = threading.Event(), threading.Lock(), 0, 0
+    admit = Catalog.admit
+
+    def slow_admit(*args: object) -> object:
+        nonlocal running, busiest
+        with lock:
+            running += 1
+            busiest = max(busiest, running)
+        go.wait(10)
+        try:
+            return admit(*args)  # type: ignore[arg-type]
+        finally:
+            with lock:
+                running -= 1
+
+    monkeypatch.setattr(Catalog, "admit", slow_admit)
+    statuses: list[int] = []
+    with serve_app(plane.app) as server:
+
+        def upload(number: int) -> None:
+            parts = adapter_files(tmp_path / str(number), seed=number)
+            url = f"{server.url}/admin/v1/tenants/acme/adapters/a{number}/versions"
+            statuses.append(httpx.post(url, files=parts, headers=AUTH, timeout=20).status_code)
+
+        threads = [threading.Thread(target=upload, args=(number,)) for number in range(5)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: running == 2 and len(plane.leftovers()) == 5)
+        assert httpx.get(f"{server.url}/admin/v1/tenants", headers=AUTH).status_code == 200
+        go.set()
+        for thread in threads:
+            thread.join()
+    assert statuses == [201] * 5
+    assert busiest == 2
+    plane.close()
+
+
+@contextmanager
+def server_process(root: Path) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+    """The process, its port, and how many staging folders it swept at its start."""
+    tests = Path(__file__).parents[1]
+    child = subprocess.Popen(
+        [sys.executable, str(tests / "support" / "upload_server.py"), str(root)],
+        env=os.environ | {"PYTHONPATH": str(tests)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        port, swept = child.stdout.readline().split()
+        yield child, int(port), int(swept)
+    finally:
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+@pytest.mark.slow
+def test_kill_9_during_an_upload_leaves_staging_only_and_the_next_start_sweeps_it(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    staging = root / "artifacts" / "staging"
+    with server_process(root) as (child, port, _):
+        base = f"http://127.0.0.1:{port}"
+        assert httpx.post(f"{base}/admin/v1/tenants", json={"id": "acme"}, headers=AUTH).status_code == 201
+        kept = httpx.post(base + PATH, files=adapter_files(tmp_path / "a"), headers=AUTH)
+        assert kept.status_code == 201
+        with begin_upload(port):
+            eventually(lambda: sum(f.stat().st_size for f in staging.rglob("*") if f.is_file()) > 1_000_000)
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+    assert len(list(staging.iterdir())) == 1
+    with server_process(root) as (_, port, swept):
+        assert swept == 1
+        assert list(staging.iterdir()) == []
+        versions = httpx.get(f"http://127.0.0.1:{port}{PATH}", headers=AUTH).json()["data"]
+        assert [(row["version"], row["digest"]) for row in versions] == [("v1", kept.json()["digest"])]
+        again = httpx.post(
+            f"http://127.0.0.1:{port}{PATH}", files=adapter_files(tmp_path / "b"), headers=AUTH
+        )
+        assert (again.status_code, again.json()["version"]) == (200, "v1")
