@@ -270,6 +270,14 @@ def test_an_untested_architecture_that_matches_is_served(name, tmp_path):
         {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2},
         {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
         {"model_type": "recurrent_gemma"},
+        # Its chunks of attention are longer than the probe, and only its masks tell of them.
+        {
+            "model_type": "llama4_text",
+            "attention_chunk_size": 64,
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+        },
     ],
     ids=lambda o: o["model_type"],
 )

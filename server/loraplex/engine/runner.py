@@ -108,8 +108,10 @@ class ModelRunner:
         self._previous = drawn
         return StepHandle(plan.step_id, len(plan.scheduled), step.sampled, step.failed, future)
 
-    def collect(self, handle: StepHandle) -> StepResult:
-        """Wait for a step. Raises what its forward pass raised; later steps are computed all the same."""
+    def collect(self, handle: object) -> StepResult:
+        """Wait for a step that `submit` gave this handle for. Raises what its forward pass raised; later steps are
+        computed all the same."""
+        assert isinstance(handle, StepHandle)
         answer = handle.future.result()
         if answer.arrived is not None:
             answer.arrived.synchronize()

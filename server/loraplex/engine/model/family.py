@@ -17,7 +17,8 @@ _log = logging.getLogger(__name__)
 
 _NO_EFFECT = frozenset(
     {
-        "_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "model_type",
+        "_name_or_path", "_model_name_or_path",
+        "architectures", "transformers_version", "torch_dtype", "dtype", "model_type",
         "use_cache", "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id",
         "problem_type", "initializer_range", "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id",
         "unk_token_id", "sep_token_id", "decoder_start_token_id", "chunk_size_feed_forward", "pretraining_tp",

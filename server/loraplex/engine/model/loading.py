@@ -63,7 +63,9 @@ def load_wrapped(
             local_files_only=True,
         )
     except KeyError as error:  # from a table of its own kinds of attention
-        raise ModelUnsupported(f"{config.model_type} does not let its attention be chosen: {error}") from error
+        raise ModelUnsupported(
+            f"{config.model_type} does not let its attention be chosen: {error}"
+        ) from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelUnsupported(f"transformers can't load {model_dir}: {error}") from error
     model.requires_grad_(False)
