@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -32,6 +33,7 @@ class Database:
     def __init__(self, url: str) -> None:
         self.url = url
         self.revision = 0
+        self._revision_lock = threading.Lock()
         self._engine = _make_engine(url)
         self._writer = self._engine.execution_options(**{_WRITES: True})
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
@@ -46,7 +48,8 @@ class Database:
         with Session(self._writer, expire_on_commit=False) as session:
             with session.begin():
                 yield session
-            self.revision += 1
+            with self._revision_lock:
+                self.revision += 1
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call a rule of the control plane in a worker thread. It runs to its end even if the caller is gone."""

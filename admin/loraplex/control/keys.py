@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -14,12 +13,13 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from loraplex.control import rules
+from loraplex.control.cache import ReadThrough
 from loraplex.control.database import Database, utc_now
 from loraplex.control.errors import InvalidKey, InvalidValue, KeyNotFound
 from loraplex.control.secrets import hash_secret, key_id_of, new_key_secret, same
 from loraplex.control.tables import ApiKey, Tenant
 from loraplex.control.tenants import require_tenant
-from loraplex.control.types import SCOPES, KeyInfo, Page, Principal
+from loraplex.control.types import SCOPES, KeyInfo, Limits, Page, Principal
 
 MAX_GRACE_S = 30 * 86400
 MAX_MODELS = 1000
@@ -103,17 +103,16 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What a secret turned out to be: a principal until a moment, or nobody."""
+    """Whom a secret stands for, and until when."""
 
-    principal: Principal | None
+    principal: Principal
     expires_at: datetime | None
-    read_at: float
-    revision: int
 
 
 class KeyCache:
     """`authenticate` from memory: at most `ttl_s` behind the database, not at all behind changes that this
-    process makes. Expiry is looked at on every call. At most `capacity` secrets are remembered, by hash."""
+    process makes. Expiry is looked at on every call. At most `capacity` keys are remembered, and as many strings
+    that are none, all by their hash."""
 
     def __init__(
         self,
@@ -129,53 +128,39 @@ class KeyCache:
         self._database = database
         self._pepper = pepper
         self._admin_hash = hash_secret(pepper, admin_token)
-        self._ttl_s = ttl_s
-        self._capacity = capacity
-        self._clock = clock
         self._now = now
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._known: ReadThrough[bytes, _Known] = ReadThrough(
+            database, ttl_s=ttl_s, capacity=capacity, clock=clock
+        )
 
     async def authenticate(self, secret: str) -> Principal:
         """Raises InvalidKey, in the same words for every reason."""
         digest = hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
-        known = self._known.get(digest)
-        if known is None or self._is_stale(known):
-            known = await self._database.run(self._look_up, secret)
-            self._known[digest] = known
-            self._known.move_to_end(digest)
-            while len(self._known) > self._capacity:
-                self._known.popitem(last=False)
-        if known.principal is None or (known.expires_at is not None and known.expires_at <= self._now()):
+        known = await self._known.get(digest, self._look_up, secret)
+        if known is None or (known.expires_at is not None and known.expires_at <= self._now()):
             raise InvalidKey("Incorrect API key provided, or it has expired or was revoked.")
         return known.principal
 
-    def _is_stale(self, known: _Known) -> bool:
-        return known.revision != self._database.revision or self._clock() - known.read_at >= self._ttl_s
-
-    def _look_up(self, secret: str) -> _Known:
-        # Noted before the reading, so that a change meanwhile makes the answer stale.
-        read_at, revision = self._clock(), self._database.revision
+    def _look_up(self, secret: str) -> _Known | None:
         try:
             hashed = hash_secret(self._pepper, secret)
         except UnicodeEncodeError:
-            return _Known(None, None, read_at, revision)
+            return None
         if same(hashed, self._admin_hash):
-            return _Known(Principal(None, None, frozenset(), is_admin=True), None, read_at, revision)
+            return _Known(Principal(None, None, frozenset(), is_admin=True), None)
         key_id = key_id_of(secret)
         if key_id is None:
-            return _Known(None, None, read_at, revision)
+            return None
         with self._database.read() as session:
             row = session.get(ApiKey, key_id)
             tenant = None if row is None else session.get(Tenant, row.tenant_id)
             if row is None or tenant is None or row.revoked_at is not None:
-                return _Known(None, None, read_at, revision)
-            expires_at = row.expires_at
+                return None
+            ends = [row.expires_at]
             if not same(hashed, row.secret_hash):
                 if row.previous_hash is None or not same(hashed, row.previous_hash):
-                    return _Known(None, None, read_at, revision)
-                until = row.previous_valid_until
-                ends = [moment for moment in (until, expires_at) if moment is not None]
-                expires_at = min(ends) if ends else None
+                    return None
+                ends.append(row.previous_valid_until)
             principal = Principal(
                 tenant_id=row.tenant_id,
                 key_id=row.id,
@@ -185,7 +170,7 @@ class KeyCache:
                 key_limits=rules.read_limits(row.limits),
                 tenant_limits=rules.read_limits(tenant.limits),
             )
-            return _Known(principal, expires_at, read_at, revision)
+            return _Known(principal, min((end for end in ends if end is not None), default=None))
 
 
 def _require_key(session: Session, tenant_id: str, key_id: str) -> ApiKey:
@@ -214,7 +199,7 @@ def _check_models(models: Sequence[str] | None) -> list[str] | None:
     return sorted(set(models))
 
 
-def _key_limits(limits: Mapping[str, Any] | None) -> Any:
+def _key_limits(limits: Mapping[str, Any] | None) -> Limits:
     read = rules.read_limits(limits)
     if read.max_adapters is not None or read.max_adapter_bytes is not None:
         raise InvalidValue(

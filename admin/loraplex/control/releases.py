@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast, get_args
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from loraplex.control.database import Database, utc_now
@@ -77,6 +77,21 @@ def current_release(session: Session, tenant_id: str, name: str) -> ReleaseInfo 
     query = select(Release).where(Release.tenant_id == tenant_id, Release.name == name)
     row = session.scalars(query.order_by(Release.revision.desc())).first()
     return None if row is None else _release_info(row)
+
+
+def current_releases(session: Session, tenant_id: str) -> dict[str, ReleaseInfo]:
+    """Of all the tenant's names at once."""
+    newest = (
+        select(Release.name, func.max(Release.revision).label("revision"))
+        .where(Release.tenant_id == tenant_id)
+        .group_by(Release.name)
+        .subquery()
+    )
+    query = select(Release).join(
+        newest, (Release.name == newest.c.name) & (Release.revision == newest.c.revision)
+    )
+    rows = session.scalars(query.where(Release.tenant_id == tenant_id))
+    return {row.name: _release_info(row) for row in rows}
 
 
 def add_release(

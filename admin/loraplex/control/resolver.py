@@ -5,36 +5,39 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from sqlalchemy import select
 
+from loraplex.adapters.ref import AdapterRef
+from loraplex.control.cache import ReadThrough
 from loraplex.control.database import Database
 from loraplex.control.errors import AdapterUnavailable, ModelNotAllowed, ModelNotFound
-from loraplex.control.releases import current_release
+from loraplex.control.releases import current_releases
 from loraplex.control.tables import AdapterVersion
-from loraplex.control.types import ModelCard, Principal, ReleaseInfo, ResolvedModel, VersionInfo
-from loraplex.control.versions import version_info
+from loraplex.control.types import ModelCard, Principal, ReleaseInfo, ResolvedModel
 
 MIN_DIGEST_CHARS = 12
 _HEX = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
-class _Adapter:
-    """A name as the database had it: its living versions by number, and its release."""
+class _Version:
+    """As much of a version as a request needs; its report stays in the database."""
 
-    versions: Mapping[int, VersionInfo]
-    release: ReleaseInfo | None
+    ref: AdapterRef
+    state: str
+    created_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
-class _Tenant:
-    adapters: Mapping[str, _Adapter]
-    read_at: float
-    revision: int
+class _Adapter:
+    """A name as the database had it: its living versions by number, and its release."""
+
+    versions: Mapping[int, _Version]
+    release: ReleaseInfo | None
 
 
 class Resolver:
@@ -55,11 +58,10 @@ class Resolver:
         self._database = database
         self._served_name = served_name
         self._started_at = started_at
-        self._ttl_s = ttl_s
-        self._capacity = capacity
-        self._clock = clock
         self._random = random_source or random.Random()  # noqa: S311 - spreads traffic, keeps no secret
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._tenants: ReadThrough[str, Mapping[str, _Adapter]] = ReadThrough(
+            database, ttl_s=ttl_s, capacity=capacity, clock=clock
+        )
 
     async def resolve(self, principal: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
         """`user` is the request's own label of its end user, for releases that are sticky by it.
@@ -70,7 +72,7 @@ class Resolver:
             _check_allowed(principal, model, model)
             return ResolvedModel(model, None)
         name, _, selector = model.removeprefix(self._served_name + ":").partition("@")
-        adapter = (await self._tenant(principal)).adapters.get(name)
+        adapter = (await self._adapters(principal)).get(name)
         if adapter is None or (selector == "" and model.endswith("@")):
             raise _not_found(model)
         version = _select(adapter, selector) if selector else self._released(principal, name, adapter, user)
@@ -79,16 +81,16 @@ class Resolver:
         _check_allowed(principal, name, model)
         if version.state != "ready":
             raise AdapterUnavailable(
-                f"{name}@{version.version} is {version.state} and cannot be served; upload it again for this base "
+                f"{name}@v{version.ref.version} is {version.state} and cannot be served; upload it again for this base "
                 "model.",
                 param="model",
             )
-        return ResolvedModel(model, version.ref())
+        return ResolvedModel(model, version.ref)
 
     async def list_models(self, principal: Principal) -> list[ModelCard]:
         """What this key may use: the base, then the released adapters by name."""
         cards = [ModelCard(self._served_name, self._started_at, self._served_name, None)]
-        for name, adapter in sorted((await self._tenant(principal)).adapters.items()):
+        for name, adapter in sorted((await self._adapters(principal)).items()):
             release = adapter.release
             numbers = [] if release is None else [int(t.version[1:]) for t in release.targets if t.weight]
             served = [adapter.versions[number] for number in numbers if number in adapter.versions]
@@ -96,13 +98,13 @@ class Resolver:
             if served:
                 best = served[0]
                 cards.append(
-                    ModelCard(name, int(best.created_at.timestamp()), best.digest, self._served_name)
+                    ModelCard(name, int(best.created_at.timestamp()), best.ref.digest, self._served_name)
                 )
         return [card for card in cards if _is_allowed(principal, card.id, card.id)]
 
     def _released(
         self, principal: Principal, name: str, adapter: _Adapter, user: str | None
-    ) -> VersionInfo | None:
+    ) -> _Version | None:
         release = adapter.release
         if release is None:
             return None
@@ -124,41 +126,29 @@ class Resolver:
                 return version
         return ready[-1][0]
 
-    async def _tenant(self, principal: Principal) -> _Tenant:
+    async def _adapters(self, principal: Principal) -> Mapping[str, _Adapter]:
         tenant_id = principal.tenant_id
         if tenant_id is None:
-            return _Tenant({}, 0.0, 0)
-        known = self._tenants.get(tenant_id)
-        if (
-            known is None
-            or known.revision != self._database.revision
-            or self._clock() - known.read_at >= self._ttl_s
-        ):
-            known = await self._database.run(self._read, tenant_id)
-            self._tenants[tenant_id] = known
-            while len(self._tenants) > self._capacity:
-                self._tenants.popitem(last=False)
-        self._tenants.move_to_end(tenant_id)
-        return known
+            return {}
+        return await self._tenants.get(tenant_id, self._read, tenant_id) or {}
 
-    def _read(self, tenant_id: str) -> _Tenant:
-        # Noted before the reading, so that a change meanwhile makes the answer stale.
-        read_at, revision = self._clock(), self._database.revision
-        found: dict[str, dict[int, VersionInfo]] = {}
+    def _read(self, tenant_id: str) -> Mapping[str, _Adapter]:
+        found: dict[str, dict[int, _Version]] = {}
+        of = AdapterVersion
+        query = (
+            select(of.name, of.number, of.digest, of.rank, of.state, of.created_at)
+            .where(of.tenant_id == tenant_id, of.state != "deleted")
+            .order_by(of.name, of.number)
+        )
         with self._database.read() as session:
-            query = select(AdapterVersion).where(
-                AdapterVersion.tenant_id == tenant_id, AdapterVersion.state != "deleted"
-            )
-            for row in session.scalars(query):
-                found.setdefault(row.name, {})[row.number] = version_info(row)
-            adapters = {
-                name: _Adapter(versions, current_release(session, tenant_id, name))
-                for name, versions in found.items()
-            }
-        return _Tenant(adapters, read_at, revision)
+            for name, number, digest, rank, state, created_at in session.execute(query):
+                ref = AdapterRef(tenant_id, name, number, digest, rank)
+                found.setdefault(name, {})[number] = _Version(ref, state, created_at)
+            releases = current_releases(session, tenant_id)
+        return {name: _Adapter(versions, releases.get(name)) for name, versions in found.items()}
 
 
-def _select(adapter: _Adapter, selector: str) -> VersionInfo | None:
+def _select(adapter: _Adapter, selector: str) -> _Version | None:
     """A version by `vN` or by at least 12 characters of its digest, `sha256:…`."""
     if selector.startswith("v"):
         digits = selector[1:]
@@ -168,10 +158,10 @@ def _select(adapter: _Adapter, selector: str) -> VersionInfo | None:
     prefix = selector.removeprefix("sha256:")
     if prefix == selector or not MIN_DIGEST_CHARS <= len(prefix) <= 64 or not _HEX.issuperset(prefix):
         return None
-    matches = [version for version in adapter.versions.values() if version.digest.startswith(prefix)]
+    matches = [version for version in adapter.versions.values() if version.ref.digest.startswith(prefix)]
     ready = [version for version in matches if version.state == "ready"]
     chosen = ready or matches
-    return chosen[-1] if len({version.digest for version in chosen}) == 1 else None
+    return chosen[-1] if len({version.ref.digest for version in chosen}) == 1 else None
 
 
 def _is_allowed(principal: Principal, name: str, model: str) -> bool:
