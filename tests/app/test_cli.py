@@ -1,0 +1,274 @@
+"""The command line's admin commands against a real admin server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+from typer.testing import CliRunner, Result
+
+from loraplex.app.cli import create_cli
+from support.adapters import draft_adapter, make_adapter
+from support.admin import ADMIN_TOKEN, ARCH, AdminPlane
+from support.api_server import RunningServer, serve_app
+
+
+@dataclass
+class Shell:
+    """Runs `loraplex` commands against one server."""
+
+    plane: AdminPlane
+    server: RunningServer
+    root: Path
+
+    def run(self, *args: str, token: str | None = ADMIN_TOKEN, url: str | None = None) -> Result:
+        environment = {"LORAPLEX_ADMIN_URL": url or self.server.url, "COLUMNS": "200"}
+        if token is not None:
+            environment["LORAPLEX_ADMIN_TOKEN"] = token
+        return CliRunner().invoke(create_cli(), list(args), env=environment)
+
+    def ok(self, *args: str, **options: Any) -> str:
+        result = self.run(*args, **options)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    def json(self, *args: str, **options: Any) -> Any:
+        return json.loads(self.ok(*args, "--json", **options))
+
+    def fails(self, *args: str, **options: Any) -> str:
+        """What it says on stderr; exit code 1, nothing on stdout, no traceback."""
+        result = self.run(*args, **options)
+        assert result.exit_code == 1, result.output
+        assert result.stdout == ""
+        assert result.stderr.startswith("loraplex: ")
+        assert "Traceback" not in result.stderr
+        return result.stderr
+
+    def adapter(self, name: str = "a", **options: Any) -> str:
+        make_adapter(self.root / name, ARCH, **options)
+        return str(self.root / name)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_server() -> Iterator[None]:
+    """The server shares this process: its log lines must not land in what a command prints."""
+    with capture_logs():
+        yield
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    plane = AdminPlane(tmp_path)
+    with serve_app(plane.app) as server:
+        yield Shell(plane, server, tmp_path)
+    plane.close()
+
+
+def test_tenants(shell: Shell) -> None:
+    made = shell.json(
+        "tenant",
+        "create",
+        "acme",
+        "--display-name",
+        "Acme",
+        "--weight",
+        "2",
+        "--limit",
+        "requests-per-minute=60",
+    )
+    assert (made["id"], made["weight"], made["limits"]["requests_per_minute"]) == ("acme", 2.0, 60)
+    assert "key create --tenant other" in shell.ok("tenant", "create", "other")
+    table = shell.ok("tenant", "list")
+    assert "acme" in table
+    assert "requests_per_minute=60" in table
+    assert [row["id"] for row in shell.json("tenant", "list")["data"]] == ["acme", "other"]
+    assert shell.json("tenant", "show", "acme") == made
+    assert "Acme" in shell.ok("tenant", "show", "acme")
+    assert "deleted" in shell.ok("tenant", "delete", "acme")
+    assert "no tenant" in shell.fails("tenant", "show", "acme")
+
+
+def test_lists_follow_every_page(shell: Shell) -> None:
+    for number in range(120):
+        shell.plane.make_tenant(f"t{number:03d}")
+    assert len(shell.json("tenant", "list")["data"]) == 120
+
+
+def test_keys(shell: Shell) -> None:
+    shell.ok("tenant", "create", "acme")
+    lines = shell.ok("key", "create", "--tenant", "acme", "--name", "ci").splitlines()
+    assert lines[-1].startswith("lpx_")
+    made = shell.json(
+        "key",
+        "create",
+        "-t",
+        "acme",
+        "--scope",
+        "adapters:read",
+        "--scope",
+        "adapters:write",
+        "--model",
+        "support",
+    )
+    assert (made["scopes"], made["models"]) == (["adapters:read", "adapters:write"], ["support"])
+    listed = shell.ok("key", "list", "--tenant", "acme")
+    assert made["id"] in listed
+    assert made["secret"] not in listed
+    rotated = shell.json("key", "rotate", made["id"], "--tenant", "acme", "--grace-seconds", "60")
+    assert rotated["secret"] != made["secret"]
+    assert "revoked" in shell.ok("key", "revoke", made["id"], "--tenant", "acme")
+    assert "[invalid_api_key]" in shell.fails("adapter", "list", "-t", "acme", token=rotated["secret"])
+
+
+def test_adapters(shell: Shell) -> None:
+    shell.ok("tenant", "create", "acme")
+    pushed = shell.ok("adapter", "push", "support", shell.adapter(), "--tenant", "acme")
+    assert "accepted as v1" in pushed
+    assert "q_proj" in pushed
+    assert "already" in shell.ok("adapter", "push", "support", shell.adapter(), "--tenant", "acme")
+    assert (
+        shell.json("adapter", "push", "support", shell.adapter("b", seed=2), "-t", "acme")["version"] == "v2"
+    )
+    assert "v1=100" in shell.ok("adapter", "list", "-t", "acme")
+    shown = shell.json("adapter", "show", "support", "-t", "acme")
+    assert [v["version"] for v in shown["versions"]] == ["v1", "v2"]
+    assert "v2" in shell.ok("adapter", "show", "support", "-t", "acme")
+    assert "modules_matched" in shell.ok("adapter", "show", "support@v2", "-t", "acme")
+    shell.ok("adapter", "pin", "support@v1", "-t", "acme")
+    assert len(shell.plane.engine.pins) == 1
+    shell.ok("adapter", "unpin", "support@v1", "-t", "acme")
+    assert shell.plane.engine.pins == {}
+    assert "which version" in shell.fails("adapter", "pin", "support", "-t", "acme")
+    shell.ok("adapter", "delete", "support@v2", "-t", "acme")
+    states = {
+        v["version"]: v["state"] for v in shell.json("adapter", "show", "support", "-t", "acme")["versions"]
+    }
+    assert states == {"v1": "ready", "v2": "deleted"}
+    shell.ok("adapter", "delete", "support", "-t", "acme")
+    assert shell.json("adapter", "list", "-t", "acme") == {"data": []}
+
+
+def test_a_refused_adapter_says_why(shell: Shell) -> None:
+    shell.ok("tenant", "create", "acme")
+    draft_adapter(ARCH, use_dora=True).write(shell.root / "dora")
+    said = shell.fails("adapter", "push", "support", str(shell.root / "dora"), "-t", "acme")
+    assert "[unsupported_feature]" in said
+    draft = draft_adapter(ARCH)
+    draft.tensors = {
+        name: array[:, :-1] if "lora_A" in name else array for name, array in draft.tensors.items()
+    }
+    draft.write(shell.root / "narrow")
+    said = shell.fails("adapter", "push", "support", str(shell.root / "narrow"), "-t", "acme")
+    assert "another model" in said
+    assert "checks" in said
+    (shell.root / "empty").mkdir()
+    assert "adapter_config.json" in shell.fails(
+        "adapter", "push", "x", str(shell.root / "empty"), "-t", "acme"
+    )
+
+
+def test_a_large_push_is_refused_in_words(tmp_path: Path) -> None:
+    plane = AdminPlane(tmp_path, max_upload_bytes=100_000)
+    plane.make_tenant()
+    with serve_app(plane.app) as server:
+        shell = Shell(plane, server, tmp_path)
+        folder = Path(shell.adapter())
+        (folder / "adapter_model.safetensors").write_bytes(b"x" * 30_000_000)
+        assert "too_large" in shell.fails("adapter", "push", "support", str(folder), "-t", "acme")
+    plane.close()
+
+
+def test_releases(shell: Shell) -> None:
+    shell.plane.make_tenant()
+    shell.plane.make_adapter(seed=1)
+    shell.plane.make_adapter(seed=2)
+    made = shell.json("release", "set", "support", "v1=90", "v2=10", "-t", "acme", "--sticky", "user")
+    assert made["targets"] == [{"version": "v1", "weight": 90}, {"version": "v2", "weight": 10}]
+    assert "90.0%" in shell.ok("release", "show", "support", "-t", "acme")
+    assert shell.json("release", "promote", "support", "-t", "acme")["targets"][0]["version"] == "v2"
+    assert shell.json("release", "promote", "support", "v1", "-t", "acme")["targets"][0]["version"] == "v1"
+    assert shell.json("release", "rollback", "support", "-t", "acme")["targets"][0]["version"] == "v2"
+    assert "VERSION=WEIGHT" in shell.fails("release", "set", "support", "v1=much", "-t", "acme")
+    assert "v9" in shell.fails("release", "set", "support", "v9=1", "-t", "acme")
+    assert shell.run("release", "set", "support", "-t", "acme").exit_code == 2
+
+
+def test_a_tenants_own_key_on_the_data_port(shell: Shell) -> None:
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+
+    shell.plane.make_tenant()
+    key = shell.plane.make_key()
+    with serve_app(Starlette(routes=[Mount("/admin/v1", shell.plane.tenant_app)])) as data:
+        pushed = shell.ok("adapter", "push", "mine", shell.adapter(), "-t", "acme", url=data.url, token=key)
+        assert "accepted as v1" in pushed
+        assert "no tenant" in shell.fails("adapter", "list", "-t", "other", url=data.url, token=key)
+        shell.fails("tenant", "list", url=data.url, token=key)
+    assert "Only the admin token" in shell.fails("tenant", "list", token=key)
+
+
+class TestConnecting:
+    def test_the_token_comes_from_the_data_directory(self, shell: Shell) -> None:
+        (shell.root / "admin-token").write_text(ADMIN_TOKEN + "\n")
+        assert shell.ok("tenant", "list", "--data-dir", str(shell.root), token=None)
+        missing = shell.fails("tenant", "list", "--data-dir", str(shell.root / "nowhere"), token=None)
+        assert "admin-token" in missing
+        none = shell.fails("tenant", "list", token=None)
+        assert "--admin-token" in none
+        assert "LORAPLEX_ADMIN_TOKEN" in none
+        assert len(none.splitlines()) == 1
+
+    def test_wrong_token_no_server_no_url(self, shell: Shell) -> None:
+        assert "--admin-token" in shell.fails("tenant", "list", token="wrong")
+        assert "copied whole" in shell.fails("tenant", "list", token="wröng")
+        assert "loraplex serve" in shell.fails("tenant", "list", url="http://127.0.0.1:9")
+        assert "no URL" in shell.fails("tenant", "list", url="127.0.0.1:8001")
+        assert "no name" in shell.fails("tenant", "show", "..")
+
+    def test_options_go_before_the_environment(self, shell: Shell) -> None:
+        arguments = ["tenant", "list", "--admin-url", shell.server.url, "--admin-token", ADMIN_TOKEN]
+        assert shell.run(*arguments, token="wrong", url="http://127.0.0.1:9").exit_code == 0
+
+
+def test_wrong_usage_is_2(shell: Shell) -> None:
+    for arguments in (
+        ["nonsense"],
+        ["tenant", "create"],
+        ["key", "list"],
+        ["adapter", "push", "x", "-t", "acme"],
+    ):
+        assert shell.run(*arguments).exit_code == 2, arguments
+
+
+def test_what_others_wrote_cannot_command_the_terminal(shell: Shell) -> None:
+    shell.ok("tenant", "create", "acme", "--display-name", "[red]markup[/] 😀")
+    assert "[red]markup[/] 😀" in shell.ok("tenant", "list")
+
+
+def test_the_program_starts_without_torch() -> None:
+    code = (
+        "import sys; from loraplex.app.cli import create_cli; create_cli(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_command_of_the_interface_is_there() -> None:
+    app = create_cli()
+    names = {command.name for command in app.registered_commands} | {
+        f"{group.name} {command.name}"
+        for group in app.registered_groups
+        for command in (group.typer_instance.registered_commands if group.typer_instance else ())
+    }
+    wanted = {"quickstart", "serve", "migrate", "doctor", "chat", "bench"}
+    wanted |= {f"tenant {verb}" for verb in ("create", "list", "show", "delete")}
+    wanted |= {f"key {verb}" for verb in ("create", "list", "rotate", "revoke")}
+    wanted |= {f"adapter {verb}" for verb in ("push", "list", "show", "delete", "pin", "unpin")}
+    wanted |= {f"release {verb}" for verb in ("set", "show", "promote", "rollback")}
+    assert wanted <= names
