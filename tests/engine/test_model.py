@@ -235,6 +235,22 @@ def test_a_damaged_directory_is_one_clear_error(tmp_path):
         load_model(path, "cpu")
 
 
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_a_missing_or_misshapen_weight_is_not_made_up(family, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = save_tiny(tmp_path, {**FAMILIES, **OTHERS}[family])
+    weights = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    for broken in (
+        weights | {name: weights[name][:, :-1].contiguous()},
+        {k: v for k, v in weights.items() if k != name},
+    ):
+        save_file(broken, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelUnsupported, match=r"layers\.1\.mlp\.down_proj"):
+            load_model(path, "cpu")
+
+
 def test_tested_list_is_what_is_tested():
     assert {options["model_type"] for options in OTHERS.values()} == TESTED
 

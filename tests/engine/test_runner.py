@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
+from loraplex.engine.core import EngineCore
 from loraplex.engine.executor import Executor
 from loraplex.engine.model.base import KVCache
 from loraplex.engine.model.loading import load_model
 from loraplex.engine.runner import ModelRunner
 from loraplex.engine.sampling_noise import uniform
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence, StepPlan
+from support.fake_transport import FakeTransport, make_cache
 from support.models import FAMILIES, VOCAB, PagedRun, reference_logits, save_tiny
 
 NUM_BLOCKS = 64
@@ -315,3 +318,37 @@ def test_inference_leaves_no_graph(make_runner):
     driver.finish([sequence("a", [4, 5])])
     assert not driver.runner._kv.tensor.requires_grad
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_preemption_and_prefix_hits_change_no_token(model, greedy, lookahead):
+    """The whole engine on a pool that is far too small: sequences lose their blocks, start over, and share prefixes."""
+    num_blocks = 14
+    kv = KVCache(model.shape, num_blocks, model.dtype, model.device)
+    kv.tensor.fill_(float("nan"))
+    runner = ModelRunner(model, kv, Executor(), eos_ids=frozenset(), lora=None)
+    transport = FakeTransport(time.monotonic, 1)
+    core = EngineCore(
+        SchedulerConfig(num_blocks, 200, 8, 40, 100, lookahead), runner, make_cache(transport),
+        eos_ids=frozenset(), clock=transport.clock,
+    )  # fmt: skip
+    rng = random.Random(lookahead)
+    shared = [rng.randrange(3, VOCAB) for _ in range(35)]
+    asked = {
+        f"r{i}": shared[: rng.choice([0, 16, 35])] + [rng.randrange(3, VOCAB) for _ in range(9)]
+        for i in range(9)
+    }
+    for name, prompt in asked.items():
+        core.add(EngineRequest(name, "t", tuple(prompt), SamplingParams(40, temperature=0.0)))
+    answers: dict[str, list[int]] = {name: [] for name in asked}
+    for _ in range(2000):
+        if not core.has_work:
+            break
+        for event in core.step():
+            assert event.error is None, event.error
+            answers[event.request_id] += event.token_ids
+    assert core.stats().num_preemptions > 0
+    assert core.stats().prefix_cache_hits > 0
+    for name, prompt in asked.items():
+        assert answers[name] == greedy(prompt, 40), name
+    runner.close()

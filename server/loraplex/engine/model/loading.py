@@ -53,7 +53,7 @@ def load_wrapped(
         raise ModelUnsupported("quantised checkpoints are not supported")
     shape = _shape(config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             model_dir,
             config=config,
             dtype=dtype,
@@ -61,6 +61,8 @@ def load_wrapped(
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be told of them
         )
     except KeyError as error:  # from a table of its own kinds of attention
         raise ModelUnsupported(
@@ -68,6 +70,13 @@ def load_wrapped(
         ) from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelUnsupported(f"transformers can't load {model_dir}: {error}") from error
+    # transformers would give these random values and go on.
+    absent = sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])})
+    if absent:
+        raise ModelUnsupported(
+            f"the checkpoint in {model_dir} lacks {len(absent)} weights or has them in another shape: "
+            + ", ".join(absent[:4])
+        )
     model.requires_grad_(False)
     return TransformersDecoder(model.eval().to(device), shape)
 
