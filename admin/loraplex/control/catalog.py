@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 from sqlalchemy import func, select
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.files import full_disk_as_store_full, open_regular
 from loraplex.adapters.format import inspect_adapter
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store import Staging
@@ -62,28 +67,45 @@ class Catalog:
         spec = inspect_adapter(
             staging.config_path, staging.tensors_path, self._base, max_rank=self._max_rank, deep=True
         )
-        with self._artifacts.lock, self._database.write() as session:
-            tenant = session.get(Tenant, tenant_id, with_for_update=True)
-            if tenant is None:
-                raise TenantNotFound(f"There is no tenant '{tenant_id}'.")
-            known = session.scalars(
-                select(AdapterVersion).where(
-                    AdapterVersion.tenant_id == tenant_id,
-                    AdapterVersion.name == name,
-                    AdapterVersion.digest == spec.digest,
-                    AdapterVersion.base_fingerprint == self._base.fingerprint,
-                    LIVING,
-                )
-            ).first()
-            if known is not None:
-                if known.state == "corrupt":
-                    self._artifacts.store.delete(spec.digest)
-                    self._artifacts.store.commit(staging, spec.digest)
-                    known.state = "ready"
-                return version_info(known), False
-            _check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
-            self._artifacts.store.commit(staging, spec.digest)
-            return version_info(self._add_version(session, tenant_id, name, spec)), True
+        # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
+        with full_disk_as_store_full():
+            for path in (staging.config_path, staging.tensors_path):
+                with open_regular(path) as file:
+                    os.fsync(file.fileno())
+        with self._artifacts.lock:
+            try:
+                with self._database.write() as session:
+                    return self._publish(session, tenant_id, name, staging, spec)
+            except BaseException:
+                # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
+                with contextlib.suppress(SQLAlchemyError, OSError):
+                    self._artifacts.remove_unused([spec.digest])
+                raise
+
+    def _publish(
+        self, session: Session, tenant_id: str, name: str, staging: Staging, spec: AdapterSpec
+    ) -> tuple[VersionInfo, bool]:
+        tenant = session.get(Tenant, tenant_id, with_for_update=True)
+        if tenant is None:
+            raise TenantNotFound(f"There is no tenant '{tenant_id}'.")
+        known = session.scalars(
+            select(AdapterVersion).where(
+                AdapterVersion.tenant_id == tenant_id,
+                AdapterVersion.name == name,
+                AdapterVersion.digest == spec.digest,
+                AdapterVersion.base_fingerprint == self._base.fingerprint,
+                LIVING,
+            )
+        ).first()
+        if known is not None:
+            if known.state == "corrupt":
+                self._artifacts.store.delete(spec.digest)
+                self._artifacts.store.commit(staging, spec.digest)
+                known.state = "ready"
+            return version_info(known), False
+        _check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
+        self._artifacts.store.commit(staging, spec.digest)
+        return version_info(self._add_version(session, tenant_id, name, spec)), True
 
     def _add_version(self, session: Session, tenant_id: str, name: str, spec: AdapterSpec) -> AdapterVersion:
         now = utc_now()
@@ -166,6 +188,8 @@ class Catalog:
             .limit(rules.check_page_limit(limit) + 1)
         )
         if after is not None:
+            if _number(after) < 0:
+                raise rules.InvalidCursor("The cursor is not one that this list gave.", param="cursor")
             query = query.where(AdapterVersion.number > _number(after))
         with self._database.read() as session:
             require_tenant(session, tenant_id)
@@ -267,10 +291,11 @@ def _count_living(session: Session, tenant_id: str, name: str) -> int:
 
 
 def _number(version: str) -> int:
+    """The number that a version's name has; -1 for what is no such name. Each number has one name: "v01" is not v1."""
     digits = version.removeprefix("v")
-    if not version.startswith("v") or not digits.isascii() or not digits.isdigit() or len(digits) > 9:
+    if digits == version or not digits.isascii() or not digits.isdigit() or len(digits) > 9:
         return -1
-    return int(digits)
+    return -1 if digits.startswith("0") else int(digits)
 
 
 def _require_version(session: Session, tenant_id: str, name: str, version: str) -> AdapterVersion:

@@ -9,7 +9,7 @@ from alembic.config import Config
 
 
 def upgrade(url: str, revision: str = "head") -> None:
-    """Apply every migration up to `revision`, each in its own transaction."""
+    """Apply every migration up to `revision`, all or none."""
     command.upgrade(_config(url), revision)
 
 
