@@ -10,7 +10,7 @@ import torch
 from loraplex.adapters.layout import ArenaLayout
 from loraplex.adapters.weights import HostImage
 from loraplex.kernels.backend import resolve_backend
-from loraplex.kernels.lora import GRANULE_BYTES, LoraPass, LoraWeights, Segment, begin_pass
+from loraplex.kernels.lora import GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment, begin_pass
 
 
 class AdapterArena:
@@ -46,6 +46,7 @@ class AdapterArena:
         )
         if self._pages.numel() // GRANULE_BYTES >= 2**31:
             raise ValueError("an adapter arena can't be larger than 128 GiB")
+        self._scratch = Scratch(device)
         self._writes = [0] * num_slots
         self._last: tuple[object, LoraPass | None] = (None, None)
 
@@ -83,7 +84,7 @@ class AdapterArena:
         """
         key = (tuple(segments), num_rows, self._writes_to(segments))
         if self._last[0] != key:
-            self._last = (key, begin_pass(self._backend, self._weights, segments, num_rows))
+            self._last = (key, begin_pass(self._backend, self._weights, self._scratch, segments, num_rows))
         return self._last[1]
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -23,13 +23,14 @@ import torch
 from loraplex.kernels.backend import Backend
 from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora_torch import TorchLoraPass
-from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraPass, LoraWeights, Segment
+from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment
 
 __all__ = [
     "CHUNK",
     "GRANULE_BYTES",
     "LoraPass",
     "LoraWeights",
+    "Scratch",
     "Segment",
     "begin_pass",
     "lora_reference",
@@ -37,7 +38,7 @@ __all__ = [
 
 
 def begin_pass(
-    backend: Backend, weights: LoraWeights, segments: Sequence[Segment], num_rows: int
+    backend: Backend, weights: LoraWeights, scratch: Scratch, segments: Sequence[Segment], num_rows: int
 ) -> LoraPass | None:
     """Prepare a step of `num_rows` rows; None if no row has an adapter. Rows that no segment names are the base
     model's. Segments must not overlap; one adapter may have several.
@@ -58,7 +59,7 @@ def begin_pass(
             by_slot.setdefault(slot, []).append((slot, first, count))
     if not by_slot:
         return None
-    return _PASSES[backend](weights, by_slot, num_rows)
+    return _PASSES[backend](weights, scratch, by_slot, num_rows)
 
 
 def lora_reference(

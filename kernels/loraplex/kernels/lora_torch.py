@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora_pack import Packing, pack_rows
-from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraWeights, Segment
+from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraWeights, Scratch, Segment
 
 MAX_GATHER_BYTES = 64 << 20
 """A float32 operand larger than this is gathered and used in parts, by blocks."""
@@ -53,13 +53,19 @@ class _Group:
 class TorchLoraPass:
     """See `loraplex.kernels.lora.LoraPass`. One step's index tensors, moved to the device in one transfer."""
 
-    def __init__(self, weights: LoraWeights, by_slot: Mapping[int, Sequence[Segment]], num_rows: int) -> None:
+    def __init__(
+        self,
+        weights: LoraWeights,
+        scratch: Scratch,
+        by_slot: Mapping[int, Sequence[Segment]],
+        num_rows: int,
+    ) -> None:
         packing = pack_rows(by_slot, weights.num_chunks, num_rows)
         self._storage = weights.storage
         self._granule = GRANULE_BYTES // weights.storage.element_size()
         self._num_rows = num_rows
         self._blocks, self._height, self._width = packing.num_blocks, packing.height, packing.width
-        self._zero_row: dict[int, torch.Tensor] = {}
+        self._scratch = scratch
         self._load(weights, list(by_slot), packing)
 
     def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -73,8 +79,8 @@ class TorchLoraPass:
             )
         height, width, num_sites = self._height, self._width, len(plan.sites)
         ranks = width * CHUNK
-        lanes = x.index_select(0, self._lane_row).float().view(self._blocks, height, plan.in_features)
-        hidden = lanes.new_empty(self._blocks, height, num_sites, ranks)
+        lanes = self._take_rows("lanes", x, self._lane_row).view(self._blocks, height, plan.in_features)
+        hidden = self._scratch.take("hidden", (self._blocks, height, num_sites, ranks), torch.float32)
         a_tiles = plan.a[layer]
         for first, last in self._parts(num_sites * ranks * plan.in_features):
             a = self._gather(a_tiles[first * num_sites * width : last * num_sites * width], plan.in_features)
@@ -87,7 +93,8 @@ class TorchLoraPass:
         hidden.masked_fill_(self._foreign, 0.0)
         for index, site in enumerate(plan.sites):
             features = site.end - site.start
-            out = self._output(features)
+            out = self._scratch.take("out", (self._blocks * height + 1, features), torch.float32)
+            out[-1].zero_()
             for first, last in self._parts(ranks * features):
                 b = self._gather(site.b[layer, first * width : last * width], features)
                 torch.bmm(
@@ -95,22 +102,32 @@ class TorchLoraPass:
                     b.view(last - first, ranks, features),
                     out=out[first * height : last * height].view(last - first, height, features),
                 )
-            y[:, site.start : site.end].add_(out.index_select(0, self._row_lane))
+            update = self._take_rows("update", out, self._row_lane)
+            self._add(y[:, site.start : site.end], update)
 
     def _gather(self, tiles: torch.Tensor, features: int) -> torch.Tensor:
         """[n] offsets → [n, CHUNK·features] float32."""
         size = CHUNK * features
         count = (self._storage.numel() - size) // self._granule + 1
-        view = self._storage.as_strided((count, size), (self._granule, 1))
-        return view.index_select(0, tiles).float()
+        return self._take_rows("tiles", self._storage.as_strided((count, size), (self._granule, 1)), tiles)
 
-    def _output(self, features: int) -> torch.Tensor:
-        """[L + 1, features] float32 whose last row is zero, for the base rows; used again and again."""
-        out = self._zero_row.get(features)
-        if out is None:
-            out = torch.zeros(self._blocks * self._height + 1, features, device=self._storage.device)
-            self._zero_row[features] = out
-        return out
+    def _take_rows(self, name: str, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """source[rows] in float32."""
+        shape = (rows.shape[0], source.shape[1])
+        found = self._scratch.take(name, shape, source.dtype)
+        torch.index_select(source, 0, rows, out=found)
+        return (
+            found
+            if source.dtype == torch.float32
+            else self._scratch.take(name, shape, torch.float32).copy_(found)
+        )
+
+    def _add(self, y: torch.Tensor, update: torch.Tensor) -> None:
+        """y += update, in float32; what y.add_(update) does, without allocating anything."""
+        if y.dtype == torch.float32:
+            y.add_(update)
+        else:
+            y.copy_(self._scratch.take("y", tuple(y.shape), torch.float32).copy_(y).add_(update))
 
     def _parts(self, elements: int) -> list[tuple[int, int]]:
         """Ranges of blocks, of `elements` float32 values each, that stay below MAX_GATHER_BYTES."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +39,25 @@ class LoraWeights:
     tables: NDArray[np.int32]
     num_chunks: NDArray[np.int32]
     present: NDArray[np.bool_]
+
+
+class Scratch:
+    """Memory that one pass after the other computes in, so that no layer of no step allocates any. It grows to the
+    largest operand ever needed. Passes that share it must not run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory. What was taken by the same name and dtype before is overwritten."""
+        size = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            with torch.inference_mode(False):  # else it could not be used outside of that mode
+                buffer = torch.empty(size, dtype=dtype, device=self._device)
+            self._buffers[name, dtype] = buffer
+        return buffer[:size].view(shape)
 
 
 class LoraPass(Protocol):
