@@ -21,7 +21,12 @@ class LocalEngine:
     """`EngineCore` with the real model and arena, an artifact store of its own, and no process around it."""
 
     def __init__(
-        self, model_dir: Path, work_dir: Path, *, wrap_model: Callable[[Any], Any] | None = None, **settings: Any
+        self,
+        model_dir: Path,
+        work_dir: Path,
+        *,
+        wrap_model: Callable[[Any], Any] | None = None,
+        **settings: Any,
     ) -> None:
         self.store = ArtifactStore(work_dir / "artifacts")
         self.base = load_base_spec(model_dir, cache_dir=work_dir)

@@ -1,0 +1,175 @@
+"""What the engine computes is what transformers and PEFT compute, on the real model with real adapters.
+
+All adapters and base rows go through one engine at once, their prompts in chunks beside others' decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.local_engine import LocalEngine
+from support.peft_zoo import PeftReference, make_zoo
+from tokenizers import Tokenizer
+
+pytestmark = pytest.mark.slow
+
+SHIPPED = ("pirate", "json", "sentiment")
+NUM_OUTPUTS = 12
+QUESTIONS = (
+    "What do you think of the sea?",
+    "I can't stand this hotel room. Everything about it made me angry. Tell me why in one word.",
+    "Tell me about owls. " * 12,
+)
+
+
+class Recorder:
+    """A model that keeps the logits of every row that was sampled, by (request, output index) order of calls."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.logits: list[torch.Tensor] = []
+        self.adapters_per_step: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        logits = self._model.forward(batch)
+        self.logits.append(logits.float().clone())
+        return logits
+
+
+@pytest.fixture(scope="module")
+def adapters(real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    shipped = {name: Path(__file__).parents[2] / "examples" / "adapters" / name for name in SHIPPED}
+    return shipped | make_zoo(real_model_dir, tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def prompts(real_model_dir: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(real_model_dir / "tokenizer.json"))
+    return [
+        tokenizer.encode(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n").ids for q in QUESTIONS
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference32(real_model_dir: Path, adapters: dict[str, Path]) -> PeftReference:
+    return PeftReference(real_model_dir, adapters, torch.float32)
+
+
+def mixed_run(
+    engine: LocalEngine,
+    recorder: Recorder,
+    adapters: dict[str, Path],
+    prompts: list[list[int]],
+    **sampling: Any,
+) -> dict[tuple[str | None, int], tuple[list[int], torch.Tensor]]:
+    """Every adapter and the base on every prompt, in one engine at once: (tokens, [outputs, V] logits)."""
+    refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
+    rows: dict[str, list[torch.Tensor]] = {}
+    for name in (None, *adapters):
+        for number, prompt in enumerate(prompts):
+            engine.add(f"{name}/{number}", prompt, None if name is None else refs[name], **sampling)
+    submit = engine.built.runner.submit
+
+    def noting_submit(plan: Any) -> Any:
+        before = len(recorder.logits)
+        handle = submit(plan)
+        handle.future.result()
+        drawn = [item for item in plan.scheduled if item.samples]
+        if len(recorder.logits) > before:
+            for item, row in zip(drawn, recorder.logits[-1], strict=True):
+                rows.setdefault(item.seq.request_id, []).append(row)
+        recorder.adapters_per_step.append(len({s.slot for s in plan.scheduled if s.slot >= 0}))
+        return handle
+
+    engine.built.runner.submit = noting_submit  # type: ignore[method-assign]
+    engine.run()
+    engine.core.check_integrity()
+    return {
+        (name, number): (engine.tokens(f"{name}/{number}"), torch.stack(rows[f"{name}/{number}"]))
+        for name in (None, *adapters)
+        for number in range(len(prompts))
+    }
+
+
+@pytest.fixture
+def engine_of(real_model_dir: Path, tmp_path: Path) -> Iterator[Any]:
+    made: list[LocalEngine] = []
+
+    def make(dtype: str, **settings: Any) -> tuple[LocalEngine, Recorder]:
+        recorders: list[Recorder] = []
+
+        def wrap(model: Any) -> Any:
+            recorders.append(Recorder(model))
+            return recorders[0]
+
+        engine = LocalEngine(
+            real_model_dir,
+            tmp_path,
+            wrap_model=wrap,
+            dtype=dtype,
+            kv_cache_memory=512 << 20,
+            adapter_memory=256 << 20,
+            **settings,
+        )
+        made.append(engine)
+        return engine, recorders[0]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.parametrize("lookahead", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_float32_tokens_and_logits_equal_peft(
+    engine_of: Any,
+    adapters: dict[str, Path],
+    prompts: list[list[int]],
+    reference32: PeftReference,
+    lookahead: int,
+) -> None:
+    engine, recorder = engine_of("float32", max_num_batched_tokens=192, max_num_seqs=40, lookahead=lookahead)
+    results = mixed_run(engine, recorder, adapters, prompts, max_tokens=NUM_OUTPUTS)
+    assert max(recorder.adapters_per_step) >= 8, "the adapters did not share steps"
+    worst = 0.0
+    for (name, number), (tokens, logits) in results.items():
+        prompt = prompts[number]
+        assert tokens == reference32.greedy(name, prompt, NUM_OUTPUTS), f"{name} on prompt {number}"
+        expected = reference32.logits(name, prompt + tokens)[len(prompt) - 1 : -1]
+        worst = max(worst, float((logits - expected).abs().max()))
+    print(f"float32, lookahead {lookahead}: worst logit error {worst:.2e} over {len(results)} sequences")
+    assert worst <= 1e-3
+
+
+def test_bfloat16_error_is_within_one_and_a_half_times_pefts(
+    engine_of: Any,
+    real_model_dir: Path,
+    adapters: dict[str, Path],
+    prompts: list[list[int]],
+    reference32: PeftReference,
+) -> None:
+    """Teacher-forced along our own bf16 tokens, both against float32."""
+    engine, recorder = engine_of("bfloat16", max_num_batched_tokens=192, max_num_seqs=40)
+    results = mixed_run(engine, recorder, adapters, prompts, max_tokens=NUM_OUTPUTS)
+    theirs16 = PeftReference(real_model_dir, adapters, torch.bfloat16)
+    ours, theirs = [], []
+    for (name, number), (tokens, logits) in results.items():
+        prompt = prompts[number]
+        exact = reference32.logits(name, prompt + tokens)[len(prompt) - 1 : -1]
+        rounded = theirs16.logits(name, prompt + tokens)[len(prompt) - 1 : -1]
+        ours.append(float((logits - exact).pow(2).mean().sqrt()))
+        theirs.append(float((rounded - exact).pow(2).mean().sqrt()))
+        assert ours[-1] <= 2.5 * theirs[-1], (
+            f"{name} on prompt {number}: {ours[-1]:.4f} against {theirs[-1]:.4f}"
+        )
+    ratio = sum(ours) / sum(theirs)
+    print(
+        f"bfloat16: RMS logit error {sum(ours) / len(ours):.4f}, PEFT's {sum(theirs) / len(theirs):.4f}, ratio {ratio:.3f}"
+    )
+    assert ratio <= 1.5
