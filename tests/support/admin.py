@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import shutil
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import httpx
 
 from loraplex.adapters.base import load_base_spec
+from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store import ArtifactStore
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.admin.services import AdminServices, UploadGate
@@ -29,6 +33,20 @@ ARCH = TinyBase()
 SERVED_NAME = "tiny"
 
 
+@functools.cache
+def _template() -> tempfile.TemporaryDirectory[str]:
+    """An empty database with this version's schema and the tiny base, made once; gone with the interpreter."""
+    made = tempfile.TemporaryDirectory(prefix="loraplex-tests-")
+    upgrade(f"sqlite:///{made.name}/control.db")
+    write_base(Path(made.name) / "base", ARCH)
+    return made
+
+
+@functools.cache
+def _base_spec() -> BaseSpec:
+    return load_base_spec(Path(_template().name) / "base")
+
+
 @dataclass
 class AdminPlane:
     """`services` as a factory would build them in `root`; `app` is the operators' port, `tenant_app` what the data
@@ -39,11 +57,10 @@ class AdminPlane:
     gate: UploadGate = field(default_factory=UploadGate)
 
     def __post_init__(self) -> None:
+        template = Path(_template().name)
+        if not (self.root / "control.db").exists():
+            shutil.copyfile(template / "control.db", self.root / "control.db")
         url = f"sqlite:///{self.root / 'control.db'}"
-        upgrade(url)
-        base_dir = self.root / "base"
-        if not base_dir.exists():
-            write_base(base_dir, ARCH)
         self.engine = FakeEngineClient()
         asyncio.run(self.engine.start())
         self.database = Database(url)
@@ -54,9 +71,7 @@ class AdminPlane:
             tenants=Tenants(self.database, artifacts),
             keys=Keys(self.database, PEPPER),
             key_cache=KeyCache(self.database, PEPPER, ADMIN_TOKEN),
-            catalog=Catalog(
-                self.database, artifacts, load_base_spec(base_dir), served_name=SERVED_NAME, max_rank=64
-            ),
+            catalog=Catalog(self.database, artifacts, _base_spec(), served_name=SERVED_NAME, max_rank=64),
             releases=Releases(self.database),
             artifacts=artifacts,
             engine=self.engine,
