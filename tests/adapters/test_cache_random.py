@@ -63,9 +63,6 @@ class History:
         writing = {page for copy in self.transport.copies for page in copy.pages}
         assert not writing & {page for _, pages in self.leases for page in pages}
 
-    def pages_of(self, digest: str) -> tuple[int, ...]:
-        return tuple(page for page, owner in enumerate(self.transport.pages) if owner == digest)
-
     # Moves.
 
     def step(self) -> None:
@@ -93,18 +90,7 @@ class History:
         for digest in sorted(self.ready):
             if self.cache.state(digest) == "hot" and self.rng.random() < 0.5:
                 lease = self.cache.acquire(digest)
-                image = self.transport.slots[lease.slot]
-                assert image is not None
-                held = next((pages for other, pages in self.leases if other.slot == lease.slot), None)
-                entry = next(e for e in self.cache.entries() if e.ref.digest == digest)
-                self.leases.append((lease, held or self._pages(entry.pages, digest)))
-
-    def _pages(self, count: int, digest: str) -> tuple[int, ...]:
-        # Pages of an earlier stay may still carry its name: those of this one are what is not free.
-        pages = self.pages_of(digest)
-        assert len(pages) >= count
-        free = set(self.cache._free_pages)
-        return tuple(page for page in pages if page not in free)
+                self.leases.append((lease, self.transport.where[lease.slot]))
 
     def release(self) -> None:
         if self.leases:

@@ -49,6 +49,7 @@ class HandTransport:
         self.sizes = sizes or {}
         self.pages: list[str] = [TORN] * num_pages
         self.slots: dict[int, FakeImage | None] = {}
+        self.where: dict[int, tuple[int, ...]] = {}
         self.loads: list[FakeMove] = []
         self.copies: list[FakeMove] = []
         self.num_loads = 0
@@ -69,6 +70,7 @@ class HandTransport:
         ticket: Ticket[None] = Ticket()
         self.copies.append(FakeMove(image.digest, ticket, image, slot, pages))
         self.slots[slot] = image
+        self.where[slot] = pages
         self._fill(pages, TORN)
         return ticket
 
