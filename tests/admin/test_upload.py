@@ -187,6 +187,15 @@ def test_a_refusal_reaches_a_client_that_is_still_sending(server: RunningServer,
     assert uploads.leftovers() == []
 
 
+def test_a_simple_client_that_sends_all_before_it_reads_learns_why(
+    server: RunningServer, uploads: Uploads
+) -> None:
+    raw = body(part("optimizer.pt", b"x" * 6_000_000))
+    with raw_request(server, f"Content-Length: {len(raw)}") as sock:
+        sock.sendall(raw)  # a connection closed in the middle of this would raise
+        assert sock.recv(65536).startswith(b"HTTP/1.1 400")
+
+
 def test_a_compressed_body_is_refused(server: RunningServer) -> None:
     answer = post(server, files(CONFIG, b"x"), **{"content-encoding": "gzip"})
     assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_media_type")
