@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +33,7 @@ class FakeClock:
     """Monotonic seconds and a time of day, both moved by hand."""
 
     seconds: float = 0.0
-    epoch: float = 1_800_000_000.0
+    epoch: float = field(default_factory=time.time)
 
     def __call__(self) -> float:
         return self.seconds

@@ -141,6 +141,10 @@ class KeyCache:
             raise InvalidKey("Incorrect API key provided, or it has expired or was revoked.")
         return known.principal
 
+    @property
+    def num_remembered(self) -> int:
+        return len(self._known)
+
     def _look_up(self, secret: str) -> _Known | None:
         try:
             hashed = hash_secret(self._pepper, secret)

@@ -1,9 +1,7 @@
 """Limits on keys, tenants and the server, decided at once and settled once.
 
-Rates are kept by GCRA, the "virtual scheduling" form of the leaky bucket (ITU-T I.371): one number a limit, the
-theoretical arrival time (TAT), says how much of its minute is spent. A full minute's worth may come at once; what is
-spent flows back evenly. Everything here runs on the event loop's thread between two awaits, so that a decision over
-key, tenant and server is one step: it takes from all of them or from none.
+Everything here runs on the event loop's thread between two awaits, so that a decision over key, tenant and server is
+one step: it takes from all of them or from none. How a rate is kept stands in `gcra`.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from loraplex.control.errors import NeverFits, RateLimited
+from loraplex.control.gcra import PERIOD_S, RateWindow
 from loraplex.control.types import NO_LIMITS, Limits, LimitWindow, Principal, Reservation
 
-PERIOD_S = 60.0
 CONCURRENCY_RETRY_S = 1.0
 """When a place becomes free cannot be known; a second is a polite guess."""
 SWEEP_EVERY = 4096
@@ -34,15 +32,22 @@ class _Scope:
 
 @dataclass(frozen=True, slots=True)
 class _Charge:
-    """What one window would be charged. `seconds` is the share of the period."""
+    """What one window is charged. `what` is "requests" or "tokens"."""
 
-    window: tuple[str, str, str]
+    scope: str
+    what: str
+    window: RateWindow
     limit: int
     cost: int
 
     @property
     def seconds(self) -> float:
+        """The charge as a share of the period."""
         return self.cost * PERIOD_S / self.limit
+
+    def state(self, now: float) -> LimitWindow:
+        spent = self.window.spent(now)
+        return LimitWindow(self.limit, int((PERIOD_S - spent) * self.limit / PERIOD_S + 1e-6), spent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class InProcessLimiter:
     def __init__(self, *, server: Limits = NO_LIMITS, clock: Callable[[], float] = time.monotonic) -> None:
         self._server = server
         self._clock = clock
-        self._tat: dict[tuple[str, str, str], float] = {}
+        self._windows: dict[tuple[str, str, str], RateWindow] = {}
         self._running: dict[tuple[str, str], int] = {}
         self._live: dict[str, _Live] = {}
         self._decisions = 0
@@ -87,32 +92,32 @@ class InProcessLimiter:
         output = _output_tokens(scopes, prompt_tokens, asked_tokens, default_tokens, n)
         tokens = prompt_tokens + n * output
         charges = [
-            *_charges(scopes, "requests", lambda limits: limits.requests_per_minute, 1),
-            *_charges(scopes, "tokens", lambda limits: limits.tokens_per_minute, tokens),
+            *self._charges(scopes, "requests", lambda limits: limits.requests_per_minute, 1),
+            *self._charges(scopes, "tokens", lambda limits: limits.tokens_per_minute, tokens),
         ]
-        self._check_concurrency(scopes)
-        waits = [(self._wait(charge, now), charge) for charge in charges]
-        worst, charge = max(waits, key=lambda pair: pair[0], default=(0.0, None))
-        if worst > 0 and charge is not None:
+        refusals = [*_refused_by_rate(charges, now), *self._refused_by_concurrency(scopes)]
+        if refusals:
+            wait, message = max(refusals)
             raise RateLimited(
-                f"The {charge.window[0]}'s limit of {charge.limit} {charge.window[2]} a minute is reached.",
-                retry_after_s=worst,
-                requests=self._tightest(charges, "requests", now),
-                tokens=self._tightest(charges, "tokens", now),
+                message,
+                retry_after_s=wait,
+                requests=_tightest(charges, "requests", now),
+                tokens=_tightest(charges, "tokens", now),
             )
+        reservation_id = uuid.uuid4().hex
         for charge in charges:
-            self._tat[charge.window] = max(self._tat.get(charge.window, now), now) + charge.seconds
+            held_as = reservation_id if charge.what == "tokens" else None
+            charge.window.charge(charge.seconds, now, held_as)
         for scope in scopes:
             where = (scope.kind, scope.owner)
             self._running[where] = self._running.get(where, 0) + 1
-        reservation_id = uuid.uuid4().hex
-        of_tokens = tuple(charge for charge in charges if charge.window[2] == "tokens")
+        of_tokens = tuple(charge for charge in charges if charge.what == "tokens")
         self._live[reservation_id] = _Live(scopes, of_tokens, tokens)
         self._sweep(now)
         return Reservation(
             reservation_id,
-            requests=self._tightest(charges, "requests", now),
-            tokens=self._tightest(charges, "tokens", now),
+            requests=_tightest(charges, "requests", now),
+            tokens=_tightest(charges, "tokens", now),
             max_output_tokens=output,
         )
 
@@ -123,8 +128,7 @@ class InProcessLimiter:
             return
         unused = max(0, live.reserved - used_tokens)
         for charge in live.tokens:
-            if charge.window in self._tat:
-                self._tat[charge.window] -= unused * PERIOD_S / charge.limit
+            charge.window.give_back(reservation.reservation_id, unused * PERIOD_S / charge.limit)
         for scope in live.scopes:
             where = (scope.kind, scope.owner)
             self._running[where] -= 1
@@ -136,6 +140,11 @@ class InProcessLimiter:
         """Reservations that are not settled."""
         return len(self._live)
 
+    @property
+    def num_tracked(self) -> int:
+        """Windows and counters in memory."""
+        return len(self._windows) + len(self._running)
+
     def _scopes(self, principal: Principal) -> tuple[_Scope, ...]:
         return (
             _Scope("key", principal.key_id or "", principal.key_limits),
@@ -143,47 +152,40 @@ class InProcessLimiter:
             _Scope("server", "", self._server),
         )
 
-    def _check_concurrency(self, scopes: tuple[_Scope, ...]) -> None:
+    def _charges(
+        self, scopes: tuple[_Scope, ...], what: str, limit_of: Callable[[Limits], int | None], cost: int
+    ) -> Iterator[_Charge]:
+        for scope in scopes:
+            limit = limit_of(scope.limits)
+            if limit is not None:
+                window = self._windows.setdefault((scope.kind, scope.owner, what), RateWindow())
+                yield _Charge(scope.kind, what, window, limit, cost)
+
+    def _refused_by_concurrency(self, scopes: tuple[_Scope, ...]) -> Iterator[tuple[float, str]]:
         for scope in scopes:
             most = scope.limits.max_concurrency
             if most is not None and self._running.get((scope.kind, scope.owner), 0) >= most:
-                raise RateLimited(
-                    f"The {scope.kind}'s limit of {most} requests at a time is reached.",
-                    retry_after_s=CONCURRENCY_RETRY_S,
-                )
-
-    def _spent(self, window: tuple[str, str, str], now: float) -> float:
-        """Seconds of the period that are spent now."""
-        return max(0.0, self._tat.get(window, now) - now)
-
-    def _wait(self, charge: _Charge, now: float) -> float:
-        """Seconds until this charge would pass; 0 if it passes now."""
-        over = self._spent(charge.window, now) + charge.seconds - PERIOD_S
-        # Sums of floats: a billionth of the period is not worth a refusal.
-        return over if over > PERIOD_S * 1e-9 else 0.0
-
-    def _tightest(self, charges: list[_Charge], kind: str, now: float) -> LimitWindow | None:
-        windows = [
-            LimitWindow(charge.limit, int((PERIOD_S - spent) * charge.limit / PERIOD_S + 1e-6), spent)
-            for charge in charges
-            if charge.window[2] == kind
-            for spent in [min(self._spent(charge.window, now), PERIOD_S)]
-        ]
-        return min(windows, key=lambda window: window.remaining, default=None)
+                message = f"The {scope.kind}'s limit of {most} requests at a time is reached."
+                yield CONCURRENCY_RETRY_S, message
 
     def _sweep(self, now: float) -> None:
         self._decisions += 1
         if self._decisions % SWEEP_EVERY == 0:
-            self._tat = {window: tat for window, tat in self._tat.items() if tat > now}
+            self._windows = {
+                name: window for name, window in self._windows.items() if not window.is_idle(now)
+            }
 
 
-def _charges(
-    scopes: tuple[_Scope, ...], kind: str, limit_of: Callable[[Limits], int | None], cost: int
-) -> Iterator[_Charge]:
-    for scope in scopes:
-        limit = limit_of(scope.limits)
-        if limit is not None:
-            yield _Charge((scope.kind, scope.owner, kind), limit, cost)
+def _refused_by_rate(charges: list[_Charge], now: float) -> Iterator[tuple[float, str]]:
+    for charge in charges:
+        wait = charge.window.wait(charge.seconds, now)
+        if wait > 0:
+            yield wait, f"The {charge.scope}'s limit of {charge.limit} {charge.what} a minute is reached."
+
+
+def _tightest(charges: list[_Charge], what: str, now: float) -> LimitWindow | None:
+    states = [charge.state(now) for charge in charges if charge.what == what]
+    return min(states, key=lambda state: state.remaining, default=None)
 
 
 def _output_tokens(
