@@ -24,7 +24,7 @@ KEY = {"Authorization": "Bearer lpx_acme"}
 
 def post(plane: DataPlane, body: Any, route: str = "chat/completions", **options: Any) -> httpx.Response:
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
-    return httpx.post(f"{plane.url}/v1/{route}", **content, headers=KEY, timeout=20, **options)
+    return plane.http.post(f"{plane.url}/v1/{route}", **content, headers=KEY, **options)
 
 
 def check_refused(answer: httpx.Response, param: str | None, code: str = "invalid_value") -> str:
@@ -309,12 +309,10 @@ FIELDS = st.dictionaries(st.sampled_from(NAMES), SENSIBLE | JSON, max_size=4)
 def never_a_server_error(max_examples: int) -> Any:
     @settings(max_examples=max_examples, deadline=None, database=None, derandomize=True)
     @given(fields=FIELDS, messages=MESSAGES, prompt=PROMPTS, chat=st.booleans())
-    def check(
-        plane: DataPlane, http: httpx.Client, fields: dict[str, Any], messages: Any, prompt: Any, chat: bool
-    ) -> None:
+    def check(plane: DataPlane, fields: dict[str, Any], messages: Any, prompt: Any, chat: bool) -> None:
         body = {"model": BASE, **({"messages": messages} if chat else {"prompt": prompt}), **fields}
         route = "chat/completions" if chat else "completions"
-        answer = http.post(f"{plane.url}/v1/{route}", content=json.dumps(body).encode(), headers=KEY)
+        answer = plane.http.post(f"{plane.url}/v1/{route}", content=json.dumps(body).encode(), headers=KEY)
         assert answer.status_code in (200, 400, 404), (answer.text, body)
         if answer.status_code != 200:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -322,16 +320,10 @@ def never_a_server_error(max_examples: int) -> Any:
     return check
 
 
-def test_no_body_is_ever_a_server_error(plane: DataPlane, http: httpx.Client) -> None:
-    never_a_server_error(50)(plane=plane, http=http)
+def test_no_body_is_ever_a_server_error(plane: DataPlane) -> None:
+    never_a_server_error(50)(plane=plane)
 
 
 @pytest.mark.soak
-def test_no_body_is_ever_a_server_error_at_length(plane: DataPlane, http: httpx.Client) -> None:
-    never_a_server_error(5000)(plane=plane, http=http)
-
-
-@pytest.fixture(scope="module")
-def http() -> Any:
-    with httpx.Client(timeout=20) as client:
-        yield client
+def test_no_body_is_ever_a_server_error_at_length(plane: DataPlane) -> None:
+    never_a_server_error(5000)(plane=plane)

@@ -36,7 +36,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     "path", ["/", "/v1", "/v1/nothing", "/v1/chat/completions/", "/docs", "/metrics", "/%00%ff"]
 )
 def test_unknown_paths(plane: DataPlane, path: str) -> None:
-    answer = httpx.get(plane.url + path, headers=KEY)
+    answer = plane.http.get(plane.url + path, headers=KEY)
     assert answer.status_code == 404
     assert error_of(answer)["code"] == "unknown_url"
 
@@ -53,16 +53,16 @@ def test_unknown_paths(plane: DataPlane, path: str) -> None:
     ],
 )
 def test_wrong_methods(plane: DataPlane, method: str, path: str, allow: str) -> None:
-    answer = httpx.request(method, plane.url + path, headers=KEY)
+    answer = plane.http.request(method, plane.url + path, headers=KEY)
     assert answer.status_code == 405
     assert answer.headers["allow"] == allow
     assert error_of(answer)["code"] == "method_not_supported"
 
 
 def test_head(plane: DataPlane) -> None:
-    answer = httpx.head(f"{plane.url}/v1/models", headers=KEY)
+    answer = plane.http.head(f"{plane.url}/v1/models", headers=KEY)
     assert (answer.status_code, answer.content) == (200, b"")
-    assert httpx.head(f"{plane.url}/v1/nothing").status_code == 404
+    assert plane.http.head(f"{plane.url}/v1/nothing").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_head(plane: DataPlane) -> None:
     ],
 )
 def test_missing_and_malformed_keys(plane: DataPlane, headers: Any) -> None:
-    answer = httpx.post(f"{plane.url}/v1/completions", headers=headers, content=b"not even JSON")
+    answer = plane.http.post(f"{plane.url}/v1/completions", headers=headers, content=b"not even JSON")
     assert answer.status_code == 401
     assert error_of(answer)["code"] == "invalid_api_key"
 
 
 def test_the_scheme_of_a_key_is_not_case_sensitive(plane: DataPlane) -> None:
-    answer = httpx.get(f"{plane.url}/v1/models", headers={"Authorization": "bearer  lpx_acme"})
+    answer = plane.http.get(f"{plane.url}/v1/models", headers={"Authorization": "bearer  lpx_acme"})
     assert answer.status_code == 200
 
 
@@ -96,29 +96,31 @@ def test_the_scheme_of_a_key_is_not_case_sensitive(plane: DataPlane) -> None:
 def test_a_clients_own_request_id(plane: DataPlane, given: str, echoed: str) -> None:
     headers = {**KEY, "x-request-id": given.encode("latin-1")}
     for path in ("/v1/models", "/nothing", "/livez"):
-        assert httpx.get(plane.url + path, headers=headers).headers["x-request-id"] == echoed
+        assert plane.http.get(plane.url + path, headers=headers).headers["x-request-id"] == echoed
 
 
 def test_a_request_id_is_a_label_only(plane: DataPlane) -> None:
     headers = {**KEY, "x-request-id": "same"}
     for _ in range(2):
-        assert httpx.post(f"{plane.url}/v1/completions", json=TEXT, headers=headers).status_code == 200
+        assert plane.http.post(f"{plane.url}/v1/completions", json=TEXT, headers=headers).status_code == 200
     first, second = plane.engine.requests
     assert first.request_id != second.request_id
     assert "same" not in first.request_id
-    assert httpx.get(f"{plane.url}/v1/models", headers={**KEY, "x-request-id": "<>"}).headers["x-request-id"]
+    assert plane.http.get(f"{plane.url}/v1/models", headers={**KEY, "x-request-id": "<>"}).headers[
+        "x-request-id"
+    ]
 
 
 def test_probes(plane: DataPlane) -> None:
     for path in ("/livez", "/readyz", "/startupz", "/health"):
-        answer = httpx.get(plane.url + path)
+        answer = plane.http.get(plane.url + path)
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
 def test_a_path_with_a_slash_in_a_models_name(plane: DataPlane) -> None:
     for path in ("org/tiny", "org%2Ftiny", "org/tiny:pirate"):
-        assert httpx.get(f"{plane.url}/v1/models/{path}", headers=KEY).status_code == 200
-    answer = httpx.get(f"{plane.url}/v1/models/", headers=KEY)
+        assert plane.http.get(f"{plane.url}/v1/models/{path}", headers=KEY).status_code == 200
+    answer = plane.http.get(f"{plane.url}/v1/models/", headers=KEY)
     assert (answer.status_code, error_of(answer)["code"]) == (404, "model_not_found")
 
 
@@ -140,12 +142,12 @@ def test_a_drain(own: DataPlane) -> None:
         next(lines)
         own.on_loop(own.drain.begin)
         # The grace: not ready, but still serving, and telling clients to connect elsewhere.
-        assert httpx.get(f"{own.url}/readyz").status_code == 503
-        assert httpx.get(f"{own.url}/livez").status_code == 200
-        answer = httpx.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY)
+        assert own.http.get(f"{own.url}/readyz").status_code == 503
+        assert own.http.get(f"{own.url}/livez").status_code == 200
+        answer = own.http.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY)
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
         own.on_loop(own.drain.refuse)
-        answer = httpx.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY)
+        answer = own.http.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY)
         assert answer.status_code == 503
         assert error_of(answer)["code"] == "draining"
         assert int(answer.headers["retry-after"]) >= 1
@@ -164,16 +166,16 @@ def test_more_requests_than_the_server_takes(own: DataPlane) -> None:
     answers: list[int] = []
 
     def ask() -> None:
-        answers.append(httpx.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY).status_code)
+        answers.append(own.http.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY).status_code)
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
     while own.on_loop(lambda: own.drain.in_flight) < 2 or len(own.on_loop(lambda: own.engine.live)) < 2:
         pass
-    answer = httpx.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY)
+    answer = own.http.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY)
     assert (answer.status_code, error_of(answer)["code"]) == (503, "server_overloaded")
-    assert httpx.get(f"{own.url}/readyz").status_code == 200
+    assert own.http.get(f"{own.url}/readyz").status_code == 200
     own.on_loop(own.engine.release)
     for thread in threads:
         thread.join()
@@ -193,7 +195,7 @@ async def test_the_steps_of_a_drain() -> None:
 
 
 def test_cors_is_off(plane: DataPlane) -> None:
-    answer = httpx.get(f"{plane.url}/v1/models", headers={**KEY, "Origin": "https://a.example"})
+    answer = plane.http.get(f"{plane.url}/v1/models", headers={**KEY, "Origin": "https://a.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
@@ -205,14 +207,14 @@ def test_cors_where_it_is_configured(tmp_path: Path) -> None:
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "authorization",
         }
-        preflight = httpx.options(f"{plane.url}/v1/completions", headers=ask)
+        preflight = plane.http.options(f"{plane.url}/v1/completions", headers=ask)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://a.example"
-        refused = httpx.post(f"{plane.url}/v1/completions", headers=origin, json={})
+        refused = plane.http.post(f"{plane.url}/v1/completions", headers=origin, json={})
         assert refused.status_code == 401  # and a page may read why
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
         assert "x-request-id" in refused.headers["access-control-expose-headers"]
-        stranger = httpx.get(f"{plane.url}/v1/models", headers={**KEY, "Origin": "https://b.example"})
+        stranger = plane.http.get(f"{plane.url}/v1/models", headers={**KEY, "Origin": "https://b.example"})
         assert "access-control-allow-origin" not in stranger.headers
 
 
@@ -225,11 +227,11 @@ def test_extra_routes_and_metrics_on_the_data_port(tmp_path: Path) -> None:
 
     routes = [Route("/admin/v1/extra", extra), Route("/admin/v1/broken", broken)]
     with running_data_plane(tmp_path / "model", extra_routes=routes, metrics_on_data_port=True) as plane:
-        assert httpx.get(f"{plane.url}/admin/v1/extra").json() == {"extra": True}
-        answer = httpx.get(f"{plane.url}/admin/v1/broken")
+        assert plane.http.get(f"{plane.url}/admin/v1/extra").json() == {"extra": True}
+        answer = plane.http.get(f"{plane.url}/admin/v1/broken")
         assert (answer.status_code, error_of(answer)["code"]) == (500, "internal_error")
         assert "secret" not in answer.text
-        text = httpx.get(f"{plane.url}/metrics").text
+        text = plane.http.get(f"{plane.url}/metrics").text
         assert "vllm:num_requests_running" in text
         assert "loraplex_" not in text
 
@@ -252,7 +254,7 @@ def test_the_access_log_has_who_and_what_but_no_prompt_and_no_key(tmp_path: Path
         httpx.post(url, json={"model": "pirate", "prompt": "my secret prompt"}, headers=KEY)
         body = {"model": "bad\nname\x1b[0m", "prompt": "my secret prompt"}
         httpx.post(url, json=body, headers={**KEY, "x-request-id": "r-1"})
-        httpx.get(f"{plane.url}/livez")
+        plane.http.get(f"{plane.url}/livez")
         plane.settle_all()
     first, second = (json.loads(line) for line in kept.lines)
     assert first["tenant"] == "acme"

@@ -14,7 +14,8 @@ from starlette.routing import Route
 
 from loraplex.api.engine_metrics import EngineSnapshot
 from loraplex.api.metrics import Metrics, MetricsApp
-from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
+from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats, TenantStats
+from loraplex.serving.errors import EngineUnavailable
 from support.data_plane import BASE, DataPlane, Refused, ref, running_data_plane
 from support.fake_engine import FakeEngineClient, Reply, fake_engine_info
 
@@ -76,7 +77,7 @@ def own(tmp_path: Path) -> Iterator[DataPlane]:
 
 
 def scrape(plane: DataPlane) -> Any:
-    answer = httpx.get(f"{plane.url}/all")
+    answer = plane.http.get(f"{plane.url}/all")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return parse(answer.text)
@@ -214,6 +215,19 @@ def test_without_tenant_data_no_name_is_told() -> None:
     assert "acme" not in text
     assert "pirate" not in text
     assert pirate.digest[:12] in text
+
+
+async def test_a_scrape_before_the_engine_has_ever_been_up() -> None:
+    class Starting(FakeEngineClient):
+        @property
+        def info(self) -> EngineInfo:
+            raise EngineUnavailable("the engine is starting")
+
+    transport = httpx.ASGITransport(app=MetricsApp(Metrics(BASE), Starting()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        text = (await client.get("/")).text
+    assert "loraplex_engine_up 0" in text
+    assert f'vllm:num_requests_waiting{{model_name="{BASE}"}} 0' in text
 
 
 async def test_an_engine_that_hangs_does_not_hang_the_scrape() -> None:

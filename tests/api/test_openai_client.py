@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from loraplex.api.generation import LAST_EVENT_S
 from loraplex.control.errors import NeverFits, RateLimited
 from loraplex.control.types import LimitWindow
 from loraplex.engine.types import SamplingParams
@@ -65,7 +67,7 @@ def test_chat_streams(plane: DataPlane) -> None:
 def test_the_usage_chunk_comes_last_and_alone(plane: DataPlane) -> None:
     body = {"model": BASE, "messages": HI, "stream": True, "stream_options": {"include_usage": True}}
     headers = {"Authorization": "Bearer lpx_acme"}
-    answer = httpx.post(f"{plane.url}/v1/chat/completions", json=body, headers=headers)
+    answer = plane.http.post(f"{plane.url}/v1/chat/completions", json=body, headers=headers)
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
@@ -86,8 +88,11 @@ async def test_async_client_streams(plane: DataPlane) -> None:
 
 
 def test_stop_string_ends_the_answer_and_the_sequence(plane: DataPlane) -> None:
+    """At once: the engine, which knows nothing of stop strings, would go on."""
     plane.engine.script(Reply(text="one STOP two", hold=True, hold_after=10))
+    before = time.monotonic()
     answer = plane.client().chat.completions.create(model=BASE, messages=HI, stop=["STOP"])
+    assert time.monotonic() - before < LAST_EVENT_S / 2
     assert answer.choices[0].message.content == "one "
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
@@ -367,11 +372,11 @@ def test_an_engine_that_is_down_and_comes_back(plane: DataPlane) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         plane.client().completions.create(model=BASE, prompt="x")
     check(caught.value, 503, "engine_restarting")
-    assert httpx.get(f"{plane.url}/readyz").status_code == 503
-    assert httpx.get(f"{plane.url}/livez").status_code == 200
+    assert plane.http.get(f"{plane.url}/readyz").status_code == 503
+    assert plane.http.get(f"{plane.url}/livez").status_code == 200
     plane.on_loop(plane.engine.revive)
     assert plane.client().completions.create(model=BASE, prompt="x").choices[0].text == "ok"
-    assert httpx.get(f"{plane.url}/health").status_code == 200
+    assert plane.http.get(f"{plane.url}/health").status_code == 200
 
 
 def test_an_error_after_the_first_byte_is_an_event(plane: DataPlane) -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from support.data_plane import DataPlane, running_data_plane
@@ -211,7 +210,7 @@ def test_broken_http_hurts_nobody(brisk: DataPlane, message: bytes) -> None:
         while chunk := sock.recv(65536):
             data += chunk
         assert data == b"" or data.split()[1].startswith(b"4"), data
-    answer = httpx.get(f"{brisk.url}/readyz")
+    answer = brisk.http.get(f"{brisk.url}/readyz")
     assert answer.status_code == 200
 
 

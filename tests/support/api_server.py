@@ -54,7 +54,8 @@ def serve_app(app: Any, *, stop_timeout: float = 5.0, **options: Any) -> Iterato
 
     `options` go to `uvicorn.Config`. On leaving, open connections get `stop_timeout` seconds, then are cut.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # With its protocol named: asyncio turns Nagle's algorithm off only for sockets that say that they are TCP.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", 0))
     host, port = listener.getsockname()

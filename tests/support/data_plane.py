@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 
 from loraplex.adapters.errors import LoraplexError
@@ -149,14 +150,17 @@ class DataPlane:
     drain: Drain
     services: ApiServices
     server: RunningServer
+    http: httpx.Client
 
     @property
     def url(self) -> str:
         return self.server.url
 
-    def client(self, key: str = "lpx_acme", **options: Any) -> openai.OpenAI:
-        options = {"max_retries": 0, "timeout": 10, **options}
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+    def client(self, key: str = "lpx_acme", max_retries: int = 0) -> openai.OpenAI:
+        """Clients share `http`: to make one takes longer than most tests."""
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=max_retries, http_client=self.http
+        )
 
     def async_client(self, key: str = "lpx_acme", **options: Any) -> openai.AsyncOpenAI:
         options = {"max_retries": 0, "timeout": 10, **options}
@@ -208,7 +212,10 @@ def running_data_plane(directory: Path, *, extra_routes: Any = (), **changes: An
             **changes,
         }
     )
-    with serve_app(create_data_app(services, extra_routes=extra_routes)) as server:
+    with (
+        httpx.Client(timeout=20) as http,
+        serve_app(create_data_app(services, extra_routes=extra_routes)) as server,
+    ):
         server.call(engine.start)
         yield DataPlane(
             engine,
@@ -219,4 +226,5 @@ def running_data_plane(directory: Path, *, extra_routes: Any = (), **changes: An
             drain,
             services,
             server,
+            http,
         )

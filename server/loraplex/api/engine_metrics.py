@@ -47,9 +47,11 @@ class Grown:
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """`up` says whether `stats` and `cache` are of now; otherwise they are the last that were known."""
+    """`info` is None before the engine has ever been up.
 
-    info: EngineInfo
+    `up` says whether `stats` and `cache` are of now; otherwise they are the last that were known."""
+
+    info: EngineInfo | None
     stats: EngineStats
     cache: Sequence[CacheEntry]
     up: bool
@@ -82,6 +84,8 @@ def vllm_families(
     yield counter(
         "num_preemptions", "Sequences that lost their KV blocks for a while.", stats.num_preemptions
     )
+    if info is None:
+        return
     config = {
         "model_name": model_name,
         "block_size": str(info.block_size),
@@ -129,15 +133,8 @@ def own_families(snapshot: EngineSnapshot, tenants: LabelSets) -> Iterable[Metri
         versions.add_metric([state], sum(entry.state == state for entry in snapshot.cache))
     versions.add_metric(["loading"], sum(entry.loading for entry in snapshot.cache))
     yield versions
-    memory = GaugeMetricFamily(
-        "loraplex_adapter_cache_bytes", "Memory for adapters, used and in all.", labels=["tier", "kind"]
-    )
-    page = info.arena_page_bytes
-    memory.add_metric(["device", "used"], stats.num_arena_pages_used * page)
-    memory.add_metric(["device", "capacity"], (stats.num_arena_pages or info.arena_pages) * page)
-    memory.add_metric(["host", "used"], stats.host_bytes_used)
-    memory.add_metric(["host", "capacity"], stats.host_bytes or info.adapter_cpu_bytes)
-    yield memory
+    if info is not None:
+        yield _cache_bytes(stats, info)
     yield GaugeMetricFamily("loraplex_adapter_leases", "Leases on device pages.", value=stats.num_leases)
     running = GaugeMetricFamily("loraplex_tenant_running", "Running sequences by tenant.", labels=["tenant"])
     waiting = GaugeMetricFamily("loraplex_tenant_waiting", "Waiting sequences by tenant.", labels=["tenant"])
@@ -157,3 +154,15 @@ def own_families(snapshot: EngineSnapshot, tenants: LabelSets) -> Iterable[Metri
         running.add_metric(["other"], rest_running)
         waiting.add_metric(["other"], rest_waiting)
     yield from (running, waiting, counters)
+
+
+def _cache_bytes(stats: EngineStats, info: EngineInfo) -> Metric:
+    memory = GaugeMetricFamily(
+        "loraplex_adapter_cache_bytes", "Memory for adapters, used and in all.", labels=["tier", "kind"]
+    )
+    page = info.arena_page_bytes
+    memory.add_metric(["device", "used"], stats.num_arena_pages_used * page)
+    memory.add_metric(["device", "capacity"], (stats.num_arena_pages or info.arena_pages) * page)
+    memory.add_metric(["host", "used"], stats.host_bytes_used)
+    memory.add_metric(["host", "capacity"], stats.host_bytes or info.adapter_cpu_bytes)
+    return memory

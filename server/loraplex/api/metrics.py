@@ -223,6 +223,10 @@ class MetricsApp:
                     self._stats, self._cache = await asyncio.gather(engine.stats(), engine.cache())
             except (TimeoutError, OSError, LoraplexError):
                 up = False
-        snapshot = EngineSnapshot(engine.info, self._stats, self._cache, up, engine.num_restarts)
+        try:
+            info = engine.info
+        except LoraplexError:  # it has never been up
+            info = None
+        snapshot = EngineSnapshot(info, self._stats, self._cache, up, engine.num_restarts)
         body = self._metrics.render(snapshot, tenant_data=self._tenant_data)
         await Response(body, media_type=CONTENT_TYPE_PLAIN_0_0_4)(scope, receive, send)
