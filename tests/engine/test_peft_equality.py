@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+
 from support.local_engine import LocalEngine
 from support.peft_zoo import PeftReference, make_zoo
-from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -170,6 +171,7 @@ def test_bfloat16_error_is_within_one_and_a_half_times_pefts(
         )
     ratio = sum(ours) / sum(theirs)
     print(
-        f"bfloat16: RMS logit error {sum(ours) / len(ours):.4f}, PEFT's {sum(theirs) / len(theirs):.4f}, ratio {ratio:.3f}"
+        f"bfloat16: RMS logit error {sum(ours) / len(ours):.4f}, PEFT's {sum(theirs) / len(theirs):.4f}, "
+        f"ratio {ratio:.3f}"
     )
     assert ratio <= 1.5
