@@ -38,6 +38,10 @@ from loraplex.engine.types import (
 
 _log = logging.getLogger(__name__)
 
+QUIET_STEPS = 2
+"""With requests waiting for their adapters, so many steps must do nothing before the core calls itself idle: the
+cache protects what has just arrived for one pass, so that what a load brings may show only in the pass after."""
+
 
 class Runner(Protocol):
     """Computes steps, in the order in which they are submitted."""
@@ -89,6 +93,7 @@ class EngineCore:
         self._events: list[TokenEvent] = []
         self._num_added = 0
         self._num_steps = 0
+        self._num_quiet = 0  # steps in a row that did nothing, since something did or since the last wake-up
         self._prompt_tokens = 0
         self._generation_tokens = 0
 
@@ -105,6 +110,10 @@ class EngineCore:
         if self._in_flight and (len(self._in_flight) > self._config.lookahead or not plan.scheduled):
             self._collect()
         events, self._events = self._events, []
+        if plan.scheduled or plan.loads or events or self._num_quiet == QUIET_STEPS:
+            self._num_quiet = 0
+        else:
+            self._num_quiet += 1
         return events
 
     # Requests.
@@ -315,6 +324,8 @@ class EngineCore:
         """0 if a step can do something at once; else the seconds until the next deadline or time-out; None if
         there is none, and only a new request, an abort or a finished load can change anything."""
         if self._events or self._in_flight or self._scheduler.running or self._scheduler.queue:
+            return 0.0
+        if self._scheduler.parked and self._num_quiet < QUIET_STEPS:
             return 0.0
         while self._deadlines and self._deadlines[0][2].state is SequenceState.FINISHED:
             heapq.heappop(self._deadlines)
