@@ -1,0 +1,553 @@
+"""Random histories of the engine core, each from one seed, with an oracle beside every step.
+
+    play(seed) -> Summary         raises Violation, with the seed and the last things that happened
+
+A history has tenants with weights, adapters (some with the same bytes under two tenants), prompts with common
+starts, bursts of arrivals, aborts, deadlines, loads and copies that take time, fail, hang or come too late, steps
+and rows that fail, pins and drops, and never quite enough blocks, pages, slots or host memory. The core, the
+scheduler, the blocks and the adapter cache are the real ones; the runner, the transport and the clock are fakes.
+
+What is checked, after every step or at the end:
+  every manager's own `check_integrity`; a request ends exactly once, and when it was told to; its tokens are the
+  fake model's for its own digest and prompt, cut at the right place; its usage, times and first event are right; an
+  error has its cause; nobody reads another tenant's KV; an engine that says it is idle has nothing to do, and one
+  that waits for something waits for something that will come; at the end nothing is held. Every eighth history is
+  about fairness alone: the served amounts of backlogged tenants stay within the bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
+from loraplex.engine.core import EngineCore
+from loraplex.engine.types import (
+    EngineError,
+    EngineRequest,
+    SamplingParams,
+    ScheduledSequence,
+    StepPlan,
+    TokenEvent,
+)
+from support.fake_runner import FakeRunner, Fault, reference
+from support.fake_transport import FakeTransport, Fate, make_cache
+
+MIN_EVENTS = 200
+VOCAB_SIZE = 61
+EOS_IDS = frozenset({0, 1})
+LOAD_TIMEOUT_S = 4.0
+MAX_DRAIN_STEPS = 4000
+FAIR_EVERY = 8
+
+
+class Violation(AssertionError):
+    """The engine broke a promise."""
+
+
+@dataclass
+class Summary:
+    """What a history, or many, consisted of."""
+
+    histories: int = 0
+    events: int = 0
+    steps: int = 0
+    requests: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    loads: int = 0
+    endings: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Summary) -> None:
+        for name in (
+            "histories",
+            "events",
+            "steps",
+            "requests",
+            "tokens",
+            "preemptions",
+            "prefix_hits",
+            "loads",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for ending, count in other.endings.items():
+            self.endings[ending] = self.endings.get(ending, 0) + count
+
+    def __str__(self) -> str:
+        endings = ", ".join(f"{count} {ending}" for ending, count in sorted(self.endings.items()))
+        return (
+            f"{self.histories} histories, {self.events} events, {self.steps} steps, {self.requests} requests "
+            f"({endings}), {self.tokens} tokens, {self.preemptions} preemptions, {self.prefix_hits} tokens found in "
+            f"the prefix cache, {self.loads} loads"
+        )
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one request from outside."""
+
+    request: EngineRequest
+    arrival: float
+    num_live: int  # others in flight when it came
+    tokens: list[int] = field(default_factory=list)
+    told_state: bool = False
+    aborted: bool = False
+    terminal: TokenEvent | None = None
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Two tenants, and how far their service has drifted while both had requests waiting."""
+
+    low: float | None = None
+    high: float = 0.0
+
+
+class History:
+    def __init__(self, seed: int, *, fair: bool | None = None) -> None:
+        self.rng = rng = random.Random(seed)
+        self.seed = seed
+        self.fair = seed % FAIR_EVERY == 0 if fair is None else fair
+        self.now = 100.0
+        self.num_events = 0
+        self.num_steps = 0
+        self.trail: deque[str] = deque(maxlen=40)
+        self.records: dict[str, _Record] = {}
+        self.live: dict[str, _Record] = {}
+        self.last_faults = 0
+        self.lookahead = rng.randint(0, 1)
+        self._draw_sizes()
+        self._draw_world()
+        self.transport = FakeTransport(
+            lambda: self.now, self.num_pages, self._pages_of, self._load_fate, self._copy_fate
+        )
+        self.cache = make_cache(
+            self.transport,
+            num_slots=rng.randint(2, 4),
+            host_pages=rng.randint(2, 10),
+            load_timeout_s=LOAD_TIMEOUT_S,
+        )
+        self.runner = FakeRunner(
+            self.config.num_blocks,
+            self.transport.mark_in_slot,
+            vocab_size=VOCAB_SIZE,
+            fault=self._fault,
+            tokens_per_row=self._tokens_per_row,
+            max_in_flight=1 + self.lookahead,
+        )
+        self.core = EngineCore(self.config, self.runner, self.cache, eos_ids=EOS_IDS, clock=lambda: self.now)
+
+    # The world.
+
+    def _draw_sizes(self) -> None:
+        rng = self.rng
+        num_blocks = rng.choice((3, 4, 5, 5, 6, 6, 8, 14))
+        self.config = SchedulerConfig(
+            num_blocks=num_blocks,
+            max_model_len=rng.choice((40, 16 * num_blocks, 16 * num_blocks + 1, 400)),
+            max_num_seqs=rng.randint(1, 6),
+            max_num_batched_tokens=rng.choice((2, 5, 16, 24, 40, 64)),
+            max_waiting=rng.choice((3, 10, 20, 60)),
+            lookahead=1 if self.lookahead else 0,
+            adapter_wait_aging_s=rng.choice((0.0, 0.3, 1.0, 3.0)),
+        )
+        if self.fair:
+            self.config = SchedulerConfig(
+                24, 64, rng.randint(1, 4), rng.choice((24, 48)), 1000, self.config.lookahead
+            )
+        self.num_pages = rng.randint(2, 6)
+        self.p_abort = rng.choice((0.0, 0.03, 0.15))
+        self.p_arrive = rng.choice((0.05, 0.1, 0.2, 0.5))
+        self.max_new = rng.choice((3, 8, 20, 40))
+        self.p_deadline = rng.choice((0.0, 0.1, 0.4))
+        self.p_fault = rng.choice((0.0, 0.01, 0.05))
+        self.p_bad_load = rng.choice((0.0, 0.05, 0.3))
+        self.p_operator = rng.choice((0.0, 0.0, 0.05))
+        self.speculates = rng.random() < 0.25
+        self.slow = rng.choice((0.05, 0.5, 2.0))
+
+    def _draw_world(self) -> None:
+        rng = self.rng
+        self.tenants = [f"t{index}" for index in range(rng.randint(1, 4))]
+        self.weights = {tenant: float(rng.choice((1, 1, 2, 4))) for tenant in self.tenants}
+        # A digest may belong to several tenants: they uploaded the same bytes.
+        digests = [rng.randbytes(32).hex() for _ in range(rng.randint(1, 6))]
+        self.sizes = {digest: rng.randint(1, min(3, self.num_pages)) for digest in digests}
+        self.adapters: dict[str, list[AdapterRef | None]] = {}
+        for tenant in self.tenants:
+            mine = rng.sample(digests, rng.randint(0, len(digests)))
+            refs = [AdapterRef(tenant, f"a{number}", number, digest, 8) for number, digest in enumerate(mine)]
+            self.adapters[tenant] = [None, *refs]
+        self.starts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in (0, 17, 35)]
+        self.suspects: set[str] = set()  # digests whose way to the device went wrong, or might
+        self.operated = False
+
+    def _pages_of(self, digest: str) -> int:
+        return self.sizes[digest]
+
+    def _load_fate(self, digest: str) -> Fate:
+        return self._fate(digest, self.slow, hang=True)
+
+    def _copy_fate(self, digest: str) -> Fate:
+        # A copy that never ends takes its pages with it for good, and with them the history: it ends late instead.
+        return self._fate(digest, self.slow / 10, hang=False)
+
+    def _fate(self, digest: str, seconds: float, *, hang: bool) -> Fate:
+        rng = self.rng
+        seconds *= rng.random()
+        if rng.random() >= self.p_bad_load:
+            return Fate(seconds)
+        self.suspects.add(digest)
+        match rng.randrange(3):
+            case 0:
+                return Fate(seconds, "the disk said no")
+            case 1 if hang:
+                return Fate(None)
+            case _:
+                return Fate(LOAD_TIMEOUT_S + 3 * rng.random())
+
+    def _fault(self, plan: StepPlan) -> Fault:
+        rng = self.rng
+        if self.p_fault and not self.fair and rng.random() < self.p_fault:
+            self._happened("a step fails")
+            kind = rng.randrange(3)
+            if kind < 2:
+                return Fault(("submit", "collect")[kind])
+            count = len(plan.scheduled)
+            return Fault(rows=frozenset(rng.sample(range(count), rng.randint(1, count))))
+        return Fault()
+
+    def _tokens_per_row(self, row: ScheduledSequence) -> int:
+        return self.rng.randint(1, 3) if self.speculates else 1
+
+    def _happened(self, what: str) -> None:
+        self.num_events += 1
+        self.trail.append(f"{self.num_steps}: {what}")
+
+    # The play.
+
+    def play(self) -> Summary:
+        try:
+            self._play()
+        except Violation as error:
+            raise Violation(f"seed {self.seed}: {error}\n" + "\n".join(self.trail)) from error
+        except Exception as error:
+            raise Violation(f"seed {self.seed}: {error!r}\n" + "\n".join(self.trail)) from error
+        stats = self.core.stats()
+        endings: dict[str, int] = {}
+        for record in self.records.values():
+            assert record.terminal is not None
+            ending = (
+                record.terminal.error.code if record.terminal.error else str(record.terminal.finish_reason)
+            )
+            endings[ending] = endings.get(ending, 0) + 1
+        return Summary(
+            1,
+            self.num_events,
+            self.num_steps,
+            len(self.records),
+            stats.generation_tokens,
+            stats.num_preemptions,
+            stats.prefix_cache_hits,
+            self.transport.num_loads,
+            endings,
+        )
+
+    def _play(self) -> None:
+        if self.fair:
+            self._flood()
+        else:
+            while self.num_events < MIN_EVENTS:
+                self._act()
+                self._step()
+        first = self.num_steps
+        while self.core.has_work:
+            if self.num_steps - first > MAX_DRAIN_STEPS:
+                raise Violation(f"after {MAX_DRAIN_STEPS} steps, {sorted(self.live)} have not ended")
+            self._step()
+        self._check_end()
+
+    def _act(self) -> None:
+        rng = self.rng
+        if self.live and rng.random() < 0.01:
+            self._duplicate(rng.choice(list(self.live)))
+        if rng.random() < self.p_arrive:
+            for _ in range(rng.choice((1, 1, 2, 3, 8))):
+                self._arrive()
+        if self.live and rng.random() < self.p_abort:
+            self._abort(rng.choice(list(self.live)))
+        if rng.random() < 0.02:
+            self._jump(10 ** rng.uniform(-1, 1))
+        if self.p_operator and rng.random() < self.p_operator:
+            self._operate()
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        tenant = rng.choice(self.tenants)
+        prompt = rng.choice(self.starts) + tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 12)))
+        request = EngineRequest(
+            f"r{len(self.records)}",
+            tenant,
+            prompt,
+            SamplingParams(
+                max_tokens=rng.randint(1, self.max_new),
+                stop_token_ids=(5,) if rng.random() < 0.2 else (),
+                min_tokens=rng.choice((0, 0, 3)),
+                ignore_eos=rng.random() < 0.3,
+            ),
+            rng.choice(self.adapters[tenant]),
+            weight=self.weights[tenant],
+            priority=rng.choice((0, 0, 0, 1)),
+            deadline=10 ** rng.uniform(-1, 1) if rng.random() < self.p_deadline else None,
+        )
+        self._add(request)
+
+    def _add(self, request: EngineRequest) -> None:
+        record = _Record(request, self.now, len(self.live))
+        self.records[request.request_id] = self.live[request.request_id] = record
+        self._happened(f"{request.request_id} arrives")
+        self.core.add(request)
+
+    def _abort(self, request_id: str) -> None:
+        self._happened(f"{request_id} is aborted")
+        self.live[request_id].aborted = True
+        self.core.abort(request_id)
+        self.core.abort("nobody")
+
+    def _duplicate(self, request_id: str) -> None:
+        self._happened(f"{request_id} is sent twice")
+        self.core.add(self.live[request_id].request)
+        self.core.check_integrity()
+
+    def _operate(self) -> None:
+        refs = [ref for refs in self.adapters.values() for ref in refs if ref is not None]
+        if not refs:
+            return
+        ref = self.rng.choice(refs)
+        self._happened(f"the operator touches {ref.digest[:6]}")
+        match self.rng.randrange(3):
+            case 0:
+                self.core.drop(ref.digest)
+            case 1:
+                self.core.prefetch(ref)
+            case 2:
+                self.operated = True  # a pin may leave no room for others
+                try:
+                    self.core.pin(ref)
+                except Exception:
+                    for other in refs:
+                        self.core.unpin(other.digest)
+
+    def _jump(self, seconds: float) -> None:
+        self._happened(f"{seconds:.2f} s pass")
+        self.now += seconds
+
+    def _step(self) -> None:
+        self._wait_if_idle()
+        self.now += 0.005 + 0.05 * self.rng.random()
+        for _ in range(self.transport.settle()):
+            self._happened("a load or a copy ends")
+        started = self.now
+        self.num_steps += 1
+        before = self._backlog() if self.fair else None
+        for event in self.core.step():
+            self._take(event)
+        self._check_step(started)
+        if before is not None:
+            self._check_fairness(before)
+
+    def _wait_if_idle(self) -> None:
+        """If the core says that only time or a load can help, let time pass until then."""
+        idle_s = self.core.idle_s()
+        if idle_s == 0.0 or not self.core.has_work:
+            return
+        times = [] if idle_s is None else [self.now + idle_s]
+        if self.transport.next_due is not None:
+            times.append(self.transport.next_due)
+        if not times:
+            raise Violation(f"{sorted(self.live)} wait for something that will never come")
+        self.now = max(self.now, min(times))
+
+    # The oracles.
+
+    def _take(self, event: TokenEvent) -> None:
+        record = self.records.get(event.request_id)
+        if record is None:
+            raise Violation(f"an event for {event.request_id}, which never was")
+        if event.duplicate:
+            _expect(event.finish_reason == "error" and not event.token_ids, event, "a twin must be refused")
+            return
+        _expect(record.terminal is None, event, "an event after the end")
+        named = record.request.adapter is not None
+        _expect(
+            (event.adapter_state is not None) == (named and not record.told_state), event, "adapter_state"
+        )
+        record.told_state = True
+        record.tokens += event.token_ids
+        if event.finish_reason is None:
+            _expect(bool(event.token_ids), event, "an event that says nothing")
+            return
+        record.terminal = event
+        del self.live[event.request_id]
+        self._check_ending(record, event)
+
+    def _check_ending(self, record: _Record, event: TokenEvent) -> None:
+        request, usage, timing = record.request, event.usage, event.timing
+        expected, reason = self._expected(request)
+        if event.finish_reason in ("stop", "length"):
+            _expect(record.tokens == expected, event, f"tokens {record.tokens} instead of {expected}")
+            _expect(event.finish_reason == reason, event, f"it should have ended by {reason}")
+            stop = expected[-1] if reason == "stop" else None
+            _expect(event.stop_token_id == stop, event, f"stopped by {stop}")
+            _expect(not record.aborted, event, "it was aborted before")
+        else:
+            _expect(record.tokens == expected[: len(record.tokens)], event, "wrong tokens before its end")
+            _expect(len(record.tokens) < len(expected), event, "it was complete")
+        if event.finish_reason == "abort":
+            _expect(record.aborted, event, "nobody aborted it")
+        if event.error is not None:
+            _expect(self._has_cause(record, event.error), event, "no cause for this error")
+        _expect(usage is not None and usage.prompt_tokens == len(request.prompt_ids), event, "prompt tokens")
+        _expect(
+            usage is not None and usage.completion_tokens == len(record.tokens), event, "completion tokens"
+        )
+        assert usage is not None
+        cached = usage.cached_tokens
+        _expect(cached % BLOCK_SIZE == 0 and 0 <= cached < len(request.prompt_ids), event, "cached tokens")
+        assert timing is not None
+        _expect((timing.first_token_s is not None) == bool(record.tokens), event, "time of the first token")
+        _expect(
+            0 <= timing.queue_s <= (timing.first_token_s or timing.total_s) <= timing.total_s, event, "times"
+        )
+
+    def _expected(self, request: EngineRequest) -> tuple[list[int], str]:
+        sampling = request.sampling
+        digest = None if request.adapter is None else request.adapter.digest
+        tokens = reference(digest, request.prompt_ids, sampling.max_tokens, VOCAB_SIZE)
+        for index, token in enumerate(tokens[sampling.min_tokens :], sampling.min_tokens):
+            if token in sampling.stop_token_ids or (token in EOS_IDS and not sampling.ignore_eos):
+                return tokens[: index + 1], "stop"
+        return tokens, "length"
+
+    def _has_cause(self, record: _Record, error: EngineError) -> bool:
+        request = record.request
+        total = len(request.prompt_ids) + request.sampling.max_tokens
+        match error.code:
+            case "internal_error":
+                return request.request_id in self.runner.faulted
+            case "deadline_exceeded":
+                return request.deadline is not None and self.now >= record.arrival + request.deadline
+            case "adapter_unavailable":
+                digest = request.adapter.digest if request.adapter is not None else None
+                # A copy past its time keeps its pages; others may not fit beside them, or may not have for a while.
+                crowded = bool(self.suspects) and error.message.startswith("it does not fit")
+                return digest in self.suspects or self.operated or crowded
+            case "server_overloaded":
+                return record.num_live >= self.config.max_waiting
+            case "context_length_exceeded":
+                return total > self.config.max_model_len or total - 1 > self.config.num_blocks * BLOCK_SIZE
+        return False
+
+    def _check_step(self, started: float) -> None:
+        self.core.check_integrity()
+        if self.runner.complaints:
+            raise Violation("; ".join(self.runner.complaints))
+        for request_id, record in self.live.items():
+            deadline = record.request.deadline
+            if record.aborted:
+                raise Violation(f"{request_id} was aborted and goes on")
+            if deadline is not None and record.arrival + deadline <= started:
+                raise Violation(f"{request_id} goes on past its deadline")
+
+    def _check_end(self) -> None:
+        stats = self.core.stats()
+        if self.live:
+            raise Violation(f"the core has nothing to do, but {sorted(self.live)} never ended")
+        if stats.num_kv_blocks_used or stats.num_leases or stats.num_running or stats.num_waiting:
+            raise Violation(f"at the end, something is still held: {stats}")
+        if self.runner.num_in_flight:
+            raise Violation("a step was never collected")
+
+    # Fairness.
+
+    def _flood(self) -> None:
+        """Every tenant has more waiting than can be served for a long time; new tenants come in between."""
+        rng = self.rng
+        self.served = dict.fromkeys(self.tenants, 0.0)
+        self.charged: dict[str, int] = {}
+        self.pairs: dict[tuple[str, str], _Pair] = {}
+        self.max_prompt, self.max_new = rng.choice((20, 50)), rng.choice((3, 10))
+        tenants = self.tenants = [f"t{index}" for index in range(rng.randint(2, 4))]
+        self.weights = {tenant: float(rng.choice((1, 1, 2, 4))) for tenant in tenants}
+        self.served = dict.fromkeys(tenants, 0.0)
+        self.runner.keep_plans = True
+        for tenant in rng.sample(tenants, len(tenants)):
+            longest = rng.randint(1, self.max_prompt)
+            for _ in range(MIN_EVENTS // len(tenants) + 1):
+                prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest)))
+                sampling = SamplingParams(max_tokens=rng.randint(1, self.max_new), ignore_eos=True)
+                request_id = f"{tenant}-{len(self.records)}"
+                self._add(EngineRequest(request_id, tenant, prompt, sampling, weight=self.weights[tenant]))
+            for _ in range(rng.randint(0, 20)):
+                self._step()
+
+    def _backlog(self) -> set[str]:
+        """Tenants with a request that was never scheduled."""
+        return {r.request.tenant_id for id_, r in self.live.items() if id_ not in self.charged}
+
+    def _check_fairness(self, before: set[str]) -> None:
+        for plan in self.runner.plans:
+            for row in plan.scheduled:
+                seq = row.seq
+                done = self.charged.get(seq.request_id, 0)
+                end = min(row.start + row.num_tokens, seq.num_prompt)
+                self.served[seq.request.tenant_id] += max(0, end - done) + 2 * row.samples
+                self.charged[seq.request_id] = max(done, end)
+        self.runner.plans.clear()
+        waiting = sorted(before & self._backlog())
+        # What the tenant with the least counter can still be charged for when another's turn comes: one prompt, and
+        # all that its running sequences will decode.
+        largest = self.max_prompt + 2 * self.config.max_num_seqs * (self.max_new + 1 + self.lookahead)
+        pairs: dict[tuple[str, str], _Pair] = {}
+        for index, one in enumerate(waiting):
+            for other in waiting[:index]:
+                drift = self.served[one] / self.weights[one] - self.served[other] / self.weights[other]
+                pair = self.pairs.get((one, other)) or _Pair()
+                pair.low = drift if pair.low is None else min(pair.low, drift)
+                pair.high = (
+                    drift if pair.low == drift and (one, other) not in self.pairs else max(pair.high, drift)
+                )
+                pairs[one, other] = pair
+                if pair.high - pair.low > 2 * largest:
+                    raise Violation(
+                        f"{one} and {other} drifted apart by {pair.high - pair.low:.0f} units of service, over "
+                        f"{2 * largest}, while both were waiting"
+                    )
+        self.pairs = pairs
+
+
+def _expect(condition: bool, event: TokenEvent, what: str) -> None:
+    if not condition:
+        raise Violation(f"{what}: {event}")
+
+
+def play(seed: int, *, fair: bool | None = None) -> Summary:
+    """One history. Raises Violation."""
+    log = logging.getLogger("loraplex.engine.core")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # steps fail by the thousand here, each with a traceback
+    try:
+        return History(seed, fair=fair).play()
+    finally:
+        log.setLevel(level)
+
+
+def play_many(seeds: range) -> Summary:
+    total = Summary()
+    for seed in seeds:
+        total.add(play(seed))
+    return total
