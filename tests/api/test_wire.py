@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import uvloop
 
 from support.data_plane import DataPlane, running_data_plane
 from support.fake_engine import Reply
@@ -20,11 +21,18 @@ STALL_S = 0.4
 MAX_BODY = 64 << 10
 
 
-@pytest.fixture(scope="module")
-def shared_brisk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataPlane]:
-    directory = tmp_path_factory.mktemp("model")
+@pytest.fixture(
+    scope="module", params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def shared_brisk(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DataPlane]:
     with running_data_plane(
-        directory, stall_timeout=STALL_S, max_body=MAX_BODY, max_model_len=1 << 20
+        tmp_path_factory.mktemp("model"),
+        loop_factory=request.param,
+        stall_timeout=STALL_S,
+        max_body=MAX_BODY,
+        max_model_len=1 << 20,
     ) as running:
         yield running
 

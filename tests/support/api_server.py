@@ -49,10 +49,17 @@ class RunningServer:
 
 
 @contextmanager
-def serve_app(app: Any, *, stop_timeout: float = 5.0, **options: Any) -> Iterator[RunningServer]:
+def serve_app(
+    app: Any,
+    *,
+    stop_timeout: float = 5.0,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    **options: Any,
+) -> Iterator[RunningServer]:
     """Serve `app` on a free loopback port until the block ends; fails if it does not start or stop in time.
 
-    `options` go to `uvicorn.Config`. On leaving, open connections get `stop_timeout` seconds, then are cut.
+    `loop_factory` makes the event loop (asyncio's own by default); `options` go to `uvicorn.Config`. On leaving,
+    open connections get `stop_timeout` seconds, then are cut.
     """
     # With its protocol named: asyncio turns Nagle's algorithm off only for sockets that say that they are TCP.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -81,7 +88,8 @@ def serve_app(app: Any, *, stop_timeout: float = 5.0, **options: Any) -> Iterato
 
     def run() -> None:
         try:
-            asyncio.run(main())
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(main())
         except BaseException as error:
             failures.append(error)
         finally:

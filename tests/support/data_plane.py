@@ -193,7 +193,9 @@ class DataPlane:
 
 
 @contextmanager
-def running_data_plane(directory: Path, *, extra_routes: Any = (), **changes: Any) -> Iterator[DataPlane]:
+def running_data_plane(
+    directory: Path, *, extra_routes: Any = (), loop_factory: Any = None, **changes: Any
+) -> Iterator[DataPlane]:
     """`directory` takes the tokenizer's files; `changes` are fields of ApiServices."""
     engine = FakeEngineClient()
     metrics = Metrics(BASE)
@@ -214,7 +216,7 @@ def running_data_plane(directory: Path, *, extra_routes: Any = (), **changes: An
     )
     with (
         httpx.Client(timeout=20) as http,
-        serve_app(create_data_app(services, extra_routes=extra_routes)) as server,
+        serve_app(create_data_app(services, extra_routes=extra_routes), loop_factory=loop_factory) as server,
     ):
         server.call(engine.start)
         yield DataPlane(
