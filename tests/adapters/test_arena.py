@@ -11,7 +11,7 @@ from loraplex.adapters.arena import AdapterArena
 from loraplex.adapters.layout import ArenaLayout
 from loraplex.adapters.weights import HostImage, build_image
 from loraplex.kernels.lora import lora_reference
-from support.lora_zoo import GROUPS, Zoo, ZooAdapter, make_adapter, poison
+from support.lora_zoo import GROUPS, OpCounter, Zoo, ZooAdapter, dirty_arena, make_adapter
 
 
 @pytest.fixture
@@ -52,15 +52,14 @@ def test_any_pages_will_do(layout: ArenaLayout, adapters: list[ZooAdapter], orde
         "two runs": [*range(n // 2), *range(n, n + n - n // 2)],
     }[order]
     assert len(set(pages)) == n
-    arena = AdapterArena(layout, 2 * n + 3, 2, torch.device("cpu"))
-    poison(arena)
+    arena = dirty_arena(layout, 2 * n + 3, 2)
     arena.write(image, 1, tuple(pages))
     check(arena, 1, adapters[2])
 
 
 def test_a_slot_and_pages_are_used_again(layout: ArenaLayout, adapters: list[ZooAdapter]) -> None:
     images = [build_image(a.spec, a.path, layout) for a in adapters]
-    arena = AdapterArena(layout, 40, 2, torch.device("cpu"))
+    arena = dirty_arena(layout, 40, 2)
     for index in (2, 0, 1, 2):
         arena.write(images[index], 0, tuple(range(images[index].num_pages)))
         check(arena, 0, adapters[index])
@@ -75,11 +74,17 @@ def test_a_smaller_adapter_does_not_inherit_sites_from_the_slots_last_one(
     small = make_adapter(
         tmp_path / "small", GROUPS, rank=3, layers=[1], sites=["k_proj", "down_proj"], seed=9
     )
-    arena = AdapterArena(layout, 40, 1, torch.device("cpu"))
+    arena = dirty_arena(layout, 40, 1)
     for adapter in (adapters[2], small):
         image = build_image(adapter.spec, adapter.path, layout)
         arena.write(image, 0, tuple(range(image.num_pages)))
     check(arena, 0, small)
+    lora = arena.lora_pass([(0, 0, 1)], 1)
+    assert lora is not None
+    with OpCounter() as counter:
+        lora.apply(0, "down", torch.zeros(1, 80), torch.zeros(1, 48))
+        lora.apply(1, "gate_up", torch.zeros(1, 48), torch.zeros(1, 160))
+    assert not counter.ops.keys() - {"aten.zeros.default"}, "work is done for sites that nobody has"
 
 
 def test_a_pass_is_kept_only_while_its_adapters_stay(layout: ArenaLayout, adapters: list[ZooAdapter]) -> None:
@@ -95,11 +100,11 @@ def test_a_pass_is_kept_only_while_its_adapters_stay(layout: ArenaLayout, adapte
 
 def test_pages_that_are_not_the_arenas_are_refused(layout: ArenaLayout, adapters: list[ZooAdapter]) -> None:
     image: HostImage = build_image(adapters[0].spec, adapters[0].path, layout)
-    arena = AdapterArena(layout, 4, 1, torch.device("cpu"))
+    arena = dirty_arena(layout, 4, 1)
     for pages in ((), tuple(range(image.num_pages + 1)), (4,) * image.num_pages, (-1,) * image.num_pages):
         with pytest.raises(ValueError, match="can't be written"):
             arena.write(image, 0, pages)
 
 
 def test_the_memory_it_takes_is_its_pages_and_one_of_zeros(layout: ArenaLayout) -> None:
-    assert AdapterArena(layout, 4, 1, torch.device("cpu")).num_bytes == 5 * layout.page_bytes
+    assert dirty_arena(layout, 4, 1).num_bytes == 5 * layout.page_bytes

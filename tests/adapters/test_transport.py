@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.adapters.arena import AdapterArena
 from loraplex.adapters.base import load_base_spec
 from loraplex.adapters.cache import AdapterCache, Residency
 from loraplex.adapters.files import digest_upload
@@ -30,7 +29,7 @@ from support.adapters import (
     site_module,
     write_base,
 )
-from support.lora_zoo import poison
+from support.lora_zoo import dirty_arena
 
 ARCH = TinyBase()
 GROUPS = (
@@ -50,8 +49,7 @@ class Rig:
         self.store = ArtifactStore(root / "store")
         base = load_base_spec(write_base(root / "base", ARCH))
         self.layout = ArenaLayout(GROUPS, ARCH.layers, torch.float32, max_rank=16, page_bytes=16 << 10)
-        self.arena = AdapterArena(self.layout, num_pages, num_slots, torch.device("cpu"))
-        poison(self.arena)
+        self.arena = dirty_arena(self.layout, num_pages, num_slots)
         self.woken = threading.Semaphore(0)
         self.transport = ThreadedTransport(self.store, base, self.arena, wake=self.woken.release)
         self.cache: AdapterCache[HostImage] = AdapterCache(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex.adapters.layout import ArenaLayout
 from loraplex.kernels.backend import BackendUnavailable, resolve_backend
 from loraplex.kernels.lora import lora_reference
 from loraplex.kernels.lora_pack import pack_rows
-from support.lora_zoo import GROUPS, ODD_GROUPS, Zoo, make_adapter
+from support.lora_zoo import GROUPS, ODD_GROUPS, OpCounter, Zoo, make_adapter
 
 LAYERS = 3
 RANKS = (1, 3, 8, 9, 16, 24, 33, 64)
@@ -199,16 +197,6 @@ def test_a_neighbour_of_huge_weights_does_no_harm(tmp_path: Path) -> None:
     rows = [zoo.adapters[slot].in_layer(0) for slot in (0, 0, 2, 0)]
     expected = lora_reference(x[calm_rows], torch.zeros_like(y[calm_rows]), group, rows)
     assert (y[calm_rows] - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-class OpCounter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.ops[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_number_of_operations_depends_on_neither_adapters_nor_rows(zoos: dict[str, Zoo]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex.adapters.arena import AdapterArena
 from loraplex.adapters.layout import ArenaLayout
@@ -94,16 +96,38 @@ class Zoo:
         self.adapters = adapters
         self.images: list[HostImage] = [build_image(a.spec, a.path, layout) for a in adapters]
         num_pages = sum(image.num_pages for image in self.images) + spare_pages
-        self.arena = AdapterArena(layout, num_pages, len(adapters) + 1, torch.device("cpu"))
-        poison(self.arena)
+        self.arena = dirty_arena(layout, num_pages, len(adapters) + 1)
         free = np.random.default_rng(seed).permutation(num_pages).tolist()
         for slot, image in enumerate(self.images):
             pages, free = free[: image.num_pages], free[image.num_pages :]
             self.arena.write(image, slot, tuple(sorted(pages)))
 
 
-def poison(arena: AdapterArena) -> None:
-    """Fill every page with NaN, as if it had been anybody's."""
+class OpCounter(TorchDispatchMode):
+    """Counts what torch executes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.ops[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def dirty_arena(layout: ArenaLayout, num_pages: int, num_slots: int) -> AdapterArena:
+    """An arena in memory that was not clean when it was allocated, and whose pages were anybody's."""
+    torch.use_deterministic_algorithms(True)  # fills new memory with ones: NaN in every dtype
+    try:
+        arena = AdapterArena(layout, num_pages, num_slots, torch.device("cpu"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    _poison(arena)
+    return arena
+
+
+def _poison(arena: AdapterArena) -> None:
+    """Fill every page with NaN."""
     size = arena.layout.page_bytes // arena.layout.dtype.itemsize
     page = torch.full((size,), float("nan"), dtype=arena.layout.dtype).view(torch.uint8)[None]
     image = HostImage("poison", 8, page, np.array([[0, 0, 0, 0, 0]], np.int32))

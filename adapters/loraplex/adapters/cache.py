@@ -397,7 +397,6 @@ class AdapterCache(Generic[ImageT]):
         del self._copying[entry.ref.digest]
         entry.copy = None
         if ticket.error is not None:
-            self._free_device(entry)
             self._fail(entry, ticket.error, now)
             return
         entry.stage = _Stage.DEVICE
