@@ -72,6 +72,7 @@ class Apps:
     data: ASGIApp
     admin: ASGIApp
     drain: Drain
+    metrics: Metrics
 
 
 def database_url(settings: Settings) -> str:
@@ -227,4 +228,5 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         data=create_data_app(data_services, extra_routes=tenant_routes),
         admin=create_admin_app(admin_services, extra_routes=operator_routes),
         drain=drain,
+        metrics=metrics,
     )

@@ -123,6 +123,7 @@ async def _drain(settings: Settings, apps: Apps, stop: _StopSignals) -> None:
     """As interface.md says of SIGTERM; a second signal cuts it short."""
     log = structlog.get_logger("loraplex")
     log.info("draining", in_flight=apps.drain.in_flight, grace_s=settings.drain_grace)
+    apps.metrics.draining.set(1)
     draining = asyncio.create_task(apps.drain.run(settings.drain_grace, settings.drain_timeout))
     second = stop.second_task()
     await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
