@@ -179,7 +179,7 @@ def test_an_adapter_larger_than_the_device_fails_with_a_clear_message() -> None:
     assert rig.step(A) == [Residency.FAILED]
     assert (
         rig.failed("a")
-        == "it does not fit: it needs 5 pages of device memory, the device memory for adapters has 4"
+        == "it does not fit: it needs 5 pages of device memory; the device memory for adapters has 4"
     )
     assert rig.cache.usage().host_bytes_used == 0
 
@@ -343,7 +343,10 @@ def test_pins_that_do_not_fit_are_refused_and_what_they_leave_no_room_for_fails(
     rig.step(C)
     rig.transport.finish_load()
     assert rig.step(C) == [Residency.FAILED]
-    assert "1 of the 4 for adapters are not pinned" in rig.failed("c")
+    assert (
+        "needs 2 pages of device memory; the device memory for adapters has 4, and 3 of them are pinned"
+        in rig.failed("c")
+    )
     rig.cache.unpin("b")
     rig.clock.now += 5
     rig.bring(C)
