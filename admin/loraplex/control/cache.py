@@ -59,7 +59,7 @@ class ReadThrough(Generic[K, V]):
                 if entry is None:
                     # Noted before the reading, so that a change meanwhile makes the answer stale.
                     read_at, revision = self._clock(), self._database.revision
-                    entry = _Entry(await self._database.run(read, *args), read_at, revision)
+                    entry = _Entry(await self._database.look_up(read, *args), read_at, revision)
                     self._keep(key, entry)
         return entry.value
 

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 T = TypeVar("T")
 MAX_THREADS = 8
+MAX_LOOKUP_THREADS = 4
 _WRITES = "loraplex_writes"
 
 
@@ -37,6 +38,7 @@ class Database:
         self._engine = _make_engine(url)
         self._writer = self._engine.execution_options(**{_WRITES: True})
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
+        self._lookup_threads = anyio.CapacityLimiter(MAX_LOOKUP_THREADS)
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -55,6 +57,11 @@ class Database:
         """Call a rule of the control plane in a worker thread. It runs to its end even if the caller is gone."""
         return await anyio.to_thread.run_sync(function, *args, limiter=self._threads)
 
+    async def look_up(self, function: Callable[..., T], *args: Any) -> T:
+        """Like `run`, for readings that requests wait for: in threads of their own, because all of `run`'s may be
+        queueing for the write lock, which readers do not need."""
+        return await anyio.to_thread.run_sync(function, *args, limiter=self._lookup_threads)
+
     def close(self) -> None:
         self._engine.dispose()
 
@@ -70,7 +77,8 @@ def _make_engine(url: str) -> Engine:
 def _prepare_sqlite(connection: Any, _record: object) -> None:
     # The driver's own idea of when a transaction begins would come too late for a writer.
     connection.isolation_level = None
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
+    # The time-out first: changing a new file to WAL needs the lock too.
+    for pragma in ("busy_timeout=10000", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 

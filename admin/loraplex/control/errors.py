@@ -30,6 +30,12 @@ class InvalidKey(ControlError):
     code = "invalid_api_key"
 
 
+class SecretUnusable(ControlError):
+    """A secret of this installation is empty or damaged; it does not start."""
+
+    code = "secret_unusable"
+
+
 class TenantNotFound(ControlError):
     code = "tenant_not_found"
 

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from loraplex.control import rules
 from loraplex.control.cache import ReadThrough
 from loraplex.control.database import Database, utc_now
-from loraplex.control.errors import InvalidKey, InvalidValue, KeyNotFound
+from loraplex.control.errors import InvalidKey, InvalidValue, KeyNotFound, SecretUnusable
 from loraplex.control.secrets import hash_secret, key_id_of, new_key_secret, same
 from loraplex.control.tables import ApiKey, Tenant
 from loraplex.control.tenants import require_tenant
@@ -127,6 +127,8 @@ class KeyCache:
     ) -> None:
         self._database = database
         self._pepper = pepper
+        if not admin_token:
+            raise SecretUnusable("The admin token is empty: then everybody would be the admin.")
         self._admin_hash = hash_secret(pepper, admin_token)
         self._now = now
         self._known: ReadThrough[bytes, _Known] = ReadThrough(

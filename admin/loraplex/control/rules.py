@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -54,7 +53,8 @@ def check_text(value: str | None, param: str, longest: int = 200) -> str | None:
 
 
 def check_weight(value: float) -> float:
-    if not math.isfinite(value) or not MIN_WEIGHT <= value <= MAX_WEIGHT:
+    # NaN is in no range, and an int of any length can be compared with one.
+    if isinstance(value, bool) or not MIN_WEIGHT <= value <= MAX_WEIGHT:
         raise InvalidValue(f"'weight' is a number from {MIN_WEIGHT} to {MAX_WEIGHT:g}.", param="weight")
     return float(value)
 

@@ -9,7 +9,10 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.control.errors import SecretUnusable
+
 KEY_PREFIX = "lpx"
+PEPPER_BYTES = 32
 _ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789")
 
 
@@ -44,8 +47,8 @@ def same(one: str, other: str) -> bool:
 
 
 def load_or_create(path: Path, make: str) -> tuple[str, bool]:
-    """The text of a secret file, and whether it was made now from `make`. Mode 0600; of two processes that make
-    it at once, one wins and both get its text."""
+    """The text of a secret file, and whether it was made now from `make`. Mode 0600, and on the disk before it is
+    used; of two processes that make it at once, one wins and both get its text. Raises SecretUnusable, OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     if not path.exists():
@@ -55,12 +58,25 @@ def load_or_create(path: Path, make: str) -> tuple[str, bool]:
             os.fsync(handle.fileno())
         try:
             os.link(scratch, path)
+            _flush(path.parent)
             return make, True
         except FileExistsError:
             pass
         finally:
             scratch.unlink()
-    return path.read_text().strip(), False
+    text = path.read_text().strip()
+    if not text:
+        # An empty secret would be one that everybody knows.
+        raise SecretUnusable(f"{path} is empty. Restore it from a backup, or delete it to have a new one made.")
+    return text, False
+
+
+def _flush(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def new_admin_token() -> str:
@@ -68,6 +84,17 @@ def new_admin_token() -> str:
 
 
 def load_pepper(data_dir: Path) -> bytes:
-    """The pepper of this installation's keys, made at the first start. Without it no key works any more."""
-    text, _ = load_or_create(data_dir / "key-pepper", secrets.token_hex(32))
-    return bytes.fromhex(text)
+    """The pepper of this installation's keys, made at the first start. Without it no key works any more. Raises
+    SecretUnusable, OSError."""
+    path = data_dir / "key-pepper"
+    text, _ = load_or_create(path, secrets.token_hex(PEPPER_BYTES))
+    try:
+        pepper = bytes.fromhex(text)
+    except ValueError:
+        pepper = b""
+    if len(pepper) != PEPPER_BYTES:
+        raise SecretUnusable(
+            f"{path} is damaged: it holds no {2 * PEPPER_BYTES} hex digits. Restore it from a backup; a new one would "
+            "make every API key useless."
+        )
+    return pepper
