@@ -334,6 +334,10 @@ def test_a_pinned_adapter_is_tried_again_after_a_failure() -> None:
     rig.clock.now += 1
     rig.step()
     assert len(rig.transport.loads) == 1
+    rig.clock.now += 9
+    assert rig.cache.next_timeout_s() == pytest.approx(51.0), (
+        "only the load's own time-out is left to wait for"
+    )
 
 
 def test_pins_that_do_not_fit_are_refused_and_what_they_leave_no_room_for_fails() -> None:

@@ -115,12 +115,12 @@ class AdapterCache(Generic[ImageT]):
     def next_timeout_s(self) -> float | None:
         """Seconds until time alone makes `poll` do something (a load to give up, a pinned adapter to try again);
         None if only a finished ticket can."""
-        times = [
-            entry.since + self._timeout_s
-            for entry in (*self._residents.loading.values(), *self._residents.copying.values())
-        ]
-        times += [self._failures[d].retry_at for d in self._pinned if d in self._failures]
-        return max(0.0, min(times) - self._clock()) if times else None
+        now = self._clock()
+        moving = (*self._residents.loading.values(), *self._residents.copying.values())
+        times = [entry.since + self._timeout_s for entry in moving]
+        # A time that has passed waits for something else by now, such as room.
+        times += [at for digest in self._pinned if (at := self._retry_at(digest)) > now]
+        return max(0.0, min(times) - now) if times else None
 
     # Requests and leases.
 
