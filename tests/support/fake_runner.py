@@ -1,10 +1,11 @@
 """A runner without a model, whose answers give away every mix-up.
 
-It keeps a KV memory of physical blocks. A step writes, for each scheduled position, the token and the digest that
-lies in the row's adapter slot *at that moment* into the block that the row's table names, and draws a token as a
-hash of all that it reads back through that table. It never looks at a sequence's own tokens. So a block given out
-twice, a prefix found under a wrong key, a slot overwritten too early or a token fed out of turn changes what comes
-out; `reference` says what should have. Answers are hashes of integers alone: the same in every process.
+It keeps a KV memory of physical blocks. A step writes, for each scheduled position, a hash of the token, of the
+digest that lies in the row's adapter slot *at that moment* and of the position before, into the block that the
+row's table names, and draws a token as a hash of all that it reads back through that table. It never looks at a
+sequence's own tokens. So a block given out twice, a prefix found under a wrong key, a slot overwritten too early or
+a token fed out of turn changes what comes out; `reference` says what should have. Answers are hashes of integers
+alone: the same in every process.
 """
 
 from __future__ import annotations
@@ -27,17 +28,26 @@ def adapter_mark(digest: str | None) -> int:
     return BASE if digest is None else int(digest[:12], 16) + 1
 
 
-def draw(marks: tuple[int, ...], token_ids: tuple[int, ...], vocab_size: int) -> int:
-    """The fake model: the next token after `token_ids`, computed with the adapters `marks`, position by position."""
-    return hash((marks, token_ids)) % vocab_size
+def attend(value_before: int, mark: int, token: int) -> int:
+    """The KV of one position: of its token and adapter, and of all positions before it, as in a real model."""
+    return hash((value_before, mark, token))
+
+
+def draw(values: tuple[int, ...], vocab_size: int) -> int:
+    """The fake model's next token, from the KV of all positions so far."""
+    return hash(values) % vocab_size
 
 
 def reference(digest: str | None, prompt: tuple[int, ...], count: int, vocab_size: int) -> list[int]:
     """The `count` tokens that follow `prompt` on one adapter version."""
-    mark, tokens = adapter_mark(digest), list(prompt)
-    for _ in range(count):
-        tokens.append(draw((mark,) * len(tokens), tuple(tokens), vocab_size))
-    return tokens[len(prompt) :]
+    mark, values, drawn = adapter_mark(digest), [0], []
+    for token in prompt:
+        values.append(attend(values[-1], mark, token))
+    while True:
+        drawn.append(draw(tuple(values[1:]), vocab_size))
+        if len(drawn) == count:
+            return drawn
+        values.append(attend(values[-1], mark, drawn[-1]))
 
 
 class StepFailed(RuntimeError):
@@ -73,8 +83,7 @@ class FakeRunner:
 
     def __post_init__(self) -> None:
         positions = self.num_blocks * BLOCK_SIZE
-        self._tokens = [GARBAGE] * positions
-        self._marks = [GARBAGE] * positions
+        self._values = [GARBAGE] * positions
         self._tenants = [""] * positions
         self._queue: deque[_Handle] = deque()
         self._drawn: dict[
@@ -137,12 +146,12 @@ class FakeRunner:
             if not row.samples:
                 answers.append(())
                 continue
-            marks, known = seen
-            answer = [draw(marks, known, self.vocab_size)]
+            answer = [draw(seen, self.vocab_size)]
             drawn[request_id, row.output_index] = answer[0]
+            mark = self._mark(row)
             for _ in range(self.tokens_per_row(row) - 1):
-                known, marks = (*known, answer[-1]), (*marks, marks[-1])
-                answer.append(draw(marks, known, self.vocab_size))
+                seen = (*seen, attend(seen[-1], mark, answer[-1]))
+                answer.append(draw(seen, self.vocab_size))
             answers.append(tuple(answer))
         self._drawn = drawn
         return StepResult(plan.step_id, tuple(answers), dict.fromkeys(fault.rows, "told to fail"))
@@ -151,27 +160,31 @@ class FakeRunner:
         if len(tokens) != row.num_tokens or len(row.block_ids) * BLOCK_SIZE < row.start + row.num_tokens:
             self.complaints.append(f"a slice of {row.seq.request_id} does not fit its tokens or its blocks")
             return
-        mark = BASE if row.slot < 0 else self.mark_in_slot(row.slot)
+        mark = self._mark(row)
         tenant = row.seq.request.tenant_id
+        value = self._values[self._place(row, row.start - 1)] if row.start else 0
         for position, token in enumerate(tokens, row.start):
-            place = row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            self._tokens[place] = token
-            self._marks[place] = mark
+            place = self._place(row, position)
+            value = GARBAGE if token == GARBAGE else attend(value, mark, token)
+            self._values[place] = value
             self._tenants[place] = tenant
 
-    def _read(self, row: ScheduledSequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(marks, tokens) of positions 0 … the slice's end, through the row's own block table."""
+    def _mark(self, row: ScheduledSequence) -> int:
+        return BASE if row.slot < 0 else self.mark_in_slot(row.slot)
+
+    def _place(self, row: ScheduledSequence, position: int) -> int:
+        return row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def _read(self, row: ScheduledSequence) -> tuple[int, ...]:
+        """The KV of positions 0 … the slice's end, through the row's own block table."""
         end = row.start + row.num_tokens
-        marks: list[int] = []
-        tokens: list[int] = []
+        values: list[int] = []
         tenants: list[str] = []
         for block in row.block_ids[: -(-end // BLOCK_SIZE)]:
-            span = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
-            marks += self._marks[span]
-            tokens += self._tokens[span]
-            tenants += self._tenants[span]
+            values += self._values[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+            tenants += self._tenants[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
         # The row of a sequence that ended while it was in flight reads what it likes: nobody gets its answer.
         owners = set(tenants[:end])
         if owners != {row.seq.request.tenant_id} and row.seq.state is not SequenceState.FINISHED:
             self.complaints.append(f"{row.seq.request_id} reads KV that {sorted(owners)} wrote")
-        return tuple(marks[:end]), tuple(tokens[:end])
+        return tuple(values[:end])

@@ -145,6 +145,8 @@ class History:
 
     def _draw_sizes(self) -> None:
         rng = self.rng
+        self.p_abort = rng.choice((0.0, 0.03, 0.15))
+        self.max_new = rng.choice((3, 8, 20, 40))
         num_blocks = rng.choice((3, 4, 5, 5, 6, 6, 8, 14))
         self.config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -155,14 +157,24 @@ class History:
             lookahead=1 if self.lookahead else 0,
             adapter_wait_aging_s=rng.choice((0.0, 0.3, 1.0, 3.0)),
         )
+        if rng.random() < 0.25:
+            # Long answers on few blocks: preemption after preemption.
+            self.max_new, self.p_abort, num_blocks = 40, 0.0, rng.randint(4, 6)
+            self.config = SchedulerConfig(
+                num_blocks,
+                16 * num_blocks,
+                rng.randint(3, 6),
+                rng.choice((16, 40)),
+                20,
+                self.config.lookahead,
+                self.config.adapter_wait_aging_s,
+            )
         if self.fair:
             self.config = SchedulerConfig(
                 24, 64, rng.randint(1, 4), rng.choice((24, 48)), 1000, self.config.lookahead
             )
-        self.num_pages = rng.randint(2, 6)
-        self.p_abort = rng.choice((0.0, 0.03, 0.15))
+        self.num_pages = rng.randint(2, 5)
         self.p_arrive = rng.choice((0.05, 0.1, 0.2, 0.5))
-        self.max_new = rng.choice((3, 8, 20, 40))
         self.p_deadline = rng.choice((0.0, 0.1, 0.4))
         self.p_fault = rng.choice((0.0, 0.01, 0.05))
         self.p_bad_load = rng.choice((0.0, 0.05, 0.3))
@@ -182,7 +194,9 @@ class History:
             mine = rng.sample(digests, rng.randint(0, len(digests)))
             refs = [AdapterRef(tenant, f"a{number}", number, digest, 8) for number, digest in enumerate(mine)]
             self.adapters[tenant] = [None, *refs]
-        self.starts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in (0, 17, 35)]
+        one, two, three = (tuple(rng.randrange(VOCAB_SIZE) for _ in range(BLOCK_SIZE)) for _ in range(3))
+        # The last two differ in their first block alone.
+        self.starts = [(), (), one, (*one, *three), (*two, *three)]
         self.suspects: set[str] = set()  # digests whose way to the device went wrong, or might
         self.operated = False
 
@@ -347,7 +361,6 @@ class History:
         self.now += seconds
 
     def _step(self) -> None:
-        self._wait_if_idle()
         self.now += 0.005 + 0.05 * self.rng.random()
         for _ in range(self.transport.settle()):
             self._happened("a load or a copy ends")
@@ -359,6 +372,7 @@ class History:
         self._check_step(started)
         if before is not None:
             self._check_fairness(before)
+        self._wait_if_idle()
 
     def _wait_if_idle(self) -> None:
         """If the core says that only time or a load can help, let time pass until then."""
@@ -388,6 +402,8 @@ class History:
         )
         record.told_state = True
         record.tokens += event.token_ids
+        if self.fair:
+            self.served[record.request.tenant_id] += 2 * len(event.token_ids)
         if event.finish_reason is None:
             _expect(bool(event.token_ids), event, "an event that says nothing")
             return
@@ -505,13 +521,13 @@ class History:
                 seq = row.seq
                 done = self.charged.get(seq.request_id, 0)
                 end = min(row.start + row.num_tokens, seq.num_prompt)
-                self.served[seq.request.tenant_id] += max(0, end - done) + 2 * row.samples
+                self.served[seq.request.tenant_id] += max(0, end - done)
                 self.charged[seq.request_id] = max(done, end)
         self.runner.plans.clear()
         waiting = sorted(before & self._backlog())
         # What the tenant with the least counter can still be charged for when another's turn comes: one prompt, and
         # all that its running sequences will decode.
-        largest = self.max_prompt + 2 * self.config.max_num_seqs * (self.max_new + 1 + self.lookahead)
+        largest = self.max_prompt + 2 * self.config.max_num_seqs * self.max_new
         pairs: dict[tuple[str, str], _Pair] = {}
         for index, one in enumerate(waiting):
             for other in waiting[:index]:

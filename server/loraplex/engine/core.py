@@ -38,10 +38,6 @@ from loraplex.engine.types import (
 
 _log = logging.getLogger(__name__)
 
-QUIET_STEPS = 2
-"""With requests waiting for their adapters, so many steps must do nothing before the core calls itself idle: the
-cache protects what has just arrived for one pass, so that what a load brings may show only in the pass after."""
-
 
 class Runner(Protocol):
     """Computes steps, in the order in which they are submitted."""
@@ -93,7 +89,8 @@ class EngineCore:
         self._events: list[TokenEvent] = []
         self._num_added = 0
         self._num_steps = 0
-        self._num_quiet = 0  # steps in a row that did nothing, since something did or since the last wake-up
+        self._at_rest = False  # the last step did nothing, and found that nothing had happened
+        self._moves = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
 
@@ -105,16 +102,20 @@ class EngineCore:
         self._expire(now)
         plan = self._scheduler.plan(now)
         self._fail_unavailable()
-        if plan.scheduled:
-            self._submit(plan)
-        if self._in_flight and (len(self._in_flight) > self._config.lookahead or not plan.scheduled):
+        moving = bool(plan.scheduled or plan.loads or self._in_flight)
+        submitted = bool(plan.scheduled) and self._submit(plan)
+        if self._in_flight and (len(self._in_flight) > self._config.lookahead or not submitted):
             self._collect()
         events, self._events = self._events, []
-        if plan.scheduled or plan.loads or events or self._num_quiet == QUIET_STEPS:
-            self._num_quiet = 0
-        else:
-            self._num_quiet += 1
+        self._at_rest = self._cache_is_still() and not (moving or events)
         return events
+
+    def _cache_is_still(self) -> bool:
+        """No load and no copy has ended since this was last asked. If one has, another pass may do what the last
+        could not: the cache keeps what has just arrived from being evicted for one pass."""
+        usage = self._cache.usage()
+        moves, self._moves = self._moves, usage.loads + usage.copies + usage.load_failures
+        return moves == self._moves
 
     # Requests.
 
@@ -176,7 +177,7 @@ class EngineCore:
 
     # Steps.
 
-    def _submit(self, plan: StepPlan) -> None:
+    def _submit(self, plan: StepPlan) -> bool:
         adapters = {s.seq.request.adapter.digest for s in plan.scheduled if s.seq.request.adapter is not None}
         leases = [self._cache.acquire(digest) for digest in sorted(adapters)]
         self._num_steps += 1
@@ -184,8 +185,9 @@ class EngineCore:
             handle = self._runner.submit(plan)
         except Exception as error:
             self._fail_step(_Flight(plan, None, leases), error)
-        else:
-            self._in_flight.append(_Flight(plan, handle, leases))
+            return False
+        self._in_flight.append(_Flight(plan, handle, leases))
+        return True
 
     def _collect(self) -> None:
         flight = self._in_flight.popleft()
@@ -325,7 +327,7 @@ class EngineCore:
         there is none, and only a new request, an abort or a finished load can change anything."""
         if self._events or self._in_flight or self._scheduler.running or self._scheduler.queue:
             return 0.0
-        if self._scheduler.parked and self._num_quiet < QUIET_STEPS:
+        if self._scheduler.parked and not self._at_rest:
             return 0.0
         while self._deadlines and self._deadlines[0][2].state is SequenceState.FINISHED:
             heapq.heappop(self._deadlines)

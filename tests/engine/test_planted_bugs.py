@@ -1,0 +1,238 @@
+"""The simulator is only worth what it catches: each of these bugs must be caught by it, within few histories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loraplex.engine import prefix, scheduler
+from loraplex.engine.blocks import BlockManager
+from loraplex.engine.core import EngineCore
+from loraplex.engine.fairness import FairQueue
+from loraplex.engine.scheduler import Scheduler
+from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
+from support.simulator import Violation, play
+
+MAX_HISTORIES = 300
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+BUGS: dict[str, Plant] = {}
+
+
+def bug(plant: Plant) -> Plant:
+    BUGS[plant.__name__] = plant
+    return plant
+
+
+@bug
+def lease_released_twice(patch: pytest.MonkeyPatch) -> None:
+    stop = Scheduler._stop
+
+    def twice(self: Scheduler, seq: Sequence) -> None:
+        lease = self.running[seq]
+        stop(self, seq)
+        if lease is not None:
+            self._cache.release(lease)
+
+    patch.setattr(Scheduler, "_stop", twice)
+
+
+@bug
+def lease_kept_by_a_preempted_sequence(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def keep(self: Scheduler, draft: Any, seq: Sequence) -> None:
+        if self.running[seq] is not None:
+            self.running[seq] = None
+        preempt(self, draft, seq)
+
+    patch.setattr(Scheduler, "_preempt", keep)
+
+
+@bug
+def no_lease_for_the_step_in_flight(patch: pytest.MonkeyPatch) -> None:
+    submit = EngineCore._submit
+
+    def careless(self: EngineCore, plan: StepPlan) -> bool:
+        submitted = submit(self, plan)
+        if submitted:
+            for lease in self._in_flight[-1].leases:
+                self._cache.release(lease)
+            self._in_flight[-1].leases.clear()
+        return submitted
+
+    patch.setattr(EngineCore, "_submit", careless)
+
+
+@bug
+def abort_lost_while_running(patch: pytest.MonkeyPatch) -> None:
+    abort = EngineCore.abort
+
+    def lose(self: EngineCore, request_id: str) -> None:
+        seq = self._live.get(request_id)
+        if seq is not None and seq.state is not SequenceState.RUNNING:
+            abort(self, request_id)
+
+    patch.setattr(EngineCore, "abort", lose)
+
+
+@bug
+def prefix_key_without_digest(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix, "namespace", lambda request: (request.tenant_id, None))
+
+
+@bug
+def prefix_key_without_tenant(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        prefix, "namespace", lambda request: ("", None if request.adapter is None else request.adapter.digest)
+    )
+
+
+@bug
+def prefix_key_of_the_block_alone(patch: pytest.MonkeyPatch) -> None:
+    link = prefix.next_link
+    patch.setattr(prefix, "next_link", lambda _, token_ids: link(b"", token_ids))
+
+
+@bug
+def blocks_leaked_by_an_early_end(patch: pytest.MonkeyPatch) -> None:
+    stop = Scheduler._stop
+
+    def leak(self: Scheduler, seq: Sequence) -> None:
+        if not seq.num_outputs:
+            seq.block_ids = []
+        stop(self, seq)
+
+    patch.setattr(Scheduler, "_stop", leak)
+
+
+@bug
+def blocks_freed_twice(patch: pytest.MonkeyPatch) -> None:
+    release = BlockManager.release
+
+    def twice(self: BlockManager, block_ids: list[int]) -> None:
+        release(self, block_ids)
+        release(self, [block for block in block_ids if self._refs[block]])
+
+    patch.setattr(BlockManager, "release", twice)
+
+
+@bug
+def content_of_a_reused_block_not_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockManager, "_forget", lambda self, block: None)
+
+
+@bug
+def one_block_too_few(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler, "blocks_for", lambda num_tokens: max(1, num_tokens // scheduler.BLOCK_SIZE))
+
+
+@bug
+def a_block_still_held_given_out(patch: pytest.MonkeyPatch) -> None:
+    allocate = BlockManager.allocate
+
+    def share(self: BlockManager, count: int) -> list[int]:
+        held = [block for block, refs in enumerate(self._refs) if refs and self._key_of[block] is None]
+        if count == 1 and len(held) > 2:
+            self._refs[held[0]] += 1
+            return [held[0]]
+        return allocate(self, count)
+
+    patch.setattr(BlockManager, "allocate", share)
+
+
+@bug
+def preemption_without_epoch(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def stay(self: Scheduler, draft: Any, seq: Sequence) -> None:
+        preempt(self, draft, seq)
+        seq.epoch -= 1
+
+    patch.setattr(Scheduler, "_preempt", stay)
+
+
+@bug
+def prefix_registered_for_a_former_life(patch: pytest.MonkeyPatch) -> None:
+    def register(self: Scheduler, row: ScheduledSequence) -> None:
+        keys = prefix.extend_keys(row.seq)
+        for index in range(row.start // 16, (row.start + row.num_tokens) // 16):
+            if self.blocks._refs[row.block_ids[index]]:
+                self.blocks.register(row.block_ids[index], keys[index])
+
+    patch.setattr(Scheduler, "computed", register)
+
+
+@bug
+def prefix_registered_before_it_was_computed(patch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler._schedule
+
+    def early(self: Scheduler, draft: Any, seq: Sequence) -> None:
+        schedule(self, draft, seq)
+        row = draft.scheduled.get(seq)
+        if row is not None and not row.pending_input:
+            self.computed(row)
+
+    patch.setattr(Scheduler, "_schedule", early)
+
+
+@bug
+def service_not_charged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FairQueue, "charge", lambda self, tenant_id, units: None)
+
+
+@bug
+def weight_ignored(patch: pytest.MonkeyPatch) -> None:
+    enter = FairQueue.enter
+    patch.setattr(FairQueue, "enter", lambda self, tenant_id, weight: enter(self, tenant_id, 1.0))
+
+
+@bug
+def newcomers_not_lifted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FairQueue, "_lift", lambda self, tenant: None)
+
+
+@bug
+def pending_token_fed_as_a_placeholder(patch: pytest.MonkeyPatch) -> None:
+    submit = EngineCore._submit
+
+    def wrong(self: EngineCore, plan: StepPlan) -> bool:
+        rows = tuple(replace(row, pending_input=False) for row in plan.scheduled)
+        return submit(self, replace(plan, scheduled=rows))
+
+    patch.setattr(EngineCore, "_submit", wrong)
+
+
+@bug
+def deadline_ignored_while_running(patch: pytest.MonkeyPatch) -> None:
+    error = EngineCore._error
+
+    def ignore(self: EngineCore, seq: Sequence, code: Any, message: str) -> None:
+        if code != "deadline_exceeded" or seq.state is not SequenceState.RUNNING:
+            error(self, seq, code, message)
+
+    patch.setattr(EngineCore, "_error", ignore)
+
+
+@bug
+def failed_step_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EngineCore, "_fail_step", lambda self, flight, error: self._land(flight))
+
+
+@bug
+def parked_requests_never_asked_for_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_unpark", lambda self, draft: None)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[name](monkeypatch)
+    for seed in range(MAX_HISTORIES):
+        try:
+            play(seed)
+        except Violation:
+            return
+    pytest.fail(f"{MAX_HISTORIES} histories did not catch {name}")

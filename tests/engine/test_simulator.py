@@ -1,0 +1,50 @@
+"""Seeded histories of the whole engine core against its oracles (see `support.simulator`)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from support.simulator import MIN_EVENTS, Summary, play, play_many
+
+SEEDS = 200
+CHUNK = 50
+SOAK_SEEDS = 10_000
+
+
+@pytest.mark.parametrize("start", range(0, SEEDS, CHUNK))
+def test_histories_keep_every_promise(start: int) -> None:
+    total = play_many(range(start, start + CHUNK))
+    print(total)
+    assert total.histories == CHUNK
+    assert total.events >= CHUNK * MIN_EVENTS
+
+
+def test_the_histories_reach_what_they_are_for() -> None:
+    total = play_many(range(40))
+    wanted = {"stop", "length", "abort", "deadline_exceeded", "adapter_unavailable", "internal_error"}
+    wanted |= {"server_overloaded", "context_length_exceeded"}
+    assert wanted <= total.endings.keys()
+    assert min(total.preemptions, total.prefix_hits, total.loads) > 0
+
+
+def test_a_seed_is_one_history() -> None:
+    assert play(11) == play(11)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ten_thousand_histories() -> None:
+    chunks = [range(start, start + CHUNK) for start in range(0, SOAK_SEEDS, CHUNK)]
+    total = Summary()
+    with ProcessPoolExecutor(
+        max_workers=min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        for summary in pool.map(play_many, chunks):
+            total.add(summary)
+    print(total)
+    assert total.histories == SOAK_SEEDS
+    assert total.events >= SOAK_SEEDS * MIN_EVENTS
