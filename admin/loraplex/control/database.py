@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -17,6 +19,7 @@ from sqlalchemy.orm import Session
 T = TypeVar("T")
 MAX_THREADS = 8
 MAX_LOOKUP_THREADS = 4
+BUSY_TIMEOUT_S = 10
 _WRITES = "loraplex_writes"
 
 
@@ -77,9 +80,23 @@ def _make_engine(url: str) -> Engine:
 def _prepare_sqlite(connection: Any, _record: object) -> None:
     # The driver's own idea of when a transaction begins would come too late for a writer.
     connection.isolation_level = None
-    # The time-out first: changing a new file to WAL needs the lock too.
-    for pragma in ("busy_timeout=10000", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    for pragma in (f"busy_timeout={BUSY_TIMEOUT_S * 1000}", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
+    _use_wal(connection)
+
+
+def _use_wal(connection: Any) -> None:
+    """Two that open a new file at once both read it before either may change it to WAL. SQLite sees the deadlock
+    and fails at once, whatever its time-out."""
+    last_try = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > last_try:
+                raise
+        time.sleep(0.01)
 
 
 def _begin_sqlite(connection: Connection) -> None:

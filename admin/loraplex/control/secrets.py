@@ -67,7 +67,10 @@ def load_or_create(path: Path, make: str) -> tuple[str, bool]:
     text = path.read_text().strip()
     if not text:
         # An empty secret would be one that everybody knows.
-        raise SecretUnusable(f"{path} is empty. Restore it from a backup, or delete it to have a new one made.")
+        raise SecretUnusable(
+            f"{path} is empty. Restore it from a backup, or delete it: then a new one is made, and what was made with "
+            "the old one is void."
+        )
     return text, False
 
 
