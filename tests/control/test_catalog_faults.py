@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 from loraplex.adapters.errors import AdapterRefused, StoreFull
 from loraplex.control.errors import AdapterNotFound, AdapterUnavailable, ModelNotFound, TenantNotFound
 from loraplex.control.types import Removal, VersionInfo
-from support.control import ControlPlane, caller
+from support.control import ControlPlane, caller, digests
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -87,6 +87,29 @@ def test_deleting_and_uploading_the_same_bytes_never_leaves_a_version_without_th
     plane.check_integrity()
     for digest in plane.stored():
         plane.store.verify(digest)
+
+
+def test_no_upload_slips_in_between_the_last_row_and_its_bytes(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion found that nobody has the bytes any more. Whoever brings the same ones now waits until they are
+    gone, or they would be taken from under the new version."""
+    digest = plane.add("acme", "pirate", seed=1).digest
+    real = plane.store.delete
+    uploads: list[Future[VersionInfo]] = []
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def late(doomed: str) -> bool:
+            uploads.append(pool.submit(plane.add, "rival", "pirate", 1))
+            wait(uploads, timeout=0.5)  # it must not end before the deletion does, however long that takes
+            return real(doomed)
+
+        monkeypatch.setattr(plane.store, "delete", late)
+        assert digests(plane.catalog.delete_adapter("acme", "pirate")) == {digest}
+        assert uploads[0].result().state == "ready"
+    plane.store.verify(digest)
+    plane.check_integrity()
 
 
 def test_a_tenant_deleted_during_an_upload_takes_it_along(plane: ControlPlane) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,18 +26,22 @@ class Harness:
     def __init__(self, server: Limits | None = None) -> None:
         self.clock = FakeClock()
         self.limiter = InProcessLimiter(server=server or Limits(), clock=self.clock)
+        self._runner = asyncio.Runner()
 
     def reserve(
         self, principal: Principal, prompt: int = 1, asked: int | None = 1, default: int = 256, n: int = 1
     ) -> Reservation:
-        return asyncio.run(
+        return self._runner.run(
             self.limiter.reserve(
                 principal, prompt_tokens=prompt, asked_tokens=asked, default_tokens=default, n=n
             )
         )
 
     def settle(self, reservation: Reservation, used: int) -> None:
-        asyncio.run(self.limiter.settle(reservation, used_tokens=used))
+        self._runner.run(self.limiter.settle(reservation, used_tokens=used))
+
+    def close(self) -> None:
+        self._runner.close()
 
     def refused(self, principal: Principal, **asked: Any) -> RateLimited:
         with pytest.raises(RateLimited) as caught:
@@ -44,8 +50,10 @@ class Harness:
 
 
 @pytest.fixture
-def limiter() -> Harness:
-    return Harness()
+def limiter() -> Iterator[Harness]:
+    harness = Harness()
+    yield harness
+    harness.close()
 
 
 def tenant(name: str = "acme", **limits: int) -> Principal:
@@ -130,7 +138,11 @@ def test_a_long_request_in_a_busy_minute_still_gets_back_what_others_had_to_wait
 
 
 def test_a_refused_request_takes_nothing_from_any_limit() -> None:
-    limiter = Harness(server=Limits(requests_per_minute=5, max_concurrency=9))
+    with closing(Harness(server=Limits(requests_per_minute=5, max_concurrency=9))) as limiter:
+        _refuse_on_each_level(limiter)
+
+
+def _refuse_on_each_level(limiter: Harness) -> None:
     key = Limits(requests_per_minute=2)
     acme = caller("acme", key_limits=key, tenant_limits=Limits(requests_per_minute=4, max_concurrency=8))
     limiter.reserve(acme)
@@ -308,8 +320,11 @@ def test_no_stretch_of_time_sees_more_than_the_limits_whatever_comes(
     seed: int, requests: int, tokens: int, places: int
 ) -> None:
     """Tokens that were really used, requests and places of a tenant with two keys, against plain counts."""
-    rng = random.Random(seed)
-    limiter = Harness(server=Limits(tokens_per_minute=2 * tokens))
+    with closing(Harness(server=Limits(tokens_per_minute=2 * tokens))) as limiter:
+        _check_stretches(limiter, random.Random(seed), requests, tokens, places)
+
+
+def _check_stretches(limiter: Harness, rng: random.Random, requests: int, tokens: int, places: int) -> None:
     limits = Limits(requests_per_minute=requests, tokens_per_minute=tokens, max_concurrency=places)
     keys = [caller("acme", key_id=f"k{i}", tenant_limits=limits, key_limits=Limits()) for i in range(2)]
     spent: list[tuple[float, int]] = []

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from loraplex.control.database import Database
 from loraplex.control.errors import ControlError, ModelNotAllowed, ModelNotFound
 from loraplex.control.types import Principal, ReleaseTarget
 from support.control import SERVED_NAME, ControlPlane, caller
@@ -79,18 +78,16 @@ async def test_everything_else_is_answered_as_if_it_did_not_exist(served: Contro
 
 
 async def test_an_unknown_name_costs_no_more_than_a_foreign_one(
-    served: ControlPlane, monkeypatch: pytest.MonkeyPatch
+    served: ControlPlane, statements: list[str]
 ) -> None:
     """Neither asks the database about the name: both are looked up among the caller's own, in memory."""
-    await version_of(served, "pirate")
-
-    async def no_reading(*_: Any) -> Any:
-        raise AssertionError("the database was asked")
-
-    monkeypatch.setattr(Database, "run", no_reading)
+    await served.resolver.resolve(ACME, "pirate")
+    assert statements
+    statements.clear()
     for model in ("secret", "unknown", f"{SERVED_NAME}:secret@v1"):
         assert isinstance(await refusal(served, model), ModelNotFound)
-    assert await version_of(served, "json") == "json@v1"
+    await served.resolver.resolve(ACME, "json")
+    assert statements == []
 
 
 async def test_a_key_for_some_models_may_use_those(served: ControlPlane) -> None:
