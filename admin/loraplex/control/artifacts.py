@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+import structlog
 from sqlalchemy import select
 
 from loraplex.adapters.store import ArtifactStore, SweepReport
 from loraplex.control.database import Database
 from loraplex.control.tables import AdapterVersion
 from loraplex.control.types import Removal
+
+log = structlog.get_logger("loraplex")
 
 
 class Artifacts:
@@ -31,7 +34,11 @@ class Artifacts:
         with self.lock:
             unused = sorted(set(digests) - self.live())
             for digest in unused:
-                self.store.delete(digest)
+                try:
+                    self.store.delete(digest)
+                except OSError as error:
+                    # The rows are gone, and so is the version for everybody. The next start sweeps the bytes.
+                    log.warning("artifact_not_removed", digest=digest, reason=str(error))
             return Removal(tuple(unused))
 
     def live(self) -> set[str]:

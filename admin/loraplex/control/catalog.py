@@ -21,7 +21,15 @@ from loraplex.control.errors import AdapterNotFound, Conflict, TenantNotFound, V
 from loraplex.control.releases import add_release, current_release
 from loraplex.control.tables import Adapter, AdapterVersion, Tenant
 from loraplex.control.tenants import require_tenant
-from loraplex.control.types import AdapterInfo, Limits, Page, ReleaseTarget, Removal, VersionInfo
+from loraplex.control.types import (
+    AdapterInfo,
+    Limits,
+    Page,
+    ReleaseTarget,
+    Removal,
+    VersionInfo,
+    VersionState,
+)
 from loraplex.control.versions import version_info
 
 LIVING = AdapterVersion.state != "deleted"
@@ -57,7 +65,7 @@ class Catalog:
 
     def admit(self, tenant_id: str, name: str, staging: Staging) -> tuple[VersionInfo, bool]:
         """Make a version of an upload's two files; whether it is new. The same bytes again within a name are the
-        version that has them.
+        version that has them; where the stored ones are lost or damaged, they take their place.
 
         The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
         next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull and what `check_upload`
@@ -74,20 +82,30 @@ class Catalog:
                     os.fsync(file.fileno())
         with self._artifacts.lock:
             try:
+                # Outside the transaction: where the bytes are stored already, this hashes them all.
+                self._artifacts.store.commit(staging, spec.digest)
                 with self._database.write() as session:
-                    return self._publish(session, tenant_id, name, staging, spec)
+                    return self._record(session, tenant_id, name, spec)
             except BaseException:
                 # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
                 with contextlib.suppress(SQLAlchemyError, OSError):
                     self._artifacts.remove_unused([spec.digest])
                 raise
 
-    def _publish(
-        self, session: Session, tenant_id: str, name: str, staging: Staging, spec: AdapterSpec
+    def _record(
+        self, session: Session, tenant_id: str, name: str, spec: AdapterSpec
     ) -> tuple[VersionInfo, bool]:
+        """Of bytes that are published: the version that stands for them."""
         tenant = session.get(Tenant, tenant_id, with_for_update=True)
         if tenant is None:
             raise TenantNotFound(f"There is no tenant '{tenant_id}'.")
+        for row in session.scalars(
+            select(AdapterVersion).where(
+                AdapterVersion.digest == spec.digest, AdapterVersion.state == "corrupt"
+            )
+        ):
+            # The store has just got, or proven, good bytes; they are those of other names and tenants too.
+            row.state = self._state_of(row)
         known = session.scalars(
             select(AdapterVersion).where(
                 AdapterVersion.tenant_id == tenant_id,
@@ -98,13 +116,8 @@ class Catalog:
             )
         ).first()
         if known is not None:
-            if known.state == "corrupt":
-                self._artifacts.store.delete(spec.digest)
-                self._artifacts.store.commit(staging, spec.digest)
-                known.state = "ready"
             return version_info(known), False
         _check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
-        self._artifacts.store.commit(staging, spec.digest)
         return version_info(self._add_version(session, tenant_id, name, spec)), True
 
     def _add_version(self, session: Session, tenant_id: str, name: str, spec: AdapterSpec) -> AdapterVersion:
@@ -250,16 +263,15 @@ class Catalog:
 
     def reconcile(self) -> None:
         """At the start: versions made for another base are `incompatible` while this one is served, and `ready`
-        again when theirs is. Those whose bytes the store lacks are `corrupt`."""
+        again when theirs is. Those whose bytes the store lacks are `corrupt` until it has them again."""
         have = set(self._artifacts.store.digests())
         with self._artifacts.lock, self._database.write() as session:
             for row in session.scalars(select(AdapterVersion).where(LIVING)):
-                if row.digest not in have:
-                    row.state = "corrupt"
-                elif row.base_fingerprint != self._base.fingerprint:
-                    row.state = "incompatible"
-                elif row.state == "incompatible":
-                    row.state = "ready"
+                row.state = self._state_of(row) if row.digest in have else "corrupt"
+
+    def _state_of(self, row: AdapterVersion) -> VersionState:
+        """Of a living version whose bytes are there."""
+        return "ready" if row.base_fingerprint == self._base.fingerprint else "incompatible"
 
 
 def _check_quota(session: Session, limits: Limits, tenant_id: str, name: str, num_bytes: int) -> None:

@@ -1,11 +1,11 @@
-"""What a bare adapter name means: versions and their weights, every state of it kept."""
+"""What a bare adapter name means: versions and their weights, and what they were before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import cast, get_args
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from loraplex.control.database import Database, utc_now
@@ -16,6 +16,8 @@ from loraplex.control.types import ReleaseInfo, ReleaseTarget, Sticky
 
 MAX_TARGETS = 16
 MAX_WEIGHT = 1_000_000
+MAX_REVISIONS = 100
+"""Releases of a name that are kept: so many steps back there are, and no more for `Resolver` to look through."""
 
 
 class Releases:
@@ -109,6 +111,13 @@ def add_release(
     )
     session.add(row)
     session.flush()
+    session.execute(
+        delete(Release).where(
+            Release.tenant_id == tenant_id,
+            Release.name == name,
+            Release.revision <= row.revision - MAX_REVISIONS,
+        )
+    )
     return _release_info(row)
 
 

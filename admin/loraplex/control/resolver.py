@@ -21,6 +21,10 @@ from loraplex.control.types import ModelCard, Principal, ReleaseInfo, ResolvedMo
 
 MIN_DIGEST_CHARS = 12
 _HEX = frozenset("0123456789abcdef")
+_REMEDY = {
+    "corrupt": "upload the same files again",
+    "incompatible": "it was made for another base model: upload one made for this one, and release it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +73,20 @@ class Resolver:
         Raises ModelNotFound, ModelNotAllowed, AdapterUnavailable.
         """
         if model == self._served_name:
-            _check_allowed(principal, model, model)
+            self._check_allowed(principal, model, model)
             return ResolvedModel(model, None)
-        name, _, selector = model.removeprefix(self._served_name + ":").partition("@")
+        spelled = model.removeprefix(self._served_name + ":")
+        name, _, selector = spelled.partition("@")
         adapter = (await self._adapters(principal)).get(name)
-        if adapter is None or (selector == "" and model.endswith("@")):
+        if adapter is None or model.endswith("@"):
             raise _not_found(model)
         version = _select(adapter, selector) if selector else self._released(principal, name, adapter, user)
         if version is None:
             raise _not_found(model)
-        _check_allowed(principal, name, model)
+        self._check_allowed(principal, model, name, spelled)
         if version.state != "ready":
             raise AdapterUnavailable(
-                f"{name}@v{version.ref.version} is {version.state} and cannot be served; upload it again for this base "
-                "model.",
+                f"{name}@v{version.ref.version} is {version.state} and cannot be served; {_REMEDY[version.state]}.",
                 param="model",
             )
         return ResolvedModel(model, version.ref)
@@ -92,15 +96,28 @@ class Resolver:
         cards = [ModelCard(self._served_name, self._started_at, self._served_name, None)]
         for name, adapter in sorted((await self._adapters(principal)).items()):
             release = adapter.release
-            numbers = [] if release is None else [int(t.version[1:]) for t in release.targets if t.weight]
-            served = [adapter.versions[number] for number in numbers if number in adapter.versions]
+            weights = (
+                {} if release is None else {int(t.version[1:]): t.weight for t in release.targets if t.weight}
+            )
+            served = [adapter.versions[number] for number in weights if number in adapter.versions]
             served = [version for version in served if version.state == "ready"]
             if served:
-                best = served[0]
+                best = max(served, key=lambda version: weights[version.ref.version])
                 cards.append(
                     ModelCard(name, int(best.created_at.timestamp()), best.ref.digest, self._served_name)
                 )
-        return [card for card in cards if _is_allowed(principal, card.id, card.id)]
+        return [card for card in cards if self._is_allowed(principal, card.id)]
+
+    def _is_allowed(self, principal: Principal, *names: str) -> bool:
+        """A key's `models` may spell an adapter with the base's name before it or without, as requests may."""
+        models = principal.models
+        if models is None:
+            return True
+        return any(name in models or f"{self._served_name}:{name}" in models for name in names)
+
+    def _check_allowed(self, principal: Principal, model: str, *names: str) -> None:
+        if not self._is_allowed(principal, *names):
+            raise ModelNotAllowed(f"This API key may not use the model '{model[:200]}'.", param="model")
 
     def _released(
         self, principal: Principal, name: str, adapter: _Adapter, user: str | None
@@ -162,15 +179,6 @@ def _select(adapter: _Adapter, selector: str) -> _Version | None:
     ready = [version for version in matches if version.state == "ready"]
     chosen = ready or matches
     return chosen[-1] if len({version.ref.digest for version in chosen}) == 1 else None
-
-
-def _is_allowed(principal: Principal, name: str, model: str) -> bool:
-    return principal.models is None or name in principal.models or model in principal.models
-
-
-def _check_allowed(principal: Principal, name: str, model: str) -> None:
-    if not _is_allowed(principal, name, model):
-        raise ModelNotAllowed(f"This API key may not use the model '{model[:200]}'.", param="model")
 
 
 def _not_found(model: str) -> ModelNotFound:

@@ -103,7 +103,7 @@ class AdapterVersion(Base):
 
 
 class Release(Base):
-    """Every release there was of a name; the one with the highest revision is in force."""
+    """The latest releases of a name; the one with the highest revision is in force."""
 
     __tablename__ = "releases"
     __table_args__ = (

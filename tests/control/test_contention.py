@@ -1,0 +1,76 @@
+"""Many at once: opening a new database, and requests beside writers that wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from loraplex.control.database import MAX_THREADS, Database, utc_now
+from loraplex.control.tables import Tenant
+from loraplex.control.types import Principal
+from loraplex.migrations.run import upgrade
+from support.control import ControlPlane, caller
+
+
+@contextlib.contextmanager
+def write_lock(plane: ControlPlane) -> Iterator[None]:
+    """Another program that writes, such as a backup or a shell."""
+    connection = sqlite3.connect(plane.database_path, isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        connection.rollback()
+        connection.close()
+
+
+async def test_requests_are_known_and_resolved_while_every_writer_waits(plane: ControlPlane) -> None:
+    info = plane.add("acme", "pirate")
+    _, secret = plane.keys.create("acme")
+    cache = plane.key_cache()
+
+    async def request() -> Principal:
+        await plane.resolver.resolve(caller("acme"), "pirate")
+        return await cache.authenticate(secret)
+
+    with write_lock(plane):
+        writers = [
+            asyncio.create_task(plane.database.run(plane.tenants.create, f"t{number}"))
+            for number in range(2 * MAX_THREADS)
+        ]
+        for _ in range(3):
+            plane.clock.advance(60)  # nothing is remembered
+            assert (await asyncio.wait_for(request(), 5)).tenant_id == info.tenant_id
+        assert not any(writer.done() for writer in writers)
+    await asyncio.gather(*writers)
+    assert len(plane.tenants.list().items) == 2 + 2 * MAX_THREADS
+
+
+@pytest.mark.parametrize("round_", range(3))
+def test_a_new_file_can_be_opened_by_many_at_once(tmp_path: Path, round_: int) -> None:
+    """The change to WAL fails at once where two hold the file; they must get it one after the other."""
+    url = f"sqlite:///{tmp_path / 'new.db'}"
+    upgrade(url)
+    together = threading.Barrier(8)
+
+    def start(number: int) -> None:
+        database = Database(url)
+        together.wait()
+        with database.write() as session:
+            session.add(Tenant(id=f"t{number}", weight=1.0, limits={}, created_at=utc_now()))
+        database.close()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(start, range(8)))
+    database = Database(url)
+    with database.read() as session:
+        assert session.query(Tenant).count() == 8
+        assert session.connection().exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+    database.close()
