@@ -9,6 +9,8 @@ from loraplex.engine.scheduler import blocks_for
 from loraplex.engine.types import EngineError, EngineRequest
 
 MAX_TOKEN_ID = 2**31 - 1
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
+"""Beyond these the sums of service per weight would lose single tokens."""
 
 
 def why_not(request: EngineRequest, config: SchedulerConfig, num_waiting: int) -> EngineError | None:
@@ -21,8 +23,11 @@ def why_not(request: EngineRequest, config: SchedulerConfig, num_waiting: int) -
         return EngineError("internal_error", "a request needs at least one prompt token and one to generate")
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) > MAX_TOKEN_ID:
         return EngineError("internal_error", f"a prompt token is not within 0 … {MAX_TOKEN_ID}")
-    if not (math.isfinite(request.weight) and request.weight > 0):
-        return EngineError("internal_error", f"the tenant's weight is {request.weight}, not a number above 0")
+    if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
+        return EngineError(
+            "internal_error",
+            f"the tenant's weight is {request.weight}, not within {MIN_WEIGHT:g} … {MAX_WEIGHT:g}",
+        )
     if request.deadline is not None and not math.isfinite(request.deadline):
         return EngineError("internal_error", f"the deadline is {request.deadline}, not a number of seconds")
     if num_prompt + max_tokens > config.max_model_len:

@@ -1,0 +1,513 @@
+"""The core through its own seam: requests in, events out, with the fake runner and transport."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.residency import PinRefused
+from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.core import EngineCore
+from loraplex.engine.types import EngineRequest, SamplingParams, StepPlan, StepResult, TokenEvent
+from support.fake_runner import FakeRunner, Fault, reference
+from support.fake_transport import FakeTransport, Fate, make_cache
+
+VOCAB_SIZE = 997
+EOS = 0
+
+
+class Engine:
+    def __init__(
+        self, *, num_pages: int = 4, num_slots: int = 4, host_pages: int = 64, **config: Any
+    ) -> None:
+        self.now = 0.0
+        self.transport = FakeTransport(lambda: self.now, num_pages)
+        self.cache = make_cache(self.transport, num_slots=num_slots, host_pages=host_pages)
+        sizes = SchedulerConfig(64, 512, 16, 64, 100, adapter_wait_aging_s=5.0)
+        self.config = replace(sizes, **config)
+        self.runner = FakeRunner(
+            self.config.num_blocks,
+            self.transport.mark_in_slot,
+            VOCAB_SIZE,
+            max_in_flight=1 + self.config.lookahead,
+        )
+        self.core = EngineCore(
+            self.config, self.runner, self.cache, eos_ids=frozenset({EOS}), clock=lambda: self.now
+        )
+        self.events: list[TokenEvent] = []
+
+    def add(self, name: str, adapter: AdapterRef | None = None, **changes: Any) -> EngineRequest:
+        sampling = {
+            key: changes.pop(key) for key in list(changes) if key in SamplingParams.__dataclass_fields__
+        }
+        values: dict[str, Any] = {"tenant_id": "acme", "prompt_ids": tuple(range(1, 21)), **changes}
+        request = EngineRequest(
+            name, sampling=SamplingParams(**{"max_tokens": 5, **sampling}), adapter=adapter, **values
+        )
+        self.core.add(request)
+        return request
+
+    def step(self, seconds: float = 0.0) -> list[TokenEvent]:
+        self.now += seconds
+        self.transport.settle()
+        events = self.core.step()
+        self.core.check_integrity()
+        assert not self.runner.complaints
+        self.events += events
+        return events
+
+    def run(self) -> list[TokenEvent]:
+        """Until nothing is left to do; returns every event so far."""
+        for _ in range(1000):
+            if not self.core.has_work:
+                return self.events
+            self.step(0.01)
+        raise AssertionError("the core does not come to an end")
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for event in self.events if event.request_id == name for token in event.token_ids]
+
+    def end(self, name: str) -> TokenEvent:
+        (event,) = (e for e in self.events if e.request_id == name and e.finish_reason is not None)
+        return event
+
+    def error(self, name: str) -> str:
+        error = self.end(name).error
+        assert error is not None
+        return error.code
+
+
+def adapter(number: int, tenant: str = "acme") -> AdapterRef:
+    return AdapterRef(tenant, f"adapter-{number}", 1, f"{number:064x}", 8)
+
+
+def expected(request: EngineRequest, count: int) -> list[int]:
+    digest = None if request.adapter is None else request.adapter.digest
+    return reference(digest, request.prompt_ids, count, VOCAB_SIZE)
+
+
+@pytest.fixture(params=[0, 1], ids=["lookahead-0", "lookahead-1"])
+def lookahead(request: pytest.FixtureRequest) -> Literal[0, 1]:
+    return request.param
+
+
+def test_base_and_adapters_run_in_one_step_with_their_own_tokens(lookahead: Literal[0, 1]) -> None:
+    engine = Engine(lookahead=lookahead)
+    requests = [engine.add("base"), engine.add("one", adapter(1)), engine.add("two", adapter(2))]
+    engine.runner.keep_plans = True
+    engine.run()
+    for request in requests:
+        assert engine.tokens(request.request_id) == expected(request, 5)
+    assert max(len(plan.scheduled) for plan in engine.runner.plans) == 3
+    assert engine.core.stats().num_leases == 0
+    assert engine.core.stats().num_kv_blocks_used == 0
+
+
+def test_the_events_of_a_request_from_first_to_last() -> None:
+    engine = Engine()
+    engine.add("r", adapter(1), max_tokens=3)
+    engine.run()
+    first, second, last = engine.events
+    assert first.adapter_state == "cold"
+    assert second.adapter_state is None
+    assert (first.finish_reason, last.finish_reason) == (None, "length")
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (20, 3, 0)
+    assert last.timing is not None
+    assert last.timing.first_token_s is not None
+    assert 0 < last.timing.queue_s <= last.timing.first_token_s < last.timing.total_s
+    engine.add("again", adapter(1))
+    engine.run()
+    assert engine.end("again").usage.cached_tokens == 16  # type: ignore[union-attr]
+    assert next(e for e in engine.events if e.request_id == "again").adapter_state == "hot"
+
+
+def test_with_lookahead_the_host_is_one_step_behind_the_device() -> None:
+    engine = Engine(lookahead=1)
+    engine.add("r", max_tokens=3)
+    assert engine.step() == []
+    assert engine.runner.num_in_flight == 1
+    assert len(engine.step()) == 1
+    assert engine.runner.num_in_flight == 1
+    engine.step()
+    assert engine.step()[0].finish_reason == "length" if engine.core.has_work else True
+    assert engine.runner.num_steps == 3, "no step is spent on tokens beyond max_tokens"
+
+
+def test_stop_ids_end_a_sequence_and_a_token_in_flight_is_dropped(lookahead: Literal[0, 1]) -> None:
+    engine = Engine(lookahead=lookahead)
+    chain = expected(engine.add("probe", max_tokens=8), 8)
+    engine.run()
+    engine.add("r", max_tokens=8, stop_token_ids=(chain[3],))
+    engine.add("late", max_tokens=8, stop_token_ids=(chain[3],), min_tokens=4)
+    engine.run()
+    assert engine.tokens("r") == chain[:4]
+    assert (engine.end("r").finish_reason, engine.end("r").stop_token_id) == ("stop", chain[3])
+    assert engine.tokens("late") == chain
+
+
+def test_eos_ends_a_sequence_unless_it_is_ignored() -> None:
+    class EosRunner(FakeRunner):
+        def collect(self, handle: object) -> StepResult:
+            result = super().collect(handle)
+            return replace(result, token_ids=tuple((EOS,) if tokens else () for tokens in result.token_ids))
+
+    engine = Engine()
+    engine.runner = EosRunner(64, engine.transport.mark_in_slot, VOCAB_SIZE)
+    engine.core = EngineCore(
+        engine.config, engine.runner, engine.cache, eos_ids=frozenset({EOS}), clock=lambda: engine.now
+    )
+    engine.add("r")
+    engine.add("deaf", ignore_eos=True)
+    engine.run()
+    assert (engine.end("r").finish_reason, engine.end("r").stop_token_id, engine.tokens("r")) == (
+        "stop",
+        EOS,
+        [EOS],
+    )
+    assert (engine.end("deaf").finish_reason, len(engine.tokens("deaf"))) == ("length", 5)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_a_step_may_bring_several_tokens_for_a_sequence(count: int, lookahead: Literal[0, 1]) -> None:
+    engine = Engine(lookahead=lookahead)
+    engine.runner.tokens_per_row = lambda row: count
+    request = engine.add("r", max_tokens=10)
+    engine.run()
+    assert engine.tokens("r") == expected(request, 10)
+    assert max(len(event.token_ids) for event in engine.events) > 1
+    assert len(engine.events) == len([e for e in engine.events if e.token_ids])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_abort_at_any_moment_frees_everything_at_once(steps: int, lookahead: Literal[0, 1]) -> None:
+    engine = Engine(lookahead=lookahead)
+    engine.add("r", adapter(1), max_tokens=50)
+    engine.add("other", max_tokens=6)
+    for _ in range(steps):
+        engine.step()
+    engine.core.abort("r")
+    engine.core.abort("r")
+    engine.core.abort("never heard of")
+    assert [event.request_id for event in engine.step() if event.finish_reason] == ["r"]
+    assert engine.end("r").finish_reason == "abort"
+    engine.run()
+    assert engine.end("other").finish_reason == "length"
+    assert engine.core.stats().num_kv_blocks_used == engine.core.stats().num_leases == 0
+
+
+def test_deadlines_end_running_and_waiting_requests() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add("runs", deadline=2.0, max_tokens=100)
+    engine.add("waits", deadline=1.0)
+    engine.add("patient")
+    engine.step()
+    assert engine.core.idle_s() == 0
+    assert [e.request_id for e in engine.step(1.0) if e.finish_reason] == ["waits"]
+    engine.step(1.5)
+    assert engine.error("waits") == engine.error("runs") == "deadline_exceeded"
+    assert len(engine.tokens("runs")) == 2
+    engine.run()
+    assert engine.end("patient").finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"prompt_ids": (1,) * 508, "max_tokens": 5}, "context_length_exceeded"),
+        ({"prompt_ids": (1,) * 250, "max_tokens": 8}, "context_length_exceeded"),
+        ({"prompt_ids": ()}, "internal_error"),
+        ({"prompt_ids": (-1,)}, "internal_error"),
+        ({"prompt_ids": (2**40,)}, "internal_error"),
+        ({"max_tokens": 0}, "internal_error"),
+        ({"weight": 0.0}, "internal_error"),
+        ({"weight": float("nan")}, "internal_error"),
+        ({"weight": 1e-300}, "internal_error"),
+        ({"deadline": float("nan")}, "internal_error"),
+        ({"deadline": -1.0}, "deadline_exceeded"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_answered_and_harms_nobody(
+    changes: dict[str, Any], code: str
+) -> None:
+    engine = Engine(num_blocks=16)
+    engine.add("good")
+    engine.add("bad", **changes)
+    engine.run()
+    assert engine.error("bad") == code
+    assert engine.end("bad").usage is not None
+    assert engine.end("good").finish_reason == "length"
+
+
+def test_the_largest_request_that_fits_is_served(lookahead: Literal[0, 1]) -> None:
+    engine = Engine(num_blocks=16, lookahead=lookahead)
+    request = engine.add("r", prompt_ids=(7,) * 250, max_tokens=7)
+    engine.run()
+    assert engine.tokens("r") == expected(request, 7)
+
+
+def test_a_full_queue_answers_at_once() -> None:
+    engine = Engine(max_waiting=2)
+    for name in "abc":
+        engine.add(name)
+    (event,) = engine.step()[:1]
+    assert (event.request_id, engine.error("c")) == ("c", "server_overloaded")
+    engine.run()
+    assert engine.end("a").finish_reason == engine.end("b").finish_reason == "length"
+
+
+def test_an_id_in_flight_is_refused_to_a_second_request_and_the_first_goes_on() -> None:
+    engine = Engine()
+    request = engine.add("r")
+    engine.step()
+    engine.add("r", prompt_ids=(1, 2, 3))
+    engine.run()
+    (twin,) = (event for event in engine.events if event.duplicate)
+    assert (twin.finish_reason, twin.error.code) == ("error", "internal_error")  # type: ignore[union-attr]
+    engine.events.remove(twin)
+    assert engine.tokens("r") == expected(request, 5)
+    assert engine.end("r").finish_reason == "length"
+    engine.events.clear()
+    engine.add("r")
+    engine.run()
+    assert engine.end("r").finish_reason == "length", "an id that has ended may be used again"
+
+
+@pytest.mark.parametrize("at", ["submit", "collect"])
+def test_a_step_that_raises_ends_its_requests_and_no_others(
+    at: str, lookahead: Literal[0, 1], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    engine = Engine(lookahead=lookahead, max_num_seqs=2)
+    first, second = engine.add("a", adapter(1)), engine.add("b")
+    for _ in range(4):
+        engine.step(0.01)
+    engine.runner.fault = lambda plan: Fault(at)
+    engine.step()
+    engine.runner.fault = lambda plan: Fault()
+    waiting = engine.add("c")
+    engine.run()
+    assert engine.error("a") == engine.error("b") == "internal_error"
+    assert engine.tokens("a") == expected(first, 5)[: len(engine.tokens("a"))]
+    assert engine.tokens("b") == expected(second, 5)[: len(engine.tokens("b"))]
+    assert engine.tokens("c") == expected(waiting, 5)
+    assert engine.core.stats().num_kv_blocks_used == engine.core.stats().num_leases == 0
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda result: replace(result, step_id=result.step_id + 1),
+        lambda result: replace(result, token_ids=()),
+        lambda result: replace(result, token_ids=((),)),
+        lambda result: replace(result, token_ids=((-1,),)),
+        lambda result: replace(result, failed={0: "a row of its own"}),
+    ],
+)
+def test_a_runners_nonsense_ends_the_request_and_not_the_engine(
+    spoil: Callable[[StepResult], StepResult], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    engine = Engine()
+    collect = engine.runner.collect
+    engine.runner.collect = lambda handle: spoil(collect(handle))  # type: ignore[method-assign]
+    engine.add("r")
+    engine.step()
+    assert engine.error("r") == "internal_error"
+    engine.runner.collect = collect  # type: ignore[method-assign]
+    engine.add("next")
+    engine.run()
+    assert engine.end("next").finish_reason == "length"
+
+
+def test_a_loading_adapter_holds_nobody_up() -> None:
+    engine = Engine()
+    engine.transport.load_fate = lambda digest: Fate(3.0)
+    engine.add("cold", adapter(1), tenant_id="acme")
+    engine.add("same-tenant")
+    engine.add("other", tenant_id="umbrella")
+    engine.step()
+    assert {e.request_id for e in engine.events} == {"same-tenant", "other"}
+    assert engine.core.num_waiting_for_adapter == 1
+    assert engine.core.stats().waiting_adapters == (adapter(1).digest,)
+    engine.step(3.0)
+    engine.run()
+    assert engine.end("cold").finish_reason == "length"
+
+
+def test_an_adapter_that_cannot_be_loaded_ends_its_requests_alone() -> None:
+    engine = Engine()
+    engine.transport.load_fate = lambda digest: Fate(0.1, "its bytes are not those that its digest names")
+    for name in "ab":
+        engine.add(name, adapter(1))
+    engine.add("base")
+    engine.run()
+    assert engine.error("a") == engine.error("b") == "adapter_unavailable"
+    assert "its bytes" in engine.end("a").error.message  # type: ignore[union-attr]
+    assert engine.end("base").finish_reason == "length"
+
+
+def test_a_load_that_hangs_is_given_up_in_time_and_the_core_says_when_to_look() -> None:
+    engine = Engine()
+    engine.transport.load_fate = lambda digest: Fate(None)
+    engine.add("r", adapter(1))
+    engine.step()
+    engine.step()
+    assert engine.core.idle_s() == pytest.approx(10.0)
+    engine.step(10.0)
+    assert engine.error("r") == "adapter_unavailable"
+    assert engine.core.idle_s() is None
+
+
+def test_a_deadline_bounds_the_sleep_of_an_engine_that_waits_for_a_load() -> None:
+    engine = Engine()
+    engine.transport.load_fate = lambda digest: Fate(8.0)
+    engine.add("r", adapter(1), deadline=2.0)
+    engine.step()
+    engine.step()
+    assert engine.core.idle_s() == pytest.approx(2.0)
+
+
+def test_an_aged_request_gets_room_though_others_keep_theirs_in_use() -> None:
+    engine = Engine(num_pages=1)
+    popular, rare = adapter(1), adapter(2)
+    engine.add("p0", popular, max_tokens=20)
+    engine.step()
+    engine.step()
+    engine.step()
+    engine.add("rare", rare)
+    count = 1
+    while not any(event.request_id == "rare" for event in engine.events):
+        # The popular adapter's tenant always has the next request in before the last one ends.
+        engine.add(f"p{count}", popular, max_tokens=20)
+        count += 1
+        for _ in range(10):
+            engine.step(0.1)
+        assert count < 30, "the rare adapter starves"
+    assert engine.now >= engine.config.adapter_wait_aging_s, "it was the ageing that let it in"
+    engine.run()
+    assert engine.end("rare").finish_reason == "length"
+
+
+def test_base_requests_pass_one_that_has_precedence() -> None:
+    engine = Engine(num_pages=1)
+    engine.add("long", adapter(1), max_tokens=200)
+    engine.step()
+    engine.step()
+    engine.add("aged", adapter(2))
+    engine.step()
+    engine.step(6.0)
+    engine.add("base")
+    engine.add("later", adapter(1))
+    for _ in range(6):
+        engine.step()
+    assert engine.end("base").finish_reason == "length"
+    assert engine.tokens("later") == [], "its adapter is there, but lending it would keep the aged one out"
+    engine.run()
+    assert engine.end("aged").finish_reason == engine.end("later").finish_reason == "length"
+
+
+def test_pages_of_an_ended_request_stay_until_its_step_in_flight_is_collected() -> None:
+    engine = Engine(num_pages=1, lookahead=1)
+    engine.add("r", adapter(1), max_tokens=50)
+    engine.step()
+    while not engine.runner.num_in_flight:
+        engine.step()
+    copies = engine.transport.num_copies
+    engine.core.abort("r")
+    engine.add("other", adapter(2))
+    assert engine.core.stats().num_leases == 1, "the step's own"
+    engine.core.step()
+    assert engine.transport.num_copies == copies
+    engine.run()
+    assert engine.end("other").finish_reason == "length"
+
+
+def test_two_tenants_with_the_same_bytes_share_the_adapter_but_no_kv() -> None:
+    engine = Engine()
+    ours, theirs = adapter(1, "acme"), adapter(1, "umbrella")
+    one = engine.add("one", ours)
+    engine.run()
+    two = engine.add("two", theirs, tenant_id="umbrella")
+    engine.run()
+    assert engine.transport.num_loads == 1
+    assert engine.tokens("one") == engine.tokens("two") == expected(one, 5) == expected(two, 5)
+    assert engine.end("two").usage.cached_tokens == 0  # type: ignore[union-attr]
+
+
+def test_preempted_sequences_resume_where_they_were(lookahead: Literal[0, 1]) -> None:
+    engine = Engine(num_blocks=6, lookahead=lookahead)
+    requests = [
+        engine.add(f"r{index}", adapter(index), prompt_ids=(index,) * 17, max_tokens=60)
+        for index in range(1, 4)
+    ]
+    engine.run()
+    assert engine.core.stats().num_preemptions > 0
+    for request in requests:
+        assert engine.tokens(request.request_id) == expected(request, 60)
+
+
+def test_stats_tell_what_is_going_on() -> None:
+    engine = Engine(max_num_seqs=2)
+    engine.add("a", adapter(1), tenant_id="acme", max_tokens=9)
+    while not engine.core.stats().num_running:
+        engine.step()
+    engine.add("b", tenant_id="umbrella", max_tokens=9)
+    engine.add("c", tenant_id="umbrella", max_tokens=9)
+    engine.step()
+    stats = engine.core.stats()
+    assert (stats.num_running, stats.num_waiting) == (2, 1)
+    assert stats.num_kv_blocks == 64
+    assert stats.num_kv_blocks_used == 4
+    assert (stats.num_arena_pages, stats.num_arena_pages_used, stats.num_leases) == (4, 1, 1)
+    assert stats.running_adapters == (adapter(1).digest,)
+    assert sum(t.running for t in stats.tenants.values()) == 2
+    assert stats.tenants["umbrella"].counter > 0
+    engine.run()
+    stats = engine.core.stats()
+    assert stats.tenants == {}
+    assert (stats.prompt_tokens, stats.generation_tokens) == (60, 27)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (60, 16)
+
+
+def test_an_operator_sees_and_moves_adapters_through_the_core() -> None:
+    engine = Engine(num_pages=2, num_slots=2)
+    engine.core.pin(adapter(1))
+    engine.core.prefetch(adapter(2))
+    for _ in range(8):
+        engine.step(0.1)
+    assert engine.core.residency() == {adapter(1).digest: "hot", adapter(2).digest: "hot"}
+    pinned = next(entry for entry in engine.core.cache_entries() if entry.pinned)
+    assert (pinned.ref, pinned.state) == (adapter(1), "hot")
+    engine.core.pin(adapter(2))
+    with pytest.raises(PinRefused):
+        engine.core.pin(adapter(3))
+    engine.core.unpin(adapter(1).digest)
+    engine.core.drop(adapter(1).digest)
+    assert adapter(1).digest not in engine.core.residency()
+
+
+def test_an_engine_without_work_plans_nothing() -> None:
+    engine = Engine()
+    assert not engine.core.has_work
+    assert engine.step() == []
+    assert engine.core.idle_s() is None
+    assert engine.runner.num_steps == 0
+
+
+def test_plans_are_copies_that_later_changes_cannot_reach() -> None:
+    engine = Engine(lookahead=1)
+    engine.runner.keep_plans = True
+    engine.add("r", max_tokens=40)
+    engine.step()
+    plan: StepPlan = engine.runner.plans[0]
+    blocks = plan.scheduled[0].block_ids
+    for _ in range(20):
+        engine.step()
+    assert plan.scheduled[0].block_ids == blocks
+    assert len(engine.runner.plans[-1].scheduled[0].block_ids) > len(blocks)
