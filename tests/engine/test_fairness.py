@@ -161,13 +161,13 @@ def test_removal_anywhere_and_a_second_stay() -> None:
 def test_aborted_requests_behind_a_standing_head_leave_nothing_behind() -> None:
     queue = FairQueue()
     arrive(queue, waiting("a", priority=1))
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(20_000):
         seq = waiting("a")
         arrive(queue, seq)
         queue.remove(seq)
         queue.leave("a")
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
     queue.check_integrity({"a": 1}, {head} if (head := queue.head()) else set())
 
 
@@ -175,12 +175,12 @@ def test_choosing_among_many_tenants_costs_a_logarithm() -> None:
     def cost(tenants: int) -> float:
         queue = FairQueue()
         arrive(queue, *(waiting(f"t{index}") for index in range(tenants) for _ in range(2)))
-        started = time.perf_counter()
+        started = time.process_time()
         for _ in range(2000):
             head = queue.head()
             assert head is not None
             queue.charge(head.request.tenant_id, 5.0)
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     assert cost(20_000) < 8 * cost(200) + 0.05, (
         "a hundred times the tenants must not cost a hundred times the time"

@@ -311,9 +311,9 @@ def test_planning_a_deep_queue_costs_no_more_than_a_short_one() -> None:
         for _ in range(3):
             plan = bench.scheduler.plan(0.0)
             bench.collect(plan) if waiting < 100 else None
-        started = time.perf_counter()
+        started = time.process_time()
         for _ in range(50):
             bench.scheduler.plan(0.0)
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     assert cost(8000) < 5 * cost(80) + 0.02
