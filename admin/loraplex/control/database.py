@@ -86,8 +86,8 @@ def _prepare_sqlite(connection: Any, _record: object) -> None:
 
 
 def _use_wal(connection: Any) -> None:
-    """Two that open a new file at once both read it before either may change it to WAL. SQLite sees the deadlock
-    and fails at once, whatever its time-out."""
+    """A new file is changed to WAL by its first connection. While another one is about to write, SQLite refuses that
+    at once, whatever the time-out."""
     last_try = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
