@@ -57,7 +57,8 @@ class ControlPlane:
     def __post_init__(self) -> None:
         self.database_path = self.root / "control.db"
         self.url = f"sqlite:///{self.database_path}"
-        upgrade(self.url)
+        if not self.database_path.exists():
+            upgrade(self.url)
         self.database = Database(self.url)
         self.base = self._base_spec()
         self.store = ArtifactStore(self.root / "artifacts")
