@@ -155,7 +155,7 @@ def test_streams_on_the_real_model_are_told_and_hot_adapters_come_back(
 
 
 def test_an_idle_engine_that_dies_comes_back_each_time(served: tuple[LiveServer, str]) -> None:
-    """Four times in a row, once while it is starting; pinned versions stay pinned."""
+    """Three times in a row; what was hot is hot again, what was pinned is pinned."""
     server, key = served
     checked(server.admin.put("tenants/acme/adapters/b/versions/v1/pin"))
     expected = {name: complete_text(server, key, name) for name in ("a", "b", "tiny")}
@@ -167,11 +167,6 @@ def test_an_idle_engine_that_dies_comes_back_each_time(served: tuple[LiveServer,
         server.wait(lambda: server.residency()["b@v1"] == ["device", "host", "disk"])
         server.wait(lambda: server.residency()["a@v1"] == ["device", "host", "disk"])
         assert {name: complete_text(server, key, name) for name in expected} == expected
-    # Now twice at once: the second life ends before it is ready.
-    second = server.kill_engine()
-    server.wait(lambda: server.engine_pid() not in (None, second))
-    server.kill_engine()
-    server.wait(lambda: len(server.logged("engine_gave_up")) == 1, timeout=60)
 
 
 def complete_text(server: LiveServer, key: str, model: str) -> str:
