@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from loraplex.control.database import MAX_THREADS, Database, utc_now
 from loraplex.control.tables import Tenant
 from loraplex.control.types import Principal

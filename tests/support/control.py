@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+import tempfile
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -45,6 +48,14 @@ class FakeClock:
         self.seconds += seconds
 
 
+@functools.cache
+def _template() -> tempfile.TemporaryDirectory[str]:
+    """A migrated database that is copied: migrating takes longer than most tests. It lives as long as the process."""
+    made = tempfile.TemporaryDirectory(prefix="loraplex-tests-")
+    upgrade(f"sqlite:///{made.name}/control.db")
+    return made
+
+
 @dataclass
 class ControlPlane:
     """`root` holds the database, the store and the base; a second plane on the same root is a restart, or another
@@ -58,7 +69,7 @@ class ControlPlane:
         self.database_path = self.root / "control.db"
         self.url = f"sqlite:///{self.database_path}"
         if not self.database_path.exists():
-            upgrade(self.url)
+            shutil.copyfile(Path(_template().name) / "control.db", self.database_path)
         self.database = Database(self.url)
         self.base = self._base_spec()
         self.store = ArtifactStore(self.root / "artifacts")
