@@ -19,6 +19,7 @@ from support.live_server import (
     write_tiny_model,
 )
 
+
 @pytest.fixture(scope="session")
 def real(real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     """The real model with the three shipped adapters. In float32, where an answer cannot depend on the batch by a
@@ -44,9 +45,7 @@ def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(
-    tiny_model: Path, tiny_adapter: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Shop]:
+def tiny(tiny_model: Path, tiny_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     """A model of a few kilobytes with one adapter, "a"; thousands of tokens a second and room for long answers."""
     with LiveServer(tiny_model, tmp_path_factory.mktemp("tiny") / "data", **TINY_SIZES) as server:
         server.create_tenant("acme")

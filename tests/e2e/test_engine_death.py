@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -22,67 +21,14 @@ from support.live_server import (
     TINY_SIZES,
     LiveServer,
     checked,
-    sse_events,
     wait_gone,
     write_tiny_adapter,
 )
+from support.live_streams import Streams
 
 pytestmark = pytest.mark.slow
 
 TOLD_WITHIN_S = 1.0
-
-
-@dataclass
-class Story:
-    """What one client saw: an HTTP status, its events, and when its answer ended."""
-
-    status: int = 0
-    retry_after: str | None = None
-    events: list[Any] = field(default_factory=list)
-    num_chunks: int = 0
-    ended_at: float = 0.0
-
-    @property
-    def error(self) -> dict[str, Any]:
-        """The error event of a stream that ended in one; fails on any other end."""
-        assert self.status == 200, self
-        assert self.events[-1] == "[DONE]", self.events[-3:]
-        return dict(self.events[-2]["error"])
-
-
-class Streams:
-    """Clients that read endless streams, each in a thread of its own."""
-
-    def __init__(self, server: LiveServer, key: str, models: Sequence[str], *, max_tokens: int) -> None:
-        self.stories = [Story() for _ in models]
-        self._server, self._key, self._max_tokens = server, key, max_tokens
-        self._pool = ThreadPoolExecutor(len(models))
-        self._futures = [
-            self._pool.submit(self._read, story, model)
-            for story, model in zip(self.stories, models, strict=True)
-        ]
-
-    def _read(self, story: Story, model: str) -> None:
-        body = {"model": model, "prompt": "one", "max_tokens": self._max_tokens, "stream": True}
-        body |= {"ignore_eos": True, "temperature": 0}
-        with (
-            self._server.client(self._key) as client,
-            client.stream("POST", "/v1/completions", json=body) as answer,
-        ):
-            story.status = answer.status_code
-            story.retry_after = answer.headers.get("retry-after")
-            for event in sse_events(answer.iter_lines()):
-                story.events = [*story.events[-3:], event]
-                story.num_chunks += 1
-        story.ended_at = time.monotonic()
-
-    def wait_until_all_run(self) -> None:
-        self._server.wait(lambda: all(story.num_chunks >= 3 for story in self.stories), timeout=120)
-
-    def join(self, timeout: float = 60) -> None:
-        for future in self._futures:
-            future.result(timeout)
-        self._pool.shutdown()
 
 
 def complete(server: LiveServer, key: str, model: str) -> httpx.Response:
@@ -169,6 +115,10 @@ def test_an_idle_engine_that_dies_comes_back_each_time(served: tuple[LiveServer,
         assert {name: complete_text(server, key, name) for name in expected} == expected
 
 
+def has_restarted(server: LiveServer, times: int) -> bool:
+    return bool(server.engine()["restarts"] == times)
+
+
 def complete_text(server: LiveServer, key: str, model: str) -> str:
     with server.client(key) as client:
         body = {"model": model, "prompt": "one two", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -180,7 +130,7 @@ def test_crash_loops_end_in_a_server_that_says_so(served: tuple[LiveServer, str]
     server, key = served
     for life in range(1, 5):
         server.kill_engine()
-        server.wait(lambda: server.engine()["restarts"] == life, timeout=60)
+        server.wait(partial(has_restarted, server, life), timeout=60)
         server.wait(lambda: server.engine_pid() is not None)
     server.wait(lambda: server.engine()["healthy"], timeout=240)
     server.kill_engine()
@@ -191,7 +141,10 @@ def test_crash_loops_end_in_a_server_that_says_so(served: tuple[LiveServer, str]
     assert "died 5 times" in refused.json()["error"]["message"]
     assert server.get("/livez") == 200
     assert server.get("/readyz") == 503
-    assert server.upload("acme", "d", write_tiny_adapter(server.data_dir.parent / "d", seed=9))["version"] == "v1"
+    assert (
+        server.upload("acme", "d", write_tiny_adapter(server.data_dir.parent / "d", seed=9))["version"]
+        == "v1"
+    )
     assert server.stop() == 0
 
 

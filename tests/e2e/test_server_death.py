@@ -85,7 +85,10 @@ def test_an_upload_that_was_under_way_leaves_nothing(served: tuple[LiveServer, s
     config = (tmp_path / "early" / "adapter_config.json").read_bytes()
     large = multipart.files(config, bytes(BIG))
     whole = upload_body(write_tiny_adapter(tmp_path / "late", seed=2))
-    with slow_upload(server, "half", len(large)) as first, slow_upload(server, "almost", len(whole)) as second:
+    with (
+        slow_upload(server, "half", len(large)) as first,
+        slow_upload(server, "almost", len(whole)) as second,
+    ):
         for piece in multipart.in_pieces(large[: BIG // 2], 64 << 10):
             first.sendall(piece)
         second.sendall(whole[:-1])
