@@ -1,0 +1,178 @@
+"""What the documents say of this repository is so: settings, links, files, tests and commands that they name."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from loraplex.app.settings import Settings
+from support import markdown
+from support.markdown import ROOT
+
+# In halves, so that this file does not hold what it looks for.
+FORBIDDEN = [
+    "".join(halves)
+    for halves in (
+        ("/wo", "rk/"),
+        ("/ro", "ot"),
+        ("/ho", "me/"),
+        ("pypi", ".org"),
+        ("python", "hosted"),
+        ("huggingface", ".co"),
+        ("npm", "js"),
+        ("debian", ".org"),
+        ("pytorch", ".org"),
+    )
+]
+SOURCES = ("", "server/loraplex/", "adapters/loraplex/", "kernels/loraplex/", "admin/loraplex/")
+"""Where a path in a document may begin: at the top, or at a package's folder (`engine/core.py`)."""
+FILE = re.compile(
+    r"(?:server|adapters|kernels|admin|migrations|tests|docs|examples|api|app|control|engine|serving)"
+    r"/[\w./-]*\w\.(?:py|md|toml|txt|json)"
+)
+
+
+def tracked() -> list[Path]:
+    """The repository's files; where there is no git, every file that is not made by a tool."""
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+        paths = [ROOT / os.fsdecode(name) for name in listed.split(b"\0") if name]
+    except (OSError, subprocess.CalledProcessError):
+        paths = [p for p in ROOT.rglob("*") if not any(part.startswith(".") for part in p.parts)]
+    return [path for path in paths if path.is_file()]
+
+
+def documents() -> list[Path]:
+    return [path for path in tracked() if path.suffix == ".md"]
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("LORAPLEX_"):
+            monkeypatch.delenv(name)
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    listed = {
+        cells[0].strip("`"): cells[1:]
+        for cells in markdown.rows(markdown.read("docs/configuration.md"), "option", "environment", "default")
+    }
+    fields = {f"--{name.replace('_', '-')}": name for name in Settings.model_fields}
+    assert listed.keys() == fields.keys()
+    for option, (variable, default, meaning) in listed.items():
+        name = fields[option]
+        assert variable == f"`LORAPLEX_{name.upper()}`", option
+        assert meaning, option
+        actual = Settings.model_fields[name].default
+        if default == "(none)":
+            assert actual in ("", []), option
+        else:
+            assert getattr(Settings(**{name: default.strip("`")}), name) == actual, option
+
+
+def test_relative_links_lead_somewhere() -> None:
+    broken = []
+    for path in documents():
+        for link in markdown.links(path.read_text("utf-8")):
+            target, _, anchor = link.partition("#")
+            if "://" in target or target.startswith("mailto:"):
+                continue
+            page = path if not target else path.parent / target
+            if not page.exists() or (
+                anchor and page.suffix == ".md" and anchor not in markdown.anchors(page.read_text("utf-8"))
+            ):
+                broken.append(f"{path.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def test_files_and_tests_that_documents_name_are_there() -> None:
+    missing = []
+    for path in documents():
+        for span in markdown.spans(path.read_text("utf-8")):
+            name, _, test = span.partition("::")
+            if not FILE.fullmatch(name):
+                continue
+            file = next((ROOT / at / name for at in SOURCES if (ROOT / at / name).is_file()), None)
+            if file is None:
+                missing.append(f"{path.relative_to(ROOT)}: {span}")
+            elif test:
+                tree = ast.parse(file.read_text("utf-8"))
+                known = {
+                    n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+                }
+                if test not in known:
+                    missing.append(f"{path.relative_to(ROOT)}: {span}")
+    assert missing == []
+
+
+def test_nothing_names_a_machine_or_a_registry() -> None:
+    found = []
+    for path in tracked():
+        content = path.read_bytes()
+        for word in FORBIDDEN:
+            # Not in the middle of a longer path or name, such as tests/work/x.
+            if re.search(rb"(?<![\w.}\])-])" + re.escape(word.encode()) + rb"(?![a-z_])", content):
+                found.append(f"{path.relative_to(ROOT)}: {word}")
+    assert found == []
+
+
+def test_every_decision_is_in_the_index_and_numbered_in_turn() -> None:
+    text = markdown.read("docs/adr/README.md")
+    listed = re.findall(r"^\| \[(\d{4})\]\((\d{4}-[a-z0-9-]+\.md)\) \|", text, re.MULTILINE)
+    files = sorted(path.name for path in (ROOT / "docs/adr").glob("[0-9]*.md"))
+    assert [name for _, name in listed] == files
+    for turn, (number, name) in enumerate(listed, start=1):
+        assert number == f"{turn:04}" == name[:4]
+        page = markdown.read(f"docs/adr/{name}")
+        assert page.startswith(f"# {number}: "), name
+        for part in ("**Decision.**", "**Why.**", "**Cost.**"):
+            assert part in page, (name, part)
+
+
+def test_every_page_is_in_the_index() -> None:
+    listed = {(ROOT / "docs" / link).resolve() for link in markdown.links(markdown.read("docs/README.md"))}
+    pages = {path for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"}
+    assert pages - listed == set()
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", markdown.read("Makefile"), re.MULTILINE))
+
+
+def test_the_readme_says_how_to_begin() -> None:
+    readme = markdown.read("README.md")
+    for target in ("quickstart", "test"):
+        assert f"make {target}" in readme
+        assert target in make_targets()
+
+
+def test_make_targets_that_documents_name_exist() -> None:
+    for path in documents():
+        text = path.read_text("utf-8")
+        said = "\n".join([*markdown.spans(text), markdown.blocks(text)])
+        named = set(re.findall(r"(?:^|[\s`])make ([a-z]+)\b", said))
+        assert named <= make_targets(), path
+
+
+def test_commands_that_documents_name_exist() -> None:
+    from typer.main import get_command
+
+    from loraplex.app.cli import create_cli
+
+    program = get_command(create_cli())
+    commands = {
+        name: set(getattr(command, "commands", {})) or None for name, command in program.commands.items()
+    }
+    for path in documents():
+        text = path.read_text("utf-8")
+        said = "\n".join([*markdown.spans(text), markdown.blocks(text)])
+        for name, sub in re.findall(r"(?<![\w./])(?:\S*bin/)?loraplex +([a-z]+)(?: +([a-z]+))?", said):
+            assert name in commands, f"{path.name}: loraplex {name}"
+            if commands[name] is not None and sub:
+                assert sub in commands[name], f"{path.name}: loraplex {name} {sub}"
