@@ -1,0 +1,277 @@
+"""What the documents say of the interface is so: routes, fields, headers, errors, metrics, and adapters' configs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route, Router
+
+from loraplex.adapters.errors import AdapterRefused, RefusalCode
+from loraplex.adapters.peft_config import parse_peft_config
+from loraplex.admin.app import create_operations
+from loraplex.admin.openapi import PREFIX, openapi
+from loraplex.admin.problem import ANSWERS as ADMIN_ANSWERS
+from loraplex.api import schemas
+from loraplex.api.application import EXPOSED_HEADERS, create_data_app
+from loraplex.api.deps import ApiServices
+from loraplex.api.drain import Drain
+from loraplex.api.engine_metrics import EngineSnapshot
+from loraplex.api.errors import ANSWERS as DATA_ANSWERS
+from loraplex.api.metrics import Metrics
+from loraplex.api.probes import probe_routes
+from loraplex.control.types import SCOPES, Limits
+from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
+from loraplex.engine.types import Timing
+from loraplex.serving.text import TextProcessor
+from support import markdown
+from support.adapters import ALL_SITES, peft_config, site_module
+from support.admin import AdminPlane
+from support.byte_tokenizer import write_byte_tokenizer
+from support.data_plane import BASE, FakeAuthenticator, FakeLimiter, FakeResolver, ref
+from support.fake_engine import FakeEngineClient, fake_engine_info
+
+API, ADMIN = markdown.read("docs/api.md"), markdown.read("docs/admin.md")
+
+
+def bare(cell: str) -> str:
+    assert cell.startswith("`"), cell
+    assert cell.endswith("`"), cell
+    return cell[1:-1]
+
+
+def routes_of(app: Any) -> Iterable[str]:
+    """`METHOD /path` of every route of an app, through its layers."""
+    while not isinstance(app, Router):
+        app = app._app
+    for route in app.routes:
+        assert isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}:
+            yield f"{method} {route.path.replace(':path', '')}"
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[AdminPlane]:
+    made = AdminPlane(tmp_path)
+    yield made
+    made.close()
+
+
+# Routes.
+
+
+def test_every_route_of_the_data_plane(tmp_path: Path) -> None:
+    services = ApiServices(
+        engine=FakeEngineClient(),
+        text=TextProcessor(write_byte_tokenizer(tmp_path), max_model_len=256),
+        authenticator=FakeAuthenticator(),
+        resolver=FakeResolver(),
+        limiter=FakeLimiter(),
+        metrics=Metrics(BASE),
+        drain=Drain(),
+        served_model_name=BASE,
+        max_model_len=256,
+        metrics_on_data_port=True,
+    )
+    documented = {bare(cells[0]) for cells in markdown.rows(API, "route", "what it does")}
+    assert documented == set(routes_of(create_data_app(services)))
+
+
+def test_every_route_of_the_admin_plane_and_who_may_call_it(plane: AdminPlane) -> None:
+    documented = {
+        bare(cells[0]): cells[1].strip("`")
+        for cells in markdown.rows(ADMIN, "route", "needs", "what it does")
+    }
+    operations = create_operations(plane.services)
+    actual: dict[str, str] = {f"{row.method} {PREFIX}{row.path}": row.access for row in operations}
+    for route in probe_routes(plane.engine, Drain()):
+        actual[f"GET {route.path}"] = "nothing"
+    actual |= dict.fromkeys(("GET /openapi.json", "GET /docs", "GET /metrics"), "nothing")
+    assert documented == actual
+    described = {
+        f"{method.upper()} {path}"
+        for path, methods in openapi(operations)["paths"].items()
+        for method in methods
+    }
+    assert described == {name for name, access in actual.items() if access != "nothing"}
+
+
+def test_paths_in_examples_are_routes(plane: AdminPlane) -> None:
+    known = [PREFIX + row.path for row in create_operations(plane.services)]
+    patterns = [re.compile(re.sub(r"\{\w+\}", "[^/]+", path)) for path in known]
+    text = markdown.blocks(ADMIN)
+    given = {**dict(re.findall(r"^(V|R)=\$ADMIN(\S+)", text, re.MULTILINE)), "ADMIN": ""}
+    asked = re.findall(r"\$(ADMIN|V|R)((?:/[\w.%-]+)*)", text)
+    assert len(asked) > 20
+    for name, rest in asked:
+        path = PREFIX + given[name] + rest
+        assert any(pattern.fullmatch(path) for pattern in patterns), path
+
+
+# Fields, headers, errors.
+
+
+def test_every_request_field(plane: AdminPlane) -> None:
+    documented = {bare(cells[0]) for cells in markdown.rows(API, "field", "values", "note")}
+    fields = schemas.ChatRequest.model_fields | schemas.CompletionRequest.model_fields
+    assert documented == fields.keys()
+    assert set(schemas.Message.model_fields) <= set(markdown.spans(API))
+    unsupported: dict[str, dict[str, list[object]]] = {}
+    where = ""
+    for cells in markdown.rows(API, "where", "fields (with their own neutral values)"):
+        where = cells[0] or where
+        for name, values in re.findall(r"`(\w+)`(?: \(([^)]*)\))?", cells[1]):
+            neutral = [json.loads(value) for value in re.findall(r"`([^`]+)`", values)]
+            unsupported.setdefault(where, {})[name] = neutral
+    actual = {
+        "chat": schemas.UNSUPPORTED_CHAT,
+        "completions": schemas.UNSUPPORTED_COMPLETION,
+        "a message": schemas.UNSUPPORTED_MESSAGE,
+    }
+    assert unsupported == {
+        where: {name: list(values) for name, values in fields.items()} for where, fields in actual.items()
+    }
+    assert schemas.StreamOptions.UNSUPPORTED.keys() <= set(markdown.spans(API))
+
+
+def test_every_answer_header() -> None:
+    documented = {bare(cells[0]) for cells in markdown.rows(API, "header", "when", "meaning")}
+    assert documented == set(EXPOSED_HEADERS)
+
+
+def test_every_error_of_the_data_plane() -> None:
+    rows = markdown.rows(API, "status", "code", "when, and what to do")
+    documented = {bare(cells[1]): int(cells[0]) for cells in rows}
+    assert documented == {code: status for code, (status, _) in DATA_ANSWERS.items()}
+
+
+def test_every_error_of_the_admin_plane() -> None:
+    refusals = {bare(cells[0]) for cells in markdown.rows(ADMIN, "code", "what it means", "what to do")}
+    assert refusals == set(get_args(RefusalCode))
+    others = {bare(cells[1]): int(cells[0]) for cells in markdown.rows(ADMIN, "status", "code", "when")}
+    actual = {code: status for code, (status, _) in ADMIN_ANSWERS.items()}
+    assert others == {code: status for code, status in actual.items() if code not in refusals}
+    assert {actual[code] for code in refusals - {"too_large"}} == {422}
+    assert actual["too_large"] == 413
+
+
+def test_every_scope_limit_and_state() -> None:
+    said = set(markdown.spans(ADMIN))
+    assert set(SCOPES) <= said
+    limits = {
+        name for cells in markdown.rows(ADMIN, "limit", "of", "meaning") for name in markdown.spans(cells[0])
+    }
+    assert limits == {*Limits.__dataclass_fields__, "token_budget", "budget_period"}
+    states = {name for cells in markdown.rows(ADMIN, "state", "meaning") for name in markdown.spans(cells[0])}
+    described = openapi_states()
+    assert states == described
+
+
+def openapi_states() -> set[str]:
+    from loraplex.admin.schemas import Version
+
+    return set(Version.model_json_schema()["properties"]["state"]["enum"])
+
+
+# Metrics.
+
+
+def a_scrape(*, tenant_data: bool) -> dict[str, tuple[str, frozenset[str]]]:
+    """Type and labels of each metric, of a server where everything has happened once."""
+    metrics = Metrics(BASE)
+    timing = Timing(0.1, 0.2, 0.3)
+    metrics.first_token(0.1)
+    metrics.next_tokens(0.1, 2)
+    metrics.sequence_ended(
+        "acme", "stop", prompt_tokens=3, completion_tokens=2, cached_tokens=1, seconds=1.0, timing=timing
+    )
+    metrics.request_answered("acme", ref("acme", "pirate", 1), 200)
+    metrics.refused_by_limit("acme", "rate_limit_exceeded")
+    metrics.stream_cut("gone")
+    entry = CacheEntry(ref("acme", "pirate", 1), "hot", load_seconds={"disk": 0.1, "copy": 0.02})
+    stats = EngineStats(tenants={"acme": TenantStats(1, 1, 2.0)})
+    snapshot = EngineSnapshot(fake_engine_info(), stats, [entry], True, 0)
+    text = metrics.render(snapshot, tenant_data=tenant_data).decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        labels = frozenset(label for sample in family.samples for label in sample.labels) - {"le"}
+        name = family.name
+        if not name.endswith("_created"):
+            found[f"{name}_total" if family.type == "counter" else name] = (family.type, labels)
+    return found
+
+
+def documented_metrics() -> dict[str, tuple[str, frozenset[str]]]:
+    text = markdown.read("docs/metrics.md")
+    found = {}
+    for cells in markdown.rows(text, "metric", "type", "labels", "meaning"):
+        labels = frozenset(markdown.spans(cells[2]))
+        if cells[2] == "see below":
+            below = next(part for part in re.split(r"\.\s", text) if f"{cells[0]} has" in part)
+            labels = frozenset(re.findall(r"`([a-z_]+)`", below.split(f"{cells[0]} has")[1]))
+        else:
+            assert labels or cells[2] == "(none)", cells[0]
+        found[bare(cells[0])] = (cells[1], labels)
+    return found
+
+
+def test_every_metric_with_type_and_labels() -> None:
+    assert documented_metrics() == a_scrape(tenant_data=True)
+
+
+def test_without_tenant_data_only_the_vllm_metrics_are_served() -> None:
+    documented = documented_metrics()
+    assert a_scrape(tenant_data=False).keys() == {name for name in documented if name.startswith("vllm:")}
+
+
+def test_metrics_named_anywhere_exist() -> None:
+    known = documented_metrics()
+    for path in (markdown.ROOT / "docs").rglob("*.md"):
+        for name in re.findall(r"\b((?:vllm:|loraplex_)[a-z_0-9]+)", path.read_text("utf-8")):
+            base = re.sub(r"_(count|sum|bucket|created)$", "", name)
+            assert base in known or name in known or name.endswith("_"), f"{path.name}: {name}"
+
+
+# Adapters.
+
+CONFIG_ROWS = markdown.rows(markdown.read("docs/adapters.md"), "field", "accepted", "refused, for example")
+
+
+def config_of(field: str, value: object) -> dict[str, Any]:
+    """An adapter_config.json with this value; those fields beside it that it needs."""
+    return peft_config(**{field: value})
+
+
+@pytest.mark.parametrize("cells", CONFIG_ROWS, ids=lambda cells: cells[0])
+def test_configs_are_accepted_and_refused_as_documented(tmp_path: Path, cells: list[str]) -> None:
+    field = bare(cells[0])
+    modules = [site_module(layer, site) for layer in range(4) for site in ALL_SITES]
+    path = tmp_path / "adapter_config.json"
+    accepted = [json.loads(value) for value in markdown.spans(cells[1])]
+    refused = [json.loads(value) for value in markdown.spans(cells[2])]
+    assert accepted
+    assert refused
+    for value in accepted:
+        path.write_text(json.dumps(config_of(field, value)))
+        parse_peft_config(path, modules)
+    for value in refused:
+        path.write_text(json.dumps(config_of(field, value)))
+        with pytest.raises(AdapterRefused) as caught:
+            parse_peft_config(path, modules)
+        assert caught.value.code in ("config_invalid", "unsupported_feature"), value
+
+
+def test_an_unlisted_field_is_neutral_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    for value in (None, False, "", [], {}):
+        path.write_text(json.dumps(config_of("a_field_of_tomorrow", value)))
+        parse_peft_config(path, [site_module(0, "q_proj")])
+    path.write_text(json.dumps(config_of("a_field_of_tomorrow", 1)))
+    with pytest.raises(AdapterRefused) as caught:
+        parse_peft_config(path, [site_module(0, "q_proj")])
+    assert (caught.value.code, caught.value.feature) == ("unsupported_feature", "a_field_of_tomorrow")
