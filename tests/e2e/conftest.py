@@ -47,7 +47,9 @@ def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tiny_model: Path, tiny_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     """A model of a few kilobytes with one adapter, "a"; thousands of tokens a second and room for long answers."""
-    with LiveServer(tiny_model, tmp_path_factory.mktemp("tiny") / "data", **TINY_SIZES) as server:
+    with LiveServer(
+        tiny_model, tmp_path_factory.mktemp("tiny") / "data", dtype="float32", **TINY_SIZES
+    ) as server:
         server.create_tenant("acme")
         server.upload("acme", "a", tiny_adapter)
         yield Shop(server, server.create_key("acme"))

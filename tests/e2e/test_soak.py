@@ -35,9 +35,8 @@ GENERATED: dict[str, dict[str, Any]] = {
 }
 QUESTIONS = ("What do you think of the sea?", "Tell me about owls.", "Why do people care about rain?")
 MOODS = ("I love this phone. It was wonderful.", "I hate the soup. It was awful.", "He carried these shoes.")
-KV_MEMORY_PER_STREAM = 1 << 20  # about 45 tokens, less than most streams come to: they contend, and all of it is used
-    2 << 20
-)  # about 90 tokens: all of the pool is used soon, and the streams contend for it
+KV_MEMORY_PER_STREAM = 1 << 20
+"""About 45 tokens, less than most streams come to: they contend for it, and all of it is soon in use."""
 WARM_UP_S = 15.0
 EDGE_S = 5.0
 MAX_GROWTH = 0.02
