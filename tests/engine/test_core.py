@@ -261,6 +261,33 @@ def test_a_full_queue_answers_at_once() -> None:
     assert engine.end("a").finish_reason == engine.end("b").finish_reason == "length"
 
 
+def failed(engine: Engine, name: str) -> bool:
+    return any(event.error is not None for event in engine.events if event.request_id == name)
+
+
+def test_nobody_can_fill_the_queue_against_others() -> None:
+    engine = Engine(max_waiting=4)
+    for number in range(6):
+        engine.add(f"greedy-{number}", tenant_id="greedy")
+    engine.add("modest", tenant_id="modest")
+    engine.step()
+    refused = [name for name in (f"greedy-{n}" for n in range(6)) if failed(engine, name)]
+    assert refused == ["greedy-3", "greedy-4", "greedy-5"], "the newest of the greedy tenant make room"
+    engine.run()
+    assert engine.end("modest").finish_reason == "length"
+
+
+def test_a_full_queue_of_equals_refuses_who_comes_last() -> None:
+    engine = Engine(max_waiting=4)
+    for number in range(4):
+        engine.add(f"r{number}", tenant_id=f"t{number % 2}")
+    for tenant in ("t0", "t1"):
+        engine.add(f"late-{tenant}", tenant_id=tenant)
+    engine.run()
+    assert [engine.error(f"late-{tenant}") for tenant in ("t0", "t1")] == ["server_overloaded"] * 2
+    assert {engine.end(f"r{n}").finish_reason for n in range(4)} == {"length"}
+
+
 def test_an_id_in_flight_is_refused_to_a_second_request_and_the_first_goes_on() -> None:
     engine = Engine()
     request = engine.add("r")

@@ -166,12 +166,12 @@ async def test_overload_is_said_at_the_bound(kind: str) -> None:
     client = make_client(kind, max_num_seqs=2, max_waiting=2)
     await client.start()
     try:
-        streams = [client.submit(ask(f"r{i}", LONG)) for i in range(4)]
+        streams = [client.submit(ask(f"r{i}", LONG)) for i in range(6)]
         with pytest.raises(EngineOverloaded):
-            client.submit(ask("r4"))
+            client.submit(ask("r6"))
         streams[0].abort()
         await read(streams[0])
-        assert (await read(client.submit(ask("r5"))))[1].finish_reason == "length"
+        assert (await read(client.submit(ask("r7"))))[1].finish_reason == "length"
     finally:
         await client.close()
 

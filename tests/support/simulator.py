@@ -92,7 +92,7 @@ class _Record:
 
     request: EngineRequest
     arrival: float
-    num_live: int  # others in flight when it came
+    crowded: bool  # the queue may have been full when it came, or when another did while it waited
     tokens: list[int] = field(default_factory=list)
     told_state: bool = False
     aborted: bool = False
@@ -321,7 +321,10 @@ class History:
         self._add(request)
 
     def _add(self, request: EngineRequest) -> None:
-        record = _Record(request, self.now, len(self.live))
+        crowded = len(self.live) >= self.config.max_waiting
+        for other in self.live.values():
+            other.crowded |= crowded
+        record = _Record(request, self.now, crowded)
         self.records[request.request_id] = self.live[request.request_id] = record
         self._happened(f"{request.request_id} arrives")
         self.core.add(request)
@@ -463,7 +466,7 @@ class History:
                 crowded = bool(self.suspects) and error.message.startswith("it does not fit")
                 return digest in self.suspects or self.operated or crowded
             case "server_overloaded":
-                return record.num_live >= self.config.max_waiting
+                return record.crowded and not record.tokens
             case "context_length_exceeded":
                 return total > self.config.max_model_len or total - 1 > self.config.num_blocks * BLOCK_SIZE
         return False

@@ -127,6 +127,8 @@ class EngineCore:
             self._refuse(request, error, duplicate=True)
             return
         refusal = why_not(request, self._config, self._scheduler.num_waiting)
+        if refusal is not None and refusal.code == "server_overloaded" and self._shed_for(request.tenant_id):
+            refusal = None
         if refusal is not None:
             self._refuse(request, refusal)
             return
@@ -146,6 +148,21 @@ class EngineCore:
         seq = self._live.get(request_id)
         if seq is not None:
             self._end(seq, "abort")
+
+    def _shed_for(self, tenant_id: str) -> bool:
+        """In a full queue, end the newest request that waits of the tenant that has most, if that one has at least
+        two more than `tenant_id`: nobody can fill the queue against the others. False if there is none."""
+        held = {tenant: requests for tenant, requests, _ in self._scheduler.queue.tenants()}
+        waiting = [s for s in self._live.values() if s.first_scheduled is None]
+        victim = max(waiting, key=lambda s: (held[s.request.tenant_id], s.order), default=None)
+        if victim is None or held[victim.request.tenant_id] < held.get(tenant_id, 0) + 2:
+            return False
+        self._error(
+            victim,
+            "server_overloaded",
+            f"{self._config.max_waiting} requests are waiting, and most of them are yours; try again later",
+        )
+        return True
 
     def _refuse(self, request: EngineRequest, error: EngineError, *, duplicate: bool = False) -> None:
         self._events.append(

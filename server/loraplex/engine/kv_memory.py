@@ -17,6 +17,12 @@ _CUDA_FRACTION = 0.85
 """Of what is free once the weights are loaded. The rest is for activations and adapters."""
 
 
+class SequenceTooLong(LoraplexError):
+    """The model was not made for sequences that long."""
+
+    code = "sequence_too_long"
+
+
 class KVMemoryTooSmall(LoraplexError):
     """The KV cache can't hold what was asked for."""
 
@@ -50,12 +56,12 @@ def size_kv_cache(
     given), never more than `max_num_seqs` sequences can use.
 
     `max_model_len` 0 means what the model's positions and the memory allow. Raises KVMemoryTooSmall where one
-    sequence of an asked `max_model_len` does not fit, and where not even one block does; ValueError for an asked
-    length beyond what the model was made for.
+    sequence of an asked `max_model_len` does not fit, and where not even one block does; SequenceTooLong for an
+    asked length beyond what the model was made for.
     """
     if max_model_len > shape.max_positions:
-        raise ValueError(
-            f"max_model_len {max_model_len} is beyond the {shape.max_positions} positions of the model"
+        raise SequenceTooLong(
+            f"max_model_len {max_model_len} is beyond the {shape.max_positions} positions of the model; lower it"
         )
     one = block_bytes(shape, dtype)
     budget = kv_cache_memory or _choose_budget(device, available)

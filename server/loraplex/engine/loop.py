@@ -196,7 +196,8 @@ class EngineLoop:
         try:
             engine = self._build(self.wake)
         except Exception as error:
-            self._log("engine_start_failed", error=_one_line(error), exc_info=True)
+            expected = isinstance(error, LoraplexError)
+            self._log("engine_start_failed", error=_one_line(error), exc_info=not expected)
             self._emit(wire.Fatal(_one_line(error)))
             return 3
         try:

@@ -85,7 +85,8 @@ class InProcessEngineClient:
         if not self.healthy:
             raise EngineUnavailable(self.unhealthy_reason or "the engine is not ready")
         info = self.info
-        return self._session.submit(request, max_inflight=info.max_waiting + info.max_num_seqs)
+        # As in SocketEngineClient: whom to refuse in a full queue is the engine's to say.
+        return self._session.submit(request, max_inflight=2 * info.max_waiting + info.max_num_seqs)
 
     def adapter_state(self, digest: str) -> AdapterState:
         return self._session.adapter_state(digest)
