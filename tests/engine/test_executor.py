@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from loraplex.engine.executor import Executor
-from loraplex.engine.kv_memory import KVMemoryTooSmall, available_memory, block_bytes, size_kv_cache
+from loraplex.engine.kv_memory import (
+    KVMemoryTooSmall,
+    SequenceTooLong,
+    available_memory,
+    block_bytes,
+    size_kv_cache,
+)
 from loraplex.engine.model.base import ModelShape
 
 SHAPE = ModelShape(num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49152, max_positions=8192)
@@ -80,5 +86,5 @@ def test_too_small_says_what_to_do(options, words):
 
 
 def test_a_length_beyond_the_model_is_refused():
-    with pytest.raises(ValueError, match="8192 positions"):
+    with pytest.raises(SequenceTooLong, match="8192 positions"):
         size(max_model_len=8193)

@@ -341,14 +341,14 @@ def wait_gone(pid: int, timeout: float = 30.0) -> None:
 
 def run_serve(
     *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 120.0
-) -> Failure:
+) -> Outcome:
     """`loraplex serve` with these arguments, to its own end; for starts that must fail."""
     return run_command([*SERVE, *arguments], environment=environment, timeout=timeout)
 
 
 def run_command(
     command: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout: float = 120.0
-) -> Failure:
+) -> Outcome:
     done = subprocess.run(
         list(command),
         capture_output=True,
@@ -357,10 +357,10 @@ def run_command(
         env=clean_environment(environment),
         check=False,
     )
-    return Failure(done.returncode, done.stdout, done.stderr)
+    return Outcome(done.returncode, done.stdout, done.stderr)
 
 
-class Failure:
+class Outcome:
     """How a command ended."""
 
     def __init__(self, code: int, stdout: str, stderr: str) -> None:

@@ -57,6 +57,12 @@ class ArenaLayout:
         self.page_bytes = page_bytes
 
     @property
+    def smallest_full_bytes(self) -> int:
+        """What an adapter of rank up to CHUNK on every site of every layer takes, in whole pages."""
+        sizes = [self.tile_bytes(features) for pair in self.features for features in pair] * self.num_layers
+        return place_tiles(sizes, self.page_bytes)[1] * self.page_bytes
+
+    @property
     def granules_per_page(self) -> int:
         return self.page_bytes // GRANULE_BYTES
 

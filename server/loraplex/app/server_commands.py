@@ -82,11 +82,9 @@ def _serve(settings: Settings) -> None:
 
 
 def _migrate(settings: Settings) -> None:
-    from loraplex.app.factory import database_url
-    from loraplex.migrations.run import upgrade
+    from loraplex.app.factory import upgrade_database
 
-    url = database_url(settings)
-    upgrade(url)
+    upgrade_database(settings)
     typer.echo("the database has this version's schema")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,12 +28,19 @@ from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.model.loading import eos_token_ids, load_model
 from loraplex.engine.protocol import EngineInfo
 from loraplex.engine.runner import ModelRunner
+from loraplex.kernels.lora import CHUNK
 
 MAX_SLOTS = 1024
 LOADER_THREADS = 2
 _ADAPTER_FRACTION = 0.1
 _MAX_ADAPTER_MEMORY = {"cpu": 1 << 30, "cuda": 16 << 30}
 _MAX_ADAPTER_CPU_MEMORY = 4 << 30
+
+
+class AdapterMemoryTooSmall(LoraplexError):
+    """What adapters may take can't hold even a small one."""
+
+    code = "adapter_memory_too_small"
 
 
 class DeviceUnavailable(LoraplexError):
@@ -71,6 +79,9 @@ def build_engine(
     model = load_model(model_dir, device, config.dtype)
     layout = ArenaLayout(model.site_groups, model.num_layers, model.dtype, max_rank=config.max_adapter_rank)
     num_pages, num_slots = _arena_size(config, layout, device)
+    host_bytes = config.adapter_cpu_memory or _share_of(torch.device("cpu"), _MAX_ADAPTER_CPU_MEMORY)
+    _require_room("--adapter-memory", num_pages * layout.page_bytes, layout)
+    _require_room("--adapter-cpu-memory", host_bytes, layout)
     arena = AdapterArena(layout, num_pages, num_slots, device)
     size = size_kv_cache(
         model.shape,
@@ -84,7 +95,6 @@ def build_engine(
     transport = ThreadedTransport(
         ArtifactStore(Path(config.artifact_dir)), base, arena, wake=wake, threads=LOADER_THREADS
     )
-    host_bytes = config.adapter_cpu_memory or _share_of(torch.device("cpu"), _MAX_ADAPTER_CPU_MEMORY)
     cache: AdapterCache[HostImage] = AdapterCache(
         transport=transport,
         num_pages=num_pages,
@@ -157,5 +167,15 @@ def _share_of(device: torch.device, most: int) -> int:
 def _arena_size(config: EngineConfig, layout: ArenaLayout, device: torch.device) -> tuple[int, int]:
     """(pages, slots)."""
     budget = config.adapter_memory or _share_of(device, _MAX_ADAPTER_MEMORY[device.type])
-    num_pages = max(1, budget // layout.page_bytes)
+    num_pages = budget // layout.page_bytes
     return num_pages, min(num_pages, MAX_SLOTS)
+
+
+def _require_room(option: str, num_bytes: int, layout: ArenaLayout) -> None:
+    """For the smallest adapter that changes every site. A larger one is refused when it is asked for."""
+    needed = layout.smallest_full_bytes
+    if num_bytes < needed:
+        raise AdapterMemoryTooSmall(
+            f"{option}: {num_bytes / (1 << 20):.1f} MiB, in whole pages of {layout.page_bytes >> 10} KiB, cannot hold "
+            f"even an adapter of rank {CHUNK} on every site; at least {math.ceil(needed / (1 << 20))} MiB are needed"
+        )
