@@ -354,13 +354,22 @@ def test_a_client_that_does_not_read_stops_nothing(peer: Peer) -> None:
     assert merged > 1
 
 
-def test_a_build_that_fails_is_one_line_to_the_client_and_a_traceback_in_the_log(tmp_path: Path) -> None:
-    peer = Peer(tmp_path, EngineConfig("broken", "/nowhere"))
+@pytest.mark.parametrize(
+    ("model", "message", "foreseen"),
+    [
+        ("broken", "there is no model in /nowhere", True),
+        ("buggy", "RuntimeError: nobody foresaw this", False),
+    ],
+)
+def test_a_build_that_fails_is_one_line_to_the_client_and_a_traceback_where_nobody_foresaw_it(
+    tmp_path: Path, model: str, message: str, foreseen: bool
+) -> None:
+    peer = Peer(tmp_path, EngineConfig(model, "/nowhere"))
     try:
-        assert peer.next(wire.Fatal).message == "there is no model in /nowhere"
+        assert peer.next(wire.Fatal).message == message
         status, log = peer.exit()
         assert status == 3
-        assert "Traceback" in log[-1]["traceback"]
+        assert ("traceback" in log[-1]) is not foreseen
     finally:
         peer.close()
 

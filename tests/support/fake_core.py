@@ -159,6 +159,8 @@ class FakeEngine:
 def build_fake_engine(config: EngineConfig, wake: Callable[[], None]) -> FakeEngine:
     if config.model_path == "broken":
         raise LoraplexError("there is no model in /nowhere")
+    if config.model_path == "buggy":
+        raise RuntimeError("nobody foresaw this")
     if config.model_path == "slow":
         threading.Event().wait()
     info = EngineInfo(
