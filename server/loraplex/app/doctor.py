@@ -66,8 +66,8 @@ def _data_dir(path: Path) -> str:
     existing = path
     while not existing.exists():
         existing = existing.parent
-    if not os.access(existing, os.W_OK):
-        raise OSError(f"{existing} is not writable; choose another with --data-dir")
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise OSError(f"{existing} is not a directory that can be written; choose another with --data-dir")
     free = shutil.disk_usage(existing).free
     if free < 1 << 30:
         raise OSError(f"only {free >> 20} MiB free at {existing}; at least 1 GiB is wanted")

@@ -197,4 +197,5 @@ def _say(problem: Any, chosen: dict[str, Any], environment: dict[str, Any]) -> s
         if name in environment
         else f"{name} in the config file"
     )
-    return f"{where}: {problem['msg'].removeprefix('Value error, ')} (got {problem.get('input')!r:.80})"
+    got = "" if name == "admin_token" else f" (got {problem.get('input')!r:.80})"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}{got}"

@@ -1,0 +1,197 @@
+"""Where settings come from, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from loraplex.app.cli import create_cli
+from loraplex.app.settings import Settings, SettingsInvalid, load_settings
+
+OTHER: dict[str, tuple[str, Any]] = {
+    "model": ("/models/x", "/models/x"),
+    "served_model_name": ("org/name", "org/name"),
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": ("9000", 9000),
+    "admin_host": ("::1", "::1"),
+    "admin_port": ("9001", 9001),
+    "data_dir": ("/var/lib/loraplex", Path("/var/lib/loraplex")),
+    "device": ("cpu", "cpu"),
+    "dtype": ("float32", "float32"),
+    "max_model_len": ("4096", 4096),
+    "max_num_seqs": ("7", 7),
+    "max_num_batched_tokens": ("128", 128),
+    "max_waiting": ("9", 9),
+    "kv_cache_memory": ("2GiB", 2 << 30),
+    "adapter_memory": ("64MiB", 64 << 20),
+    "adapter_cpu_memory": ("65 MiB", 65 << 20),
+    "max_adapter_rank": ("32", 32),
+    "max_adapter_upload": ("10MB", 10_000_000),
+    "default_max_tokens": ("17", 17),
+    "max_body": ("1MiB", 1 << 20),
+    "lookahead": ("1", "1"),
+    "threads": ("3", 3),
+    "database_url": ("sqlite:////x/y.db", "sqlite:////x/y.db"),
+    "artifact_url": ("file:///x", "file:///x"),
+    "admin_token": ("a-token", "a-token"),
+    "cors_origins": ("https://a.example, https://b.example", ["https://a.example", "https://b.example"]),
+    "metrics_on_data_port": ("true", True),
+    "stream_stall_timeout": ("3.5", 3.5),
+    "drain_grace": ("1.5", 1.5),
+    "drain_timeout": ("7", 7.0),
+    "log_level": ("debug", "debug"),
+}
+"""A value of every setting that is not its default: as text, and as what it is read as."""
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("LORAPLEX_"):
+            monkeypatch.delenv(name)
+
+
+def from_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
+    """What `loraplex serve` with these arguments would serve with."""
+    seen: list[Settings] = []
+    monkeypatch.setattr("loraplex.app.serve.serve", lambda settings: seen.append(settings) or 0)
+    done = CliRunner().invoke(create_cli(), ["serve", *arguments])
+    assert done.exit_code == 0, done.output
+    return seen[0]
+
+
+def toml(path: Path, values: Mapping[str, str]) -> Path:
+    path.write_text("".join(f'{name} = "{value}"\n' for name, value in values.items()))
+    return path
+
+
+def test_the_table_above_is_whole() -> None:
+    assert set(OTHER) == set(Settings.model_fields)
+    for name, (_, value) in OTHER.items():
+        assert getattr(Settings(), name) != value, name
+
+
+def test_every_setting_is_reached_from_all_three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = {name: value for name, (_, value) in OTHER.items()}
+    texts = {name: text for name, (text, _) in OTHER.items()}
+    file = toml(tmp_path / "all.toml", texts)
+    assert load_settings({}, file).model_dump() == expected
+    with monkeypatch.context() as patch:
+        for name, text in texts.items():
+            patch.setenv(f"LORAPLEX_{name.upper()}", text)
+        assert load_settings({}).model_dump() == expected
+    options = []
+    for name, text in texts.items():
+        option = f"--{name.replace('_', '-')}"
+        options += [option] if Settings.model_fields[name].annotation is bool else [option, text]
+    assert from_cli(monkeypatch, *options).model_dump() == expected
+    # And the file by its option and by its variable.
+    assert from_cli(monkeypatch, "--config", str(file)).model_dump() == expected
+    monkeypatch.setenv("LORAPLEX_CONFIG", str(file))
+    assert from_cli(monkeypatch).model_dump() == expected
+
+
+def test_a_file_may_have_plain_types_and_dashes(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('max-num-seqs = 5\nmetrics_on_data_port = true\ncors_origins = ["https://a.example"]\n')
+    settings = load_settings({}, file)
+    assert (settings.max_num_seqs, settings.metrics_on_data_port) == (5, True)
+    assert settings.cors_origins == ["https://a.example"]
+
+
+def test_the_command_line_beats_the_environment_beats_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = toml(tmp_path / "a.toml", {"port": "1", "admin_port": "1", "max_num_seqs": "1"})
+    monkeypatch.setenv("LORAPLEX_PORT", "2")
+    monkeypatch.setenv("LORAPLEX_ADMIN_PORT", "2")
+    settings = from_cli(monkeypatch, "--port", "3", "--config", str(file))
+    assert (settings.port, settings.admin_port, settings.max_num_seqs, settings.max_waiting) == (
+        3,
+        2,
+        1,
+        1024,
+    )
+    monkeypatch.setenv("LORAPLEX_PORT", "")  # empty is not given
+    assert load_settings({}, file).port == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("1048576", 1 << 20),
+        ("512MiB", 512 << 20),
+        ("512 mib", 512 << 20),
+        ("1.5g", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("3k", 3 << 10),
+        (" 7 B ", 7),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert load_settings({"kv_cache_memory": text}).kv_cache_memory == size
+
+
+@pytest.mark.parametrize("text", ["2 parsecs", "-1", "1e9", "lots", "GiB", "1.5", "0x10"])
+def test_what_is_no_size(text: str) -> None:
+    if text == "1.5":  # a byte and a half is a byte
+        assert load_settings({"kv_cache_memory": text}).kv_cache_memory == 1
+        return
+    with pytest.raises(SettingsInvalid, match="--kv-cache-memory"):
+        load_settings({"kv_cache_memory": text})
+
+
+def refused(given: dict[str, Any], file: Path | None = None) -> str:
+    with pytest.raises(SettingsInvalid) as caught:
+        load_settings(given, file)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_errors_name_their_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = toml(tmp_path / "a.toml", {"max_waiting": "0"})
+    monkeypatch.setenv("LORAPLEX_MAX_NUM_SEQS", "none")
+    said = refused({"port": "70000"}, file)
+    assert "--port: " in said
+    assert "65535" in said
+    assert "'70000'" in said
+    assert "LORAPLEX_MAX_NUM_SEQS: " in said
+    assert "max_waiting in the config file: " in said
+    # A wrong value that another source overrules is no error.
+    assert load_settings({"max_num_seqs": "4", "max_waiting": "5"}, file).max_num_seqs == 4
+
+
+def test_a_secret_does_not_show_in_an_error() -> None:
+    assert "s3cret" not in refused({"admin_token": ["s3cret"]})
+
+
+def test_unknown_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "'frobnicate'" in refused({}, toml(tmp_path / "a.toml", {"frobnicate": "1"}))
+    broken = tmp_path / "b.toml"
+    broken.write_text("port = = 1")
+    assert str(broken) in refused({}, broken)
+    assert str(tmp_path / "none.toml") in refused({}, tmp_path / "none.toml")
+    assert str(tmp_path) in refused({}, tmp_path)
+    monkeypatch.setenv("LORAPLEX_URL", "http://x")  # another command's
+    load_settings({})
+    monkeypatch.setenv("LORAPLEX_FOO", "1")
+    assert "LORAPLEX_FOO" in refused({})
+
+
+def test_the_help_lists_every_setting() -> None:
+    shown = CliRunner().invoke(create_cli(), ["serve", "--help"], env={"COLUMNS": "250"}).output
+    for name, field in Settings.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert field.description
+
+
+def test_settings_do_not_change_afterwards() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings({}).port = 1
