@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import Checkpoint, open_checkpoint
 from loraplex.kernels.activation import silu_and_mul
 from loraplex.kernels.attention import AttentionBatch, paged_attention, write_kv
+from loraplex.kernels.dense import linear
 from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.norm import add_rms_norm, rms_norm
 from loraplex.kernels.rope import apply_rope, rope_cos_sin

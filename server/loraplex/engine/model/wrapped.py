@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.sites import find_sites
 from loraplex.kernels.attention import paged_attention, write_kv
+from loraplex.kernels.dense import linear
 from loraplex.kernels.groups import SiteGroup
 
 ATTENTION_NAME = "loraplex_paged"
@@ -39,6 +41,9 @@ class TransformersDecoder:
         self._groups = self._sites.groups
         for (layer, site), module in self._sites.modules.items():
             module.register_forward_hook(_adapter_hook(layer, site))
+        for module in model.modules():
+            if type(module) is torch.nn.Linear:
+                module.forward = partial(_linear, module)  # type: ignore[method-assign]
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -145,6 +150,10 @@ def _attention(
     q = query[0].transpose(0, 1).to(cache.dtype)
     out = paged_attention(q, cache, batch.attention, scale=scaling, window=sliding_window, softcap=softcap)
     return out.to(query.dtype)[None], None
+
+
+def _linear(module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, module.weight, module.bias)
 
 
 def _adapter_hook(layer: int, site: str) -> Any:
