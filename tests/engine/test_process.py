@@ -396,5 +396,9 @@ def test_what_the_engines_modules_log_is_json_too(capfd: pytest.CaptureFixture[s
         logger.error("step %d failed", 3, exc_info=error)
     (line,) = capfd.readouterr().err.splitlines()
     said = json.loads(line)
-    assert (said["event"], said["logger"], said["level"]) == ("step 3 failed", "loraplex.engine.core", "error")
+    assert (said["event"], said["logger"], said["level"]) == (
+        "step 3 failed",
+        "loraplex.engine.core",
+        "error",
+    )
     assert "RuntimeError: two\nlines" in said["traceback"]
