@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import statistics
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -38,7 +37,6 @@ MOODS = ("I love this phone. It was wonderful.", "I hate the soup. It was awful.
 KV_MEMORY_PER_STREAM = 1 << 20
 """About 45 tokens, less than most streams come to: they contend for it, and all of it is soon in use."""
 WARM_UP_S = 15.0
-EDGE_S = 5.0
 MAX_GROWTH = 0.02
 
 
@@ -62,8 +60,10 @@ class Memory:
     def sample(self, now: float) -> None:
         self.samples.append((now, self.process.memory_info().rss))
 
-    def between(self, start: float, end: float) -> float:
-        return statistics.median(rss for at, rss in self.samples if start <= at <= end)
+    def growth(self, since: float) -> float:
+        """The peak from then on against the peak before."""
+        before = max(rss for at, rss in self.samples if at <= since)
+        return max(rss for at, rss in self.samples if at > since) / before - 1
 
 
 @contextmanager
@@ -162,9 +162,10 @@ async def run_streams(
 ) -> str:
     """`streams` clients, each with one stream after the other, for a warm-up and `seconds` more.
 
-    Memory is measured after the warm-up, which lasts 15 s and until as many tokens were computed as the KV cache has
-    room for (pages of the pool take no memory before they are written): the median of the resident size in the five
-    seconds after it, against the median of the last five.
+    Memory is measured from the end of a warm-up on: its peak after that against its peak before. The warm-up begins
+    with a burst in which every stream is sampled, which makes the largest steps, and lasts until 15 s have passed and
+    as many tokens were computed as the KV cache has room for (pages of the pool take no memory before they are
+    written). Peaks, as the allocator gives the memory of large steps back and takes it again.
     """
     engine = server.engine_pid()
     assert engine is not None
@@ -183,7 +184,25 @@ async def run_streams(
                 except httpx.HTTPError as error:
                     tally.failures.append(f"{model}: {error!r}")
 
+        async def burst(number: int) -> None:
+            body = {
+                "model": SERVED_NAME,
+                "prompt": "The sea",
+                "max_tokens": 24,
+                "ignore_eos": True,
+                "seed": number,
+            }
+            headers = {"authorization": f"Bearer {keys[SERVED_NAME]}"}
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+
         began = time.monotonic()
+        bursting = asyncio.gather(*map(burst, range(streams)))
+        while not bursting.done():
+            await asyncio.sleep(0.25)
+            for memory in memories.values():
+                memory.sample(time.monotonic())
+        await bursting
         tasks = [asyncio.create_task(stream_on(number)) for number in range(streams)]
         warm_at = end = 0.0
         most_running, preemptions = 0, 0
@@ -200,7 +219,7 @@ async def run_streams(
                 warm_at, end = now, now + seconds
             assert now - began < 240 + seconds, "the warm-up does not end"
         stop.set()
-        measured = time.monotonic()
+        seconds_run = time.monotonic() - began
         await asyncio.gather(*tasks)
 
     assert tally.failures == []
@@ -210,15 +229,12 @@ async def run_streams(
     assert server.engine()["live_requests"] == 0
     assert server.engine()["restarts"] == 0
     assert most_running >= streams // 2
-    growth = {
-        name: memory.between(measured - EDGE_S, measured) / memory.between(warm_at, warm_at + EDGE_S) - 1
-        for name, memory in memories.items()
-    }
+    growth = {name: memory.growth(warm_at) for name, memory in memories.items()}
     sizes = {name: f"{memory.samples[-1][1] / 1e6:.0f} MB" for name, memory in memories.items()}
     summary = (
-        f"soak: {streams} streams, {len(keys) - 1} adapters and base, {measured - began:.0f} s: "
+        f"soak: {streams} streams, {len(keys) - 1} adapters and base, {seconds_run:.0f} s: "
         f"{tally.finished.total()} answers, {tally.left} left early, {tally.tokens} tokens "
-        f"({tally.tokens / (measured - began):.0f}/s), {most_running} running at most, {preemptions} preemptions, "
+        f"({tally.tokens / seconds_run:.0f}/s), {most_running} running at most, {preemptions} preemptions, "
         f"0 errors, 0 blocks and leases held; "
         + ", ".join(f"{name} {sizes[name]} ({growth[name]:+.2%} after the warm-up)" for name in growth)
     )
