@@ -13,6 +13,7 @@ import uvicorn
 import uvloop
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.app.connections import ADMIN_CONNECTIONS, ConnectionTable, bounded_protocol, raise_open_files
 from loraplex.app.factory import Apps, Installation, create_apps, engine_config, prepare
 from loraplex.app.logs import configure_logging
 from loraplex.app.ports import Ports, open_ports, url
@@ -82,7 +83,10 @@ async def _serve_with(
     log = structlog.get_logger("loraplex")
     await _pin_again(installation, engine)
     apps = create_apps(installation, engine)
-    servers = [_Server(_config(apps.data)), _Server(_config(apps.admin))]
+    servers = [
+        _Server(_config(apps.data, ConnectionTable(raise_open_files()))),
+        _Server(_config(apps.admin, ConnectionTable(ADMIN_CONNECTIONS))),
+    ]
     tasks = [
         asyncio.create_task(server.serve(sockets=sockets))
         for server, sockets in zip(servers, (ports.data, ports.admin), strict=True)
@@ -175,11 +179,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _config(app: object) -> uvicorn.Config:
+def _config(app: object, table: ConnectionTable) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         loop="none",
-        http="httptools",
+        http=bounded_protocol(table),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
