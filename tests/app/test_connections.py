@@ -233,7 +233,8 @@ def test_a_full_server_of_busy_connections_refuses_at_once() -> None:
         assert read_all(server.connect()) == b""
         for sock in busy:
             exchange(sock, b"ab", b"\r\n\r\n2")
-        exchange(server.connect(), HEAD + b"\r\n", b"\r\n\r\n0")
+        newest = server.connect()
+        exchange(newest, HEAD + b"\r\n", b"\r\n\r\n0")
         assert len(table) == 2
 
 
