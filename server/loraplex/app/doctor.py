@@ -42,10 +42,10 @@ def examine(settings: Settings, console: Console) -> int:
     failed = 0
     for name, check in checks:
         try:
-            console.print(f"[green]ok[/]    {name}: {check()}", highlight=False)
+            console.print(f"[green]ok[/]    {name}: {check()}", highlight=False, soft_wrap=True)
         except (LoraplexError, OSError, subprocess.SubprocessError) as error:
             failed += 1
-            console.print(f"[red]wrong[/] {name}: {error}", highlight=False)
+            console.print(f"[red]wrong[/] {name}: {error}", highlight=False, soft_wrap=True)
     return 1 if failed else 0
 
 
@@ -77,7 +77,10 @@ def _data_dir(path: Path) -> str:
 def _port(host: str, port: int) -> str:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(f"{host}:{port} cannot be used: {error.strerror}") from error
     return f"{host}:{port} is free"
 
 
