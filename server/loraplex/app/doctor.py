@@ -78,10 +78,7 @@ def _port(host: str, port: int) -> str:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            try:
             probe.bind((host, port))
-        except OSError as error:
-            raise OSError(f"{host}:{port} cannot be used ({error.strerror})") from error
         except OSError as error:
             raise OSError(f"{host}:{port} cannot be used: {error.strerror}") from error
     return f"{host}:{port} is free"
