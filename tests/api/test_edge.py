@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +131,7 @@ def test_a_path_with_a_slash_in_a_models_name(plane: DataPlane) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[DataPlane]:
-    with running_data_plane(tmp_path / "model", drain=Drain(max_in_flight=2)) as running:
+    with running_data_plane(tmp_path / "model", drain=Drain(max_in_flight=4)) as running:
         yield running
         running.settle_all()
 
@@ -175,11 +177,52 @@ def test_more_requests_than_the_server_takes(own: DataPlane) -> None:
         pass
     answer = own.http.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY)
     assert (answer.status_code, error_of(answer)["code"]) == (503, "server_overloaded")
+    assert "2 of them yours" in error_of(answer)["message"]
+    # The others have room, which no tenant can take from them.
+    rival = {"Authorization": "Bearer lpx_rival"}
+    assert own.http.post(f"{own.url}/v1/completions", json=TEXT, headers=rival).status_code == 200
     assert own.http.get(f"{own.url}/readyz").status_code == 200
     own.on_loop(own.engine.release)
     for thread in threads:
         thread.join()
     assert answers == [200, 200]
+
+
+def test_bodies_that_do_not_come_keep_no_other_tenant_out(own: DataPlane) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer lpx_acme\r\nContent-Length: 99\r\n\r\n"
+    held = [own.server.connect() for _ in range(2)]
+    for sock in held:
+        sock.sendall(head)
+    while own.on_loop(lambda: own.drain.in_flight) < 2:
+        pass
+    third = own.server.connect()
+    third.sendall(head)
+    assert third.recv(100).startswith(b"HTTP/1.1 503 ")
+    rival = {"Authorization": "Bearer lpx_rival"}
+    assert own.http.post(f"{own.url}/v1/completions", json=TEXT, headers=rival).status_code == 200
+    for sock in held:
+        sock.close()
+    while own.on_loop(lambda: own.drain.in_flight) > 0:
+        pass
+    assert own.http.post(f"{own.url}/v1/completions", json=TEXT, headers=KEY).status_code == 200
+
+
+def test_a_body_that_drips_has_no_more_time(tmp_path: Path) -> None:
+    with running_data_plane(tmp_path / "model", stall_timeout=0.2) as plane:
+        sock = plane.server.connect()
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer lpx_acme\r\n"
+            b"Content-Length: 100000\r\n\r\n"
+        )
+        sock.settimeout(0.05)
+        started = time.monotonic()
+        answer = b""
+        while not answer and time.monotonic() - started < 10:
+            sock.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                answer = sock.recv(100)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        plane.settle_all()
 
 
 async def test_the_steps_of_a_drain() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -166,9 +167,12 @@ async def test_overload_is_said_at_the_bound(kind: str) -> None:
     client = make_client(kind, max_num_seqs=2, max_waiting=2)
     await client.start()
     try:
-        streams = [client.submit(ask(f"r{i}", LONG)) for i in range(6)]
-        with pytest.raises(EngineOverloaded):
-            client.submit(ask("r6"))
+        streams = [client.submit(ask(f"r{i}", LONG)) for i in range(4)]
+        with pytest.raises(EngineOverloaded, match="4 of them yours"):
+            client.submit(ask("r4"))
+        other = client.submit(replace(ask("other"), tenant_id="other"))
+        other.abort()
+        await read(other)
         streams[0].abort()
         await read(streams[0])
         assert (await read(client.submit(ask("r7"))))[1].finish_reason == "length"

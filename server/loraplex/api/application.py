@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import anyio
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
@@ -14,6 +13,7 @@ from loraplex.api.edge import Edge, Errors
 from loraplex.api.endpoints import CHAT, COMPLETION, GenerationEndpoint
 from loraplex.api.metrics import MetricsApp
 from loraplex.api.models_routes import models_routes
+from loraplex.api.places import Places
 from loraplex.api.probes import probe_routes
 
 EXPOSED_HEADERS = (
@@ -33,10 +33,10 @@ EXPOSED_HEADERS = (
 def create_data_app(services: ApiServices, *, extra_routes: Sequence[BaseRoute] = ()) -> ASGIApp:
     """The app for the data port. `extra_routes` (the tenants' own admin routes) are served beside ours and
     make their own error answers, but for a path that none of them has."""
-    tokenizers = anyio.CapacityLimiter(services.tokenizer_threads)
+    places = Places(max_in_flight=services.drain.max_in_flight, threads=services.tokenizer_threads)
     routes: list[BaseRoute] = [
-        Route("/v1/chat/completions", GenerationEndpoint(services, CHAT, tokenizers), methods=["POST"]),
-        Route("/v1/completions", GenerationEndpoint(services, COMPLETION, tokenizers), methods=["POST"]),
+        Route("/v1/chat/completions", GenerationEndpoint(services, CHAT, places), methods=["POST"]),
+        Route("/v1/completions", GenerationEndpoint(services, COMPLETION, places), methods=["POST"]),
         *models_routes(services),
         *probe_routes(services.engine, services.drain),
     ]

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
-import anyio.to_thread
 from starlette.types import Receive, Scope
 
 from loraplex.api.codec import InvalidJson, loads
 from loraplex.api.errors import ApiError, ClientGone, invalid
 
-INLINE_JSON_BYTES = 64 << 10
-"""A body up to so large is parsed on the event loop; a larger one, in a thread."""
+MIN_BYTES_PER_S = 4096
+"""A body that is always a little late has no more time than one that comes at this pace."""
 
 
-async def read_json(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> Any:
-    """The body as JSON. Raises ApiError (400, 408, 413) and ClientGone."""
-    body = await read_body(scope, receive, max_bytes=max_bytes, timeout_s=timeout_s)
+def parse_json(body: bytes) -> Any:
+    """Raises ApiError (400)."""
     try:
-        if len(body) <= INLINE_JSON_BYTES:
-            return loads(body)
-        return await anyio.to_thread.run_sync(loads, body)
+        return loads(body)
     except InvalidJson as error:
         raise invalid(None, f"The body is not valid JSON: {error}.") from None
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """`timeout_s` is how long the client may send nothing."""
+    """`timeout_s` is how long the client may send nothing, and may be late. Raises ApiError (400, 408, 413) and
+    ClientGone."""
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise invalid(None, "A compressed body is not supported; send it without Content-Encoding.")
@@ -36,12 +34,17 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
         raise _too_large(max_bytes)
     chunks: list[bytes] = []
     size = 0
+    end = time.monotonic() + timeout_s
     while True:
+        left = end + size / MIN_BYTES_PER_S - time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(min(timeout_s, left)):
                 message = await receive()
         except TimeoutError:
-            text = f"The request's body did not arrive: nothing came for {timeout_s:g} seconds."
+            text = (
+                f"The request's body did not arrive in time: it may pause for {timeout_s:g} seconds, and has to come "
+                f"at {MIN_BYTES_PER_S} bytes a second."
+            )
             raise ApiError("request_timeout", text, headers=(("Connection", "close"),)) from None
         if message["type"] == "http.disconnect":
             raise ClientGone

@@ -23,13 +23,13 @@ class DrainPhase(Enum):
 class Drain:
     """Counts the requests that are being answered and says whether new ones are taken. Of one event loop.
 
-    On SIGTERM the owner calls `run(grace_s, timeout_s)`, or the steps of it by name.
+    `max_in_flight` bounds them. On SIGTERM the owner calls `run(grace_s, timeout_s)`, or the steps of it by name.
     """
 
     def __init__(self, *, max_in_flight: int = 4096) -> None:
         self.phase = DrainPhase.SERVING
         self.in_flight = 0
-        self._max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -66,7 +66,7 @@ class Drain:
         if self.phase is DrainPhase.REFUSING:
             message = "The server is shutting down. Please try again; another one will answer."
             raise ApiError("draining", message, retry_after_s=RETRY_ELSEWHERE_S)
-        if self.in_flight >= self._max_in_flight:
+        if self.in_flight >= self.max_in_flight:
             raise ApiError("server_overloaded", "The server has too many requests at once. Please try again.")
         self.in_flight += 1
         self._idle.clear()

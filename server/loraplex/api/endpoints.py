@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
-import anyio.to_thread
 import structlog
 from starlette.types import Receive, Scope, Send
 
 from loraplex.api.auth import authenticate
-from loraplex.api.body import read_json
+from loraplex.api.body import parse_json, read_body
 from loraplex.api.client_watch import ClientWatch, watch_client
 from loraplex.api.context import RequestContext, context_of
 from loraplex.api.deps import ApiServices, Text
@@ -21,11 +20,15 @@ from loraplex.api.formats import DONE, AnswerFormat, ChatFormat, CompletionForma
 from loraplex.api.generation import Delta, Generation
 from loraplex.api.limit_headers import limit_headers
 from loraplex.api.metrics import adapter_label
+from loraplex.api.places import Places
 from loraplex.api.planning import GenerationPlan, engine_requests, make_plan
 from loraplex.api.schemas import ChatRequest, CompletionRequest, parse_request
 from loraplex.control.errors import NeverFits
 from loraplex.control.types import Principal, Reservation, ResolvedModel
 from loraplex.serving.errors import ServingError
+
+INLINE_BYTES = 64 << 10
+"""A body up to so large is parsed and checked on the event loop; a larger one, in a thread."""
 
 log = structlog.get_logger("loraplex.api")
 
@@ -33,24 +36,32 @@ log = structlog.get_logger("loraplex.api")
 @dataclass(frozen=True)
 class Kind:
     """What sets one of the two routes apart. `source` is the field that holds the prompt; `continues`: the
-    answer goes on where the prompt's text ended."""
+    answer goes on where the prompt's text ended. `tokenise` stops at a prompt that fills the context of so many
+    tokens: it is refused, whatever the others are."""
 
     schema: type[ChatRequest] | type[CompletionRequest]
-    tokenise: Callable[[Text, ChatRequest | CompletionRequest], Sequence[Sequence[int]]]
+    tokenise: Callable[[Text, ChatRequest | CompletionRequest, int], Sequence[Sequence[int]]]
     answer: type[AnswerFormat]
     id_prefix: str
     source: str
     continues: bool
 
 
-def _chat_tokens(text: Text, request: ChatRequest | CompletionRequest) -> Sequence[Sequence[int]]:
+def _chat_tokens(text: Text, request: ChatRequest | CompletionRequest, _: int) -> Sequence[Sequence[int]]:
     assert isinstance(request, ChatRequest)
     return [text.encode_chat([message.model_dump(exclude_none=True) for message in request.messages])]
 
 
-def _prompt_tokens(text: Text, request: ChatRequest | CompletionRequest) -> Sequence[Sequence[int]]:
+def _prompt_tokens(
+    text: Text, request: ChatRequest | CompletionRequest, max_model_len: int
+) -> Sequence[Sequence[int]]:
     assert isinstance(request, CompletionRequest)
-    return [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+    prompts: list[Sequence[int]] = []
+    for prompt in request.prompts:
+        prompts.append(text.encode(prompt) if isinstance(prompt, str) else prompt)
+        if len(prompts[-1]) >= max_model_len:
+            break
+    return prompts
 
 
 CHAT = Kind(ChatRequest, _chat_tokens, ChatFormat, "chatcmpl-", "messages", continues=False)
@@ -58,25 +69,29 @@ COMPLETION = Kind(CompletionRequest, _prompt_tokens, CompletionFormat, "cmpl-", 
 
 
 class GenerationEndpoint:
-    """An ASGI app for one of the two routes. `tokenizers` bounds the threads that tokenise."""
+    """An ASGI app for one of the two routes; both share `places`."""
 
-    def __init__(self, services: ApiServices, kind: Kind, tokenizers: anyio.CapacityLimiter) -> None:
+    def __init__(self, services: ApiServices, kind: Kind, places: Places) -> None:
         self._services = services
         self._kind = kind
-        self._tokenizers = tokenizers
+        self._places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        principal = await authenticate(scope, self._services.authenticator)
+        with self._places.request(principal.tenant_id or ""):
+            await self._serve(scope, receive, send, principal)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, principal: Principal) -> None:
         services, context = self._services, context_of(scope)
-        principal = await authenticate(scope, services.authenticator)
         timeout = services.stall_timeout
-        body = await read_json(scope, receive, max_bytes=services.max_body, timeout_s=timeout)
-        request: ChatRequest | CompletionRequest = parse_request(self._kind.schema, body)
+        body = await read_body(scope, receive, max_bytes=services.max_body, timeout_s=timeout)
+        request = await self._parse(body, principal)
         del body
         context.model = request.model
         async with watch_client(receive, send, context.transport, timeout) as client:
             model = await services.resolver.resolve(principal, request.model, user=request.user)
             context.adapter, context.resolved = model.adapter, True
-            prompts = await self._tokenise(request)
+            prompts = await self._tokenise(request, principal)
             plan = make_plan(
                 request,
                 prompts,
@@ -86,10 +101,21 @@ class GenerationEndpoint:
             )
             await self._reserved(client, context, principal, model, plan)
 
-    async def _tokenise(self, request: ChatRequest | CompletionRequest) -> Sequence[Sequence[int]]:
+    async def _parse(self, body: bytes, principal: Principal) -> ChatRequest | CompletionRequest:
+        def parse() -> ChatRequest | CompletionRequest:
+            return parse_request(self._kind.schema, parse_json(body))
+
+        if len(body) <= INLINE_BYTES:
+            return parse()
+        return await self._places.in_thread(principal.tenant_id or "", parse)
+
+    async def _tokenise(
+        self, request: ChatRequest | CompletionRequest, principal: Principal
+    ) -> Sequence[Sequence[int]]:
+        services = self._services
         try:
-            return await anyio.to_thread.run_sync(
-                self._kind.tokenise, self._services.text, request, limiter=self._tokenizers
+            return await self._places.in_thread(
+                principal.tenant_id or "", self._kind.tokenise, services.text, request, services.max_model_len
             )
         except ServingError as error:  # too long, or not what the template takes
             raise invalid(self._kind.source, error.message, error.code) from error

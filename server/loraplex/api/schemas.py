@@ -282,11 +282,12 @@ def _prompts(value: object) -> object:
 
 
 def _is_token_list(value: object) -> bool:
-    """A non-empty list of token ids. `type(x) is int` because a JSON true is an int to Python."""
+    """A non-empty list of token ids. By their types, because a JSON true is an int to Python."""
     return (
         isinstance(value, list)
-        and bool(value)
-        and all(type(x) is int and 0 <= x < TOKEN_ID_LIMIT for x in value)
+        and set(map(type, value)) == {int}
+        and min(value) >= 0
+        and max(value) < TOKEN_ID_LIMIT
     )
 
 

@@ -86,7 +86,7 @@ class InProcessEngineClient:
             raise EngineUnavailable(self.unhealthy_reason or "the engine is not ready")
         info = self.info
         # As in SocketEngineClient: whom to refuse in a full queue is the engine's to say.
-        return self._session.submit(request, max_inflight=2 * info.max_waiting + info.max_num_seqs)
+        return self._session.submit(request, max_inflight=2 * (info.max_waiting + info.max_num_seqs))
 
     def adapter_state(self, digest: str) -> AdapterState:
         return self._session.adapter_state(digest)

@@ -12,6 +12,7 @@ from loraplex.engine import protocol as wire
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
 from loraplex.serving.client import RequestStream, error_event
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable, ServingError
+from loraplex.serving.shares import Shares
 
 CALL_TIMEOUT_S = 10.0
 MAX_KNOWN_REFS = 4096
@@ -29,6 +30,7 @@ class EngineSession:
     def __init__(self, send: Callable[[wire.Command], None]) -> None:
         self._send = send
         self._streams: dict[str, RequestStream] = {}
+        self._shares = Shares()
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._shared: dict[type, asyncio.Future[Answer]] = {}
         self._next_call = 0
@@ -44,11 +46,19 @@ class EngineSession:
         return len(self._streams)
 
     def submit(self, request: EngineRequest, *, max_inflight: int) -> RequestStream:
-        if len(self._streams) >= max_inflight:
-            raise EngineOverloaded(f"the engine has {max_inflight} requests in flight, which is its bound")
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id} is live already")
-        self._send(wire.Add(request))
+        if not self._shares.take(request.tenant_id, max_inflight):
+            held = self._shares.held(request.tenant_id)
+            raise EngineOverloaded(
+                f"the engine has {len(self._streams)} requests in flight, {held} of them yours, and takes no more of "
+                "them now"
+            )
+        try:
+            self._send(wire.Add(request))
+        except BaseException:
+            self._shares.give_back(request.tenant_id)
+            raise
         stream = RequestStream(request, self._abort)
         self._streams[request.request_id] = stream
         if request.adapter is not None:
@@ -172,6 +182,7 @@ class EngineSession:
             return
         if event.finish_reason is not None:
             del self._streams[event.request_id]
+            self._shares.give_back(stream.request.tenant_id)
             if self._was_cut(event, stream):
                 code: ErrorCode = "draining" if self.draining else "engine_restarting"
                 error = EngineError(code, "the engine shut down before the request ended")
@@ -190,6 +201,7 @@ class EngineSession:
         Returns the number of streams that ended."""
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
+            self._shares.give_back(stream.request.tenant_id)
             stream.put(error_event(request_id, code, message))
         for future in list(self._calls.values()):
             if not future.done():

@@ -124,8 +124,8 @@ class SocketEngineClient:
         self._check()
         info = self.info
         try:
-            # Twice what may wait: whom to refuse in a full queue is the engine's to say, who knows the tenants.
-            return self._session.submit(request, max_inflight=2 * info.max_waiting + info.max_num_seqs)
+            # Twice what the engine takes: one tenant, who may have half, can fill it, and another still comes in.
+            return self._session.submit(request, max_inflight=2 * (info.max_waiting + info.max_num_seqs))
         except wire.FrameTooLarge as error:
             raise TextTooLong(f"the request is too large for the engine: {error}") from error
 

@@ -1,7 +1,7 @@
 """Between text and tokens on the API's side: the model's tokenizer and chat template, and streams of output text.
 
-Nothing here imports torch or transformers. Encoding releases the interpreter lock but takes its time: call
-`encode` and `encode_chat` in a worker thread.
+Nothing here imports torch or transformers. Encoding takes its time, without the interpreter lock: call `encode` and
+`encode_chat` in a worker thread.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TextProcessor:
         """A raw prompt's tokens. Control tokens written in it are control tokens: who sends a raw prompt writes
         the template himself. Raises TextTooLong."""
         self._check_length(len(text))
-        return list(self._tokenizer.encode(_encodable(text), add_special_tokens=add_special_tokens).ids)
+        return _token_ids(self._tokenizer, _encodable(text), add_special_tokens=add_special_tokens)
 
     def render_chat(
         self,
@@ -114,7 +114,7 @@ class TextProcessor:
         text = template.render(marked, marked_tools, add_generation_prompt=add_generation_prompt)
         self._check_length(len(text) - marker.length_in(text))
         if not marker.used:
-            return list(self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids)
+            return _token_ids(self._tokenizer, _encodable(text))
         return controls.encode(_encodable(text), marker)
 
     def stream(
@@ -185,7 +185,7 @@ class _Controls:
         self._pattern = re.compile(self._any)
         # Those that are looked for in the normalised text, where something else may have become one of them.
         self._normalized = [content for content, (_, normalized) in tokens.items() if normalized]
-        self._newline = list(tokenizer.encode("\n", add_special_tokens=False).ids)
+        self._newline = _token_ids(tokenizer, "\n")
 
     def mark(self, value: Any, marker: _Marker) -> Any:
         """`value` as plain data with every control token in a string marked. Raises TemplateError for one in a
@@ -222,7 +222,7 @@ class _Controls:
         return ids
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return _token_ids(self._tokenizer, text)
 
     def _encode_plain(self, token: str) -> list[int]:
         """A control token's letters. Where even these make the token (a vocabulary that holds it as a word), its
@@ -256,6 +256,13 @@ class _Controls:
         normal = normalizer.normalize_str(text)
         if any(normal.count(content) > text.count(content) for content in self._normalized):
             raise TemplateError("a message holds characters that turn into one of the model's control tokens")
+
+
+def _token_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """As `tokenizer.encode` has it, which holds the interpreter lock all the while; a batch of one does not, and
+    leaves out the offsets that nobody asks for."""
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
 
 
 def _encodable(text: str) -> str:

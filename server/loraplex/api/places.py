@@ -1,0 +1,47 @@
+"""What one tenant may take of the API process, so that its requests do not stand in the others' way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+import anyio
+import anyio.to_thread
+
+from loraplex.api.errors import ApiError
+from loraplex.serving.shares import Shares
+
+T = TypeVar("T")
+
+
+class Places:
+    """Requests in flight, shared as `Shares` does, and threads, of which no tenant has more than half at a time."""
+
+    def __init__(self, *, max_in_flight: int, threads: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._in_flight = Shares()
+        self._threads = anyio.CapacityLimiter(threads)
+        self._share = max(1, threads // 2)
+        self._of_tenant: WeakValueDictionary[str, anyio.CapacityLimiter] = WeakValueDictionary()
+
+    @contextmanager
+    def request(self, tenant_id: str) -> Iterator[None]:
+        """Around the whole of a request. Raises ApiError (503)."""
+        if not self._in_flight.take(tenant_id, self._max_in_flight):
+            held = self._in_flight.held(tenant_id)
+            message = f"The server has too many requests at once, {held} of them yours. Please try again."
+            raise ApiError("server_overloaded", message)
+        try:
+            yield
+        finally:
+            self._in_flight.give_back(tenant_id)
+
+    async def in_thread(self, tenant_id: str, function: Callable[..., T], *args: object) -> T:
+        """`function(*args)` in a worker thread, in its tenant's turn."""
+        limiter = self._of_tenant.get(tenant_id)
+        if limiter is None:
+            limiter = self._of_tenant[tenant_id] = anyio.CapacityLimiter(self._share)
+        async with limiter:
+            return await anyio.to_thread.run_sync(function, *args, limiter=self._threads)
