@@ -83,10 +83,22 @@ def _must(reason: str) -> PydanticCustomError:
     return PydanticCustomError("invalid_value", "{reason}", {"reason": reason})
 
 
+def _describe_unsupported(schema: dict[str, Any], model: type[Any]) -> None:
+    """For the OpenAPI document: what is known and not supported may be there with the values that pass."""
+    for name, values in model.UNSUPPORTED.items():
+        schema["properties"][name] = {"enum": [*NEUTRAL, *values], "description": "Not supported."}
+
+
 class _Strict(BaseModel):
     """Checks the names before the values, so that a body of a million strange keys costs one error."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        json_schema_extra=_describe_unsupported,
+    )
     UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     @model_validator(mode="before")
@@ -148,10 +160,32 @@ class StreamOptions(_Strict):
 
 TokenId = Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-StopStrings = Annotated[tuple[str, ...], BeforeValidator(_one_or_many_strings)]
-LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)]
 MetadataText = Annotated[str, Field(max_length=512)]
-Metadata = Annotated[dict[MetadataText, MetadataText], BeforeValidator(_metadata)]
+
+# What clients send, for the OpenAPI document, where a validator makes something else of it.
+_GivenStop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_GivenStops = _GivenStop | Annotated[list[_GivenStop], Field(max_length=MAX_STOP_STRINGS)] | None
+_GivenBias = (
+    Annotated[
+        dict[
+            Annotated[str, Field(pattern="^[0-9]{1,10}$")],
+            Annotated[float, Field(ge=-100, le=100)],
+        ],
+        Field(max_length=MAX_LOGIT_BIAS),
+    ]
+    | None
+)
+_GivenMetadata = Annotated[dict[MetadataText, MetadataText], Field(max_length=MAX_METADATA)]
+
+StopStrings = Annotated[
+    tuple[str, ...], BeforeValidator(_one_or_many_strings, json_schema_input_type=_GivenStops)
+]
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...], BeforeValidator(_logit_bias, json_schema_input_type=_GivenBias)
+]
+Metadata = Annotated[
+    dict[MetadataText, MetadataText], BeforeValidator(_metadata, json_schema_input_type=_GivenMetadata)
+]
 
 
 class GenerationFields(_Strict):
@@ -215,6 +249,15 @@ def _text(value: object) -> object:
     return "".join(texts)
 
 
+class TextPart(_Strict):
+    """A part of a content that is a list; `_text` reads it."""
+
+    type: Literal["text"]
+    text: str
+
+
+_GivenContent = str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None
+
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -223,7 +266,7 @@ class Message(_Strict):
     """`content` is text here, whichever way it came. `name` and `tool_call_id` go to the chat template."""
 
     role: Role
-    content: Annotated[str | None, BeforeValidator(_text)] = None
+    content: Annotated[str | None, BeforeValidator(_text, json_schema_input_type=_GivenContent)] = None
     name: Name | None = None
     tool_call_id: Name | None = None
     UNSUPPORTED = UNSUPPORTED_MESSAGE
@@ -264,6 +307,11 @@ Prompt = str | list[int]
 M = TypeVar("M", bound=BaseModel)
 
 
+_GivenTokens = Annotated[list[TokenId], Field(min_length=1)]
+_GivenPrompts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+_GivenTokenLists = Annotated[list[_GivenTokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+_GivenPrompt = str | _GivenPrompts | _GivenTokens | _GivenTokenLists
+
 _PROMPT_KINDS = "must be a string, a list of strings, token ids or lists of token ids, not empty"
 
 
@@ -292,7 +340,7 @@ def _is_token_list(value: object) -> bool:
 
 
 class CompletionRequest(GenerationFields):
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=_GivenPrompt)]
     UNSUPPORTED = UNSUPPORTED_COMPLETION
 
     @property
