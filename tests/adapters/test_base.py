@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.base import BaseModelInvalid, base_names, load_base_spec, read_base_weight
-from loraplex.kernels.groups import SITES
 from support.adapters import ALL_SITES, TinyBase, base_tensors, site_module, write_base, write_safetensors
 
 
@@ -28,7 +27,7 @@ def test_sites_of_the_families(tmp_path: Path, model_type: str, shards: int) -> 
     arch = TinyBase(model_type=model_type)
     base = load_base_spec(write_base(tmp_path, arch, shards=shards))
     assert (base.model_type, base.num_layers) == (model_type, 2)
-    assert list(base.sites) == [(layer, site) for layer in range(2) for site in SITES]
+    assert list(base.sites) == [(layer, site) for layer in range(2) for site in ALL_SITES]
     for (layer, site), shape in base.sites.items():
         assert shape.module_path == site_module(layer, site)
         assert (shape.out_features, shape.in_features) == arch.out_in(site)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -26,12 +27,25 @@ ADAPTERS = {
 }  # fmt: skip
 
 
+FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
+                 "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
+
+
+def for_fused(options):
+    """The same adapter for a base that has Q, K and V, and gate and up, as one linear each."""
+    targets = list(dict.fromkeys(FUSED_TARGETS.get(name, name) for name in options["target_modules"]))
+    pattern = {FUSED_TARGETS.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
+    return options | {"target_modules": targets, "rank_pattern": pattern}
+
+
 def save_adapters(base, out):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     made = {}
-    for number, (name, options) in enumerate(ADAPTERS.items()):
+    fused = json.loads((base / "config.json").read_text())["model_type"] == "phi3"
+    adapters = {name: for_fused(options) if fused else options for name, options in ADAPTERS.items()}
+    for number, (name, options) in enumerate(adapters.items()):
         model = get_peft_model(
             AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **options)
         )
@@ -45,7 +59,7 @@ def save_adapters(base, out):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma2", "olmo2"]
+    "family", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2", "olmo2"]
 )
 def test_mixed_batches_equal_peft(family, tmp_path):
     base = save_tiny(tmp_path / "base", {**FAMILIES, **OTHERS}[family])

@@ -55,6 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "phi3": {"model_type": "phi3", "sliding_window": 13},
 }  # fmt: skip
 """What `FusedDecoder` serves."""
 
@@ -69,7 +70,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
     },
     "olmo2": {"model_type": "olmo2"},
-    "phi3": {"model_type": "phi3"},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 9},
 }  # fmt: skip

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SITES: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Every linear of a decoder layer that an adapter may carry, by its leaf name."""
+SITES: tuple[str, ...] = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
+)  # fmt: skip
+"""Every linear of a decoder layer that an adapter may carry, by its leaf name. The last two are those of families
+whose checkpoints hold Q, K and V, or gate and up, as one linear (Phi-3): one A and one B over all its rows, Q before
+K before V, gate before up."""
 
 
 @dataclass(frozen=True, slots=True)

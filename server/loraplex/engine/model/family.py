@@ -25,7 +25,7 @@ _NO_EFFECT = frozenset(
         "rope_interleaved", "is_llama_config", "_attn_implementation_autoset", "max_length", "min_length",
         "do_sample", "temperature", "top_k", "top_p", "task_specific_params", "finetuning_task",
         "tokenizer_class", "prefix", "torchscript", "use_bfloat16", "_attn_implementation",
-        "attn_implementation", "bias_init", "max_window_layers",
+        "attn_implementation", "bias_init", "max_window_layers", "resid_pdrop", "embd_pdrop", "auto_map",
     }
 )  # fmt: skip
 """Config fields that do not change what an inference step computes."""
@@ -50,6 +50,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "no_rope_layers": (None,),
+    "full_attn_mod": (None, 1),
+    "interpolate_factor": (None, 1),
+    "lm_head_bias": (False,),
 }
 """Fields that would change the computation in a way that `FusedDecoder` does not know, and their harmless values."""
 
@@ -58,7 +61,7 @@ _HANDLED = frozenset(
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
         "tie_word_embeddings", "rope_parameters", "rope_theta", "rope_scaling", "attention_bias", "mlp_bias",
-        "sliding_window", "use_sliding_window", "layer_types",
+        "sliding_window", "use_sliding_window", "layer_types", "original_max_position_embeddings",
     }
 )  # fmt: skip
 
@@ -87,6 +90,7 @@ class _Family:
     mlp_bias: bool | None
     qk_norm: bool = False
     sliding: bool = False
+    packed: bool = False
 
 
 _FAMILIES: Mapping[str, _Family] = {
@@ -94,13 +98,15 @@ _FAMILIES: Mapping[str, _Family] = {
     "mistral": _Family(False, False, False, sliding=True),
     "qwen2": _Family(True, False, False, sliding=True),
     "qwen3": _Family(None, None, False, qk_norm=True, sliding=True),
+    "phi3": _Family(False, False, False, sliding=True, packed=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A member of a family, with every number that its forward pass needs. `windows[i]` is layer i's sliding
-    window (None: it sees everything)."""
+    window (None: it sees everything). `packed` says that the checkpoint has qkv_proj and gate_up_proj, in the order
+    of our own packed weights; adapters then have them as one site each."""
 
     model_type: str
     num_layers: int
@@ -116,6 +122,7 @@ class DecoderSpec:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    packed: bool
     tied: bool
     windows: tuple[int | None, ...]
     inv_freq: torch.Tensor
@@ -165,6 +172,7 @@ def decoder_spec(config: Any, raw: Mapping[str, Any]) -> DecoderSpec:
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias,
         qk_norm=family.qk_norm,
+        packed=family.packed,
         tied=bool(config.tie_word_embeddings),
         windows=_windows(config, family),
         inv_freq=inv_freq,
@@ -243,7 +251,7 @@ def _windows(config: Any, family: _Family) -> tuple[int | None, ...]:
             raise ModelUnsupported(f"sliding_window {window} is not known for {config.model_type}")
         return (None,) * layers
     types = getattr(config, "layer_types", None)
-    if types is None or config.model_type == "mistral":
+    if types is None or config.model_type in ("mistral", "phi3"):
         return (window,) * layers
     known: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
     if len(types) != layers or not set(types) <= known.keys():

@@ -43,7 +43,7 @@ class LayerWeights:
 
 
 class FusedDecoder:
-    """Llama, Mistral, Qwen2, Qwen3 and SmolLM: one QKV and one gate-up linear a layer, residual and norm fused.
+    """Llama, Mistral, Qwen2, Qwen3, SmolLM and Phi-3: one QKV and one gate-up linear a layer, residual and norm fused.
 
     `embed` [V, C] is the output head too where the embeddings are tied.
     """
@@ -87,11 +87,20 @@ class FusedDecoder:
         spec = self._spec
         hidden, inner = spec.hidden_size, spec.intermediate_size
         query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        o = SiteGroup("o", ("o_proj",), query, (hidden,))
+        down = SiteGroup("down", ("down_proj",), inner, (hidden,))
+        if spec.packed:
+            return (
+                SiteGroup("qkv", ("qkv_proj",), hidden, (query + 2 * kv,)),
+                o,
+                SiteGroup("gate_up", ("gate_up_proj",), hidden, (2 * inner,)),
+                down,
+            )
         return (
             SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), hidden, (query, kv, kv)),
-            SiteGroup("o", ("o_proj",), query, (hidden,)),
+            o,
             SiteGroup("gate_up", ("gate_proj", "up_proj"), hidden, (inner, inner)),
-            SiteGroup("down", ("down_proj",), inner, (hidden,)),
+            down,
         )
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -200,18 +209,20 @@ class _Reader:
         hidden, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
         query, kv = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        if spec.packed:
+            qkv = {f"{attention}qkv_proj": query + 2 * kv}
+            gate_up = {f"{mlp}gate_up_proj": 2 * inner}
+        else:
+            qkv = {f"{attention}q_proj": query, f"{attention}k_proj": kv, f"{attention}v_proj": kv}
+            gate_up = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
         return LayerWeights(
             input_norm=self._tensor(f"{prefix}input_layernorm.weight", hidden),
-            qkv=self._linear(
-                {f"{attention}q_proj": query, f"{attention}k_proj": kv, f"{attention}v_proj": kv},
-                hidden,
-                spec.qkv_bias,
-            ),
+            qkv=self._linear(qkv, hidden, spec.qkv_bias),
             q_norm=self._tensor(f"{attention}q_norm.weight", head_dim) if spec.qk_norm else None,
             k_norm=self._tensor(f"{attention}k_norm.weight", head_dim) if spec.qk_norm else None,
             o=self._linear({f"{attention}o_proj": hidden}, query, spec.o_bias),
             post_norm=self._tensor(f"{prefix}post_attention_layernorm.weight", hidden),
-            gate_up=self._linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, hidden, spec.mlp_bias),
+            gate_up=self._linear(gate_up, hidden, spec.mlp_bias),
             down=self._linear({f"{mlp}down_proj": hidden}, inner, spec.mlp_bias),
         )
 
