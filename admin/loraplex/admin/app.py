@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -72,8 +73,16 @@ def create_tenant_app(services: AdminServices) -> ASGIApp:
             raise InvalidKey("The admin token works on the admin port only.")
         return principal
 
-    operations = [row for row in create_operations(services) if row.access != "operator"]
-    return Plane(operations, authenticate)
+    return Plane(_tenant_operations(services), authenticate)
 
 
-__all__ = ["AdminServices", "create_admin_app", "create_operations", "create_tenant_app"]
+def tenant_document(services: AdminServices) -> dict[str, Any]:
+    """The OpenAPI document of what `create_tenant_app` serves, where it is mounted."""
+    return openapi(_tenant_operations(services))
+
+
+def _tenant_operations(services: AdminServices) -> list[Operation]:
+    return [row for row in create_operations(services) if row.access != "operator"]
+
+
+__all__ = ["AdminServices", "create_admin_app", "create_operations", "create_tenant_app", "tenant_document"]

@@ -33,6 +33,13 @@ _PROBLEM: dict[str, Any] = {
         "feature": {"type": "string"},
     },
 }
+_HEADERS: dict[str, Any] = {
+    "x-request-id": {
+        "required": True,
+        "description": "The client's own, cut to 128 safe characters, or one of the server's.",
+        "schema": {"type": "string", "minLength": 1, "maxLength": 128},
+    }
+}
 _UPLOAD: dict[str, Any] = {
     "type": "object",
     "description": f"{CONFIG_NAME} and {TENSORS_NAME}, or one {ARCHIVE_NAME} (.tar, .tar.gz, .zip) with those two.",
@@ -73,13 +80,8 @@ def _describe(row: Operation) -> dict[str, Any]:
         "description": f"Needs {_access(row)}.",
         "operationId": row.handler.__name__.rstrip("_"),
         "parameters": [*_path_parameters(row), *_query_parameters(row)],
-        "responses": {str(status): _answer(model) for status, model in row.answers.items()}
-        | {
-            "default": {
-                "description": "An error",
-                "content": {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}},
-            }
-        },
+        "responses": {str(status): _answer(status, model) for status, model in row.answers.items()}
+        | {str(status): _error(status) for status in sorted(_errors(row))},
     }
     if row.upload:
         described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
@@ -93,6 +95,32 @@ def _access(row: Operation) -> str:
     if row.access == "operator":
         return "the admin token"
     return f"the admin token, or a key of the tenant with the scope {row.access}"
+
+
+def _errors(row: Operation) -> set[int]:
+    """The statuses that a call may be refused with. Also a GET may come with a body, and be refused for it."""
+    statuses = {400, 401, 403, 408, 413, 415, 500, 503}
+    if row.path_parameters:
+        statuses.add(404)
+    if row.method != "GET":
+        statuses |= {409, 507}
+    if row.upload:
+        statuses.add(422)
+    return statuses
+
+
+def _error(status: int) -> dict[str, Any]:
+    headers: dict[str, Any] = dict(_HEADERS)
+    if status == 401:
+        headers["WWW-Authenticate"] = {"required": True, "schema": {"const": "Bearer"}}
+    if status == 503:
+        seconds = {"type": "string", "pattern": "^[1-9][0-9]*$"}
+        headers["Retry-After"] = {"required": True, "description": "Seconds.", "schema": seconds}
+    return {
+        "description": ", ".join(code for code, (of, _) in ANSWERS.items() if of == status),
+        "headers": headers,
+        "content": {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}},
+    }
 
 
 def _path_parameters(row: Operation) -> list[dict[str, Any]]:
@@ -109,11 +137,15 @@ def _query_parameters(row: Operation) -> list[dict[str, Any]]:
     return [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
 
 
-def _answer(model: type[BaseModel] | None) -> dict[str, Any]:
+def _answer(status: int, model: type[BaseModel] | None) -> dict[str, Any]:
     if model is None:
-        return {"description": "Done"}
+        return {"description": "Done", "headers": _HEADERS}
+    headers = dict(_HEADERS)
+    if status == 201 and model.__name__ == "Version":
+        headers["Location"] = {"description": "Where it is.", "schema": {"type": "string"}}
     schema = {"$ref": _REF.format(model=model.__name__)}
-    return {"description": model.__name__, "content": {"application/json": {"schema": schema}}}
+    content = {"application/json": {"schema": schema}}
+    return {"description": model.__name__, "headers": headers, "content": content}
 
 
 _STYLE = (

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
+from loraplex.api.codec import dumps
 from loraplex.api.deps import ApiServices
 from loraplex.api.edge import Edge, Errors
 from loraplex.api.endpoints import CHAT, COMPLETION, GenerationEndpoint
 from loraplex.api.metrics import MetricsApp
 from loraplex.api.models_routes import models_routes
+from loraplex.api.openapi import openapi
 from loraplex.api.places import Places
 from loraplex.api.probes import probe_routes
 
@@ -30,15 +35,21 @@ EXPOSED_HEADERS = (
 )
 
 
-def create_data_app(services: ApiServices, *, extra_routes: Sequence[BaseRoute] = ()) -> ASGIApp:
+def create_data_app(
+    services: ApiServices,
+    *,
+    extra_routes: Sequence[BaseRoute] = (),
+    extra_document: Mapping[str, Any] | None = None,
+) -> ASGIApp:
     """The app for the data port. `extra_routes` (the tenants' own admin routes) are served beside ours and
-    make their own error answers, but for a path that none of them has."""
+    make their own error answers, but for a path that none of them has; `extra_document` is their OpenAPI document."""
     places = Places(max_in_flight=services.drain.max_in_flight, threads=services.tokenizer_threads)
     routes: list[BaseRoute] = [
         Route("/v1/chat/completions", GenerationEndpoint(services, CHAT, places), methods=["POST"]),
         Route("/v1/completions", GenerationEndpoint(services, COMPLETION, places), methods=["POST"]),
         *models_routes(services),
         *probe_routes(services.engine, services.drain),
+        _document_route(openapi(metrics=services.metrics_on_data_port, extra=extra_document)),
     ]
     if services.metrics_on_data_port:
         scrape = MetricsApp(services.metrics, services.engine, tenant_data=False)
@@ -54,3 +65,12 @@ def create_data_app(services: ApiServices, *, extra_routes: Sequence[BaseRoute] 
             expose_headers=EXPOSED_HEADERS,
         )
     return Edge(app, services.drain, services.metrics, services.access_log)
+
+
+def _document_route(document: Mapping[str, Any]) -> Route:
+    body = dumps(document)
+
+    async def show_document(_: Request) -> Response:
+        return Response(body, media_type="application/json")
+
+    return Route("/openapi.json", show_document, methods=["GET"])

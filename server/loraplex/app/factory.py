@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from loraplex.adapters.base import load_base_spec
 from loraplex.adapters.store import ArtifactStore
-from loraplex.admin.app import create_admin_app, create_tenant_app
+from loraplex.admin.app import create_admin_app, create_tenant_app, tenant_document
 from loraplex.admin.services import AdminServices
 from loraplex.api.application import create_data_app
 from loraplex.api.deps import ApiServices
@@ -30,7 +30,8 @@ from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.catalog import Catalog
 from loraplex.control.database import Database
-from loraplex.control.keys import KeyCache, Keys
+from loraplex.control.key_cache import KeyCache
+from loraplex.control.keys import Keys
 from loraplex.control.limits import InProcessLimiter
 from loraplex.control.releases import Releases
 from loraplex.control.resolver import Resolver
@@ -244,7 +245,9 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         Route("/metrics", MetricsApp(metrics, engine), methods=["GET"]),
     ]
     return Apps(
-        data=create_data_app(data_services, extra_routes=tenant_routes),
+        data=create_data_app(
+            data_services, extra_routes=tenant_routes, extra_document=tenant_document(admin_services)
+        ),
         admin=create_admin_app(admin_services, extra_routes=operator_routes),
         drain=drain,
         metrics=metrics,

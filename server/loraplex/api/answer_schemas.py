@@ -1,0 +1,96 @@
+"""JSON schemas of what the data plane answers, for its OpenAPI document. Tests hold real answers against them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loraplex.api.errors import ANSWERS
+
+_STRING = {"type": "string"}
+_COUNT = {"type": "integer", "minimum": 0}
+_MAYBE_OBJECT = {"type": ["object", "null"]}
+_FINISH = {"enum": ["stop", "length"]}
+
+
+def _object(properties: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """An object that has all of `properties`."""
+    return {"type": "object", "required": list(properties), "properties": properties, **others}
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _answer(kind: str, choice: str) -> dict[str, Any]:
+    return _object(
+        {
+            "id": _STRING,
+            "object": {"const": kind},
+            "created": _COUNT,
+            "model": _STRING,
+            "choices": _list(_ref(choice)),
+            "usage": _ref("Usage"),
+        }
+    )
+
+
+ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
+    "Error": _object(
+        {
+            "error": _object(
+                {
+                    "message": _STRING,
+                    "type": {"enum": sorted({kind for _, kind in ANSWERS.values()})},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"enum": sorted(ANSWERS)},
+                },
+                additionalProperties=False,
+            )
+        },
+        additionalProperties=False,
+    ),
+    "Usage": _object(
+        {
+            "prompt_tokens": _COUNT,
+            "completion_tokens": _COUNT,
+            "total_tokens": _COUNT,
+            "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+        }
+    ),
+    "ChatChoice": _object(
+        {
+            "index": _COUNT,
+            "message": _object({"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}}),
+            "logprobs": _MAYBE_OBJECT,
+            "finish_reason": _FINISH,
+        }
+    ),
+    "CompletionChoice": _object(
+        {"index": _COUNT, "text": _STRING, "logprobs": _MAYBE_OBJECT, "finish_reason": _FINISH}
+    ),
+    "ChatCompletion": _answer("chat.completion", "ChatChoice"),
+    "Completion": _answer("text_completion", "CompletionChoice"),
+    "Model": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "model"},
+            "created": _COUNT,
+            "owned_by": _STRING,
+            "root": _STRING,
+            "parent": {"type": ["string", "null"]},
+            "max_model_len": {"type": "integer", "minimum": 1},
+        }
+    ),
+    "ModelList": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
+    "Probe": _object(
+        {"status": {"const": "ok"}},
+        additionalProperties=False,
+    ),
+    "ProbeFailure": _object(
+        {"status": {"const": "unavailable"}, "reason": _STRING}, additionalProperties=False
+    ),
+}
