@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex.kernels import attention_torch
 from loraplex.kernels.attention import build_attention_batch, paged_attention, write_kv
@@ -87,6 +88,34 @@ def test_long_prompts_are_tiled(monkeypatch):
     got = paged_attention(q, cache, batch, scale=0.5)
     assert not batch.masks
     want = reference(q, k, v, 30, scale=0.5, window=None, softcap=None)
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [2000, 170])
+def test_softcapped_scores_are_tiled(monkeypatch, limit):
+    """With a softcap, the scores of all heads exist at once: a chunk is cut into pieces that bound them, whether its
+    mask is small enough to be kept or not."""
+    torch.manual_seed(0)
+    k, v, q = torch.randn(50, 2, 8), torch.randn(50, 2, 8), torch.randn(20, 4, 8)
+    table = [list(range(13))]
+    cache = scatter(table, [k[:30]], [v[:30]], 13, torch.float32)
+    batch = build_attention_batch([20], [50], table, block_size=BLOCK, max_gather_blocks=9, device=CPU)
+    write_kv(torch.stack((k[30:], v[30:]), 1), cache, batch)
+    monkeypatch.setattr(attention_torch, "_MAX_MASK_ELEMENTS", limit)
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.tanh_.default:
+                sizes.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    with Sizes():
+        got = paged_attention(q, cache, batch, scale=0.5, window=11, softcap=2.0)
+    assert sum(sizes) == 4 * 20 * 50
+    assert max(sizes) <= max(limit, 4 * 50)
+    assert len(batch.masks) == (limit >= 20 * 50)
+    want = reference(q, k, v, 30, scale=0.5, window=11, softcap=2.0)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 

@@ -88,18 +88,22 @@ def _prefill(
     if piece.num_past == 0 and softcap is None and (window is None or window >= seq_len):
         result.copy_(scaled_dot_product_attention(grouped, k, v, is_causal=True, scale=scale))
         return
-    tile = num_rows
-    if num_rows * seq_len > _MAX_MASK_ELEMENTS:
-        tile = max(1, _MAX_MASK_ELEMENTS // seq_len)
-    key = (len(batch.decode) + number, window)
+    # With a softcap the scores of all heads are there at once, in float32.
+    columns = seq_len if softcap is None else seq_len * q.shape[1]
+    tile = min(num_rows, max(1, _MAX_MASK_ELEMENTS // columns))
+    shared = None
+    if num_rows * seq_len <= _MAX_MASK_ELEMENTS:
+        key = (len(batch.decode) + number, window)
+        shared = batch.masks.get(key)
+        if shared is None:
+            shared = _causal_mask(piece.num_past, num_rows, seq_len, window, q.dtype, q.device)
+            batch.masks[key] = shared
     for first in range(0, num_rows, tile):
         last = min(first + tile, num_rows)
-        mask = batch.masks.get(key) if tile == num_rows else None
-        if mask is None:
-            start = piece.num_past + first
-            mask = _causal_mask(start, last - first, seq_len, window, q.dtype, q.device)
-            if tile == num_rows:
-                batch.masks[key] = mask
+        if shared is not None:
+            mask = shared if tile == num_rows else shared[first:last]
+        else:
+            mask = _causal_mask(piece.num_past + first, last - first, seq_len, window, q.dtype, q.device)
         result[:, :, first:last] = _attend(grouped[:, :, first:last], k, v, mask, scale, softcap)
 
 
@@ -108,8 +112,8 @@ def _attend(
 ) -> torch.Tensor:
     if softcap is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = (q @ k.transpose(-1, -2)).float() * scale
-    scores = torch.tanh(scores / softcap) * softcap + mask
+    scores = (q @ k.transpose(-1, -2)).float()
+    scores.mul_(scale / softcap).tanh_().mul_(softcap).add_(mask)
     return scores.softmax(dim=-1).to(q.dtype) @ v
 
 

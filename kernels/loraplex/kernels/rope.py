@@ -10,19 +10,20 @@ def rope_cos_sin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position · frequency, times `attention_factor`.
 
-    positions: [T] int64; inv_freq: [D/2] float32; returns two of [T, 1, D/2] float32.
+    positions: [T] int64; inv_freq: [R/2] float32; returns two of [T, 1, R/2] float32.
     """
     angles = positions[:, None].float() * inv_freq
     return (angles.cos() * attention_factor)[:, None], (angles.sin() * attention_factor)[:, None]
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate each pair (x[d], x[d + D/2]) by its angle, in place: (a, b) → (a·cos - b·sin, b·cos + a·sin).
+    """Rotate each pair (x[d], x[d + R/2]) by its angle, in place: (a, b) → (a·cos - b·sin, b·cos + a·sin).
 
-    x: [T, H, D], last axis contiguous; cos, sin: [T, 1, D/2] float32. Computed in float32, rounded once.
+    x: [T, H, D], last axis contiguous; cos, sin: [T, 1, R/2] float32 with R ≤ D; what is beyond R stays as it is.
+    Computed in float32, rounded once.
     """
-    half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
     rotated_a = a * cos - b * sin
     rotated_b = b * cos + a * sin
     a.copy_(rotated_a)
