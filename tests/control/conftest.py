@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,25 +7,29 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
-from support.control import ControlPlane
+from loraplex.control.database import utc_now
+from loraplex.control.tables import Tenant
+from support.control import ControlPlane, use_database
+from support.postgres import need_programs, postgres_server
 
 
-@pytest.fixture(scope="session")
-def fresh_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The root of a control plane that was made and closed: migrating is the same for every test."""
-    root = tmp_path_factory.mktemp("fresh")
-    plane = ControlPlane(root)
-    plane.tenants.create("acme")
-    plane.tenants.create("rival")
-    plane.close()
-    return root
+@pytest.fixture(params=["sqlite", "postgresql"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The database that the test runs on; every one runs on both."""
+    if request.param == "postgresql":
+        need_programs()
+    return str(request.param)
 
 
 @pytest.fixture
-def plane(fresh_root: Path, tmp_path: Path) -> Iterator[ControlPlane]:
+def plane(backend: str, tmp_path: Path) -> Iterator[ControlPlane]:
     """A control plane with the tenants `acme` and `rival`."""
-    shutil.copytree(fresh_root, tmp_path, dirs_exist_ok=True)
+    if backend == "postgresql":
+        use_database(tmp_path, postgres_server().clear())
     plane = ControlPlane(tmp_path)
+    with plane.database.write() as session:
+        for name in ("acme", "rival"):
+            session.add(Tenant(id=name, weight=1.0, limits={}, created_at=utc_now()))
     yield plane
     plane.close()
 

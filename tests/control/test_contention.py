@@ -19,14 +19,11 @@ from support.control import ControlPlane, caller
 
 @contextlib.contextmanager
 def write_lock(plane: ControlPlane) -> Iterator[None]:
-    """Another program that writes, such as a backup or a shell."""
-    connection = sqlite3.connect(plane.database_path, isolation_level=None)
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    """Another server that writes."""
+    other = Database(plane.url)
+    with other.write():
         yield
-    finally:
-        connection.rollback()
-        connection.close()
+    other.close()
 
 
 async def test_requests_are_known_and_resolved_while_every_writer_waits(plane: ControlPlane) -> None:

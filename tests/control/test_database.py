@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import stat
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -15,19 +17,25 @@ from alembic import op
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, select
-from sqlalchemy.dialects import postgresql
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.schema import CreateTable
 
 from loraplex.control.database import Database, utc_now
+from loraplex.control.errors import Conflict
+from loraplex.control.key_cache import KeyCache
+from loraplex.control.keys import Keys
 from loraplex.control.secrets import load_or_create, load_pepper, new_admin_token
 from loraplex.control.tables import Adapter, Base, Tenant
+from loraplex.migrations.errors import DatabaseTooNew
 from loraplex.migrations.run import downgrade, upgrade
-from support.control import ControlPlane
+from support.control import PEPPER, ControlPlane
+from support.migrating import migrate
+from support.postgres import postgres_server
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
+def url(backend: str, tmp_path: Path) -> str:
+    """A database without any table."""
+    if backend == "postgresql":
+        return postgres_server().create_database()
     return f"sqlite:///{tmp_path / 'a %20 name.db'}"
 
 
@@ -90,21 +98,46 @@ def test_a_migration_that_breaks_off_has_changed_nothing(url: str, monkeypatch: 
     assert set(Base.metadata.tables) < tables(url)
 
 
-def test_two_that_start_at_once_migrate_once(url: str) -> None:
+def test_of_several_that_start_at_once_one_migrates(url: str) -> None:
     context = multiprocessing.get_context("spawn")
-    starts = [context.Process(target=upgrade, args=(url,)) for _ in range(3)]
+    together, applied = context.Barrier(4), context.Queue()
+    starts = [context.Process(target=migrate, args=(url, together, applied)) for _ in range(4)]
     for start in starts:
         start.start()
     for start in starts:
         start.join(60)
-    assert [start.exitcode for start in starts] == [0, 0, 0]
+    assert [start.exitcode for start in starts] == [0, 0, 0, 0]
+    done = sorted(applied.get(timeout=5) for _ in starts)
+    assert done[:3] == [[], [], []]
+    assert done[3][0] == "0001"
     assert set(Base.metadata.tables) < tables(url)
 
 
-def test_every_table_can_be_made_on_postgresql() -> None:
-    dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
-    for table in Base.metadata.sorted_tables:
-        assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=dialect))
+def test_a_schema_of_a_newer_version_is_left_alone(url: str) -> None:
+    upgrade(url)
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = 'x9'")
+    engine.dispose()
+    calls: list[Callable[[], Any]] = [lambda: upgrade(url), lambda: downgrade(url, "base")]
+    for call in calls:
+        with pytest.raises(DatabaseTooNew, match=r"the schema 'x9'.* a newer version has used it"):
+            call()
+    assert set(Base.metadata.tables) < tables(url)
+
+
+def test_down_one_step_keeps_the_data(url: str) -> None:
+    upgrade(url)
+    database = Database(url)
+    with database.write() as session:
+        session.add(Tenant(id="acme", weight=1.0, limits={}, created_at=utc_now()))
+    _, secret = Keys(database, PEPPER).create("acme", name="kept")
+    downgrade(url, "0001")
+    assert upgrade(url)[0] == "0002"
+    assert [info.name for info in Keys(database, PEPPER).list("acme").items] == ["kept"]
+    cache = KeyCache(database, PEPPER, "admin")
+    assert asyncio.run(cache.authenticate(secret)).tenant_id == "acme"
+    database.close()
 
 
 def test_writers_that_read_first_queue_up(plane: ControlPlane) -> None:
@@ -147,7 +180,7 @@ def test_a_failed_write_changes_nothing_and_ages_no_cache(plane: ControlPlane) -
 
 
 def test_references_are_kept(plane: ControlPlane) -> None:
-    with pytest.raises(IntegrityError), plane.database.write() as session:
+    with pytest.raises(Conflict), plane.database.write() as session:
         session.add(Adapter(tenant_id="nobody", name="x", last_number=0, created_at=utc_now()))
 
 

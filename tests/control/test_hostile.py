@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.control.errors import InvalidKey, InvalidValue, ModelNotAllowed, ModelNotFound, SecretUnusable
-from loraplex.control.keys import KeyCache
+from loraplex.control.key_cache import KeyCache
 from loraplex.control.secrets import load_or_create, load_pepper
 from support.control import ADMIN_TOKEN, PEPPER, SERVED_NAME, ControlPlane, caller
 

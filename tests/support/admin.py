@@ -20,7 +20,8 @@ from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.catalog import Catalog
 from loraplex.control.database import Database
-from loraplex.control.keys import KeyCache, Keys
+from loraplex.control.key_cache import KeyCache
+from loraplex.control.keys import Keys
 from loraplex.control.releases import Releases
 from loraplex.control.tenants import Tenants
 from loraplex.migrations.run import upgrade

@@ -1,4 +1,4 @@
-"""The control plane's rules over a real SQLite file, a real store and a tiny base; no HTTP and no engine."""
+"""The control plane's rules over a real database, a real store and a tiny base; no HTTP and no engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from loraplex.adapters.store import ArtifactStore
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.catalog import Catalog
 from loraplex.control.database import Database
-from loraplex.control.keys import KeyCache, Keys
+from loraplex.control.key_cache import KeyCache
+from loraplex.control.keys import Keys
 from loraplex.control.releases import Releases
 from loraplex.control.resolver import Resolver
 from loraplex.control.tenants import Tenants
@@ -56,20 +57,32 @@ def _template() -> tempfile.TemporaryDirectory[str]:
     return made
 
 
+def use_database(root: Path, url: str) -> None:
+    """The planes of `root` use this database, which has the schema; without it, a SQLite file of their own."""
+    (root / "database-url").write_text(url)
+
+
+def database_url(root: Path) -> str:
+    chosen = root / "database-url"
+    if chosen.exists():
+        return chosen.read_text()
+    path = root / "control.db"
+    if not path.exists():
+        shutil.copyfile(Path(_template().name) / "control.db", path)
+    return f"sqlite:///{path}"
+
+
 @dataclass
 class ControlPlane:
-    """`root` holds the database, the store and the base; a second plane on the same root is a restart, or another
-    process."""
+    """`root` holds the store, the base, and the database or where that is (`use_database`); a second plane on the
+    same root is a restart, or another process."""
 
     root: Path
     base_seed: int = 0
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
-        self.database_path = self.root / "control.db"
-        self.url = f"sqlite:///{self.database_path}"
-        if not self.database_path.exists():
-            shutil.copyfile(Path(_template().name) / "control.db", self.database_path)
+        self.url = database_url(self.root)
         self.database = Database(self.url)
         self.base = self._base_spec()
         self.store = ArtifactStore(self.root / "artifacts")
@@ -81,7 +94,7 @@ class ControlPlane:
         self.resolver = Resolver(self.database, served_name=SERVED_NAME, started_at=1, clock=self.clock)
 
     def key_cache(self, **options: Any) -> KeyCache:
-        options = {"clock": self.clock, "now": self.clock.now} | options
+        options = {"clock": self.clock} | options
         return KeyCache(self.database, PEPPER, ADMIN_TOKEN, **options)
 
     def start(self) -> None:

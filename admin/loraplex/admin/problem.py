@@ -44,6 +44,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "unsupported_media_type": (415, "The body is of a type that is not read here"),
     "internal_error": (500, "The server failed"),
     "server_overloaded": (503, "The server has too much to do"),
+    "database_unavailable": (503, "The database cannot be reached now"),
     "adapter_unavailable": (503, "The adapter cannot be used now"),
     "engine_restarting": (503, "The engine is not there now"),
     "draining": (503, "The server is shutting down"),

@@ -112,7 +112,7 @@ class KeyRotate(Given):
 
 class Key(Shown):
     """Never holds the secret, which begins with `lpx_<id>_`. After a rotation the old one works until
-    `previous_valid_until`."""
+    `previous_valid_until`. `last_used_at` is up to a minute old; null if the key was never used."""
 
     id: str
     tenant_id: str
@@ -124,6 +124,7 @@ class Key(Shown):
     created_at: Timestamp
     revoked_at: Timestamp | None
     previous_valid_until: Timestamp | None
+    last_used_at: Timestamp | None
 
 
 class KeyWithSecret(Key):

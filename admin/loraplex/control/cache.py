@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -12,7 +12,9 @@ from weakref import WeakValueDictionary
 import anyio
 
 from loraplex.control.database import Database
+from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable
 
+DEFAULT_STALENESS_S = 300.0
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -27,6 +29,10 @@ class _Entry(Generic[V]):
 class ReadThrough(Generic[K, V]):
     """At most `ttl_s` behind the database, not at all behind changes that this process makes.
 
+    While the database cannot answer, a value serves for `staleness_s` more, unless this process changed one of its
+    `subjects` since it was read. What there was not is not remembered then: it may have come to be. A caller for
+    whom there is nothing left to serve gets the DatabaseUnavailable or DatabaseBusy.
+
     Callers that miss the same key at once share one reading. At most `capacity` values are kept, and as many
     keys that have none, apart from each other: who guesses keys pushes out no real one. For one event loop.
     """
@@ -37,15 +43,20 @@ class ReadThrough(Generic[K, V]):
         *,
         ttl_s: float,
         capacity: int,
+        staleness_s: float = DEFAULT_STALENESS_S,
+        subjects: Callable[[V], Iterable[str]] = lambda _: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database = database
         self._ttl_s = ttl_s
+        self._staleness_s = staleness_s
+        self._subjects = subjects
         self._capacity = capacity
         self._clock = clock
         self._found: OrderedDict[K, _Entry[V]] = OrderedDict()
         self._absent: OrderedDict[K, _Entry[V]] = OrderedDict()
         self._reading: WeakValueDictionary[K, anyio.Lock] = WeakValueDictionary()
+        self.num_stale = 0
 
     async def get(self, key: K, read: Callable[..., V | None], *args: Any) -> V | None:
         """The value of `read(*args)`, which runs in a worker thread unless it is known."""
@@ -59,8 +70,15 @@ class ReadThrough(Generic[K, V]):
                 if entry is None:
                     # Noted before the reading, so that a change meanwhile makes the answer stale.
                     read_at, revision = self._clock(), self._database.revision
-                    entry = _Entry(await self._database.look_up(read, *args), read_at, revision)
-                    self._keep(key, entry)
+                    try:
+                        entry = _Entry(await self._database.look_up(read, *args), read_at, revision)
+                    except (DatabaseUnavailable, DatabaseBusy):
+                        entry = self._stale(key)
+                        if entry is None:
+                            raise
+                        self.num_stale += 1
+                    else:
+                        self._keep(key, entry)
         return entry.value
 
     def __len__(self) -> int:
@@ -77,6 +95,19 @@ class ReadThrough(Generic[K, V]):
                     kept.move_to_end(key)
                     return entry
         return None
+
+    def _stale(self, key: K) -> _Entry[V] | None:
+        entry = self._found.get(key)
+        if entry is None or entry.value is None:
+            return None
+        if self._clock() - entry.read_at >= self._ttl_s + self._staleness_s:
+            return None
+        changed = self._database.changed_since
+        return (
+            None
+            if any(changed(subject, entry.revision) for subject in self._subjects(entry.value))
+            else entry
+        )
 
     def _keep(self, key: K, entry: _Entry[V]) -> None:
         self._found.pop(key, None)

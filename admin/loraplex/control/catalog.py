@@ -6,17 +6,17 @@ import contextlib
 import os
 
 from sqlalchemy import func, select
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.files import full_disk_as_store_full, open_regular
 from loraplex.adapters.format import inspect_adapter
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store import Staging
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts
-from loraplex.control.database import Database, utc_now
+from loraplex.control.clock import database_now
+from loraplex.control.database import Database
 from loraplex.control.errors import AdapterNotFound, Conflict, TenantNotFound, VersionNotFound
 from loraplex.control.releases import add_release, current_release
 from loraplex.control.tables import Adapter, AdapterVersion, Tenant
@@ -88,7 +88,7 @@ class Catalog:
                     return self._record(session, tenant_id, name, spec)
             except BaseException:
                 # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
-                with contextlib.suppress(SQLAlchemyError, OSError):
+                with contextlib.suppress(LoraplexError, OSError):
                     self._artifacts.remove_unused([spec.digest])
                 raise
 
@@ -121,7 +121,7 @@ class Catalog:
         return version_info(self._add_version(session, tenant_id, name, spec)), True
 
     def _add_version(self, session: Session, tenant_id: str, name: str, spec: AdapterSpec) -> AdapterVersion:
-        now = utc_now()
+        now = database_now(session)
         adapter = session.get(Adapter, (tenant_id, name))
         if adapter is None:
             adapter = Adapter(tenant_id=tenant_id, name=name, last_number=0, created_at=now)

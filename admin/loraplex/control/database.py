@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import sqlite3
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Engine, text
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
+
+from loraplex.control import postgres, sqlite
+from loraplex.control.errors import DatabaseUnavailable
+from loraplex.control.failures import meaning_of
+from loraplex.control.outage import Outage
 
 T = TypeVar("T")
 MAX_THREADS = 8
 MAX_LOOKUP_THREADS = 4
-BUSY_TIMEOUT_S = 10
-_WRITES = "loraplex_writes"
+MAX_SUBJECTS = 100_000
+_SUBJECTS = "loraplex.subjects"
 
 
 def utc_now() -> datetime:
@@ -30,31 +35,55 @@ def utc_now() -> datetime:
 class Database:
     """`read()` and `write()` give a session in one transaction each; `write()` commits on the way out.
 
-    A SQLite writer takes the write lock at its beginning, so that two that read first and write then queue up
-    instead of failing. `revision` grows with each committed write of this process: caches compare it.
+    A reader sees one state of the database, however many statements it has. Writers queue up: on SQLite for its
+    write lock, on PostgreSQL, where they may be of several servers, for an advisory lock. So what a writer has read
+    still holds when it commits. `revision` grows with each committed write of this process: caches compare it.
+
+    Both raise DatabaseUnavailable while the database cannot be reached, at once from the second caller on;
+    DatabaseBusy where a turn did not come in time; Conflict where a constraint is violated.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.revision = 0
-        self._revision_lock = threading.Lock()
+        self._changes_lock = threading.Lock()
+        self._changed: OrderedDict[str, int] = OrderedDict()
+        self._all_changed = 0
         self._engine = _make_engine(url)
-        self._writer = self._engine.execution_options(**{_WRITES: True})
+        self.on_postgres = self._engine.dialect.name == "postgresql"
+        reads, writes = (postgres.READS, postgres.WRITES) if self.on_postgres else ({}, {sqlite.WRITES: True})
+        self._reader = self._engine.execution_options(**reads)
+        self._writer = self._engine.execution_options(**writes)
+        self.outage = Outage(self._probe)
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
         self._lookup_threads = anyio.CapacityLimiter(MAX_LOOKUP_THREADS)
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        with Session(self._engine) as session:
+        with self._failures_named(), Session(self._reader) as session:
             yield session
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
-        with Session(self._writer, expire_on_commit=False) as session:
+    def write(self, *, ages_caches: bool = True) -> Iterator[Session]:
+        """With `ages_caches` False for what no cache holds."""
+        with self._failures_named(), Session(self._writer, expire_on_commit=False) as session:
             with session.begin():
+                connection = session.connection()
+                if self.on_postgres:
+                    postgres.lock_writers(connection)
                 yield session
-            with self._revision_lock:
-                self.revision += 1
+            if ages_caches:
+                self._note(session.info.get(_SUBJECTS, ()))
+
+    def lock(self, name: str) -> AbstractContextManager[None]:
+        """Held by one server at a time of all on this database; within a server the caller keeps order. A SQLite
+        file has one server."""
+        return self._named_lock(name) if self.on_postgres else nullcontext()
+
+    def changed_since(self, subject: str, revision: int) -> bool:
+        """Whether this process committed a change of `subject` after `revision`."""
+        with self._changes_lock:
+            return self._changed.get(subject, self._all_changed) > revision
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call a rule of the control plane in a worker thread. It runs to its end even if the caller is gone."""
@@ -65,40 +94,61 @@ class Database:
         queueing for the write lock, which readers do not need."""
         return await anyio.to_thread.run_sync(function, *args, limiter=self._lookup_threads)
 
+    def check(self) -> None:
+        """One round trip. Raises DatabaseUnavailable, DatabaseBusy."""
+        with self._failures_named():
+            self._probe()
+
     def close(self) -> None:
+        self.outage.close()
         self._engine.dispose()
+
+    @contextmanager
+    def _failures_named(self) -> Iterator[None]:
+        self.outage.check()
+        try:
+            yield
+        except SQLAlchemyError as error:
+            meaning = meaning_of(error)
+            if meaning is None:
+                raise
+            if isinstance(meaning, DatabaseUnavailable):
+                self.outage.begin(_reason(error))
+            raise meaning from error
+
+    @contextmanager
+    def _named_lock(self, name: str) -> Iterator[None]:
+        with self._failures_named(), postgres.named_lock(self._engine, name):
+            yield
+
+    def _note(self, subjects: Iterable[str]) -> None:
+        with self._changes_lock:
+            self.revision += 1
+            for subject in subjects:
+                self._changed[subject] = self.revision
+                self._changed.move_to_end(subject)
+            while len(self._changed) > MAX_SUBJECTS:
+                # What is not remembered one by one counts as changed with the youngest that was forgotten.
+                _, self._all_changed = self._changed.popitem(last=False)
+
+    def _probe(self) -> None:
+        with self._reader.connect() as connection:
+            connection.execute(text("SELECT 1"))
+
+
+def note_change(session: Session, *subjects: str) -> None:
+    """Within a `write()`: what is remembered of these is not to be served any more, however unreachable the database
+    may be by then."""
+    session.info.setdefault(_SUBJECTS, set()).update(subjects)
+
+
+def _reason(error: SQLAlchemyError) -> str:
+    """The driver's first line. It names hosts and users, and no password."""
+    return (str(getattr(error, "orig", None) or error).splitlines() or ["no reason given"])[0][:200]
 
 
 def _make_engine(url: str) -> Engine:
-    engine = create_engine(url, pool_pre_ping=not url.startswith("sqlite"))
-    if make_url(url).get_backend_name() == "sqlite":
-        event.listen(engine, "connect", _prepare_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
-    return engine
-
-
-def _prepare_sqlite(connection: Any, _record: object) -> None:
-    # The driver's own idea of when a transaction begins would come too late for a writer.
-    connection.isolation_level = None
-    for pragma in (f"busy_timeout={BUSY_TIMEOUT_S * 1000}", "synchronous=FULL", "foreign_keys=ON"):
-        connection.execute(f"PRAGMA {pragma}")
-    _use_wal(connection)
-
-
-def _use_wal(connection: Any) -> None:
-    """A new file is changed to WAL by its first connection. While another one is about to write, SQLite refuses that
-    at once, whatever the time-out."""
-    last_try = time.monotonic() + BUSY_TIMEOUT_S
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError:
-            if time.monotonic() > last_try:
-                raise
-        time.sleep(0.01)
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    writes = connection.get_execution_options().get(_WRITES, False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "postgresql":
+        return postgres.make_postgres_engine(parsed)
+    return sqlite.make_sqlite_engine(parsed)

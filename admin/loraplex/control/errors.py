@@ -36,6 +36,32 @@ class SecretUnusable(ControlError):
     code = "secret_unusable"
 
 
+class DatabaseUnavailable(ControlError):
+    """The database cannot be reached. What it was told is kept or not; nothing is half done."""
+
+    code = "database_unavailable"
+    retry_after_s = 5.0
+
+    def __init__(self) -> None:
+        super().__init__("The database cannot be reached now; try again in a few seconds.")
+
+
+class DatabaseBusy(ControlError):
+    """The database answers, and what was asked for did not come to its turn in time. Nothing was changed."""
+
+    code = "server_overloaded"
+    retry_after_s = 2.0
+
+    def __init__(self) -> None:
+        super().__init__("Too much is being written at the moment; try again in a few seconds.")
+
+
+class PepperChanged(ControlError):
+    """The keys in the database were hashed under another pepper than this server's."""
+
+    code = "pepper_changed"
+
+
 class TenantNotFound(ControlError):
     code = "tenant_not_found"
 

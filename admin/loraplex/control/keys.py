@@ -1,10 +1,8 @@
-"""API keys, and who is calling."""
+"""API keys: made, rotated, revoked."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,13 +10,13 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from loraplex.control import rules
-from loraplex.control.cache import ReadThrough
-from loraplex.control.database import Database, utc_now
-from loraplex.control.errors import InvalidKey, InvalidValue, KeyNotFound, SecretUnusable
-from loraplex.control.secrets import hash_secret, key_id_of, new_key_secret, same
-from loraplex.control.tables import ApiKey, Tenant
+from loraplex.control.clock import database_now
+from loraplex.control.database import Database, note_change
+from loraplex.control.errors import InvalidValue, KeyNotFound
+from loraplex.control.secrets import hash_secret, new_key_secret
+from loraplex.control.tables import ApiKey
 from loraplex.control.tenants import require_tenant
-from loraplex.control.types import SCOPES, KeyInfo, Limits, Page, Principal
+from loraplex.control.types import SCOPES, KeyInfo, Limits, Page
 
 MAX_GRACE_S = 30 * 86400
 MAX_MODELS = 1000
@@ -42,7 +40,6 @@ class Keys:
         expires_at: datetime | None = None,
     ) -> tuple[KeyInfo, str]:
         """The key and its secret. Raises InvalidValue, TenantNotFound."""
-        now = utc_now()
         secret = new_key_secret()
         row = ApiKey(
             id=secret.key_id,
@@ -52,11 +49,11 @@ class Keys:
             scopes=_check_scopes(scopes),
             models=_check_models(models),
             limits=rules.limits_as_dict(_key_limits(limits)),
-            created_at=now,
-            expires_at=_check_expiry(expires_at, now),
         )
         with self._database.write() as session:
             require_tenant(session, tenant_id)
+            row.created_at = database_now(session)
+            row.expires_at = _check_expiry(expires_at, row.created_at)
             session.add(row)
         return key_info(row), secret.text
 
@@ -78,106 +75,34 @@ class Keys:
             return key_info(_require_key(session, tenant_id, key_id))
 
     def rotate(self, tenant_id: str, key_id: str, *, grace_seconds: int = 0) -> tuple[KeyInfo, str]:
-        """A new secret for the same key; the old one works for `grace_seconds` more."""
+        """A new secret for the same key; the old one works for `grace_seconds` more by the database's clock. The one
+        before that ends now, if it had a grace time left: there are two secrets at most."""
         if not 0 <= grace_seconds <= MAX_GRACE_S:
             raise InvalidValue(f"'grace_seconds' is from 0 to {MAX_GRACE_S}.", param="grace_seconds")
-        now = utc_now()
         secret = new_key_secret(key_id)
         with self._database.write() as session:
             row = _require_key(session, tenant_id, key_id)
             if row.revoked_at is not None:
                 raise InvalidValue("The key is revoked; create a new one.", param="key")
+            end = database_now(session) + timedelta(seconds=grace_seconds) if grace_seconds else None
             row.previous_hash = row.secret_hash if grace_seconds else None
-            row.previous_valid_until = now + timedelta(seconds=grace_seconds) if grace_seconds else None
+            row.previous_valid_until = end
             row.secret_hash = hash_secret(self._pepper, secret.text)
+            note_change(session, key_subject(key_id))
             return key_info(row), secret.text
 
     def revoke(self, tenant_id: str, key_id: str) -> KeyInfo:
         """For ever. Revoking again changes nothing."""
         with self._database.write() as session:
             row = _require_key(session, tenant_id, key_id)
-            row.revoked_at = row.revoked_at or utc_now()
+            row.revoked_at = row.revoked_at or database_now(session)
+            note_change(session, key_subject(key_id))
             return key_info(row)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Whom a secret stands for, and until when."""
-
-    principal: Principal
-    expires_at: datetime | None
-
-
-class KeyCache:
-    """`authenticate` from memory: at most `ttl_s` behind the database, not at all behind changes that this
-    process makes. Expiry is looked at on every call. At most `capacity` keys are remembered, and as many strings
-    that are none, all by their hash."""
-
-    def __init__(
-        self,
-        database: Database,
-        pepper: bytes,
-        admin_token: str,
-        *,
-        ttl_s: float = 2.0,
-        capacity: int = 10_000,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = utc_now,
-    ) -> None:
-        self._database = database
-        self._pepper = pepper
-        if not admin_token:
-            raise SecretUnusable("The admin token is empty: then everybody would be the admin.")
-        self._admin_hash = hash_secret(pepper, admin_token)
-        self._now = now
-        self._known: ReadThrough[str, _Known] = ReadThrough(
-            database, ttl_s=ttl_s, capacity=capacity, clock=clock
-        )
-
-    async def authenticate(self, secret: str) -> Principal:
-        """Raises InvalidKey, in the same words for every reason."""
-        try:
-            hashed = hash_secret(self._pepper, secret)
-        except UnicodeEncodeError:
-            raise _invalid_key() from None
-        if same(hashed, self._admin_hash):
-            return Principal(None, None, frozenset(), is_admin=True)
-        key_id = key_id_of(secret)
-        # What has not the form of a key costs no thread and no memory.
-        known = None if key_id is None else await self._known.get(hashed, self._look_up, key_id, hashed)
-        if known is None or (known.expires_at is not None and known.expires_at <= self._now()):
-            raise _invalid_key()
-        return known.principal
-
-    @property
-    def num_remembered(self) -> int:
-        return len(self._known)
-
-    def _look_up(self, key_id: str, hashed: str) -> _Known | None:
-        with self._database.read() as session:
-            row = session.get(ApiKey, key_id)
-            tenant = None if row is None else session.get(Tenant, row.tenant_id)
-            if row is None or tenant is None or row.revoked_at is not None:
-                return None
-            ends = [row.expires_at]
-            if not same(hashed, row.secret_hash):
-                if row.previous_hash is None or not same(hashed, row.previous_hash):
-                    return None
-                ends.append(row.previous_valid_until)
-            principal = Principal(
-                tenant_id=row.tenant_id,
-                key_id=row.id,
-                scopes=frozenset(row.scopes),
-                models=None if row.models is None else frozenset(row.models),
-                weight=tenant.weight,
-                key_limits=rules.read_limits(row.limits),
-                tenant_limits=rules.read_limits(tenant.limits),
-            )
-            return _Known(principal, min((end for end in ends if end is not None), default=None))
-
-
-def _invalid_key() -> InvalidKey:
-    return InvalidKey("Incorrect API key provided, or it has expired or was revoked.")
+def key_subject(key_id: str) -> str:
+    """What `note_change` calls a change of what a key's secrets are good for."""
+    return f"key:{key_id}"
 
 
 def _require_key(session: Session, tenant_id: str, key_id: str) -> ApiKey:
@@ -239,4 +164,5 @@ def key_info(row: ApiKey) -> KeyInfo:
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
         previous_valid_until=row.previous_valid_until,
+        last_used_at=row.last_used_at,
     )

@@ -8,7 +8,8 @@ from typing import cast, get_args
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from loraplex.control.database import Database, utc_now
+from loraplex.control.clock import database_now
+from loraplex.control.database import Database
 from loraplex.control.errors import Conflict, InvalidValue, ReleaseNotFound
 from loraplex.control.tables import AdapterVersion, Release
 from loraplex.control.tenants import require_tenant
@@ -107,7 +108,7 @@ def add_release(
         revision=1 if before is None else before.revision + 1,
         targets=[{"version": target.version, "weight": target.weight} for target in targets],
         sticky=sticky,
-        created_at=utc_now(),
+        created_at=database_now(session),
     )
     session.add(row)
     session.flush()

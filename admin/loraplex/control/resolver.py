@@ -12,7 +12,7 @@ from datetime import datetime
 from sqlalchemy import select
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.control.cache import ReadThrough
+from loraplex.control.cache import DEFAULT_STALENESS_S, ReadThrough
 from loraplex.control.database import Database
 from loraplex.control.errors import AdapterUnavailable, ModelNotAllowed, ModelNotFound
 from loraplex.control.releases import current_releases
@@ -45,8 +45,9 @@ class _Adapter:
 
 
 class Resolver:
-    """Answers from memory: at most `ttl_s` behind the database, not at all behind changes of this process. The
-    adapters of at most `capacity` tenants are remembered."""
+    """Answers from memory: at most `ttl_s` behind the database, not at all behind changes of this process, and
+    `staleness_s` more while the database cannot be reached. The adapters of at most `capacity` tenants are
+    remembered."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Resolver:
         started_at: int,
         ttl_s: float = 2.0,
         capacity: int = 2_000,
+        staleness_s: float = DEFAULT_STALENESS_S,
         clock: Callable[[], float] = time.monotonic,
         random_source: random.Random | None = None,
     ) -> None:
@@ -64,13 +66,13 @@ class Resolver:
         self._started_at = started_at
         self._random = random_source or random.Random()  # noqa: S311 - spreads traffic, keeps no secret
         self._tenants: ReadThrough[str, Mapping[str, _Adapter]] = ReadThrough(
-            database, ttl_s=ttl_s, capacity=capacity, clock=clock
+            database, ttl_s=ttl_s, capacity=capacity, staleness_s=staleness_s, clock=clock
         )
 
     async def resolve(self, principal: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
         """`user` is the request's own label of its end user, for releases that are sticky by it.
 
-        Raises ModelNotFound, ModelNotAllowed, AdapterUnavailable.
+        Raises ModelNotFound, ModelNotAllowed, AdapterUnavailable, DatabaseUnavailable.
         """
         if model == self._served_name:
             self._check_allowed(principal, model, model)

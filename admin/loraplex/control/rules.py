@@ -88,9 +88,13 @@ def read_cursor(cursor: str | None) -> str | None:
     if cursor is None:
         return None
     try:
-        return base64.b64decode(cursor.encode(), altchars=b"-_", validate=True).decode()
+        after = base64.b64decode(cursor.encode(), altchars=b"-_", validate=True).decode()
+        if not after.isprintable():
+            # No name has them, and not every database takes them.
+            raise ValueError("control characters")
     except (ValueError, binascii.Error) as error:
         raise InvalidCursor("The cursor is not one that this list gave.", param="cursor") from error
+    return after
 
 
 def check_page_limit(limit: int) -> int:

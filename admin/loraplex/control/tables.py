@@ -66,6 +66,16 @@ class ApiKey(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    last_used_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+
+
+class Installation(Base):
+    """Values of the installation as a whole, by name."""
+
+    __tablename__ = "installation"
+
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    value: Mapped[str] = mapped_column(String(200))
 
 
 class Adapter(Base):

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import select
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts
-from loraplex.control.database import Database, utc_now
+from loraplex.control.clock import database_now
+from loraplex.control.database import Database, note_change
 from loraplex.control.errors import Conflict, TenantNotFound
 from loraplex.control.tables import AdapterVersion, Tenant
 from loraplex.control.types import Page, Removal, TenantInfo
@@ -38,13 +38,12 @@ class Tenants:
             display_name=rules.check_text(display_name, "display_name"),
             weight=rules.check_weight(weight),
             limits=rules.limits_as_dict(rules.read_limits(limits)),
-            created_at=utc_now(),
         )
-        try:
-            with self._database.write() as session:
-                session.add(row)
-        except IntegrityError as error:
-            raise Conflict(f"There is a tenant '{tenant_id}' already.", param="id") from error
+        with self._database.write() as session:
+            if session.get(Tenant, tenant_id) is not None:
+                raise Conflict(f"There is a tenant '{tenant_id}' already.", param="id")
+            row.created_at = database_now(session)
+            session.add(row)
         return tenant_info(row)
 
     def get(self, tenant_id: str) -> TenantInfo:
@@ -87,6 +86,7 @@ class Tenants:
                     )
                 )
                 session.delete(row)
+                note_change(session, tenant_subject(tenant_id))
             return self._artifacts.remove_unused(digests)
 
 
@@ -95,6 +95,11 @@ def require_tenant(session: Session, tenant_id: str) -> Tenant:
     if row is None:
         raise TenantNotFound(f"There is no tenant '{tenant_id[:80]}'.")
     return row
+
+
+def tenant_subject(tenant_id: str) -> str:
+    """What `note_change` calls the end of a tenant."""
+    return f"tenant:{tenant_id}"
 
 
 def tenant_info(row: Tenant) -> TenantInfo:

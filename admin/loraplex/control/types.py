@@ -92,7 +92,8 @@ class TenantInfo:
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """A key without its secret. `previous_valid_until`: the rotated secret works until then."""
+    """A key without its secret. `previous_valid_until`: the rotated secret works until then. `last_used_at` is up to
+    a minute old."""
 
     id: str
     tenant_id: str
@@ -104,6 +105,7 @@ class KeyInfo:
     expires_at: datetime | None
     revoked_at: datetime | None
     previous_valid_until: datetime | None
+    last_used_at: datetime | None
 
 
 VersionState = Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted"]

@@ -8,13 +8,15 @@ from alembic import command
 from alembic.config import Config
 
 
-def upgrade(url: str, revision: str = "head") -> None:
-    """Apply every migration up to `revision`, all or none."""
-    command.upgrade(_config(url), revision)
+def upgrade(url: str, revision: str = "head") -> list[str]:
+    """Apply every migration up to `revision`, all or none; those that were. Raises DatabaseTooNew, SQLAlchemyError."""
+    config = _config(url)
+    command.upgrade(config, revision)
+    return list(config.attributes["applied"])
 
 
 def downgrade(url: str, revision: str) -> None:
-    """Undo migrations down to `revision` ("base": all of them, and all data)."""
+    """Undo migrations down to `revision` ("base": all of them, and all data). Raises as `upgrade` does."""
     command.downgrade(_config(url), revision)
 
 
@@ -23,4 +25,5 @@ def _config(url: str) -> Config:
     config.set_main_option("script_location", str(Path(__file__).parent))
     # Not the ini option "sqlalchemy.url": a '%' in a password would be taken as an interpolation.
     config.attributes["url"] = url
+    config.attributes["applied"] = []
     return config

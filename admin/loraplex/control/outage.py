@@ -1,0 +1,61 @@
+"""Whether the database can be reached: known to every caller at once, found out by one thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+from loraplex.control.errors import DatabaseUnavailable
+
+PROBE_INTERVAL_S = 0.5
+log = structlog.get_logger("loraplex")
+
+
+class Outage:
+    """While the database is gone every call fails at once, and one thread asks whether it is back: no request waits
+    for a time-out that another has waited for. For any thread."""
+
+    def __init__(self, probe: Callable[[], None], *, interval_s: float = PROBE_INTERVAL_S) -> None:
+        """`probe` returns when the database answers, and raises when it does not, after a bounded time."""
+        self._probe = probe
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the database has been gone; None while it is there."""
+        since = self._since
+        return None if since is None else time.monotonic() - since
+
+    def check(self) -> None:
+        """Raises DatabaseUnavailable."""
+        if self._since is not None:
+            raise DatabaseUnavailable()
+
+    def begin(self, reason: str) -> None:
+        """Somebody found that the database is gone."""
+        with self._lock:
+            if self._since is not None or self._closed.is_set():
+                return
+            self._since = time.monotonic()
+        log.error("database_lost", reason=reason)
+        threading.Thread(target=self._watch, name="database-probe", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            try:
+                self._probe()
+            except Exception:  # noqa: S112 - whatever it is, the database does not answer
+                continue
+            with self._lock:
+                gone_s, self._since = self.seconds or 0.0, None
+            log.info("database_back", seconds=round(gone_s, 1))
+            return
