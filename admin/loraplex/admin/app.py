@@ -8,12 +8,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.admin.edge import Edge
 from loraplex.admin.openapi import PREFIX, docs_page, openapi
 from loraplex.admin.operation import Operation
 from loraplex.admin.plane import Plane
+from loraplex.admin.problem import Problem
 from loraplex.admin.routes.adapters import adapter_operations
 from loraplex.admin.routes.engine import engine_operations
 from loraplex.admin.routes.keys import key_operations
@@ -24,6 +25,7 @@ from loraplex.admin.services import AdminServices
 from loraplex.control.errors import InvalidKey
 from loraplex.control.types import Principal
 
+START_RETRY_S = 5.0
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "X-Content-Type-Options": "nosniff",
@@ -61,6 +63,25 @@ def create_admin_app(services: AdminServices, extra_routes: Iterable[BaseRoute] 
     open_routes = list(extra_routes)
     plane = Plane(operations, services.key_cache.authenticate, PREFIX, [*pages, *open_routes])
     return Edge(plane, quiet=frozenset(route.path for route in open_routes if isinstance(route, Route)))
+
+
+def create_starting_admin_app(extra_routes: Iterable[BaseRoute] = ()) -> ASGIApp:
+    """For the operators' port until the engine is there: `extra_routes`, and a 503 `engine_restarting` for the rest."""
+    open_routes = list(extra_routes)
+    rest = Route("/{path:path}", _NotYet())
+    plane = Plane([], _nobody, PREFIX, [*open_routes, rest])
+    return Edge(plane, quiet=frozenset(route.path for route in open_routes if isinstance(route, Route)))
+
+
+class _NotYet:
+    """An ASGI app, as a route's endpoint of every method."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise Problem("engine_restarting", "The server is starting; try again.", retry_after_s=START_RETRY_S)
+
+
+async def _nobody(_: str) -> Principal:
+    raise InvalidKey("Nobody is known yet.")
 
 
 def create_tenant_app(services: AdminServices) -> ASGIApp:

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import structlog
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.api.codec import dumps
 from loraplex.api.deps import ApiServices
+from loraplex.api.drain import Drain
 from loraplex.api.edge import Edge, Errors
 from loraplex.api.endpoints import CHAT, COMPLETION, GenerationEndpoint
-from loraplex.api.metrics import MetricsApp
+from loraplex.api.errors import ApiError
+from loraplex.api.metrics import Metrics, MetricsApp
 from loraplex.api.models_routes import models_routes
 from loraplex.api.openapi import openapi
 from loraplex.api.places import Places
 from loraplex.api.probes import probe_routes
+from loraplex.serving.client import EngineClient
 
+START_RETRY_S = 5.0
 EXPOSED_HEADERS = (
     "x-request-id",
     "x-loraplex-adapter",
@@ -65,6 +70,23 @@ def create_data_app(
             expose_headers=EXPOSED_HEADERS,
         )
     return Edge(app, services.drain, services.metrics, services.access_log)
+
+
+def create_starting_data_app(engine: EngineClient, served_model_name: str) -> ASGIApp:
+    """For the data port until the engine is there: the probes, and a 503 `engine_restarting` for whatever else."""
+    drain, metrics = Drain(), Metrics(served_model_name)
+    rest = Route("/{path:path}", _NotYet())
+    router = Router([*probe_routes(engine, drain, serving=False), rest], redirect_slashes=False)
+    return Edge(Errors(router, drain, metrics), drain, metrics, structlog.get_logger("loraplex.access"))
+
+
+class _NotYet:
+    """An ASGI app, as a route's endpoint of every method."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise ApiError(
+            "engine_restarting", "The server is starting. Please try again.", retry_after_s=START_RETRY_S
+        )
 
 
 def _document_route(document: Mapping[str, Any]) -> Route:

@@ -15,6 +15,8 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.control.types import Principal
 
 _KEY = "loraplex.context"
+PRINCIPAL = "loraplex.principal"
+"""Where an app that is served behind the data plane's edge leaves its caller in the scope, as the admin plane does."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 MAX_LABEL = 128
 

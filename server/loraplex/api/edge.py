@@ -9,7 +9,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraplex.api.context import RequestContext, context_of, new_context
+from loraplex.api.context import PRINCIPAL, RequestContext, context_of, new_context
 from loraplex.api.deps import AccessLog
 from loraplex.api.drain import Drain
 from loraplex.api.errors import ApiError, ClientGone, from_exception, method_not_allowed, not_found
@@ -45,11 +45,15 @@ class Edge:
                     headers["connection"] = "close"
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_with_headers)
-        finally:
-            if scope["path"] not in PROBES:
-                self._log(scope, context)
+        # What is logged on the way, here or behind another app's own edge, can be found by the answer's id.
+        with structlog.contextvars.bound_contextvars(request_id=context.label, id=context.internal_id):
+            try:
+                await self._app(scope, receive, send_with_headers)
+            finally:
+                if context.principal is None:
+                    context.principal = scope.get(PRINCIPAL)
+                if scope["path"] not in PROBES:
+                    self._log(scope, context)
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The server's start and stop have nothing to do here; there are no websockets."""

@@ -13,14 +13,15 @@ from loraplex.api.drain import Drain
 from loraplex.serving.client import EngineClient
 
 
-def probe_routes(engine: EngineClient, drain: Drain) -> list[Route]:
+def probe_routes(engine: EngineClient, drain: Drain, *, serving: bool = True) -> list[Route]:
     """`/livez`: this process answers. `/startupz`: the engine has been ready once. `/readyz` and `/health`:
-    requests are taken now. 200, or 503 with the reason. No token is needed."""
+    requests are taken now. 200, or 503 with the reason. No token is needed. Not `serving`: only `/livez` is 200,
+    whatever the engine says."""
     started = False
 
     def not_started() -> str | None:
         nonlocal started
-        started = started or engine.healthy
+        started = started or (serving and engine.healthy)
         return None if started else engine.unhealthy_reason or "the engine is starting"
 
     def not_ready() -> str | None:

@@ -18,9 +18,14 @@ from starlette.types import ASGIApp
 
 from loraplex.adapters.base import load_base_spec
 from loraplex.adapters.store import ArtifactStore
-from loraplex.admin.app import create_admin_app, create_tenant_app, tenant_document
+from loraplex.admin.app import (
+    create_admin_app,
+    create_starting_admin_app,
+    create_tenant_app,
+    tenant_document,
+)
 from loraplex.admin.services import AdminServices
-from loraplex.api.application import create_data_app
+from loraplex.api.application import create_data_app, create_starting_data_app
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics, MetricsApp
@@ -30,8 +35,7 @@ from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.catalog import Catalog
 from loraplex.control.database import Database
-from loraplex.control.key_cache import KeyCache
-from loraplex.control.keys import Keys
+from loraplex.control.keys import KeyCache, Keys
 from loraplex.control.limits import InProcessLimiter
 from loraplex.control.releases import Releases
 from loraplex.control.resolver import Resolver
@@ -204,6 +208,16 @@ def _lock(data_dir: Path) -> IO[str]:
             f"another server uses the data directory {data_dir}; stop it, or choose another with --data-dir."
         ) from error
     return handle
+
+
+def create_starting_apps(installation: Installation, engine: EngineClient) -> tuple[ASGIApp, ASGIApp]:
+    """The data plane and the admin plane until the engine has been started: probes, metrics, and a 503 for the rest."""
+    name = installation.served_name
+    routes: list[BaseRoute] = [
+        *probe_routes(engine, Drain(), serving=False),
+        Route("/metrics", MetricsApp(Metrics(name), engine), methods=["GET"]),
+    ]
+    return create_starting_data_app(engine, name), create_starting_admin_app(routes)
 
 
 def create_apps(installation: Installation, engine: EngineClient) -> Apps:

@@ -9,20 +9,23 @@ import sys
 from collections.abc import Iterator
 
 import structlog
-import uvicorn
 import uvloop
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.app.connections import ADMIN_CONNECTIONS, ConnectionTable, bounded_protocol, raise_open_files
-from loraplex.app.factory import Apps, Installation, create_apps, engine_config, prepare
+from loraplex.app.factory import (
+    Apps,
+    Installation,
+    create_apps,
+    create_starting_apps,
+    engine_config,
+    prepare,
+)
+from loraplex.app.listening import Listening
 from loraplex.app.logs import configure_logging
 from loraplex.app.ports import Ports, open_ports, url
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.serving.client import EngineClient
 from loraplex.serving.socket_client import SocketEngineClient
-
-KEEP_ALIVE_S = 75
-BACKLOG = 2048
 
 
 def serve(settings: Settings) -> int:
@@ -61,62 +64,62 @@ async def _serve(installation: Installation, ports: Ports) -> int:
                 "engine_starting", stage=stage, seconds=round(seconds)
             ),
         )
-        started = asyncio.create_task(engine.start())
-        await asyncio.wait({started, stop.first_task()}, return_when=asyncio.FIRST_COMPLETED)
+        # The ports first: what starts is told from what is not there, and nobody has to wait to be told.
+        data, admin = create_starting_apps(installation, engine)
+        listening = Listening(ports, data=data, admin=admin)
+        try:
+            code = await _serve_on(listening, installation, ports, engine, stop)
+        finally:
+            whole = await listening.close()
+            await engine.close()
+        return code if whole else 1
+
+
+async def _serve_on(
+    listening: Listening,
+    installation: Installation,
+    ports: Ports,
+    engine: SocketEngineClient,
+    stop: _StopSignals,
+) -> int:
+    log = structlog.get_logger("loraplex")
+    stopping = stop.first_task()
+    started = asyncio.create_task(_start(installation, engine))
+    try:
+        await asyncio.wait({started, stopping, *listening.tasks}, return_when=asyncio.FIRST_COMPLETED)
+        if started.done():
+            apps = started.result()
+            listening.switch(data=apps.data, admin=apps.admin)
+            log.info(
+                "serving",
+                model=installation.served_name,
+                data=url(ports.data),
+                admin=url(ports.admin),
+                device=engine.info.device,
+                dtype=engine.info.dtype,
+                decoder=engine.info.decoder,
+                kv_blocks=engine.info.num_kv_blocks,
+                max_model_len=engine.info.max_model_len,
+            )
+            await asyncio.wait({*listening.tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            log.error("port_failed", reason=listening.failure)
+            return 1
+        if started.done():
+            await _drain(installation.settings, apps, stop)
+        return 0
+    finally:
+        stopping.cancel()
         if not started.done():
             started.cancel()
             with contextlib.suppress(asyncio.CancelledError, LoraplexError):
                 await started
-            await engine.close()
-            return 0
-        try:
-            await started
-            return await _serve_with(installation, ports, engine, stop)
-        finally:
-            await engine.close()
 
 
-async def _serve_with(
-    installation: Installation, ports: Ports, engine: EngineClient, stop: _StopSignals
-) -> int:
-    settings = installation.settings
-    log = structlog.get_logger("loraplex")
+async def _start(installation: Installation, engine: SocketEngineClient) -> Apps:
+    await engine.start()
     await _pin_again(installation, engine)
-    apps = create_apps(installation, engine)
-    servers = [
-        _Server(_config(apps.data, ConnectionTable(raise_open_files()))),
-        _Server(_config(apps.admin, ConnectionTable(ADMIN_CONNECTIONS))),
-    ]
-    tasks = [
-        asyncio.create_task(server.serve(sockets=sockets))
-        for server, sockets in zip(servers, (ports.data, ports.admin), strict=True)
-    ]
-    stopping = stop.first_task()
-    log.info(
-        "serving",
-        model=installation.served_name,
-        data=url(ports.data),
-        admin=url(ports.admin),
-        device=engine.info.device,
-        dtype=engine.info.dtype,
-        decoder=engine.info.decoder,
-        kv_blocks=engine.info.num_kv_blocks,
-        max_model_len=engine.info.max_model_len,
-    )
-    await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if not stopping.done():
-        broken = [str(task.exception()) for task in tasks if task.done() and task.exception() is not None]
-        log.error("port_failed", reason="; ".join(broken) or "the server of a port ended")
-        failed = 1
-    else:
-        failed = 0
-        await _drain(settings, apps, stop)
-    for server in servers:
-        server.should_exit = True
-        server.force_exit = True
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    stopping.cancel()
-    return 1 if failed or any(isinstance(result, BaseException) for result in results) else 0
+    return create_apps(installation, engine)
 
 
 async def _pin_again(installation: Installation, engine: EngineClient) -> None:
@@ -169,26 +172,3 @@ class _StopSignals:
 
     def second_task(self) -> asyncio.Task[bool]:
         return asyncio.create_task(self._second.wait())
-
-
-class _Server(uvicorn.Server):
-    """Without uvicorn's own signal handlers: the end of a server is ours to order."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _config(app: object, table: ConnectionTable) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        loop="none",
-        http=bounded_protocol(table),  # type: ignore[arg-type]
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-    )
