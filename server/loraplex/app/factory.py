@@ -35,7 +35,8 @@ from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.catalog import Catalog
 from loraplex.control.database import Database
-from loraplex.control.keys import KeyCache, Keys
+from loraplex.control.key_cache import KeyCache
+from loraplex.control.keys import Keys
 from loraplex.control.limits import InProcessLimiter
 from loraplex.control.releases import Releases
 from loraplex.control.resolver import Resolver
