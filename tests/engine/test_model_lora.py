@@ -17,6 +17,8 @@ from loraplex.engine.model.loading import load_model
 from support.models import FAMILIES, OTHERS, VOCAB, PagedRun, save_tiny
 from support.peft_zoo import ALL_SITES, PeftReference
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 ADAPTERS = {
     "all": {"r": 8, "lora_alpha": 16, "target_modules": ALL_SITES},
     "some": {"r": 3, "lora_alpha": 5, "target_modules": ["k_proj", "o_proj", "up_proj"], "layers_to_transform": [0, 2]},
@@ -59,7 +61,8 @@ def save_adapters(base, out):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2", "olmo2"]
+    "family",
+    ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "olmo2"],
 )
 def test_mixed_batches_equal_peft(family, tmp_path):
     base = save_tiny(tmp_path / "base", {**FAMILIES, **OTHERS}[family])

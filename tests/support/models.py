@@ -55,16 +55,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "llama-dynamic-rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+    "llama-yarn-mscale": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+            "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16, "beta_slow": 2, "truncate": False,
+        },
+    },
     "phi3": {"model_type": "phi3", "sliding_window": 13},
+    "phi3-partial": {
+        "model_type": "phi3", "num_key_value_heads": 4, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    },
+    "phi3-longrope": {
+        "model_type": "phi3", "original_max_position_embeddings": 128,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7],
+            "long_factor": [1.0, 2.0, 5.0, 9.0],
+        },
+    },
+    "gemma2": {
+        "model_type": "gemma2", "head_dim": 24, "sliding_window": 9, "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    },
+    "gemma2-no-caps": {
+        "model_type": "gemma2", "head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False,
+        "attention_bias": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 11,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+        },
+    },
 }  # fmt: skip
 """What `FusedDecoder` serves."""
 
 OTHERS: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma", "head_dim": 16},
-    "gemma2": {
-        "model_type": "gemma2", "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16,
-        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
-    },
     "granite": {
         "model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7,
         "attention_multiplier": 0.2,

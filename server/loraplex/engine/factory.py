@@ -76,7 +76,7 @@ def build_engine(
     device = _device(config.device)
     model_dir = Path(config.model_path)
     base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
-    model = load_model(model_dir, device, config.dtype)
+    model = load_model(model_dir, device, config.dtype, max_model_len=config.max_model_len)
     layout = ArenaLayout(model.site_groups, model.num_layers, model.dtype, max_rank=config.max_adapter_rank)
     num_pages, num_slots = _arena_size(config, layout, device)
     host_bytes = config.adapter_cpu_memory or _share_of(torch.device("cpu"), _MAX_ADAPTER_CPU_MEMORY)

@@ -12,11 +12,11 @@ from torch.nn.functional import embedding
 from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import Checkpoint, open_checkpoint
-from loraplex.kernels.activation import silu_and_mul
+from loraplex.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from loraplex.kernels.attention import AttentionBatch, paged_attention, write_kv
 from loraplex.kernels.dense import linear
 from loraplex.kernels.groups import SiteGroup
-from loraplex.kernels.norm import add_rms_norm, rms_norm
+from loraplex.kernels.norm import add_rms_norm, add_rms_norm_float32, rms_norm, rms_norm_float32
 from loraplex.kernels.rope import apply_rope, rope_cos_sin
 
 
@@ -30,20 +30,28 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Norm weights are [C]; `q_norm` and `k_norm` [D], where the family has them."""
+    """One layer. Norm weights are [C]: `input_norm` and `mlp_norm` before the two halves, `attention_out_norm` and
+    `mlp_out_norm` behind them, before their results are added (Gemma). `q_norm` and `k_norm` are [D]. None where the
+    family has no such norm. Gemma's are 1 + w in float32."""
 
     input_norm: torch.Tensor
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Linear
-    post_norm: torch.Tensor
+    attention_out_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    mlp_out_norm: torch.Tensor | None
+
+
+_CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class FusedDecoder:
-    """Llama, Mistral, Qwen2, Qwen3, SmolLM and Phi-3: one QKV and one gate-up linear a layer, residual and norm fused.
+    """Llama, Mistral, Qwen2, Qwen3, SmolLM, Phi-3, Gemma 2 and Gemma 3: one QKV and one gate-up linear a layer,
+    residual and norm fused.
 
     `embed` [V, C] is the output head too where the embeddings are tied.
     """
@@ -61,13 +69,23 @@ class FusedDecoder:
         self._embed = embed
         self._norm = norm
         self._head = head
-        self._inv_freq = spec.inv_freq.to(embed.device)
+        self._inv_freqs = tuple(rope.inv_freq.to(embed.device) for rope in spec.rope.ropes)
+        # What differs between families is chosen here, so that the loop over the layers asks nothing.
+        if spec.gemma:
+            self._run_layers = self._gemma_layers
+            self._rms_norm, self._add_rms_norm = rms_norm_float32, add_rms_norm_float32
+            # As transformers rounds it: in the embeddings' dtype.
+            self._embed_scale = float(torch.tensor(spec.hidden_size**0.5).to(embed.dtype))
+        else:
+            self._run_layers = self._llama_layers
+            self._rms_norm, self._add_rms_norm = rms_norm, add_rms_norm
+            self._embed_scale = 1.0
 
     @property
     def shape(self) -> ModelShape:
         spec = self._spec
         return ModelShape(
-            spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.vocab_size, spec.max_positions
+            spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.vocab_size, spec.rope.max_positions
         )
 
     @property
@@ -104,35 +122,72 @@ class FusedDecoder:
         )
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        spec, lora = self._spec, batch.lora
+        spec = self._spec
         batch.kv.begin(batch.fresh_blocks)
-        cos, sin = rope_cos_sin(batch.positions, self._inv_freq, spec.rope_attention_factor)
+        cos_sin = [
+            rope_cos_sin(batch.positions, inv_freq, rope.attention_factor)
+            for inv_freq, rope in zip(self._inv_freqs, spec.rope.ropes, strict=True)
+        ]
         residual = embedding(batch.token_ids, self._embed)
+        if self._embed_scale != 1.0:
+            residual.mul_(self._embed_scale)
+        x = self._run_layers(batch, residual, [cos_sin[kind] for kind in spec.rope.of_layer])
+        # Only the rows whose logits are wanted go on.
+        rows = batch.logits_rows
+        x = self._add_rms_norm(
+            x.index_select(0, rows), residual.index_select(0, rows), self._norm, spec.rms_norm_eps
+        )
+        logits = linear(x, self._head).float()
+        if spec.logits_softcap is not None:
+            logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
+        return logits
+
+    def _llama_layers(
+        self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
+    ) -> torch.Tensor:
+        """A norm before each half of a layer. Returns what is still to be added to `residual`."""
+        eps, lora = self._spec.rms_norm_eps, batch.lora
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             if x is None:
-                x = rms_norm(residual, layer.input_norm, spec.rms_norm_eps)
+                x = rms_norm(residual, layer.input_norm, eps)
             else:
-                x = add_rms_norm(x, residual, layer.input_norm, spec.rms_norm_eps)
-            x = self._attention(index, layer, x, cos, sin, batch.attention, batch.kv, lora)
-            x = add_rms_norm(x, residual, layer.post_norm, spec.rms_norm_eps)
+                x = add_rms_norm(x, residual, layer.input_norm, eps)
+            x = self._attention(index, layer, x, cos_sin[index], batch.attention, batch.kv, lora)
+            x = add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = _apply(layer.gate_up, x, index, "gate_up", lora)
             x = _apply(layer.down, silu_and_mul(x), index, "down", lora)
-        # Only the rows whose logits are wanted go on.
         assert x is not None
-        rows = batch.logits_rows
-        x = add_rms_norm(
-            x.index_select(0, rows), residual.index_select(0, rows), self._norm, spec.rms_norm_eps
-        )
-        return linear(x, self._head).float()
+        return x
+
+    def _gemma_layers(
+        self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
+    ) -> torch.Tensor:
+        """A norm before each half of a layer and one behind it, in float32. Returns as `_llama_layers` does."""
+        eps, lora = self._spec.rms_norm_eps, batch.lora
+        x: torch.Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            assert layer.attention_out_norm is not None
+            assert layer.mlp_out_norm is not None
+            if x is None:
+                x = rms_norm_float32(residual, layer.input_norm, eps)
+            else:
+                x = add_rms_norm_float32(x, residual, layer.input_norm, eps)
+            x = self._attention(index, layer, x, cos_sin[index], batch.attention, batch.kv, lora)
+            x = rms_norm_float32(x, layer.attention_out_norm, eps)
+            x = add_rms_norm_float32(x, residual, layer.mlp_norm, eps)
+            x = _apply(layer.gate_up, x, index, "gate_up", lora)
+            x = _apply(layer.down, gelu_tanh_and_mul(x), index, "down", lora)
+            x = rms_norm_float32(x, layer.mlp_out_norm, eps)
+        assert x is not None
+        return x
 
     def _attention(
         self,
         index: int,
         layer: LayerWeights,
         x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        cos_sin: _CosSin,
         attention: AttentionBatch,
         kv: KVCache,
         lora: LoraPass | None,
@@ -143,15 +198,22 @@ class FusedDecoder:
         heads = qkv.view(num_rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         q, k = heads[:, : spec.num_heads], heads[:, spec.num_heads : spec.num_heads + spec.num_kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q.copy_(rms_norm(q, layer.q_norm, spec.rms_norm_eps))
-            k.copy_(rms_norm(k, layer.k_norm, spec.rms_norm_eps))
+            q.copy_(self._rms_norm(q, layer.q_norm, spec.rms_norm_eps))
+            k.copy_(self._rms_norm(k, layer.k_norm, spec.rms_norm_eps))
         # q and k lie side by side: one rotation for both, and k beside v: one write for both.
-        apply_rope(heads[:, : spec.num_heads + spec.num_kv_heads], cos, sin)
+        apply_rope(heads[:, : spec.num_heads + spec.num_kv_heads], *cos_sin)
         cache = kv.layer(index)
         write_kv(
             heads[:, spec.num_heads :].view(num_rows, 2, spec.num_kv_heads, spec.head_dim), cache, attention
         )
-        out = paged_attention(q, cache, attention, scale=spec.head_dim**-0.5, window=spec.windows[index])
+        out = paged_attention(
+            q,
+            cache,
+            attention,
+            scale=spec.attention_scale,
+            window=spec.windows[index],
+            softcap=spec.attention_softcap,
+        )
         return _apply(layer.o, out.view(num_rows, spec.num_heads * spec.head_dim), index, "o", lora)
 
 
@@ -194,7 +256,7 @@ class _Reader:
         spec = self._spec
         embed = self._tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         layers = [self._layer(f"{self._root}layers.{i}.") for i in range(spec.num_layers)]
-        norm = self._tensor(f"{self._root}norm.weight", spec.hidden_size)
+        norm = self._norm(f"{self._root}norm", spec.hidden_size)
         return FusedDecoder(spec, layers, embed, norm, self._head(embed))
 
     def _head(self, embed: torch.Tensor) -> torch.Tensor:
@@ -216,14 +278,20 @@ class _Reader:
             qkv = {f"{attention}q_proj": query, f"{attention}k_proj": kv, f"{attention}v_proj": kv}
             gate_up = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
         return LayerWeights(
-            input_norm=self._tensor(f"{prefix}input_layernorm.weight", hidden),
+            input_norm=self._norm(f"{prefix}input_layernorm", hidden),
             qkv=self._linear(qkv, hidden, spec.qkv_bias),
-            q_norm=self._tensor(f"{attention}q_norm.weight", head_dim) if spec.qk_norm else None,
-            k_norm=self._tensor(f"{attention}k_norm.weight", head_dim) if spec.qk_norm else None,
+            q_norm=self._norm(f"{attention}q_norm", head_dim) if spec.qk_norm else None,
+            k_norm=self._norm(f"{attention}k_norm", head_dim) if spec.qk_norm else None,
             o=self._linear({f"{attention}o_proj": hidden}, query, spec.o_bias),
-            post_norm=self._tensor(f"{prefix}post_attention_layernorm.weight", hidden),
+            attention_out_norm=(
+                self._norm(f"{prefix}post_attention_layernorm", hidden) if spec.gemma else None
+            ),
+            mlp_norm=self._norm(
+                f"{prefix}{'pre_feedforward' if spec.gemma else 'post_attention'}_layernorm", hidden
+            ),
             gate_up=self._linear(gate_up, hidden, spec.mlp_bias),
             down=self._linear({f"{mlp}down_proj": hidden}, inner, spec.mlp_bias),
+            mlp_out_norm=self._norm(f"{prefix}post_feedforward_layernorm", hidden) if spec.gemma else None,
         )
 
     def _linear(self, parts: dict[str, int], in_features: int, bias: bool) -> Linear:
@@ -237,6 +305,14 @@ class _Reader:
                 self._checkpoint.read_into(f"{name}.bias", packed_bias[first : first + rows])
             first += rows
         return Linear(weight, packed_bias)
+
+    def _norm(self, module: str, size: int) -> torch.Tensor:
+        if not self._spec.gemma:
+            return self._tensor(f"{module}.weight", size)
+        # 1 + w has too few digits for w in the model's own dtype.
+        weight = torch.empty(size, dtype=torch.float32, device=self._device)
+        self._checkpoint.read_into(f"{module}.weight", weight)
+        return weight.add_(1.0)
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -10,31 +10,40 @@ from typing import Any
 import torch
 
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
-from loraplex.engine.model.family import STATIC_ROPE_TYPES, decoder_spec, is_fused, read_config_json
+from loraplex.engine.model.config_fields import read_config_json
+from loraplex.engine.model.family import decoder_spec, is_fused
 from loraplex.engine.model.fused import load_fused
 from loraplex.engine.model.probe import probe
+from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 
 _NO_LIMIT = 1 << 62
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-TESTED = frozenset({"gemma", "gemma2", "granite", "olmo2", "smollm3", "starcoder2"})
+TESTED = frozenset({"gemma", "granite", "olmo2", "smollm3", "starcoder2"})
 """Model types whose equality with transformers through `TransformersDecoder` the test suite shows. Others are
 compared at every start."""
 
 
-def load_model(model_dir: Path, device: str | torch.device, dtype: str | torch.dtype = "auto") -> Model:
+def load_model(
+    model_dir: Path,
+    device: str | torch.device,
+    dtype: str | torch.dtype = "auto",
+    *,
+    max_model_len: int = 0,
+) -> Model:
     """Load a checkpoint of safetensors files: `FusedDecoder` for its families, `TransformersDecoder` for others.
 
-    `dtype` "auto" is the checkpoint's own. Nothing in the directory is executed. Raises ModelUnsupported with the
-    reason if it can't be served exactly as transformers would.
+    `dtype` "auto" is the checkpoint's own. `max_model_len` is the length that was asked for, 0 if none was: where
+    RoPE depends on the length, it decides for all sequences (ADR 0013). Nothing in the directory is executed. Raises
+    ModelUnsupported with the reason if it can't be served exactly as transformers would.
     """
     device = torch.device(device)
     raw = read_config_json(model_dir)
     config = _config(model_dir)
     chosen = _dtype(config, dtype)
     if is_fused(config.model_type):
-        return load_fused(model_dir, decoder_spec(config, raw), chosen, device)
+        return load_fused(model_dir, decoder_spec(config, raw, max_model_len), chosen, device)
     decoder = load_wrapped(model_dir, config, chosen, device)
     if config.model_type not in TESTED:
         probe(decoder)

@@ -1,0 +1,96 @@
+"""Which fields of a config.json are understood: a field that would change the computation must not be overlooked."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loraplex.engine.model.base import ModelUnsupported
+
+_log = logging.getLogger(__name__)
+
+_NO_EFFECT = frozenset(
+    {
+        "_name_or_path", "_model_name_or_path",
+        "architectures", "transformers_version", "torch_dtype", "dtype", "model_type",
+        "use_cache", "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id",
+        "problem_type", "initializer_range", "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id",
+        "unk_token_id", "sep_token_id", "decoder_start_token_id", "chunk_size_feed_forward", "pretraining_tp",
+        "rope_interleaved", "is_llama_config", "_attn_implementation_autoset", "max_length", "min_length",
+        "do_sample", "temperature", "top_k", "top_p", "task_specific_params", "finetuning_task",
+        "tokenizer_class", "prefix", "torchscript", "use_bfloat16", "_attn_implementation",
+        "attn_implementation", "bias_init", "max_window_layers", "resid_pdrop", "embd_pdrop", "auto_map",
+        "cache_implementation",
+    }
+)  # fmt: skip
+"""Config fields that do not change what an inference step computes."""
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": (None, {}),
+    "quantization_config": (None,),
+    "is_causal": (True,),
+    "tie_encoder_decoder": (False,),
+    "use_bidirectional_attention": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "clip_qkv": (None,),
+    "logits_scaling": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "no_rope_layers": (None,),
+    "full_attn_mod": (None, 1),
+    "interpolate_factor": (None, 1),
+    "lm_head_bias": (False,),
+}
+"""Fields that would change the computation in a way that `FusedDecoder` does not know, and their harmless values."""
+
+_HANDLED = frozenset(
+    {
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
+        "tie_word_embeddings", "rope_parameters", "rope_theta", "rope_scaling", "attention_bias", "mlp_bias",
+        "sliding_window", "use_sliding_window", "layer_types",
+    }
+)  # fmt: skip
+
+
+def read_config_json(model_dir: Path) -> dict[str, Any]:
+    """Raises ModelUnsupported."""
+    path = model_dir / "config.json"
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelUnsupported(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelUnsupported(f"{path} is not a JSON object")
+    return value
+
+
+def check_fields(config: Any, raw: Mapping[str, Any], handled: frozenset[str]) -> None:
+    """`handled` are the fields that the family itself adds to those that all have. Raises ModelUnsupported for a
+    field that means something to transformers and not to us."""
+    declared = {name for cls in type(config).__mro__ for name in getattr(cls, "__annotations__", {})}
+    for name, value in raw.items():
+        if name in _NO_EFFECT or name in _HANDLED or name in handled:
+            continue
+        if name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                raise ModelUnsupported(f"the config's {name} is {value!r}, which is not supported")
+        elif name in declared:
+            raise ModelUnsupported(
+                f"the config's {name} is not known here, though transformers defines it for {config.model_type}"
+            )
+        else:
+            # transformers, which defines the architecture, has no such field either.
+            _log.warning("config.json has %s, which %s does not define: ignored", name, config.model_type)

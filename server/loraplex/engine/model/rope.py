@@ -1,0 +1,146 @@
+"""A config's rotary position embedding: frequencies that hold for every position of every sequence.
+
+Two kinds of RoPE take other frequencies once a sequence is longer than the model was trained for, which would turn
+all keys before it wrong. Here the frequencies are chosen once, by the longest sequence that is served (ADR 0013).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loraplex.engine.model.base import ModelUnsupported
+
+STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Kinds of RoPE whose frequencies do not depend on the length of a sequence."""
+
+_COMMON_FIELDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_FIELDS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {
+            "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+            "mscale_all_dim", "truncate",
+        }
+    ),
+    "longrope": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}
+    ),
+}  # fmt: skip
+_NO_ORIGINAL_LENGTH = frozenset({"default", "linear", "dynamic"})
+"""What transformers does not read original_max_position_embeddings for: there it is a leftover."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """`inv_freq` [R/2] float32 for the first R of the head's dimensions; cos and sin are multiplied by
+    `attention_factor`."""
+
+    inv_freq: torch.Tensor
+    attention_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class RopePlan:
+    """The different ropes of a model, which of them each layer has, and the longest sequence that they hold for."""
+
+    ropes: tuple[Rope, ...]
+    of_layer: tuple[int, ...]
+    max_positions: int
+
+
+def plan_rope(
+    config: Any, head_dim: int, max_model_len: int, *, partial: bool, by_layer_type: bool
+) -> RopePlan:
+    """`max_model_len` is the length that was asked for, 0 if none was. `partial`: the family rotates a part of each
+    head where its config says so. `by_layer_type`: rope_parameters hold a set for each type of layer.
+
+    Raises ModelUnsupported.
+    """
+    parameters = config.rope_parameters or {}
+    kinds: tuple[str | None, ...]
+    if by_layer_type:
+        types = tuple(config.layer_types)
+        kinds = tuple(sorted(set(types)))
+        of_layer = tuple(kinds.index(kind) for kind in types)
+    else:
+        kinds, of_layer = (None,), (0,) * config.num_hidden_layers
+    ropes: list[Rope] = []
+    limits: list[int] = []
+    for kind in kinds:
+        chosen = parameters if kind is None else parameters.get(kind)
+        if not isinstance(chosen, dict) or not isinstance(chosen.get("rope_type", "default"), str):
+            raise ModelUnsupported(f"the config has no RoPE parameters for {kind or 'its layers'}")
+        rope, limit = _rope(config, chosen, kind, head_dim, max_model_len, partial)
+        ropes.append(rope)
+        limits.append(limit)
+    return RopePlan(tuple(ropes), of_layer, min(limits))
+
+
+def _rope(
+    config: Any,
+    parameters: Mapping[str, Any],
+    layer_type: str | None,
+    head_dim: int,
+    max_model_len: int,
+    partial: bool,
+) -> tuple[Rope, int]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope_type = parameters.get("rope_type", "default")
+    _check(parameters, rope_type, partial)
+    try:
+        if rope_type == "default":
+            rotated = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+            exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+            inv_freq, factor = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+            limit = config.max_position_embeddings
+        else:
+            length, limit = _length(config, parameters, rope_type, max_model_len)
+            extra = {} if layer_type is None else {"layer_type": layer_type}
+            inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](
+                config, torch.device("cpu"), seq_len=length, **extra
+            )
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise ModelUnsupported(f"the RoPE parameters of {rope_type!r} are not valid: {error!r}") from error
+    if not 0 < 2 * len(inv_freq) <= head_dim or not inv_freq.isfinite().all():
+        raise ModelUnsupported(f"the RoPE parameters of {rope_type!r} do not fit heads of size {head_dim}")
+    return Rope(inv_freq.float(), float(factor)), limit
+
+
+def _length(
+    config: Any, parameters: Mapping[str, Any], rope_type: str, max_model_len: int
+) -> tuple[int | None, int]:
+    """The length to take the frequencies for, None for the model's own, and the longest that they serve."""
+    trained = config.max_position_embeddings
+    if rope_type == "longrope":
+        original = parameters["original_max_position_embeddings"]
+        if max_model_len > original:
+            return original + 1, trained
+        return None, min(original, trained)
+    if rope_type == "dynamic" and max_model_len > trained:
+        stretched = int(trained * parameters["factor"])
+        return stretched, stretched
+    return None, trained
+
+
+def _check(parameters: Mapping[str, Any], rope_type: str, partial: bool) -> None:
+    if rope_type not in _FIELDS:
+        raise ModelUnsupported(
+            f"rope_type {rope_type!r} is not supported; supported are {', '.join(sorted(_FIELDS))}"
+        )
+    known = _FIELDS[rope_type] | _COMMON_FIELDS
+    if rope_type in _NO_ORIGINAL_LENGTH:
+        known |= {"original_max_position_embeddings"}
+    unknown = sorted(name for name, value in parameters.items() if value is not None and name not in known)
+    if unknown:
+        raise ModelUnsupported(f"the RoPE parameters {', '.join(unknown)} are not known for {rope_type!r}")
+    share = parameters.get("partial_rotary_factor")
+    if share is not None and share != 1 and not partial:
+        raise ModelUnsupported(f"the config's partial_rotary_factor is {share!r}, which is not supported")
