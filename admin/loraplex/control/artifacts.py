@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import structlog
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
+from loraplex.adapters.errors import ArtifactMissing
 from loraplex.adapters.store import ArtifactStore, SweepReport
 from loraplex.control.database import Database
+from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable
 from loraplex.control.tables import AdapterVersion
 from loraplex.control.types import Removal
 
@@ -19,8 +23,9 @@ log = structlog.get_logger("loraplex")
 class Artifacts:
     """The store beside the table that refers to it.
 
-    `lock` is held from an artifact's commit to its row's, and around deletions, so that no upload can publish
-    bytes that a deletion of the same content is about to remove.
+    `lock` keeps the order within this server. `holding` is held from an artifact's commit to its row's, and around
+    the removal of its bytes, so that no upload to any server on this database can publish bytes that a deletion of
+    the same content is about to remove.
     """
 
     def __init__(self, database: Database, store: ArtifactStore) -> None:
@@ -28,18 +33,42 @@ class Artifacts:
         self.store = store
         self.lock = threading.RLock()
 
+    @contextlib.contextmanager
+    def holding(self, digest: str) -> Iterator[None]:
+        """By one thread of one server at a time, and not twice. Raises DatabaseUnavailable, DatabaseBusy."""
+        with self.lock, self._database.lock(f"artifact:{digest}"):
+            yield
+
+    def check_stored(self, digest: str) -> None:
+        """Within the transaction that records a version: its bytes are still there. Who lost its connection to the
+        database lost `holding` with it. Raises DatabaseBusy."""
+        try:
+            self.store.path(digest)
+        except ArtifactMissing as error:
+            raise DatabaseBusy() from error
+
     def remove_unused(self, digests: Iterable[str]) -> Removal:
-        """Delete those of `digests` that no living version has. The lock is held by the caller since before it
-        deleted the rows."""
+        """Delete those of `digests` that no living version has."""
+        unused = []
         with self.lock:
-            unused = sorted(set(digests) - self.live())
-            for digest in unused:
+            for digest in sorted(set(digests)):
                 try:
-                    self.store.delete(digest)
-                except OSError as error:
+                    if self._remove_unused(digest):
+                        unused.append(digest)
+                except (DatabaseUnavailable, DatabaseBusy) as error:
                     # The rows are gone, and so is the version for everybody. The next start sweeps the bytes.
-                    log.warning("artifact_not_removed", digest=digest, reason=str(error))
-            return Removal(tuple(unused))
+                    log.warning("artifact_not_removed", digest=digest, reason=error.message)
+        return Removal(tuple(unused))
+
+    def _remove_unused(self, digest: str) -> bool:
+        with self.holding(digest), self._database.write(ages_caches=False) as session:
+            if _is_live(session, digest):
+                return False
+            try:
+                self.store.delete(digest)
+            except OSError as error:
+                log.warning("artifact_not_removed", digest=digest, reason=str(error))
+            return True
 
     def live(self) -> set[str]:
         with self._database.read() as session:
@@ -47,6 +76,14 @@ class Artifacts:
             return set(session.scalars(query))
 
     def sweep(self) -> SweepReport:
-        """At the start, before anything is served: remove what a crash left behind."""
+        """At the start, before anything is served, and by the only server on this store: remove what a crash left
+        behind."""
         with self.lock:
             return self.store.sweep(self.live())
+
+
+def _is_live(session: Session, digest: str) -> bool:
+    query = select(AdapterVersion.digest).where(
+        AdapterVersion.digest == digest, AdapterVersion.state != "deleted"
+    )
+    return session.scalars(query.limit(1)).first() is not None

@@ -82,10 +82,12 @@ class Catalog:
                     os.fsync(file.fileno())
         with self._artifacts.lock:
             try:
-                # Outside the transaction: where the bytes are stored already, this hashes them all.
-                self._artifacts.store.commit(staging, spec.digest)
-                with self._database.write() as session:
-                    return self._record(session, tenant_id, name, spec)
+                with self._artifacts.holding(spec.digest):
+                    # Outside the transaction: where the bytes are stored already, this hashes them all.
+                    self._artifacts.store.commit(staging, spec.digest)
+                    with self._database.write() as session:
+                        self._artifacts.check_stored(spec.digest)
+                        return self._record(session, tenant_id, name, spec)
             except BaseException:
                 # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
                 with contextlib.suppress(LoraplexError, OSError):
@@ -264,8 +266,9 @@ class Catalog:
     def reconcile(self) -> None:
         """At the start: versions made for another base are `incompatible` while this one is served, and `ready`
         again when theirs is. Those whose bytes the store lacks are `corrupt` until it has them again."""
-        have = set(self._artifacts.store.digests())
         with self._artifacts.lock, self._database.write() as session:
+            # Now, and not before: another server may have committed an upload just now.
+            have = set(self._artifacts.store.digests())
             for row in session.scalars(select(AdapterVersion).where(LIVING)):
                 row.state = self._state_of(row) if row.digest in have else "corrupt"
 
