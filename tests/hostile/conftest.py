@@ -1,0 +1,33 @@
+"""Both ports of one server, shared by the tests that leave it as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from support.whole_server import WholeServer, whole_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet() -> Iterator[None]:
+    """Errors only, on one line; the tests of the log look at it by their own way."""
+    structlog.configure(
+        processors=[structlog.processors.JSONRenderer(default=str)],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+    )
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
+    """Tenants `acme`, with the adapter `support`, and `rival`, with another of the same name."""
+    with whole_server(tmp_path_factory.mktemp("server"), metrics_on_data_port=True) as running:
+        for number, tenant in enumerate(("acme", "rival")):
+            running.plane.make_tenant(tenant)
+            running.plane.make_adapter("support", tenant, seed=number)
+        yield running
+        running.settle()
