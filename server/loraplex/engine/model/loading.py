@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from loraplex.engine.model.fused import load_fused
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
+
+_log = logging.getLogger(__name__)
 
 _NO_LIMIT = 1 << 62
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -43,7 +46,16 @@ def load_model(
     config = _config(model_dir)
     chosen = _dtype(config, dtype)
     if is_fused(config.model_type):
-        return load_fused(model_dir, decoder_spec(config, raw, max_model_len), chosen, device)
+        spec = decoder_spec(config, raw, max_model_len)
+        if spec.rope.max_positions < config.max_position_embeddings:
+            _log.warning(
+                "sequences of up to %d positions are served, of the %d that the model can have: a --max-model-len "
+                "above %d would choose other RoPE frequencies, for all sequences",
+                spec.rope.max_positions,
+                config.max_position_embeddings,
+                spec.rope.max_positions,
+            )
+        return load_fused(model_dir, spec, chosen, device)
     decoder = load_wrapped(model_dir, config, chosen, device)
     if config.model_type not in TESTED:
         probe(decoder)

@@ -69,6 +69,11 @@ def plan_rope(
         types = tuple(config.layer_types)
         kinds = tuple(sorted(set(types)))
         of_layer = tuple(kinds.index(kind) for kind in types)
+        stray = sorted(name for name in parameters if name not in ("full_attention", "sliding_attention"))
+        if stray:
+            raise ModelUnsupported(
+                f"the RoPE parameters {', '.join(stray)} of {config.model_type} belong to no type of layer"
+            )
     else:
         kinds, of_layer = (None,), (0,) * config.num_hidden_layers
     ropes: list[Rope] = []
@@ -109,6 +114,11 @@ def _rope(
             )
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ModelUnsupported(f"the RoPE parameters of {rope_type!r} are not valid: {error!r}") from error
+    for name in ("short_factor", "long_factor"):
+        if name in parameters and len(parameters[name]) != len(inv_freq):
+            raise ModelUnsupported(
+                f"the RoPE parameters have {len(parameters[name])} numbers in {name}, not {len(inv_freq)}"
+            )
     if not 0 < 2 * len(inv_freq) <= head_dim or not inv_freq.isfinite().all():
         raise ModelUnsupported(f"the RoPE parameters of {rope_type!r} do not fit heads of size {head_dim}")
     return Rope(inv_freq.float(), float(factor)), limit
