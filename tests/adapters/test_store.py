@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, StoreFull
+from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, StoreFailed, StoreFull
 from loraplex.adapters.format import digest_upload
 from loraplex.adapters.store import ArtifactStore, Staging
 
@@ -302,7 +302,7 @@ def test_a_failed_commit_removes_its_staging_by_itself(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match="broken disk"):
+        with pytest.raises(StoreFailed, match="Input/output error"):
             store.commit(staging, digest)
     assert leftovers(root) == []
     assert list(store.digests()) == []

@@ -213,15 +213,31 @@ def test_a_full_disk_is_507_and_keeps_nothing(
     assert uploads.leftovers() == []
 
 
-def test_another_failure_of_the_disk_is_a_500_that_tells_nothing(
-    server: RunningServer, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "status", "name"),
+    [
+        (errno.EDQUOT, 507, "storage_full"),
+        (errno.EFBIG, 507, "storage_full"),
+        (errno.EIO, 503, "storage_unavailable"),
+        (errno.EROFS, 503, "storage_unavailable"),
+        (errno.EACCES, 500, "internal_error"),
+    ],
+)
+def test_what_the_disk_says_is_told_without_a_word_of_the_inside(
+    server: RunningServer,
+    uploads: Uploads,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    status: int,
+    name: str,
 ) -> None:
     def broken(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error", "/secret/path")
+        raise OSError(code, "no luck", "/secret/path")
 
     monkeypatch.setattr(upload, "write_all", broken)
     answer = post(server, files(CONFIG, b"x"))
-    assert answer.status_code == 500
+    assert (answer.status_code, answer.json()["code"]) == (status, name)
+    assert ("retry-after" in answer.headers) == (status == 503)
     assert "secret" not in answer.text
     assert uploads.leftovers() == []
 

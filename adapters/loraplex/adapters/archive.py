@@ -15,7 +15,8 @@ from typing import BinaryIO
 from loraplex.adapters.archive_sink import MemberSink, bad_archive
 from loraplex.adapters.archive_tar import ByteStream, read_tar
 from loraplex.adapters.archive_zip import read_zip
-from loraplex.adapters.files import full_disk_as_store_full, open_regular
+from loraplex.adapters.files import disk_failures_named, open_regular
+from loraplex.adapters.steps import Fault, no_fault
 
 _ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -26,7 +27,7 @@ _TAR_OVERHEAD = 16 << 20
 """Bytes of headers and padding that a tar may have beyond its files: MAX_ENTRIES of them with long names."""
 
 
-def extract_upload(archive: Path, dest: Path, *, max_bytes: int) -> None:
+def extract_upload(archive: Path, dest: Path, *, max_bytes: int, fault: Fault = no_fault) -> None:
     """Write adapter_config.json and adapter_model.safetensors from `archive` into the existing folder `dest`.
 
     The kind is told by the content. Both files lie at the top or in one folder; other files are skipped (in a
@@ -34,9 +35,9 @@ def extract_upload(archive: Path, dest: Path, *, max_bytes: int) -> None:
     proportional to the bytes read and written. On failure nothing is left in `dest`.
 
     Raises AdapterRefused: bad_archive (damaged, encrypted, ambiguous, links, devices, absolute or ".." names,
-    a file missing), not_safetensors (pickled weights instead), too_large. StoreFull, OSError.
+    a file missing), not_safetensors (pickled weights instead), too_large. StoreFull, StoreFailed, OSError.
     """
-    with full_disk_as_store_full(), MemberSink(dest, max_bytes) as sink, open_regular(archive) as file:
+    with disk_failures_named(), MemberSink(dest, max_bytes, fault) as sink, open_regular(archive) as file:
         magic = file.read(4)
         file.seek(0)
         if magic in _ZIP_MAGIC:

@@ -8,6 +8,7 @@ from typing import BinaryIO, NoReturn, Self
 
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME, create_file, shown, write_all
+from loraplex.adapters.steps import Fault, Step, no_fault
 
 MAX_ENTRIES = 10_000
 _MAX_NAME = 4096
@@ -24,8 +25,9 @@ class MemberSink:
     A context manager: leaving it with an exception removes what was written.
     """
 
-    def __init__(self, dest: Path, max_bytes: int) -> None:
+    def __init__(self, dest: Path, max_bytes: int, fault: Fault = no_fault) -> None:
         self._dest = dest
+        self._fault = fault
         self._max_bytes = max_bytes
         self._expected = 0
         self._seen: set[tuple[str, ...]] = set()
@@ -91,8 +93,11 @@ class MemberSink:
         """Append to the file of that fixed name. Raises OSError."""
         if not data:
             return
+        path = self._dest / name
         if name not in self._files:
-            self._files[name] = create_file(self._dest / name)
+            self._fault(Step.UNPACK_CREATE, path)
+            self._files[name] = create_file(path)
+        self._fault(Step.UNPACK_WRITE, path)
         write_all(self._files[name], data)
 
     def finish(self) -> None:

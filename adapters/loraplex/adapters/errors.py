@@ -67,3 +67,16 @@ class StoreFull(LoraplexError):
     """The disk has no room for the upload; nothing of it was kept."""
 
     code = "storage_full"
+
+
+class ArtifactUnreadable(LoraplexError):
+    """An artifact's bytes cannot be read at the moment; nobody knows whether they are whole."""
+
+    code = "adapter_unavailable"
+
+
+class StoreFailed(LoraplexError):
+    """The disk failed under an upload; nothing of it was kept."""
+
+    code = "storage_unavailable"
+    retry_after_s = 30.0

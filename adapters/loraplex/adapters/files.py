@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from loraplex.adapters.errors import StoreFull
+from loraplex.adapters.errors import StoreFailed, StoreFull
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
@@ -21,6 +21,9 @@ CHUNK_BYTES = 1 << 20
 
 # EFBIG is what a process sees whose file size is limited: for an upload the same as a full disk.
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# A disk that breaks, was taken away, or was remounted read-only after an error.
+_BROKEN = frozenset({errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT})
+_DAMAGED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL})
 
 
 def shown(text: object, limit: int = 80) -> str:
@@ -29,20 +32,30 @@ def shown(text: object, limit: int = 80) -> str:
     return ascii(raw if len(raw) <= limit else raw[:limit] + "...")
 
 
-def is_full(error: BaseException | None) -> bool:
-    """Whether the operating system had no room."""
-    return isinstance(error, OSError) and error.errno in _NO_ROOM
+def names_damage(error: OSError) -> bool:
+    """Whether a file could not be read for what lies in its place (nothing, a folder, a link), rather than for what
+    may pass: too many open files, or a disk that does not answer."""
+    return error.errno in _DAMAGED
+
+
+def is_disk_failure(error: BaseException | None) -> bool:
+    """Whether the operating system had no room, or its disk failed."""
+    return isinstance(error, OSError) and error.errno in _NO_ROOM | _BROKEN
 
 
 @contextmanager
-def full_disk_as_store_full() -> Iterator[None]:
-    """Turn the operating system's "no room" errors into StoreFull."""
+def disk_failures_named() -> Iterator[None]:
+    """Turn the operating system's "no room" errors into StoreFull, and those of a failing disk into StoreFailed."""
     try:
         yield
     except OSError as error:
-        if is_full(error):
+        if error.errno in _NO_ROOM:
             raise StoreFull(
                 "no room left for the upload in the artifact store; nothing of it was kept"
+            ) from error
+        if error.errno in _BROKEN:
+            raise StoreFailed(
+                f"the artifact store's disk fails ({os.strerror(error.errno)}); nothing of the upload was kept"
             ) from error
         raise
 

@@ -5,11 +5,12 @@
 
 A digest's folder appears by one rename, after its bytes are on the disk: it is there whole or not at all. Who
 records an artifact elsewhere does so after `commit` returned, so that a crash leaves at most an orphan, which
-`sweep` removes at the next start.
+`sweep` removes at the next start. Each change is announced as a `Step` first (see `steps`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -21,8 +22,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing
-from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME, digest_upload, full_disk_as_store_full, is_full
+from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, ArtifactUnreadable
+from loraplex.adapters.files import (
+    CONFIG_NAME,
+    TENSORS_NAME,
+    digest_upload,
+    disk_failures_named,
+    is_disk_failure,
+    names_damage,
+)
+from loraplex.adapters.steps import Fault, Step, no_fault
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILES = (CONFIG_NAME, TENSORS_NAME)
@@ -42,12 +51,13 @@ class SweepReport:
 class Staging:
     """A fresh folder (mode 0700) that one upload is written into, until `ArtifactStore.commit` or `discard`.
 
-    As a context manager it discards what was not committed, and turns "no room" errors of the body into
-    StoreFull.
+    As a context manager it discards what was not committed, and turns the disk's errors of the body into
+    StoreFull or StoreFailed. Whoever writes into it announces each step to `fault`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, fault: Fault = no_fault) -> None:
         self.directory = directory
+        self.fault = fault
 
     @property
     def config_path(self) -> Path:
@@ -63,8 +73,9 @@ class Staging:
         return self.directory / "upload"
 
     def discard(self) -> None:
-        """Remove the folder and all in it; nothing to do after a commit."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Remove the folder and all in it; nothing to do after a commit. What cannot be removed is swept at the
+        next start."""
+        _remove(self.directory, Step.DISCARD, self.fault)
 
     def __enter__(self) -> Self:
         return self
@@ -73,38 +84,45 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.discard()
-        if error is not None and is_full(error):
-            with full_disk_as_store_full():
+        if error is not None and is_disk_failure(error):
+            with disk_failures_named():
                 raise error
 
 
 class ArtifactStore:
     """Artifacts by digest under `root`. Any number of threads and processes may read and commit at a time;
-    `sweep` is for the start, before uploads."""
+    `sweep` is for the start, before uploads. `fault` hears of each step before it is taken."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, fault: Fault = no_fault) -> None:
+        self.fault = fault
         self._staging = root / "staging"
         self._artifacts = root / "sha256"
-        with full_disk_as_store_full():
+        with disk_failures_named():
             for folder in (root, self._staging, self._artifacts):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if not folder.is_dir():
+                    fault(Step.MAKE_STORE, folder)
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                # Also where it is there: a process that made it may have died before this.
+                fault(Step.FLUSH_STORE, folder.parent)
+                _flush(folder.parent)
 
     def begin(self) -> Staging:
-        """A fresh staging folder. Raises StoreFull, OSError."""
+        """A fresh staging folder. Raises StoreFull, StoreFailed, OSError."""
         directory = self._staging / uuid.uuid4().hex
-        with full_disk_as_store_full():
+        with disk_failures_named():
+            self.fault(Step.STAGE, directory)
             directory.mkdir(mode=0o700)
-        return Staging(directory)
+        return Staging(directory, self.fault)
 
     def commit(self, staging: Staging, digest: str) -> Path:
         """Make a staged upload permanent under `digest` (of digest_upload) and return its folder.
 
         Where the digest is stored already, the staged copy is dropped, unless the stored one is damaged: then
         it takes its place. On an error the staging folder is removed. The caller keeps `delete` of the same
-        digest from running meanwhile. Raises StoreFull, ValueError, OSError.
+        digest from running meanwhile. Raises StoreFull, StoreFailed, ValueError, OSError.
         """
         try:
-            with full_disk_as_store_full():
+            with disk_failures_named():
                 target = self._folder(digest)
                 if target is None:
                     raise ValueError(f"not a digest: {digest!r}")
@@ -126,29 +144,34 @@ class ArtifactStore:
         return folder
 
     def verify(self, digest: str) -> None:
-        """Hash the stored bytes again. Raises ArtifactMissing, ArtifactCorrupt."""
+        """Hash the stored bytes again. Raises ArtifactMissing, ArtifactCorrupt, ArtifactUnreadable."""
         folder = self.path(digest)
         try:
             found = digest_upload(folder / CONFIG_NAME, folder / TENSORS_NAME)
         except OSError as error:
             if not folder.is_dir():  # deleted meanwhile
                 raise ArtifactMissing(f"the store holds no artifact {digest[:12]!r}") from error
-            raise ArtifactCorrupt(f"artifact {digest[:12]} cannot be read: {error.strerror}") from error
+            kind = ArtifactCorrupt if names_damage(error) else ArtifactUnreadable
+            raise kind(f"artifact {digest[:12]} cannot be read: {error.strerror}") from error
         if found != digest:
             raise ArtifactCorrupt(f"artifact {digest[:12]} is damaged: its bytes hash to {found[:12]}")
 
     def delete(self, digest: str) -> bool:
         """Remove an artifact; False if there was none. Readers that have its files open keep reading."""
         folder = self._folder(digest)
-        if folder is None:
+        if folder is None or not os.path.lexists(folder):
             return False
         doomed = self._staging / uuid.uuid4().hex
+        self.fault(Step.RETIRE, folder, doomed)
         try:
             folder.rename(doomed)  # at once and whole; a crash from here on leaves an orphan in staging
         except FileNotFoundError:
             return False
-        _flush(folder.parent)
-        shutil.rmtree(doomed, ignore_errors=True)
+        try:
+            self.fault(Step.FLUSH_RETIRED, folder.parent)
+            _flush(folder.parent)
+        finally:
+            _remove(doomed, Step.PURGE, self.fault)
         return True
 
     def digests(self) -> Iterator[str]:
@@ -168,6 +191,7 @@ class ArtifactStore:
         for leftover in self._staging.iterdir():
             freed += _size(leftover)
             removed += 1
+            self.fault(Step.SWEEP, leftover)
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover)
             else:
@@ -187,20 +211,27 @@ class ArtifactStore:
     def _drop_leftovers(self, staging: Staging) -> None:
         for entry in staging.directory.iterdir():
             if entry.name not in _FILES:
+                self.fault(Step.DROP_LEFTOVER, entry)
                 entry.unlink()
 
     def _flush_files(self, staging: Staging) -> None:
         for name in _FILES:
+            self.fault(Step.FLUSH_FILE, staging.directory / name)
             _flush(staging.directory / name)
+        self.fault(Step.FLUSH_FOLDER, staging.directory)
         _flush(staging.directory)
 
     def _make_shelf(self, shelf: Path) -> None:
         if not shelf.is_dir():
+            self.fault(Step.MAKE_SHELF, shelf)
             shelf.mkdir(mode=0o700, exist_ok=True)
-            _flush(shelf.parent)
+        # Also where it is there: who made it may not have come so far yet, or ever.
+        self.fault(Step.FLUSH_SHELVES, shelf.parent)
+        _flush(shelf.parent)
 
     def _publish(self, staging: Staging, target: Path, digest: str) -> None:
         while True:
+            self.fault(Step.PUBLISH, staging.directory, target)
             try:
                 staging.directory.rename(target)
             except OSError as error:
@@ -212,13 +243,14 @@ class ArtifactStore:
                 self.verify(digest)
             except ArtifactMissing:
                 continue
-            except ArtifactCorrupt:
+            except (ArtifactCorrupt, ArtifactUnreadable):
                 self.delete(digest)
             else:
                 staging.discard()
                 return
 
     def _flush_shelf(self, shelf: Path) -> None:
+        self.fault(Step.FLUSH_SHELF, shelf)
         _flush(shelf)
 
 
@@ -228,6 +260,24 @@ def _flush(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _remove(folder: Path, step: Step, fault: Fault) -> None:
+    """A folder of plain files and what lies in it, as far as that is possible."""
+    try:
+        entries = list(folder.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            fault(step, entry)
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    with contextlib.suppress(OSError):
+        fault(step, folder)
+        folder.rmdir()
 
 
 def _size(path: Path) -> int:

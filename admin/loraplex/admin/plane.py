@@ -72,6 +72,8 @@ class Plane:
             problem = from_exception(error)
             if problem.status == 500:
                 log.error("request_failed", method=scope["method"], path=scope["path"][:256], exc_info=error)
+            elif problem.code in ("storage_full", "storage_unavailable"):
+                log.error(problem.code, path=scope["path"][:256], reason=problem.message)
         else:
             return
         if started:

@@ -48,6 +48,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "adapter_unavailable": (503, "The adapter cannot be used now"),
     "engine_restarting": (503, "The engine is not there now"),
     "draining": (503, "The server is shutting down"),
+    "storage_unavailable": (503, "The artifact store's disk fails"),
     "storage_full": (507, "The artifact store is full"),
 }
 """HTTP status and title of each code."""

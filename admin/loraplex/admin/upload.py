@@ -15,7 +15,8 @@ import anyio
 import anyio.to_thread
 from starlette.requests import Request
 
-from loraplex.adapters.files import create_file, full_disk_as_store_full, write_all
+from loraplex.adapters.files import create_file, disk_failures_named, write_all
+from loraplex.adapters.steps import Step
 from loraplex.adapters.store import ArtifactStore, Staging
 from loraplex.admin.body import SILENCE_S, chunks, declared_length, refuse_encoding
 from loraplex.admin.multipart import Part, UploadParser, too_large
@@ -37,8 +38,8 @@ async def receive_upload(
     """The staging folder with the parts of the request's body in it, and which parts came. It is discarded on
     the way out unless it was committed.
 
-    Raises Problem (400, 408, 413, 415), ClientGone, StoreFull (507), OSError. Nothing is written before the headers
-    have been looked at.
+    Raises Problem (400, 408, 413, 415), ClientGone, StoreFull (507), StoreFailed (503), OSError. Nothing is
+    written before the headers have been looked at.
     """
     refuse_encoding(request)
     if (declared_length(request) or 0) > max_bytes + _FRAMING_BYTES:
@@ -75,6 +76,7 @@ class _Writer:
             Part.TENSORS: staging.tensors_path,
             Part.ARCHIVE: staging.archive_path,
         }
+        self._fault = staging.fault
         self._threads = threads
         self._files: dict[Part, BinaryIO] = {}
         self._pending: list[tuple[Part, bytearray]] = []
@@ -100,14 +102,17 @@ class _Writer:
         await anyio.to_thread.run_sync(self._write_all, pending, parts, limiter=self._threads)
 
     def _write_all(self, pending: list[tuple[Part, bytearray]], parts: frozenset[Part]) -> None:
-        with full_disk_as_store_full():
+        with disk_failures_named():
             for part, data in pending:
-                write_all(self._file(part), memoryview(data))
+                file = self._file(part)
+                self._fault(Step.RECEIVE_WRITE, self._paths[part])
+                write_all(file, memoryview(data))
             for part in parts:
                 self._file(part)
 
     def _file(self, part: Part) -> BinaryIO:
         if part not in self._files:
+            self._fault(Step.RECEIVE_CREATE, self._paths[part])
             self._files[part] = create_file(self._paths[part])
         return self._files[part]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 
+import structlog
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from loraplex.adapters.errors import AdapterRefused, LoraplexError
-from loraplex.adapters.files import full_disk_as_store_full, open_regular
+from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMissing, LoraplexError
+from loraplex.adapters.files import disk_failures_named, open_regular
 from loraplex.adapters.format import inspect_adapter
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
+from loraplex.adapters.steps import Step
 from loraplex.adapters.store import Staging
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts
@@ -33,6 +35,10 @@ from loraplex.control.types import (
 from loraplex.control.versions import version_info
 
 LIVING = AdapterVersion.state != "deleted"
+MAX_LOGGED = 20
+"""Versions that one log line names."""
+
+log = structlog.get_logger("loraplex")
 
 
 class Catalog:
@@ -68,31 +74,39 @@ class Catalog:
         version that has them; where the stored ones are lost or damaged, they take their place.
 
         The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
-        next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull and what `check_upload`
-        raises; then nothing of the upload is kept.
+        next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed and what
+        `check_upload` raises; then nothing of the upload is kept.
         """
         self.check_upload(tenant_id, name)
         spec = inspect_adapter(
             staging.config_path, staging.tensors_path, self._base, max_rank=self._max_rank, deep=True
         )
+        fault = self._artifacts.store.fault
         # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
-        with full_disk_as_store_full():
+        with disk_failures_named():
             for path in (staging.config_path, staging.tensors_path):
                 with open_regular(path) as file:
+                    fault(Step.FLUSH_STAGED, path)
                     os.fsync(file.fileno())
         with self._artifacts.lock:
             try:
                 with self._artifacts.holding(spec.digest):
                     # Outside the transaction: where the bytes are stored already, this hashes them all.
                     self._artifacts.store.commit(staging, spec.digest)
-                    with self._database.write() as session:
+                    with disk_failures_named(), self._database.write() as session:
                         self._artifacts.check_stored(spec.digest)
-                        return self._record(session, tenant_id, name, spec)
+                        recorded = self._record(session, tenant_id, name, spec)
+                        fault(Step.COMMIT_VERSION)
             except BaseException:
                 # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
                 with contextlib.suppress(LoraplexError, OSError):
                     self._artifacts.remove_unused([spec.digest])
+                # Or damaged ones were to be replaced, and went before the good ones came.
+                with contextlib.suppress(LoraplexError, OSError):
+                    self.mark_damaged(spec.digest)
                 raise
+        fault(Step.VERSION_COMMITTED)
+        return recorded
 
     def _record(
         self, session: Session, tenant_id: str, name: str, spec: AdapterSpec
@@ -243,6 +257,8 @@ class Catalog:
                     add_release(session, tenant_id, name, (), "none")
                 row.state, row.pinned = "deleted", False
                 digest = row.digest
+                self._artifacts.store.fault(Step.COMMIT_REMOVAL)
+            self._artifacts.store.fault(Step.REMOVAL_COMMITTED)
             return self._artifacts.remove_unused([digest])
 
     def delete_adapter(self, tenant_id: str, name: str) -> Removal:
@@ -261,16 +277,58 @@ class Catalog:
                 for row in rows:
                     row.state, row.pinned = "deleted", False
                 add_release(session, tenant_id, name, (), "none")
+                self._artifacts.store.fault(Step.COMMIT_REMOVAL)
+            self._artifacts.store.fault(Step.REMOVAL_COMMITTED)
             return self._artifacts.remove_unused(digests)
+
+    def mark_damaged(self, digest: str) -> list[VersionInfo]:
+        """Somebody found these bytes damaged or lost. If they are, every living version that has them, of whatever
+        name or tenant, is `corrupt` from now on; those that have become so by this. Uploading the same bytes again
+        heals them all. Raises ArtifactUnreadable where that cannot be told at the moment."""
+        with self._artifacts.holding(digest):
+            try:
+                self._artifacts.store.verify(digest)
+            except (ArtifactCorrupt, ArtifactMissing) as damage:
+                reason = damage.message
+            else:
+                return []
+            with self._database.write() as session:
+                query = select(AdapterVersion).where(AdapterVersion.digest == digest, LIVING)
+                found = [row for row in session.scalars(query) if row.state != "corrupt"]
+                for row in found:
+                    row.state = "corrupt"
+                self._artifacts.store.fault(Step.MARK_CORRUPT)
+                marked = [version_info(row) for row in found]
+        if marked:
+            versions = [f"{info.tenant_id}/{info.name}@{info.version}" for info in marked[:MAX_LOGGED]]
+            log.error(
+                "artifact_damaged", digest=digest, num_versions=len(marked), versions=versions, reason=reason
+            )
+        return marked
 
     def reconcile(self) -> None:
         """At the start: versions made for another base are `incompatible` while this one is served, and `ready`
-        again when theirs is. Those whose bytes the store lacks are `corrupt` until it has them again."""
-        with self._artifacts.lock, self._database.write() as session:
-            # Now, and not before: another server may have committed an upload just now.
-            have = set(self._artifacts.store.digests())
-            for row in session.scalars(select(AdapterVersion).where(LIVING)):
-                row.state = self._state_of(row) if row.digest in have else "corrupt"
+        again when theirs is. Those whose bytes the store lacks are `corrupt`, and those that were `corrupt` stay so
+        unless their bytes are good again, for which they are hashed."""
+        with self._artifacts.lock:
+            damaged = {digest for digest in self._corrupt() if not self._is_whole(digest)}
+            with self._database.write() as session:
+                # Now, and not before: another server may have committed an upload just now.
+                whole = set(self._artifacts.store.digests()) - damaged
+                for row in session.scalars(select(AdapterVersion).where(LIVING)):
+                    row.state = self._state_of(row) if row.digest in whole else "corrupt"
+
+    def _corrupt(self) -> set[str]:
+        with self._database.read() as session:
+            query = select(AdapterVersion.digest).where(AdapterVersion.state == "corrupt").distinct()
+            return set(session.scalars(query))
+
+    def _is_whole(self, digest: str) -> bool:
+        try:
+            self._artifacts.store.verify(digest)
+        except LoraplexError:
+            return False
+        return True
 
     def _state_of(self, row: AdapterVersion) -> VersionState:
         """Of a living version whose bytes are there."""

@@ -46,7 +46,12 @@ def version_operations(services: AdminServices) -> list[Operation]:
 
     def admit(tenant: str, name: str, staging: Staging, parts: frozenset[Part]) -> tuple[VersionInfo, bool]:
         if Part.ARCHIVE in parts:
-            extract_upload(staging.archive_path, staging.directory, max_bytes=services.max_upload_bytes)
+            extract_upload(
+                staging.archive_path,
+                staging.directory,
+                max_bytes=services.max_upload_bytes,
+                fault=staging.fault,
+            )
         return services.catalog.admit(tenant, name, staging)
 
     async def list_versions(call: Call) -> Answer:
