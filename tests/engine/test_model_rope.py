@@ -67,16 +67,16 @@ def test_longrope_is_long_for_all_where_more_is_asked_for(tmp_path):
 def test_old_configs_of_phi_are_understood(tmp_path):
     """`su`, factors in rope_scaling, partial_rotary_factor outside."""
     rope = LONGROPE["rope_parameters"] | {"partial_rotary_factor": 0.5}
-    path = save_tiny(tmp_path, LONGROPE | {"hidden_size": 64, "rope_parameters": rope})
+    options = LONGROPE | {"hidden_size": 64, "rope_parameters": rope}
+    path = save_tiny(tmp_path / "old", options)
     edit_config(
-        path, rope_parameters=None, rope_theta=1000.0, partial_rotary_factor=0.5,
+        path, rope_parameters=None, rope_theta=10000.0, partial_rotary_factor=0.5,
         rope_scaling={"type": "su", "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 5.0, 9.0]},
         resid_pdrop=0.0, embd_pdrop=0.0, attention_bias=False, lm_head_bias=False,
     )  # fmt: skip
     model = load_model(path, "cpu", "float32", max_model_len=90)
-    torch.testing.assert_close(
-        in_slices(model, [prompt(70)])[0], reference_logits(path, [prompt(70)])[0], atol=1e-4, rtol=1e-4
-    )
+    theirs = reference_logits(save_tiny(tmp_path / "new", options), [prompt(70)])[0]
+    torch.testing.assert_close(in_slices(model, [prompt(70)])[0], theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_ntk_is_plain_up_to_the_trained_length(tmp_path):

@@ -43,7 +43,7 @@ def load_model(
     """
     device = torch.device(device)
     raw = read_config_json(model_dir)
-    config = _config(model_dir)
+    config = _config(model_dir, raw)
     chosen = _dtype(config, dtype)
     if is_fused(config.model_type):
         spec = decoder_spec(config, raw, max_model_len)
@@ -118,10 +118,14 @@ def eos_token_ids(model_dir: Path) -> frozenset[int]:
     return frozenset()
 
 
-def _config(model_dir: Path) -> Any:
+def _config(model_dir: Path, raw: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
+    scaling = raw.get("rope_scaling")
     try:
+        if isinstance(scaling, dict) and scaling.get("type") == "su":
+            # The first name of longrope, which transformers takes no parameters for any more.
+            return AutoConfig.for_model(**raw | {"rope_scaling": scaling | {"type": "longrope"}})
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # its validators raise errors of many kinds
         reason = " ".join(str(error).split())[:500]
