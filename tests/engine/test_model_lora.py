@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
@@ -15,49 +14,10 @@ from loraplex.adapters.layout import ArenaLayout
 from loraplex.adapters.weights import build_image
 from loraplex.engine.model.loading import load_model
 from support.models import FAMILIES, OTHERS, VOCAB, PagedRun, save_tiny
-from support.peft_zoo import ALL_SITES, PeftReference
+from support.peft_zoo import PeftReference
+from support.tiny_adapters import save_adapters
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-ADAPTERS = {
-    "all": {"r": 8, "lora_alpha": 16, "target_modules": ALL_SITES},
-    "some": {"r": 3, "lora_alpha": 5, "target_modules": ["k_proj", "o_proj", "up_proj"], "layers_to_transform": [0, 2]},
-    "many-ranks": {
-        "r": 20, "lora_alpha": 10, "use_rslora": True, "target_modules": ["q_proj", "v_proj", "down_proj"],
-        "rank_pattern": {"v_proj": 1},
-    },
-}  # fmt: skip
-
-
-FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
-                 "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
-
-
-def for_fused(options):
-    """The same adapter for a base that has Q, K and V, and gate and up, as one linear each."""
-    targets = list(dict.fromkeys(FUSED_TARGETS.get(name, name) for name in options["target_modules"]))
-    pattern = {FUSED_TARGETS.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
-    return options | {"target_modules": targets, "rank_pattern": pattern}
-
-
-def save_adapters(base, out):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    made = {}
-    fused = json.loads((base / "config.json").read_text())["model_type"] == "phi3"
-    adapters = {name: for_fused(options) if fused else options for name, options in ADAPTERS.items()}
-    for number, (name, options) in enumerate(adapters.items()):
-        model = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **options)
-        )
-        generator = torch.Generator().manual_seed(number)
-        for key, weight in model.named_parameters():
-            if "lora_" in key:
-                weight.data.normal_(0, 0.3, generator=generator)
-        made[name] = out / name
-        model.save_pretrained(made[name])
-    return made
 
 
 @pytest.mark.parametrize(

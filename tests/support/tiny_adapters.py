@@ -1,0 +1,52 @@
+"""Adapters on all linears of the tiny models of `support.models`, made and saved by PEFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.peft_zoo import ALL_SITES
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {"r": 8, "lora_alpha": 16, "target_modules": ALL_SITES},
+    "some": {"r": 3, "lora_alpha": 5, "target_modules": ["k_proj", "o_proj", "up_proj"], "layers_to_transform": [0, 2]},
+    "many-ranks": {
+        "r": 20, "lora_alpha": 10, "use_rslora": True, "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 1},
+    },
+}  # fmt: skip
+
+
+_FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
+                 "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
+
+
+def for_fused(options: dict[str, Any]) -> dict[str, Any]:
+    """The same adapter for a base that has Q, K and V, and gate and up, as one linear each."""
+    targets = list(dict.fromkeys(_FUSED_TARGETS.get(name, name) for name in options["target_modules"]))
+    pattern = {_FUSED_TARGETS.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
+    return options | {"target_modules": targets, "rank_pattern": pattern}
+
+
+def save_adapters(base: Path, out: Path) -> dict[str, Path]:
+    """`ADAPTERS` for a base, random in A and B, one directory each below `out`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    made: dict[str, Path] = {}
+    fused = json.loads((base / "config.json").read_text())["model_type"] == "phi3"
+    adapters = {name: for_fused(options) if fused else options for name, options in ADAPTERS.items()}
+    for number, (name, options) in enumerate(adapters.items()):
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **options)
+        )
+        generator = torch.Generator().manual_seed(number)
+        for key, weight in model.named_parameters():
+            if "lora_" in key:
+                weight.data.normal_(0, 0.3, generator=generator)
+        made[name] = out / name
+        model.save_pretrained(made[name])
+    return made
