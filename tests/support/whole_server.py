@@ -83,11 +83,15 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
         apps = create_apps(installation, plane.engine)
         loop = asyncio.new_event_loop()
         stop = asyncio.Event()
+        started = threading.Event()
         failures: list[BaseException] = []
 
         async def serve() -> None:
             listening = Listening(ports, data=apps.data, admin=apps.admin)
             try:
+                while not listening.started:
+                    await asyncio.sleep(0.005)
+                started.set()
                 await stop.wait()
             finally:
                 assert await listening.close(), listening.failure
@@ -102,6 +106,8 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
         thread = threading.Thread(target=run, name="both-ports", daemon=True)
         thread.start()
         try:
+            if not started.wait(10):
+                raise RuntimeError(f"the server did not start: {failures}")
             yield WholeServer(plane, apps, url(ports.data), url(ports.admin), http, loop)
         finally:
             loop.call_soon_threadsafe(stop.set)

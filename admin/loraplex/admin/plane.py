@@ -63,6 +63,8 @@ class Plane:
             await send(message)
 
         try:
+            if not scope["path"].isprintable():  # starlette's patterns pass over a line feed at the end
+                raise HTTPException(404)
             await self._router(scope, body, noting_send)
         except ClientGone:
             return

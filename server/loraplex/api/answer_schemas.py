@@ -86,10 +86,12 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
         }
     ),
     "ModelList": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
-    "Probe": _object(
-        {"status": {"const": "ok"}},
-        additionalProperties=False,
-    ),
+    "Probe": {
+        "type": "object",
+        "required": ["status"],
+        "properties": {"status": {"const": "ok"}, "warning": _STRING},
+        "additionalProperties": False,
+    },
     "ProbeFailure": _object(
         {"status": {"const": "unavailable"}, "reason": _STRING}, additionalProperties=False
     ),

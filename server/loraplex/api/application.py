@@ -23,6 +23,7 @@ from loraplex.api.models_routes import models_routes
 from loraplex.api.openapi import openapi
 from loraplex.api.places import Places
 from loraplex.api.probes import probe_routes
+from loraplex.api.routing import exact
 from loraplex.serving.client import EngineClient
 
 START_RETRY_S = 5.0
@@ -49,7 +50,7 @@ def create_data_app(
     """The app for the data port. `extra_routes` (the tenants' own admin routes) are served beside ours and
     make their own error answers, but for a path that none of them has; `extra_document` is their OpenAPI document."""
     places = Places(max_in_flight=services.drain.max_in_flight, threads=services.tokenizer_threads)
-    routes: list[BaseRoute] = [
+    routes: list[Route] = [
         Route("/v1/chat/completions", GenerationEndpoint(services, CHAT, places), methods=["POST"]),
         Route("/v1/completions", GenerationEndpoint(services, COMPLETION, places), methods=["POST"]),
         *models_routes(services),
@@ -59,7 +60,7 @@ def create_data_app(
     if services.metrics_on_data_port:
         scrape = MetricsApp(services.metrics, services.engine, tenant_data=False)
         routes.append(Route("/metrics", scrape, methods=["GET"]))
-    router = Router([*routes, *extra_routes], redirect_slashes=False)
+    router = Router([*map(exact, routes), *extra_routes], redirect_slashes=False)
     app: ASGIApp = Errors(router, services.drain, services.metrics)
     if services.cors_origins:
         app = CORSMiddleware(
@@ -75,7 +76,7 @@ def create_data_app(
 def create_starting_data_app(engine: EngineClient, served_model_name: str) -> ASGIApp:
     """For the data port until the engine is there: the probes, and a 503 `engine_restarting` for whatever else."""
     drain, metrics = Drain(), Metrics(served_model_name)
-    rest = Route("/{path:path}", _NotYet())
+    rest = exact(Route("/{path:path}", _NotYet()))
     router = Router([*probe_routes(engine, drain, serving=False), rest], redirect_slashes=False)
     return Edge(Errors(router, drain, metrics), drain, metrics, structlog.get_logger("loraplex.access"))
 

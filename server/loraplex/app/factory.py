@@ -30,6 +30,7 @@ from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics, MetricsApp
 from loraplex.api.probes import probe_routes
+from loraplex.api.routing import exact
 from loraplex.app.models import default_served_name, ensure_model
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.artifacts import Artifacts
@@ -254,7 +255,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         cors_origins=tuple(settings.cors_origins),
         metrics_on_data_port=settings.metrics_on_data_port,
     )
-    tenant_routes: list[BaseRoute] = [Mount("/admin/v1", create_tenant_app(admin_services))]
+    tenant_routes: list[BaseRoute] = [exact(Mount("/admin/v1", create_tenant_app(admin_services)))]
     operator_routes: list[BaseRoute] = [
         *probe_routes(engine, drain),
         Route("/metrics", MetricsApp(metrics, engine), methods=["GET"]),

@@ -40,6 +40,11 @@ class Listening:
             for server, sockets in zip(self._servers, (ports.data, ports.admin), strict=True)
         ]
 
+    @property
+    def started(self) -> bool:
+        """Whether both ports take connections."""
+        return all(server.started for server in self._servers)
+
     def switch(self, *, data: ASGIApp, admin: ASGIApp) -> None:
         """What is asked from now on is asked of these."""
         self._data.app, self._admin.app = data, admin
