@@ -63,7 +63,9 @@ async def test_bytes_put_back_from_a_backup_serve_after_a_start(plane: ControlPl
     shutil.copytree(folder, tmp_path / "backup")
     shutil.rmtree(folder)
     plane.start()
-    with pytest.raises(AdapterUnavailable, match="corrupt and cannot be served; upload the same files again"):
+    with pytest.raises(
+        AdapterUnavailable, match="corrupt and cannot be served: its stored bytes are damaged or lost; upload"
+    ):
         await plane.resolver.resolve(caller("acme"), "pirate")
     shutil.copytree(tmp_path / "backup", folder)
     plane.start()
@@ -75,7 +77,7 @@ async def test_what_was_made_for_another_base_is_told_so(plane: ControlPlane) ->
     other = ControlPlane(plane.root, base_seed=1)
     other.start()
     with pytest.raises(
-        AdapterUnavailable, match="another base model: upload one made for this one, and release"
+        AdapterUnavailable, match="another base model; upload one made for this one, and release"
     ):
         await other.resolver.resolve(caller("acme"), "pirate")
     assert [card.id for card in await other.resolver.list_models(caller("acme"))] == ["org/tiny"]

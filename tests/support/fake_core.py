@@ -1,9 +1,9 @@
 """A core for tests of the loop and of the clients: no model, and tokens that are a hash of adapter and position.
 
-A prompt that begins with `CRASH` makes the step raise. `python tests/support/fake_core.py --socket PATH` is an
-engine process around it. The model path says how it starts: "broken" cannot be built, "slow" never gets ready,
-anything else works. `FAKE_EXIT=N` in the environment ends the process with N before it connects;
-`FAKE_STEP_S` is how long a step takes.
+A prompt that begins with `CRASH` makes the step raise; an adapter named `DAMAGED` has damaged bytes.
+`python tests/support/fake_core.py --socket PATH` is an engine process around it. The model path says how it starts:
+"broken" cannot be built, "slow" never gets ready, anything else works. `FAKE_EXIT=N` in the environment ends the
+process with N before it connects; `FAKE_STEP_S` is how long a step takes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from loraplex.engine.types import (
 )
 
 CRASH = 666
+DAMAGED = "damaged"
 VOCAB_SIZE = 1000
 
 
@@ -63,6 +64,7 @@ class FakeCore:
         self._states: dict[str, AdapterState] = {}
         self._refs: dict[str, AdapterRef] = {}
         self._pins: set[str] = set()
+        self._damaged: tuple[str, ...] = ()
         self.num_steps = 0
 
     @property
@@ -73,6 +75,11 @@ class FakeCore:
         if len(self._running) >= self._max_waiting:
             error = EngineError("server_overloaded", "the queue is full")
             self._ended.append(TokenEvent(request.request_id, finish_reason="error", error=error))
+            return
+        if request.adapter is not None and request.adapter.name == DAMAGED:
+            error = EngineError("adapter_unavailable", "its stored bytes are damaged")
+            self._ended.append(TokenEvent(request.request_id, finish_reason="error", error=error))
+            self._damaged = (request.adapter.digest,)
             return
         self._running[request.request_id] = _Running(request)
         if request.adapter is not None:
@@ -126,6 +133,10 @@ class FakeCore:
 
     def residency(self) -> dict[str, AdapterState]:
         return dict(self._states)
+
+    def take_damaged(self) -> tuple[str, ...]:
+        damaged, self._damaged = self._damaged, ()
+        return damaged
 
     def pin(self, ref: AdapterRef) -> None:
         if ref.rank > 64:

@@ -81,6 +81,7 @@ class AdapterCache(Generic[ImageT]):
         self._pinned: dict[str, AdapterRef] = {}
         self._wishes: OrderedDict[str, AdapterRef] = OrderedDict()
         self._failures: OrderedDict[str, _Failure] = OrderedDict()
+        self._damaged: dict[str, None] = {}
 
         self._pass = 0
         self._wanted: dict[str, None] = {}
@@ -145,6 +146,13 @@ class AdapterCache(Generic[ImageT]):
         """Why `request` answered FAILED, in one line; empty where it did not."""
         failure = self._failures.get(digest)
         return "" if failure is None else failure.message
+
+    def take_damaged(self) -> tuple[str, ...]:
+        """The digests whose stored bytes loads have found damaged or lost since this was last called."""
+        if not self._damaged:
+            return ()
+        damaged, self._damaged = tuple(self._damaged), {}
+        return damaged
 
     def acquire(self, digest: str) -> Lease:
         """Lend an adapter that is on the device. Raises LeaseError where it is not."""
@@ -301,6 +309,8 @@ class AdapterCache(Generic[ImageT]):
                 self._fail(entry, f"its load took longer than {self._timeout_s:g} s", now)
             return
         if ticket.error is not None:
+            if ticket.damaged and len(self._damaged) < MAX_FAILURES:
+                self._damaged[entry.ref.digest] = None
             self._fail(entry, ticket.error, now)
             return
         self._residents.loaded(entry, ticket.value)

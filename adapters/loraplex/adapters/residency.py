@@ -50,20 +50,23 @@ ImageT = TypeVar("ImageT", bound=Image)
 class Ticket(Generic[T]):
     """The outcome, some day, of work in another thread, which completes it once; the step thread reads it."""
 
-    __slots__ = ("_error", "_on_cancel", "_outcome")
+    __slots__ = ("_damaged", "_error", "_on_cancel", "_outcome")
 
     def __init__(self, on_cancel: Callable[[], None] | None = None) -> None:
         self._outcome: list[T] | None = (
             None  # a list of one, so that a value of None can be told from no value
         )
         self._error: str | None = None
+        self._damaged = False
         self._on_cancel = on_cancel
 
     def succeed(self, value: T) -> None:
         self._outcome = [value]
 
-    def fail(self, message: str) -> None:
-        """`message` is one line for the person whose request ends by it."""
+    def fail(self, message: str, *, damaged: bool = False) -> None:
+        """`message` is one line for the person whose request ends by it; `damaged` says that the stored bytes are to
+        blame, which no second try mends."""
+        self._damaged = damaged
         self._error = message
 
     def cancel(self) -> None:
@@ -78,6 +81,10 @@ class Ticket(Generic[T]):
     @property
     def error(self) -> str | None:
         return self._error
+
+    @property
+    def damaged(self) -> bool:
+        return self._damaged
 
     @property
     def value(self) -> T:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from loraplex.adapters.arena import AdapterArena
-from loraplex.adapters.errors import ArtifactMissing, LoraplexError
+from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, LoraplexError
 from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME
 from loraplex.adapters.format import inspect_adapter
 from loraplex.adapters.ref import AdapterRef
@@ -63,7 +63,8 @@ class ThreadedTransport:
             try:
                 ticket.succeed(self._load(ref))
             except Exception as error:
-                ticket.fail(_reason(error, f"loading adapter {ref.digest[:12]}"))
+                damaged = isinstance(error, ArtifactCorrupt | ArtifactMissing)
+                ticket.fail(_reason(error, f"loading adapter {ref.digest[:12]}"), damaged=damaged)
             self._wake()
 
         job = _Job(work)

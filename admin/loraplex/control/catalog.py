@@ -281,30 +281,35 @@ class Catalog:
             self._artifacts.store.fault(Step.REMOVAL_COMMITTED)
             return self._artifacts.remove_unused(digests)
 
-    def mark_damaged(self, digest: str) -> list[VersionInfo]:
-        """Somebody found these bytes damaged or lost. If they are, every living version that has them, of whatever
-        name or tenant, is `corrupt` from now on; those that have become so by this. Uploading the same bytes again
-        heals them all. Raises ArtifactUnreadable where that cannot be told at the moment."""
+    def mark_damaged(self, digest: str) -> bool:
+        """Somebody found these bytes damaged or lost; whether they are. Then every living version that has them, of
+        whatever name or tenant, is `corrupt` from now on. Uploading the same bytes again heals them all.
+
+        Raises ArtifactUnreadable where it cannot be told at the moment.
+        """
         with self._artifacts.holding(digest):
             try:
                 self._artifacts.store.verify(digest)
             except (ArtifactCorrupt, ArtifactMissing) as damage:
                 reason = damage.message
             else:
-                return []
+                return False
             with self._database.write() as session:
                 query = select(AdapterVersion).where(AdapterVersion.digest == digest, LIVING)
                 found = [row for row in session.scalars(query) if row.state != "corrupt"]
                 for row in found:
                     row.state = "corrupt"
                 self._artifacts.store.fault(Step.MARK_CORRUPT)
-                marked = [version_info(row) for row in found]
-        if marked:
-            versions = [f"{info.tenant_id}/{info.name}@{info.version}" for info in marked[:MAX_LOGGED]]
+                versions = [f"{row.tenant_id}/{row.name}@v{row.number}" for row in found]
+        if versions:
             log.error(
-                "artifact_damaged", digest=digest, num_versions=len(marked), versions=versions, reason=reason
+                "artifact_damaged",
+                digest=digest,
+                num_versions=len(versions),
+                versions=versions[:MAX_LOGGED],
+                reason=reason,
             )
-        return marked
+        return True
 
     def reconcile(self) -> None:
         """At the start: versions made for another base are `incompatible` while this one is served, and `ready`

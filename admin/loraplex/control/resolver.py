@@ -22,8 +22,8 @@ from loraplex.control.types import ModelCard, Principal, ReleaseInfo, ResolvedMo
 MIN_DIGEST_CHARS = 12
 _HEX = frozenset("0123456789abcdef")
 _REMEDY = {
-    "corrupt": "upload the same files again",
-    "incompatible": "it was made for another base model: upload one made for this one, and release it",
+    "corrupt": "its stored bytes are damaged or lost; upload the same files again",
+    "incompatible": "it was made for another base model; upload one made for this one, and release it",
 }
 
 
@@ -88,7 +88,7 @@ class Resolver:
         self._check_allowed(principal, model, name, spelled)
         if version.state != "ready":
             raise AdapterUnavailable(
-                f"{name}@v{version.ref.version} is {version.state} and cannot be served; {_REMEDY[version.state]}.",
+                f"{name}@v{version.ref.version} is {version.state} and cannot be served: {_REMEDY[version.state]}.",
                 param="model",
             )
         return ResolvedModel(model, version.ref)
@@ -129,7 +129,8 @@ class Resolver:
             return None
         found = [(adapter.versions.get(int(t.version[1:])), t.weight) for t in release.targets]
         targets = [(version, weight) for version, weight in found if version is not None and weight > 0]
-        ready = [pair for pair in targets if pair[0].state == "ready"] or targets
+        # What is damaged keeps its share, and answers that it is: traffic must not move to another version unseen.
+        ready = [pair for pair in targets if pair[0].state != "incompatible"] or targets
         if not ready:
             return None
         caller = {"user": user or principal.key_id, "key": principal.key_id, "none": None}[release.sticky]

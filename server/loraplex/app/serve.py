@@ -12,6 +12,7 @@ import structlog
 import uvloop
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.app.damage import DamageReports
 from loraplex.app.factory import (
     Apps,
     Installation,
@@ -57,20 +58,26 @@ async def _serve(installation: Installation, ports: Ports) -> int:
     log = structlog.get_logger("loraplex")
     stop = _StopSignals()
     with stop.installed():
+        damage = DamageReports(installation.database, installation.catalog)
         engine = SocketEngineClient(
             engine_config(settings, installation.model_dir, installation.served_name),
             log=lambda event, **fields: log.info(event, **fields),
             on_progress=lambda stage, seconds: log.info(
                 "engine_starting", stage=stage, seconds=round(seconds)
             ),
+            on_damaged=damage.put,
         )
         # The ports first: what starts is told from what is not there, and nobody has to wait to be told.
         data, admin = create_starting_apps(installation, engine)
         listening = Listening(ports, data=data, admin=admin)
+        keeping = [asyncio.create_task(damage.run(engine))]
         try:
             code = await _serve_on(listening, installation, ports, engine, stop)
         finally:
             whole = await listening.close()
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
             await engine.close()
         return code if whole else 1
 

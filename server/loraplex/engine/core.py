@@ -408,6 +408,10 @@ class EngineCore:
         """The versions on the device or in host memory."""
         return self._cache.residency()
 
+    def take_damaged(self) -> tuple[str, ...]:
+        """The versions whose stored bytes loads have found damaged or lost since this was last called."""
+        return self._cache.take_damaged()
+
     def pin(self, ref: AdapterRef) -> None:
         """Raises PinRefused where it can never fit."""
         self._cache.pin(ref)

@@ -59,6 +59,10 @@ class CoreLike(Protocol):
         """The versions on the device or in host memory; all others are cold."""
         ...
 
+    def take_damaged(self) -> tuple[str, ...]:
+        """The versions whose stored bytes loads have found damaged since this was last called."""
+        ...
+
     def pin(self, ref: AdapterRef) -> None:
         """Raises LoraplexError where it can never fit."""
         ...
@@ -221,6 +225,8 @@ class EngineLoop:
             if self._draining and self._drain(core):
                 return 0
             self._publish(core.step())
+            if damaged := core.take_damaged():
+                self._emit(wire.Damaged(damaged))
             self._publish_residency(core)
             self._sleep(core)
 

@@ -194,6 +194,12 @@ class ResidencyChanged(msgspec.Struct, frozen=True, tag=True):
     states: dict[str, AdapterState]
 
 
+class Damaged(msgspec.Struct, frozen=True, tag=True):
+    """Loads found the stored bytes of these versions damaged or lost; who waited for one has been told."""
+
+    digests: tuple[str, ...]
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     call: int
     stats: EngineStats
@@ -221,7 +227,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Event = Starting | Ready | Events | ResidencyChanged | Stats | Cache | Done | Pong | Fatal
+Event = Starting | Ready | Events | ResidencyChanged | Damaged | Stats | Cache | Done | Pong | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

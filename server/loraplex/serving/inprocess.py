@@ -24,10 +24,16 @@ class InProcessEngineClient:
     """An `EngineClient` over an `EngineLoop` in a thread. There is no restart: an engine that fails leaves the
     client unhealthy, with the reason. Values are not copied on their way; they are frozen."""
 
-    def __init__(self, build: Build, *, log: Log = lambda event, **fields: None) -> None:
+    def __init__(
+        self,
+        build: Build,
+        *,
+        on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
+        log: Log = lambda event, **fields: None,
+    ) -> None:
         self._outbox = Outbox(self._notify)
         self._engine = EngineLoop(build, self._outbox.put, log)
-        self._session = EngineSession(self._engine.post)
+        self._session = EngineSession(self._engine.post, on_damaged)
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False

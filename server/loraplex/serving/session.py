@@ -23,12 +23,18 @@ Answer = wire.Stats | wire.Cache | wire.Done | wire.Pong
 class EngineSession:
     """The client's half of the conversation with an engine, whatever carries it.
 
-    `send` passes a command on and never blocks. The owner calls `dispatch` for each event that arrives and
+    `send` passes a command on and never blocks; `on_damaged` hears of versions whose stored bytes the engine found
+    damaged or lost. The owner calls `dispatch` for each event that arrives and
     `fail` when the engine is gone, on the event loop's thread.
     """
 
-    def __init__(self, send: Callable[[wire.Command], None]) -> None:
+    def __init__(
+        self,
+        send: Callable[[wire.Command], None],
+        on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
+    ) -> None:
         self._send = send
+        self._on_damaged = on_damaged
         self._streams: dict[str, RequestStream] = {}
         self._shares = Shares()
         self._calls: dict[int, asyncio.Future[Answer]] = {}
@@ -169,6 +175,8 @@ class EngineSession:
                         self._states.pop(digest, None)
                     else:
                         self._states[digest] = state
+            case wire.Damaged(digests):
+                self._on_damaged(digests)
             case wire.Stats() | wire.Cache() | wire.Done() | wire.Pong():
                 future = self._calls.get(event.call)
                 if future is not None and not future.done():

@@ -30,7 +30,8 @@ Phase = Literal["new", "starting", "ready", "restarting", "failed", "closing", "
 
 class SocketEngineClient:
     """An `EngineClient` over an engine process. `start_timeout_s` bounds a start, the loading of the model
-    included; `on_progress(stage, seconds)` is called about once a second during it."""
+    included; `on_progress(stage, seconds)` is called about once a second during it. `on_damaged(digests)` is called
+    when loads found the stored bytes of versions damaged or lost."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class SocketEngineClient:
         start_timeout_s: float = 900.0,
         restart: RestartPolicy | None = None,
         on_progress: Callable[[str, float], None] = lambda stage, seconds: None,
+        on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
         log: Log = lambda event, **fields: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,7 +52,7 @@ class SocketEngineClient:
         self._on_progress = on_progress
         self._log = log
         self._clock = clock
-        self._session = EngineSession(self._send)
+        self._session = EngineSession(self._send, on_damaged)
         self._process: EngineProcess | None = None
         self._info: EngineInfo | None = None
         self._phase: Phase = "new"

@@ -9,6 +9,7 @@ from functools import partial
 
 import anyio
 import anyio.to_thread
+import structlog
 
 from loraplex.adapters.archive import extract_upload
 from loraplex.adapters.files import shown
@@ -23,6 +24,8 @@ from loraplex.admin.upload import receive_upload
 from loraplex.control.errors import ControlError, VersionNotFound
 from loraplex.control.types import VersionInfo
 from loraplex.serving.errors import EngineUnavailable, ServingError
+
+log = structlog.get_logger("loraplex.admin")
 
 
 def version_operations(services: AdminServices) -> list[Operation]:
@@ -41,6 +44,7 @@ def version_operations(services: AdminServices) -> list[Operation]:
             ) as (staging, parts):
                 admitted = partial(admit, tenant, name, staging, parts)
                 info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
+        await pin_healed(info.digest)
         location = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
         return Answer(_show(info), 201 if is_new else 200, {"Location": location})
 
@@ -53,6 +57,16 @@ def version_operations(services: AdminServices) -> list[Operation]:
                 fault=staging.fault,
             )
         return services.catalog.admit(tenant, name, staging)
+
+    async def pin_healed(digest: str) -> None:
+        """Versions that were pinned while their bytes were damaged have them again. The engine drops a pin with the
+        damage; to it, one that it has is nothing new."""
+        for other in await run(services.catalog.pinned):
+            if other.digest == digest:
+                try:
+                    await services.engine.pin(other.ref())
+                except ServingError as error:
+                    log.warning("pin_failed", adapter=f"{other.name}@{other.version}", reason=error.message)
 
     async def list_versions(call: Call) -> Answer:
         query = call.query(PageQuery)
