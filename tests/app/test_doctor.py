@@ -30,7 +30,7 @@ def test_all_is_well(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     outcome = doctor(tmp_path, "--model", str(model))
     assert outcome.code == 0, outcome.stdout + outcome.stderr
-    names = ["python", "torch", "sqlite", "data directory", "data port", "admin port", "base model"]
+    names = ["python", "torch", "database", "data directory", "data port", "admin port", "base model"]
     assert lines(outcome) == dict.fromkeys(names, "ok")
     assert "llama, 2 layers" in outcome.stdout
     assert not (tmp_path / "data" / "loraplex.db").exists()

@@ -22,6 +22,8 @@ from loraplex.app.factory import Apps, Installation, create_apps
 from loraplex.app.listening import Listening
 from loraplex.app.ports import open_ports, url
 from loraplex.app.settings import Settings
+from loraplex.control.key_use import KeyUse
+from loraplex.control.outage import DatabaseHealth
 from loraplex.control.resolver import Resolver
 from support.admin import SERVED_NAME, AdminPlane
 from support.byte_tokenizer import write_byte_tokenizer
@@ -74,11 +76,14 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
             tenants=services.tenants,
             keys=services.keys,
             key_cache=services.key_cache,
+            key_use=KeyUse(plane.database),
             catalog=services.catalog,
             releases=services.releases,
             resolver=Resolver(plane.database, served_name=SERVED_NAME, started_at=1_700_000_000),
+            database_health=DatabaseHealth(plane.database.outage, chosen.database_staleness),
             new_admin_token=None,
             lock=lock,
+            store_lock=lock,
         )
         apps = create_apps(installation, plane.engine)
         loop = asyncio.new_event_loop()

@@ -56,7 +56,6 @@ class ReadThrough(Generic[K, V]):
         self._found: OrderedDict[K, _Entry[V]] = OrderedDict()
         self._absent: OrderedDict[K, _Entry[V]] = OrderedDict()
         self._reading: WeakValueDictionary[K, anyio.Lock] = WeakValueDictionary()
-        self.num_stale = 0
 
     async def get(self, key: K, read: Callable[..., V | None], *args: Any) -> V | None:
         """The value of `read(*args)`, which runs in a worker thread unless it is known."""
@@ -76,7 +75,6 @@ class ReadThrough(Generic[K, V]):
                         entry = self._stale(key)
                         if entry is None:
                             raise
-                        self.num_stale += 1
                     else:
                         self._keep(key, entry)
         return entry.value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +18,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from loraplex.adapters.errors import LoraplexError
 from loraplex.control import postgres, sqlite
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.failures import meaning_of
@@ -25,6 +28,7 @@ T = TypeVar("T")
 MAX_THREADS = 8
 MAX_LOOKUP_THREADS = 4
 MAX_SUBJECTS = 100_000
+CHECK_INTERVAL_S = 5.0
 _SUBJECTS = "loraplex.subjects"
 
 
@@ -98,6 +102,13 @@ class Database:
         """One round trip. Raises DatabaseUnavailable, DatabaseBusy."""
         with self._failures_named():
             self._probe()
+
+    async def watch(self, *, interval_s: float = CHECK_INTERVAL_S) -> None:
+        """Notice that the database is gone though nobody asks for anything; until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            with contextlib.suppress(LoraplexError):
+                await self.run(self.check)
 
     def close(self) -> None:
         self.outage.close()

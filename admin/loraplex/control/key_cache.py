@@ -89,11 +89,6 @@ class KeyCache:
     def num_remembered(self) -> int:
         return len(self._known)
 
-    @property
-    def num_stale(self) -> int:
-        """Answers that were older than `ttl_s`, because the database did not answer."""
-        return self._known.num_stale
-
     def _look_up(self, key_id: str, hashed: str) -> _Known | None:
         asked_at = self._clock()
         query = select(ApiKey, Tenant, DatabaseNow()).join(Tenant, Tenant.id == ApiKey.tenant_id)

@@ -59,3 +59,28 @@ class Outage:
                 gone_s, self._since = self.seconds or 0.0, None
             log.info("database_back", seconds=round(gone_s, 1))
             return
+
+
+class DatabaseHealth:
+    """What an outage means for serving: for `staleness_s` nothing but a warning, as what is remembered serves."""
+
+    def __init__(self, outage: Outage, staleness_s: float) -> None:
+        self._outage = outage
+        self._staleness_s = staleness_s
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds since the database was lost; 0 while it is there."""
+        return self._outage.seconds or 0.0
+
+    def warning(self) -> str | None:
+        gone_s = self._outage.seconds
+        if gone_s is None:
+            return None
+        return f"the database has not been reached for {gone_s:.0f} s; what is remembered serves"
+
+    def failure(self) -> str | None:
+        gone_s = self._outage.seconds
+        if gone_s is None or gone_s < self._staleness_s:
+            return None
+        return f"the database has not been reached for {gone_s:.0f} s, and nothing that is remembered is young enough"

@@ -86,9 +86,11 @@ def new_admin_token() -> str:
     return f"lpx-admin-{secrets.token_urlsafe(32)}"
 
 
-def load_pepper(data_dir: Path) -> bytes:
-    """The pepper of this installation's keys, made at the first start. Without it no key works any more. Raises
-    SecretUnusable, OSError."""
+def load_pepper(data_dir: Path, given: str = "") -> bytes:
+    """The pepper of this installation's keys: `given` in hex, or from its file, made at the first start. Without it no
+    key works any more. Raises SecretUnusable, OSError."""
+    if given:
+        return bytes.fromhex(given)
     path = data_dir / "key-pepper"
     text, _ = load_or_create(path, secrets.token_hex(PEPPER_BYTES))
     try:

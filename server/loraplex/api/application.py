@@ -54,7 +54,7 @@ def create_data_app(
         Route("/v1/chat/completions", GenerationEndpoint(services, CHAT, places), methods=["POST"]),
         Route("/v1/completions", GenerationEndpoint(services, COMPLETION, places), methods=["POST"]),
         *models_routes(services),
-        *probe_routes(services.engine, services.drain),
+        *probe_routes(services.engine, services.drain, database=services.database),
         _document_route(openapi(metrics=services.metrics_on_data_port, extra=extra_document)),
     ]
     if services.metrics_on_data_port:

@@ -10,6 +10,7 @@ import structlog
 
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
+from loraplex.control.outage import DatabaseHealth
 from loraplex.control.types import ModelCard, Principal, Reservation, ResolvedModel
 from loraplex.serving.client import EngineClient
 from loraplex.serving.detokenize import TextStream
@@ -88,4 +89,5 @@ class ApiServices:
     tokenizer_threads: int = 4
     cors_origins: tuple[str, ...] = ()
     metrics_on_data_port: bool = False
+    database: DatabaseHealth | None = None
     access_log: AccessLog = field(default_factory=_access_log)

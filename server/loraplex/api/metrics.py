@@ -123,6 +123,15 @@ class Metrics:
         self.in_flight = Gauge(
             "loraplex_http_requests_in_flight", "HTTP requests being answered.", registry=self._own
         )
+        self.database_up = Gauge(
+            "loraplex_database_up", "1 while the database can be reached.", registry=self._own
+        )
+        self.database_up.set(1)
+        self.database_outage = Gauge(
+            "loraplex_database_outage_seconds",
+            "Time since the database was lost; 0 while it is there.",
+            registry=self._own,
+        )
         self.draining = Gauge("loraplex_draining", "1 while the server is shutting down.", registry=self._own)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

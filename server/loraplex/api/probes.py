@@ -10,13 +10,16 @@ from starlette.routing import Route
 
 from loraplex.api.codec import dumps
 from loraplex.api.drain import Drain
+from loraplex.control.outage import DatabaseHealth
 from loraplex.serving.client import EngineClient
 
 
-def probe_routes(engine: EngineClient, drain: Drain, *, serving: bool = True) -> list[Route]:
+def probe_routes(
+    engine: EngineClient, drain: Drain, *, serving: bool = True, database: DatabaseHealth | None = None
+) -> list[Route]:
     """`/livez`: this process answers. `/startupz`: the engine has been ready once. `/readyz` and `/health`:
     requests are taken now. 200, or 503 with the reason. No token is needed. Not `serving`: only `/livez` is 200,
-    whatever the engine says."""
+    whatever the engine says. A database that is gone is a `warning` at 200 while what is remembered serves."""
     started = False
 
     def not_started() -> str | None:
@@ -28,13 +31,16 @@ def probe_routes(engine: EngineClient, drain: Drain, *, serving: bool = True) ->
         if drain.draining:
             return "the server is shutting down"
         if engine.healthy:
-            return not_started()
+            return not_started() or (None if database is None else database.failure())
         return engine.unhealthy_reason or "the engine is not ready"
 
     def probe(path: str, reason_against: Callable[[], str | None]) -> Route:
         async def endpoint(_: Request) -> Response:
             reason = reason_against()
             status = {"status": "ok"} if reason is None else {"status": "unavailable", "reason": reason}
+            warning = database.warning() if database is not None and reason_against == not_ready else None
+            if reason is None and warning is not None:
+                status["warning"] = warning
             headers = {"cache-control": "no-store"}
             code = 200 if reason is None else 503
             return Response(dumps(status), code, headers, "application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import time
 from collections.abc import Callable
@@ -11,8 +12,6 @@ from typing import IO, Literal, cast
 from urllib.parse import unquote, urlsplit
 
 import structlog
-from alembic.util import CommandError
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
@@ -31,20 +30,23 @@ from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics, MetricsApp
 from loraplex.api.probes import probe_routes
 from loraplex.api.routing import exact
+from loraplex.app.database import upgrade_database
 from loraplex.app.models import default_served_name, ensure_model
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.catalog import Catalog
 from loraplex.control.database import Database
 from loraplex.control.key_cache import KeyCache
+from loraplex.control.key_use import KeyUse
 from loraplex.control.keys import Keys
 from loraplex.control.limits import InProcessLimiter
+from loraplex.control.outage import DatabaseHealth
+from loraplex.control.pepper import check_pepper
 from loraplex.control.releases import Releases
 from loraplex.control.resolver import Resolver
 from loraplex.control.secrets import load_or_create, load_pepper, new_admin_token
 from loraplex.control.tenants import Tenants
 from loraplex.engine.config import EngineConfig
-from loraplex.migrations.run import upgrade
 from loraplex.serving.client import EngineClient
 from loraplex.serving.text import TextProcessor
 
@@ -52,7 +54,8 @@ from loraplex.serving.text import TextProcessor
 @dataclass(frozen=True, slots=True)
 class Installation:
     """What is there before the engine: files, database, rules. `new_admin_token` is set when one was made now.
-    `lock` keeps a second server off the data directory while it is open."""
+    While they are open, `lock` keeps a second server off the data directory, and `store_lock` one from sweeping the
+    store."""
 
     settings: Settings
     model_dir: Path
@@ -63,14 +66,18 @@ class Installation:
     tenants: Tenants
     keys: Keys
     key_cache: KeyCache
+    key_use: KeyUse
     catalog: Catalog
     releases: Releases
     resolver: Resolver
+    database_health: DatabaseHealth
     new_admin_token: str | None
     lock: IO[str]
+    store_lock: IO[str]
 
     def close(self) -> None:
         self.database.close()
+        self.store_lock.close()
         self.lock.close()
 
 
@@ -82,19 +89,6 @@ class Apps:
     admin: ASGIApp
     drain: Drain
     metrics: Metrics
-
-
-def database_url(settings: Settings) -> str:
-    """The chosen database, SQLite in the data directory by default."""
-    if not settings.database_url:
-        settings.data_dir.mkdir(parents=True, exist_ok=True)
-        return f"sqlite:///{settings.data_dir.resolve() / 'loraplex.db'}"
-    if not settings.database_url.startswith("sqlite:"):
-        raise SettingsInvalid(
-            "--database-url: only sqlite:///PATH is supported by this version; leave it out for SQLite in the "
-            "data directory."
-        )
-    return settings.database_url
 
 
 def artifact_dir(settings: Settings) -> Path:
@@ -143,25 +137,20 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
     lock = _lock(settings.data_dir)
     model_dir = ensure_model(settings.model, progress)
     served_name = settings.served_model_name or default_served_name(settings.model)
-    database = Database(upgrade_database(settings))
+    database = Database(upgrade_database(settings)[0])
+    pepper = load_pepper(settings.data_dir, settings.key_pepper)
+    check_pepper(database, pepper)
     store = ArtifactStore(artifact_dir(settings))
     artifacts = Artifacts(database, store)
-    swept = artifacts.sweep()
-    if swept.staging_removed or swept.artifacts_removed or swept.missing:
-        structlog.get_logger("loraplex").info(
-            "store_swept",
-            staging=swept.staging_removed,
-            orphans=len(swept.artifacts_removed),
-            missing=len(swept.missing),
-            bytes=swept.bytes_freed,
-        )
+    store_lock = _sweep_alone(artifacts, artifact_dir(settings))
     base = load_base_spec(model_dir, cache_dir=settings.data_dir)
     catalog = Catalog(database, artifacts, base, served_name=served_name, max_rank=settings.max_adapter_rank)
     catalog.reconcile()
-    pepper = load_pepper(settings.data_dir)
     token, created = settings.admin_token, False
     if not token:
         token, created = load_or_create(settings.data_dir / "admin-token", new_admin_token())
+    key_use = KeyUse(database)
+    staleness_s = settings.database_staleness
     return Installation(
         settings=settings,
         model_dir=model_dir,
@@ -171,27 +160,42 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
         database=database,
         tenants=Tenants(database, artifacts),
         keys=Keys(database, pepper),
-        key_cache=KeyCache(database, pepper, token),
+        key_cache=KeyCache(database, pepper, token, staleness_s=staleness_s, on_use=key_use.note),
+        key_use=key_use,
         catalog=catalog,
         releases=Releases(database),
-        resolver=Resolver(database, served_name=served_name, started_at=int(time.time())),
+        resolver=Resolver(
+            database, served_name=served_name, started_at=int(time.time()), staleness_s=staleness_s
+        ),
+        database_health=DatabaseHealth(database.outage, staleness_s),
         new_admin_token=token if created else None,
         lock=lock,
+        store_lock=store_lock,
     )
 
 
-def upgrade_database(settings: Settings) -> str:
-    """Bring the chosen database to this version's schema; its URL. Raises SettingsInvalid."""
-    url = database_url(settings)
+def _sweep_alone(artifacts: Artifacts, folder: Path) -> IO[str]:
+    """Sweep the store if no other server uses it; what is on its way there would look like a crash's leftovers. The
+    file that is returned tells the next server, while it is open, that this one does."""
+    handle = open(folder / "servers", "w")  # noqa: SIM115 - held as long as the server lives
+    log = structlog.get_logger("loraplex")
     try:
-        upgrade(url)
-    except (SQLAlchemyError, CommandError) as error:
-        reason = str(getattr(error, "orig", None) or error).splitlines()[0]
-        raise SettingsInvalid(
-            f"the database {url} cannot be used: {reason}. Restore it from a backup, or give another with "
-            "--database-url."
-        ) from error
-    return url
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        log.info("store_not_swept", reason="another server uses the artifact store")
+    else:
+        swept = artifacts.sweep()
+        if swept.staging_removed or swept.artifacts_removed or swept.missing:
+            log.info(
+                "store_swept",
+                staging=swept.staging_removed,
+                orphans=len(swept.artifacts_removed),
+                missing=len(swept.missing),
+                bytes=swept.bytes_freed,
+            )
+    with contextlib.suppress(OSError):  # a file system without locks: then nobody sweeps beside another
+        fcntl.flock(handle, fcntl.LOCK_SH)
+    return handle
 
 
 def _lock(data_dir: Path) -> IO[str]:
@@ -227,6 +231,9 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
     settings = installation.settings
     drain = Drain()
     metrics = Metrics(installation.served_name)
+    health = installation.database_health
+    metrics.database_up.set_function(lambda: 0.0 if health.warning() else 1.0)
+    metrics.database_outage.set_function(lambda: health.outage_s)
     info = engine.info
     admin_services = AdminServices(
         database=installation.database,
@@ -254,10 +261,11 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         stall_timeout=settings.stream_stall_timeout,
         cors_origins=tuple(settings.cors_origins),
         metrics_on_data_port=settings.metrics_on_data_port,
+        database=health,
     )
     tenant_routes: list[BaseRoute] = [exact(Mount("/admin/v1", create_tenant_app(admin_services)))]
     operator_routes: list[BaseRoute] = [
-        *probe_routes(engine, drain),
+        *probe_routes(engine, drain, database=health),
         Route("/metrics", MetricsApp(metrics, engine), methods=["GET"]),
     ]
     return Apps(

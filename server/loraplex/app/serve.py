@@ -70,7 +70,11 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         # The ports first: what starts is told from what is not there, and nobody has to wait to be told.
         data, admin = create_starting_apps(installation, engine)
         listening = Listening(ports, data=data, admin=admin)
-        keeping = [asyncio.create_task(damage.run(engine))]
+        keeping = [
+            asyncio.create_task(installation.key_use.run()),
+            asyncio.create_task(installation.database.watch()),
+            asyncio.create_task(damage.run(engine)),
+        ]
         try:
             code = await _serve_on(listening, installation, ports, engine, stop)
         finally:

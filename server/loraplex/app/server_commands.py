@@ -17,7 +17,7 @@ def register_server_commands(app: typer.Typer) -> None:
     """Add the commands to the `loraplex` program."""
     app.command("serve", help="Serve a base model and its tenants' adapters.")(_with_settings(_serve))
     app.command("migrate", help="Bring the database to this version's schema; serve does so by itself.")(
-        _with_settings(_migrate, "data_dir", "database_url")
+        _with_settings(_migrate, "data_dir", "database_url", "key_pepper", accept_new_pepper=_ACCEPT)
     )
     app.command("doctor", help="Check this machine, the settings and the data directory.")(
         _with_settings(_doctor)
@@ -27,13 +27,22 @@ def register_server_commands(app: typer.Typer) -> None:
     )(quickstart)
 
 
-def _with_settings(run: Any, *only: str) -> Any:
-    """A command with one option a setting (those in `only`, or all), made from `Settings`, where they stand."""
+_ACCEPT = typer.Option(
+    False,
+    "--accept-new-pepper",
+    help="The old key pepper is lost: take the new one; every key must be rotated",
+)
+
+
+def _with_settings(run: Any, *only: str, **flags: Any) -> Any:
+    """A command with one option a setting (those in `only`, or all), made from `Settings`, where they stand, and with
+    `flags` of its own, which are given to `run` by name."""
 
     def command(**given: Any) -> None:
         config = given.pop("config")
+        own = {name: given.pop(name) for name in flags}
         try:
-            run(load_settings(given, Path(config) if config else None))
+            run(load_settings(given, Path(config) if config else None), **own)
         except LoraplexError as error:
             _fail(error)
 
@@ -51,6 +60,10 @@ def _with_settings(run: Any, *only: str) -> Any:
         )
         for name, field in Settings.model_fields.items()
         if not only or name in only
+    ]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=bool)
+        for name, option in flags.items()
     ]
     parameters.append(
         inspect.Parameter(
@@ -81,11 +94,21 @@ def _serve(settings: Settings) -> None:
     raise typer.Exit(serve(settings))
 
 
-def _migrate(settings: Settings) -> None:
-    from loraplex.app.factory import upgrade_database
+def _migrate(settings: Settings, *, accept_new_pepper: bool) -> None:
+    from loraplex.app.database import shown_database, upgrade_database
+    from loraplex.control.database import Database
+    from loraplex.control.pepper import check_pepper
+    from loraplex.control.secrets import load_pepper
 
-    upgrade_database(settings)
-    typer.echo("the database has this version's schema")
+    url, applied = upgrade_database(settings)
+    if applied:
+        typer.echo(f"migrations made: {', '.join(applied)}")
+    if accept_new_pepper:
+        database = Database(url)
+        check_pepper(database, load_pepper(settings.data_dir, settings.key_pepper), accept=True)
+        database.close()
+        typer.echo("the new key pepper is taken; rotate every key")
+    typer.echo(f"the database {shown_database(url)} has this version's schema")
 
 
 def _doctor(settings: Settings) -> None:

@@ -27,6 +27,9 @@ OTHER_ENVIRONMENT = frozenset(
 )
 """Variables that other commands read; any further LORAPLEX_ variable must be a setting."""
 
+_SECRET = frozenset({"admin_token", "key_pepper", "database_url"})
+"""Settings whose values are not repeated in messages."""
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -114,11 +117,26 @@ class Settings(BaseSettings):
         "auto", description="Plan the next step while one runs: 0, 1 or auto (1 on cuda)"
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of the forward pass on CPU")
-    database_url: str = Field("", description="SQLAlchemy URL (default: SQLite in the data directory)")
+    database_url: str = Field(
+        "",
+        description="postgresql://USER:PASSWORD@HOST/NAME or sqlite:///PATH (default: SQLite in the data directory)",
+    )
+    database_staleness: float = Field(
+        300.0,
+        ge=0,
+        le=86400,
+        description="Seconds that known keys and adapters serve while the database cannot be reached",
+    )
     artifact_url: str = Field(
         "", description="Where adapters are kept: file:///DIR (default: in the data directory)"
     )
     admin_token: str = Field("", description="Token of the admin plane (default: made at the first start)")
+    key_pepper: str = Field(
+        "",
+        pattern=r"^([0-9a-fA-F]{64})?$",
+        description="64 hex digits under which API keys are hashed, the same for all servers on a database "
+        "(default: made at the first start)",
+    )
     cors_origins: Annotated[list[str] | str, BeforeValidator(_comma_list)] = Field(
         [], description="Origins allowed by CORS, separated by commas (default: none)"
     )
@@ -197,5 +215,5 @@ def _say(problem: Any, chosen: dict[str, Any], environment: dict[str, Any]) -> s
         if name in environment
         else f"{name} in the config file"
     )
-    got = "" if name == "admin_token" else f" (got {problem.get('input')!r:.80})"
+    got = "" if name in _SECRET else f" (got {problem.get('input')!r:.80})"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}{got}"

@@ -55,7 +55,7 @@ def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
         out.json({"data": rows})
         return
     out.table(
-        ["key", "name", "scopes", "models", "limits", "expires", "revoked", "created"],
+        ["key", "name", "scopes", "models", "limits", "expires", "revoked", "last used", "created"],
         (
             [
                 r["id"],
@@ -65,6 +65,7 @@ def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
                 r["limits"],
                 r["expires_at"],
                 r["revoked_at"],
+                r["last_used_at"],
                 r["created_at"],
             ]
             for r in rows

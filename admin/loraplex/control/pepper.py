@@ -1,0 +1,32 @@
+"""The database knows under which pepper its keys were hashed, so that a server with another one does not start."""
+
+from __future__ import annotations
+
+from sqlalchemy import func, select
+
+from loraplex.control.database import Database
+from loraplex.control.errors import PepperChanged
+from loraplex.control.secrets import hash_secret
+from loraplex.control.tables import ApiKey, Installation
+
+_NAME = "key-pepper"
+
+
+def check_pepper(database: Database, pepper: bytes, *, accept: bool = False) -> None:
+    """At the start. The first server leaves the pepper's mark, a hash that tells nothing of it. Another pepper is
+    taken where there is no living key that it would make useless, or with `accept`. Raises PepperChanged."""
+    mark = hash_secret(pepper, "the mark of this pepper")
+    with database.write(ages_caches=False) as session:
+        row = session.get(Installation, _NAME)
+        if row is None:
+            session.add(Installation(name=_NAME, value=mark))
+        elif row.value != mark:
+            living = session.scalar(select(func.count()).where(ApiKey.revoked_at.is_(None))) or 0
+            if living and not accept:
+                raise PepperChanged(
+                    f"the key pepper is not the one under which the {living} keys in the database were hashed: none of "
+                    "them would work. Put the file key-pepper back into the data directory, or give --key-pepper the "
+                    "one that the other servers have. If it is lost: 'loraplex migrate --accept-new-pepper', and "
+                    "rotate every key."
+                )
+            row.value = mark

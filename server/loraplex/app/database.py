@@ -1,0 +1,70 @@
+"""The chosen database: its URL, its schema, and what may be said of it."""
+
+from __future__ import annotations
+
+import contextlib
+
+from alembic.util import CommandError
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from loraplex.app.settings import Settings, SettingsInvalid
+from loraplex.migrations.run import upgrade
+
+_DRIVERS = {
+    "sqlite": "sqlite",
+    "sqlite+pysqlite": "sqlite",
+    "postgresql": "postgresql+psycopg",
+    "postgresql+psycopg": "postgresql+psycopg",
+}
+
+
+def database_url(settings: Settings) -> str:
+    """The chosen database, SQLite in the data directory by default. It may hold a password: see `shown_database`.
+    Raises SettingsInvalid."""
+    if not settings.database_url:
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        return f"sqlite:///{settings.data_dir.resolve() / 'loraplex.db'}"
+    return _read(settings.database_url).render_as_string(hide_password=False)
+
+
+def shown_database(url: str) -> str:
+    """Without user, password and options."""
+    parsed = make_url(url)
+    where = parsed.host or str(parsed.query.get("host", "")) or "local socket"
+    port = "" if parsed.port is None else f":{parsed.port}"
+    if parsed.get_backend_name() == "sqlite":
+        return f"sqlite:///{parsed.database or ''}"
+    return f"postgresql://{where}{port}/{parsed.database or ''}"
+
+
+def upgrade_database(settings: Settings) -> tuple[str, list[str]]:
+    """Bring the chosen database to this version's schema; its URL and the migrations that were made. Raises
+    SettingsInvalid, DatabaseTooNew."""
+    url = database_url(settings)
+    try:
+        return url, upgrade(url)
+    except (SQLAlchemyError, CommandError, ModuleNotFoundError) as error:
+        raise SettingsInvalid(
+            f"the database {shown_database(url)} cannot be used: {reason_of(error)}. Mend it, restore it from a "
+            "backup, or give another with --database-url."
+        ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """The driver's first line."""
+    return (str(getattr(error, "orig", None) or error).splitlines() or ["no reason given"])[0].rstrip(".")
+
+
+def _read(given: str) -> URL:
+    parsed: URL | None = None
+    with contextlib.suppress(ArgumentError, ValueError):
+        parsed = make_url(given)
+    driver = None if parsed is None else _DRIVERS.get(parsed.drivername)
+    if parsed is None or driver is None or not parsed.database:
+        # What was given is not repeated: it may hold a password.
+        raise SettingsInvalid(
+            "--database-url: give sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME, with what is special in "
+            "USER and PASSWORD percent-encoded; leave it out for SQLite in the data directory."
+        )
+    return parsed.set(drivername=driver)
