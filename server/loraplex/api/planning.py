@@ -60,11 +60,9 @@ def make_plan(
             raise invalid(source, f"'{source}' has a token id beyond the model's {vocab_size} tokens.")
         room = max_model_len - len(prompt)
         if room < 1 or (asked is not None and asked > room):
-            wanted = f"{len(prompt)} in the {source}" + (f", {asked} for the answer" if asked else "")
             raise invalid(
                 source if room < 1 else field,
-                f"This model's maximum context length is {max_model_len} tokens. However, your request asks for "
-                f"more: {wanted}. Please shorten the {source} or the answer.",
+                _too_long(len(prompt), asked, source, max_model_len),
                 "context_length_exceeded",
             )
         max_tokens.append(asked if asked is not None else min(room, default_max_tokens))
@@ -75,6 +73,21 @@ def make_plan(
     _check_ids("logit_bias", (token_id for token_id, _ in request.logit_bias), vocab_size)
     _check_ids("stop_token_ids", request.stop_token_ids or (), vocab_size)
     return GenerationPlan(request, tuple(map(tuple, prompts)), tuple(max_tokens), asked, field)
+
+
+def _too_long(num_prompt: int, asked: int | None, source: str, max_model_len: int) -> str:
+    """Clients know this error by its words: LiteLLM by the first sentence, LangChain by "prompt is too long", which
+    stands wherever a shorter prompt would help."""
+    limit = f"This model's maximum context length is {max_model_len} tokens."
+    wanted = f"{num_prompt} in the {source}" + (f", {asked} for the answer" if asked else "")
+    if num_prompt >= max_model_len:
+        return f"{limit} However, your prompt is too long: {wanted}. Please shorten the {source}."
+    if asked is not None and asked >= max_model_len:
+        return f"{limit} However, your request asks for more: {wanted}. Please shorten the answer."
+    return (
+        f"{limit} However, your prompt is too long for such an answer: {wanted}. Please shorten the {source} or "
+        "the answer."
+    )
 
 
 def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:

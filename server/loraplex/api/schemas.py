@@ -57,8 +57,10 @@ UNSUPPORTED_COMPLETION: Mapping[str, tuple[object, ...]] = {
     "store": (),
 }
 UNSUPPORTED_MESSAGE: Mapping[str, tuple[object, ...]] = {
+    "annotations": (),
     "audio": (),
     "function_call": (),
+    "provider_specific_fields": ({"refusal": None},),  # LiteLLM's, in an answer that it sends back
     "refusal": (),
     "tool_calls": (),
 }

@@ -40,8 +40,8 @@ def why_not(request: EngineRequest, config: SchedulerConfig, num_waiting: int) -
     if needed > config.num_blocks:
         return EngineError(
             "context_length_exceeded",
-            f"{num_prompt} prompt tokens and up to {max_tokens} to generate need {needed} KV blocks, the pool has "
-            f"{config.num_blocks}",
+            f"{num_prompt} prompt tokens and up to {max_tokens} to generate need {needed} KV blocks, which exceeds the "
+            f"available context size: the pool has {config.num_blocks}",
         )
     if num_waiting >= config.max_waiting:
         return EngineError(

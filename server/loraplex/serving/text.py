@@ -143,8 +143,8 @@ class TextProcessor:
     def _check_length(self, num_chars: int) -> None:
         if num_chars > self._max_chars:
             raise TextTooLong(
-                f"the prompt has {num_chars} characters, more than the model's context can hold "
-                f"({self._max_chars // MAX_CHARS_PER_TOKEN} tokens)"
+                f"This model's maximum context length is {self._max_chars // MAX_CHARS_PER_TOKEN} tokens. However, "
+                f"your prompt is too long: {num_chars} characters, more than so many tokens hold. Please shorten it."
             )
 
 
