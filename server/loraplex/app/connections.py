@@ -3,6 +3,10 @@
 uvicorn's protocol on httptools waits for ever for a request's head, keeps as many bytes of it as are sent, queues
 as many pipelined requests as fit into a connection's time, and closes a connection only when its peer has read all
 that was written. Each of these is a way for somebody without a key to take all memory or all file descriptors.
+
+It also takes the body of a request that asks for an upgrade (`Upgrade: h2c`, as Java's client does on every new
+connection) for the next request: a way to smuggle one past a proxy, and a loss of the body for an honest client. Here
+such a wish is passed over, as RFC 9110 (7.8) lets a server do.
 """
 
 from __future__ import annotations
@@ -14,11 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 RESERVED_FILES = 512
 """File descriptors that no connection of the data plane may take: the admin plane, the database, uploads."""
 ADMIN_CONNECTIONS = 256
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._too_large = False
         self._head_complete = True
+        self._resuming = False  # a second parser is being told the head of a message that the first had begun
         self._head_bytes = 0
         self._head_count = 0
         self._fruitless = 0  # bytes since the parser last completed anything
@@ -108,8 +115,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._unset_keepalive_if_required()
         self._fruitful = False
-        super().data_received(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            # Without a line in the log: any stranger could write as many there as it likes.
+            self.send_400_response("Invalid HTTP request received.")
         if self.transport.is_closing():
             return
         self._fruitless = 0 if self._fruitful else self._fruitless + len(data)
@@ -120,6 +132,21 @@ class BoundedProtocol(HttpToolsProtocol):
             # Also for what remains of a body whose request was answered early: it may not go on for ever.
             self._start_timer(self._bounds.head_s)
 
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser leaves the rest to another protocol; there is none, so another parser goes on with it.
+                data = data[upgrade.args[0] :]
+                framing = b"".join(b"%s: %s\r\n" % field for field in self.headers if field[0] in _FRAMING)
+                head = b"%s / HTTP/1.1\r\n%s\r\n" % (self.parser.get_method(), framing)
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self._resuming = True
+                self.parser.feed_data(head)
+
     @property
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
@@ -127,15 +154,21 @@ class BoundedProtocol(HttpToolsProtocol):
     # The parser's side.
 
     def on_message_begin(self) -> None:
+        if self._resuming:
+            return
         super().on_message_begin()
         self._head_complete = False
         self._head_bytes = self._head_count = 0
 
     def on_url(self, url: bytes) -> None:
+        if self._resuming:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._resuming:
+            return
         self._head_count += 1
         self._count(len(name) + len(value))
         # A trailer comes behind the body, when what the headers say has been looked at and believed.
@@ -149,6 +182,14 @@ class BoundedProtocol(HttpToolsProtocol):
             raise _Refused
 
     def on_headers_complete(self) -> None:
+        if self._resuming:
+            self._resuming = False
+            return
+        version = self.parser.get_http_version()
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        # What this parser and a proxy before it might understand in two ways is not understood at all.
+        if version not in ("1.0", "1.1") or (codings and (codings != [b"chunked"] or version == "1.0")):
+            raise _Refused
         if len(self.pipeline) >= self._bounds.pipelined:
             raise _Refused
         self._head_complete = self._fruitful = True
@@ -163,6 +204,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._fruitful = True
+        if self.parser.should_upgrade():  # its body comes yet, through the next parser
+            return
         super().on_message_complete()
 
     # Ends.
