@@ -115,8 +115,12 @@ class PostgresServer:
         self._process.send_signal(signal.SIGQUIT)
         self._process.wait(60)
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self.running:
             self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
