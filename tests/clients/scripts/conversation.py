@@ -1,0 +1,63 @@
+"""What the scripts of the Python clients share: the protocol with the test that runs them.
+
+A script gets the URL of a server, two keys of one tenant and whether the server is the real one, as JSON in its first
+argument. It prints one JSON line for each check, `{"check": NAME, "value": …}`, and `{"ask": NAME}` where the test is
+to do or look at something on the server's side; the answer is a JSON line on its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+SETTINGS: dict[str, Any] = json.loads(sys.argv[1])
+URL: str = SETTINGS["url"]
+KEY: str = SETTINGS["key"]
+BASE: str = SETTINGS["base"]
+MODEL: str = SETTINGS["model"]
+FAKE: bool = SETTINGS["fake"]
+
+
+def say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def ask(name: str) -> Any:
+    say({"ask": name})
+    return json.loads(sys.stdin.readline())
+
+
+def check(name: str, function: Callable[[], Any]) -> None:
+    """A check that raises says so in its value, and the others go on."""
+    try:
+        value = function()
+    except Exception:
+        value = {"raised": traceback.format_exc(limit=-6)}
+    say({"check": name, "value": value})
+
+
+def refused(function: Callable[[], Any]) -> dict[str, Any]:
+    """How the client told an error: its class, status, and the code and field that the server named."""
+    try:
+        answer = function()
+    except Exception as error:
+        body = getattr(error, "body", None)
+        body = body if isinstance(body, dict) else {}
+        return {
+            "class": type(error).__name__,
+            "status": getattr(error, "status_code", None),
+            "code": getattr(error, "code", None) or body.get("code"),
+            "param": getattr(error, "param", None) or body.get("param"),
+        }
+    return {"not refused": repr(answer)}
+
+
+def timed(function: Callable[[], Any]) -> dict[str, Any]:
+    """The answer, and whether at least the second was waited that the server asked for."""
+    begin = time.monotonic()
+    answer = function()
+    return {"answer": answer, "waited": time.monotonic() - begin >= 1.0}

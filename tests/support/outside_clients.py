@@ -1,0 +1,170 @@
+"""Clients that others wrote, each in a process and an installation of its own (`make clients`).
+
+A client's script in tests/clients/scripts talks to a running server, prints a JSON line for each check and asks, on
+the way, for what happens on the server's side (tests/clients/scripts/conversation.py has the protocol).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.api.drain import Drain, DrainPhase
+from support.byte_tokenizer import byte_decode
+from support.data_plane import DataPlane, Refused
+from support.fake_engine import Reply
+from support.waiting import eventually
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+INSTALLED = REPOSITORY / ".clients"
+SCRIPTS = REPOSITORY / "tests" / "clients" / "scripts"
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "langchain": (
+        str(INSTALLED / "langchain" / "bin" / "python"),
+        str(SCRIPTS / "langchain_conversation.py"),
+    ),
+    "litellm": (str(INSTALLED / "litellm" / "bin" / "python"), str(SCRIPTS / "litellm_conversation.py")),
+    "node": ("node", str(SCRIPTS / "node_conversation.mjs")),
+}
+TIMEOUT_S = 240.0
+QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "PYTHONDONTWRITEBYTECODE": "1"}
+"""Clients that would talk to their makers at import or on each call do not."""
+
+
+def skip_unless_installed(client: str) -> None:
+    if not (INSTALLED / client / ".installed").exists():
+        pytest.skip(f"the client {client} is not installed: make clients")
+
+
+def converse(
+    client: str, answer: Callable[[str], Any] | None = None, *, fake: bool, **settings: Any
+) -> dict[str, Any]:
+    """Runs a client's whole script; the value of each check. `answer` does what the script asks for."""
+    given = {**settings, "fake": fake, "modules": str(INSTALLED / "node" / "node_modules")}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    process = subprocess.Popen(
+        [*COMMANDS[client], json.dumps(given)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment | QUIET,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors: list[str] = []
+    reader = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
+    reader.start()
+    watchdog = threading.Timer(TIMEOUT_S, process.kill)
+    watchdog.start()
+    found: dict[str, Any] = {}
+    try:
+        for line in process.stdout:
+            told = json.loads(line) if line.startswith('{"') else {}
+            if "check" in told:
+                assert told["check"] not in found
+                found[told["check"]] = told["value"]
+            elif "ask" in told:
+                assert answer is not None, f"nobody answers {told['ask']}"
+                process.stdin.write(json.dumps(answer(told["ask"])) + "\n")
+                process.stdin.flush()
+        code = process.wait()
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        reader.join()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            pipe.close()
+    assert code == 0, f"{client} ended with {code} after {list(found)}:\n{''.join(errors[-40:])}"
+    return found
+
+
+class BackAfterOneRefusal(Drain):
+    """`refuse` turns one request away; then another server is there, under the same address."""
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        try:
+            with super().admitted():
+                yield
+        finally:
+            if self.phase is DrainPhase.REFUSING:
+                self.phase = DrainPhase.SERVING
+
+
+class Stage:
+    """The server's side of a conversation over a scripted engine: arranges a fault, or tells what arrived."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+
+    def __call__(self, asked: str) -> Any:
+        return getattr(self, f"_{asked}")()
+
+    def _last(self) -> dict[str, Any]:
+        """What the engine was asked for last."""
+        request = self._plane.engine.requests[-1]
+        sampling = request.sampling
+        return {
+            "prompt": byte_decode(request.prompt_ids),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "seed": sampling.seed,
+            "logit_bias": [list(pair) for pair in sampling.logit_bias],
+            "max_tokens": sampling.max_tokens,
+        }
+
+    def _rate_limit(self) -> None:
+        self._plane.limiter.refuse_with = [Refused("rate_limit_exceeded", "slow down", retry_after_s=1)]
+
+    def _quota(self) -> None:
+        self._plane.limiter.refuse_with = [Refused("insufficient_quota") for _ in range(4)]
+
+    def _refusals(self) -> int:
+        """How many of `quota` the client did not run into."""
+        left, self._plane.limiter.refuse_with = len(self._plane.limiter.refuse_with), []
+        return left
+
+    def _drain(self) -> None:
+        self._plane.on_loop(self._plane.drain.refuse)
+
+    def _overload(self) -> None:
+        self._script(Reply(error=("server_overloaded", "the queue is full")))
+
+    def _restart(self) -> None:
+        self._script(Reply(error=("engine_restarting", "the engine process died")))
+
+    def _break(self) -> None:
+        self._script(Reply(text="abc", error=("engine_restarting", "the engine process died")))
+
+    def _hold(self) -> None:
+        self._plane.engine.aborted.clear()
+        self._script(Reply(text="Arr, matey", hold=True, hold_after=2))
+
+    def _started(self) -> None:
+        self._until(lambda: bool(self._plane.engine.live))
+
+    def _gone(self) -> bool:
+        """Whether the engine was told that nobody waits any more."""
+        self._until(lambda: not self._plane.engine.live)
+        return len(self._plane.engine.aborted) == 1
+
+    def _script(self, reply: Reply) -> None:
+        self._plane.on_loop(lambda: self._plane.engine.script(reply))
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        eventually(lambda: bool(self._plane.on_loop(condition)))
