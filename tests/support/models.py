@@ -113,18 +113,37 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def save_tiny(out: Path, overrides: dict[str, Any], *, seed: int = 0, **save: Any) -> Path:
     """A random model of `overrides["model_type"]` as safetensors in `out`, in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     options = {**_COMMON, **overrides}
+    return _save(AutoConfig.for_model(**options), out, seed, save)
+
+
+def save_tiny_gemma3_with_vision(out: Path, overrides: dict[str, Any], *, seed: int = 0, **save: Any) -> Path:
+    """The same for a Gemma 3 that also sees; `overrides` are of its text part."""
+    from transformers import AutoConfig
+
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        "gemma3", text_config={**_COMMON, **overrides}, vision_config=vision, mm_tokens_per_image=1,
+        image_token_index=130, boi_token_index=128, eoi_token_index=129,
+    )  # fmt: skip
+    return _save(config, out, seed, save)
+
+
+def _save(config: Any, out: Path, seed: int, save: dict[str, Any]) -> Path:
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options))
+    model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         # Larger than usual, so that attention is sharp and an error anywhere shows in the logits.
         center = (
-            1.0
-            if "norm" in name and name.endswith("weight") and "gemma" not in options["model_type"]
-            else 0.0
+            1.0 if "norm" in name and name.endswith("weight") and "gemma" not in config.model_type else 0.0
         )
         weight.data.normal_(center, 0.25, generator=generator)
     model.save_pretrained(out, **save)

@@ -37,8 +37,12 @@ def save_adapters(base: Path, out: Path) -> dict[str, Path]:
     from transformers import AutoModelForCausalLM
 
     made: dict[str, Path] = {}
-    fused = json.loads((base / "config.json").read_text())["model_type"] == "phi3"
-    adapters = {name: for_fused(options) if fused else options for name, options in ADAPTERS.items()}
+    model_type = json.loads((base / "config.json").read_text())["model_type"]
+    adapters = ADAPTERS
+    if model_type == "phi3":
+        adapters = {name: for_fused(options) for name, options in ADAPTERS.items()}
+    elif model_type == "gemma3":  # which also sees: only its text part is served
+        adapters = {n: options | {"exclude_modules": ".*vision_tower.*"} for n, options in ADAPTERS.items()}
     for number, (name, options) in enumerate(adapters.items()):
         model = get_peft_model(
             AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **options)
@@ -49,4 +53,6 @@ def save_adapters(base: Path, out: Path) -> dict[str, Path]:
                 weight.data.normal_(0, 0.3, generator=generator)
         made[name] = out / name
         model.save_pretrained(made[name])
+        config = made[name] / "adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"exclude_modules": None}))
     return made

@@ -24,6 +24,16 @@ from loraplex.adapters.tensors import NUMPY_DTYPES, read_native
 from loraplex.kernels.groups import SITES
 
 _SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(SITES)})\.weight")
+_OTHER_TOWERS = re.compile(r"(?:.*\.)?(?:vision_tower|vision_model|audio_tower)\..*")
+"""Parts of a multimodal checkpoint that have layers of their own."""
+_RENAMED = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+"""How multimodal checkpoints name their tensors, and how the modules that they belong to are called, in transformers
+and so in adapters."""
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
@@ -46,11 +56,14 @@ _ARCHITECTURE_FIELDS = (
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "original_max_position_embeddings",
     "partial_rotary_factor",
     "query_pre_attn_scalar",
     "residual_multiplier",
     "rms_norm_eps",
+    "rope_local_base_freq",
     "sliding_window",
+    "sliding_window_pattern",
     "tie_word_embeddings",
     "use_sliding_window",
     "vocab_size",
@@ -67,10 +80,11 @@ class BaseModelInvalid(LoraplexError):
 
 @dataclass(frozen=True, slots=True)
 class BaseTensor:
-    """Where a tensor of the checkpoint lies."""
+    """Where a tensor of the checkpoint lies, and its name there."""
 
     path: Path
     tensor: TensorSlice
+    stored_name: str
 
 
 def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpec:
@@ -147,18 +161,26 @@ def last_name(name: str) -> str:
 
 
 def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
-    """Every tensor of the checkpoint by name. Raises BaseModelInvalid."""
+    """Every tensor of the checkpoint by the name that transformers gives it. Raises BaseModelInvalid."""
     located: dict[str, BaseTensor] = {}
     for path in _weight_files(model_dir):
         try:
             header = read_header(path, CHECKPOINT_LIMITS)
         except (AdapterRefused, OSError) as error:
             raise BaseModelInvalid(f"cannot read {path}: {error}") from error
-        for name, tensor in header.items():
+        for stored, tensor in header.items():
+            name = _module_name(stored)
             if name in located:
                 raise BaseModelInvalid(f"{path} and {located[name].path} both hold {name}")
-            located[name] = BaseTensor(path, tensor)
+            located[name] = BaseTensor(path, tensor, stored)
     return located
+
+
+def _module_name(stored: str) -> str:
+    for old, new in _RENAMED:
+        if stored.startswith(old):
+            return new + stored.removeprefix(old)
+    return stored
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
@@ -180,6 +202,8 @@ def _find_sites(tensors: Mapping[str, BaseTensor], num_layers: int) -> dict[tupl
     found: list[SiteShape] = []
     for name, entry in tensors.items():
         match = _SITE_NAME.fullmatch(name)
+        if _OTHER_TOWERS.fullmatch(name):
+            continue
         if match and len(entry.tensor.shape) == 2 and int(match[1]) < num_layers:
             out_features, in_features = entry.tensor.shape
             found.append(
@@ -208,6 +232,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _architecture(config: Mapping[str, Any]) -> bytes:
     fields = {name: config[name] for name in _ARCHITECTURE_FIELDS if config.get(name) is not None}
+    if config.get("use_sliding_window"):  # else it means nothing
+        fields["max_window_layers"] = config.get("max_window_layers")
     # Written as rope_theta + rope_scaling by older tools and as rope_parameters by newer ones.
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope.setdefault("rope_theta", config.get("rope_theta"))

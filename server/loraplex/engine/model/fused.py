@@ -224,14 +224,22 @@ def _apply(layer: Linear, x: torch.Tensor, index: int, group: str, lora: LoraPas
     return y
 
 
-def load_fused(model_dir: Path, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> FusedDecoder:
+def load_fused(
+    model_dir: Path,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    unread: tuple[str, ...] = (),
+) -> FusedDecoder:
     """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the
-    checkpoint. Raises ModelUnsupported for a tensor that is missing, of another shape, or unknown to the family:
-    it would change the computation."""
+    checkpoint. Tensors whose names begin with one of `unread` belong to other parts of a larger model. Raises
+    ModelUnsupported for a tensor that is missing, of another shape, or unknown to the family: it would change the
+    computation."""
     with open_checkpoint(model_dir) as checkpoint:
         reader = _Reader(checkpoint, spec, dtype, device)
         decoder = reader.decoder()
-        leftover = checkpoint.leftover()
+        leftover = [name for name in checkpoint.leftover() if not name.startswith(unread)]
     if leftover:
         shown = ", ".join(leftover[:4]) + (", …" if len(leftover) > 4 else "")
         raise ModelUnsupported(
@@ -249,8 +257,10 @@ class _Reader:
         self._spec = spec
         self._dtype = dtype
         self._device = device
-        # A checkpoint of the model without its head is named without the "model." before each tensor.
-        self._root = "" if "embed_tokens.weight" in checkpoint else "model."
+        # A checkpoint of the model without its head is named without the "model." before each tensor, that of a
+        # model that sees too has its text model one level down.
+        roots = ("", "model.language_model.")
+        self._root = next((root for root in roots if f"{root}embed_tokens.weight" in checkpoint), "model.")
 
     def decoder(self) -> FusedDecoder:
         spec = self._spec

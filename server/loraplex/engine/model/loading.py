@@ -16,6 +16,7 @@ from loraplex.engine.model.family import decoder_spec, is_fused
 from loraplex.engine.model.fused import load_fused
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
+from loraplex.engine.model.text_part import TextPart, text_part
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 
 _log = logging.getLogger(__name__)
@@ -42,24 +43,36 @@ def load_model(
     ModelUnsupported with the reason if it can't be served exactly as transformers would.
     """
     device = torch.device(device)
-    raw = read_config_json(model_dir)
-    config = _config(model_dir, raw)
+    config, part = _read(model_dir)
     chosen = _dtype(config, dtype)
-    if is_fused(config.model_type):
-        spec = decoder_spec(config, raw, max_model_len)
-        if spec.rope.max_positions < config.max_position_embeddings:
+    if is_fused(part.config.model_type):
+        spec = decoder_spec(part.config, part.raw, max_model_len)
+        trained = part.config.max_position_embeddings
+        if spec.rope.max_positions < trained:
             _log.warning(
                 "sequences of up to %d positions are served, of the %d that the model can have: a --max-model-len "
                 "above %d would choose other RoPE frequencies, for all sequences",
                 spec.rope.max_positions,
-                config.max_position_embeddings,
+                trained,
                 spec.rope.max_positions,
             )
-        return load_fused(model_dir, spec, chosen, device)
+        return load_fused(model_dir, spec, chosen, device, unread=part.unread)
     decoder = load_wrapped(model_dir, config, chosen, device)
     if config.model_type not in TESTED:
         probe(decoder)
     return decoder
+
+
+def examine_model(model_dir: Path, max_model_len: int = 0) -> str:
+    """How a checkpoint would be served, from its config alone. Raises ModelUnsupported where that tells already that
+    it can't be."""
+    config, part = _read(model_dir)
+    if is_fused(part.config.model_type):
+        spec = decoder_spec(part.config, part.raw, max_model_len)
+        return f"{spec.model_type} on the fused decoder, up to {spec.rope.max_positions} positions"
+    _shape(config)
+    how = "tested" if config.model_type in TESTED else "to be compared with it at the start"
+    return f"{config.model_type} through transformers, {how}"
 
 
 def load_wrapped(
@@ -70,8 +83,6 @@ def load_wrapped(
 
     register_attention()
     config = copy.deepcopy(config)  # the attention is chosen by writing into it
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelUnsupported("quantised checkpoints are not supported")
     shape = _shape(config)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -90,7 +101,8 @@ def load_wrapped(
             f"{config.model_type} does not let its attention be chosen: {error}"
         ) from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise ModelUnsupported(f"transformers can't load {model_dir}: {error}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ModelUnsupported(f"transformers can't load {model_dir}: {reason}") from error
     # transformers would give these random values and go on.
     absent = sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])})
     if absent:
@@ -116,6 +128,12 @@ def eos_token_ids(model_dir: Path) -> frozenset[int]:
         if ids and all(type(i) is int for i in ids):
             return frozenset(ids)
     return frozenset()
+
+
+def _read(model_dir: Path) -> tuple[Any, TextPart]:
+    raw = read_config_json(model_dir)
+    config = _config(model_dir, raw)
+    return config, text_part(config, raw)
 
 
 def _config(model_dir: Path, raw: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ class Checkpoint:
             path: stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             for path in {entry.path for entry in located.values()}
         }
-        self._files = {name: files[entry.path] for name, entry in located.items()}
+        self._files = {name: (files[entry.path], entry.stored_name) for name, entry in located.items()}
         self._taken: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -35,7 +35,8 @@ class Checkpoint:
         or no floating-point tensor."""
         if name not in self._files:
             raise ModelUnsupported(f"the checkpoint in {self._dir} lacks {name}")
-        tensor = self._files[name].get_tensor(name)
+        file, stored = self._files[name]
+        tensor = file.get_tensor(stored)
         if tensor.shape != out.shape:
             raise ModelUnsupported(f"{name} has the shape {list(tensor.shape)}, not {list(out.shape)}")
         if not tensor.dtype.is_floating_point or tensor.element_size() == 1:
