@@ -1,0 +1,13 @@
+"""`PYTHONPATH=tests python tests/hostile/fuzz_adapter.py`: coverage-guided where atheris is installed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from support.fuzz_targets import adapters
+from support.fuzzing import main
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        main(adapters, Path(directory))

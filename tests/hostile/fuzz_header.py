@@ -1,0 +1,13 @@
+"""`PYTHONPATH=tests python tests/hostile/fuzz_header.py`: coverage-guided where atheris is installed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from support.fuzz_targets import headers
+from support.fuzzing import main
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        main(headers, Path(directory))
