@@ -28,6 +28,11 @@ TESTED = frozenset({"gemma", "granite", "olmo2", "smollm3", "starcoder2"})
 """Model types whose equality with transformers through `TransformersDecoder` the test suite shows. Others are
 compared at every start."""
 
+_TURN_ENDS = dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "<end_of_turn>") | {
+    "phi3": "<|end|>"
+}
+"""The token that ends a turn, by model type."""
+
 
 def load_model(
     model_dir: Path,
@@ -115,19 +120,48 @@ def load_wrapped(
 
 
 def eos_token_ids(model_dir: Path) -> frozenset[int]:
-    """The ids that end an answer: of generation_config.json, else of config.json; empty if neither names one."""
-    for name in ("generation_config.json", "config.json"):
-        path = model_dir / name
-        if not path.is_file():
-            continue
-        try:
-            value = json.loads(path.read_bytes()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise ModelUnsupported(f"cannot read {path}: {error}") from error
-        ids = value if isinstance(value, list) else [value]
-        if ids and all(type(i) is int for i in ids):
-            return frozenset(ids)
-    return frozenset()
+    """The ids that end an answer: of generation_config.json, else of config.json, else none; and the token that ends
+    a turn of the family's chats, where the tokenizer has it: some checkpoints name only the end of a text there."""
+    ids = _eos_of(model_dir / "generation_config.json") or _eos_of(model_dir / "config.json")
+    return ids | _turn_end(model_dir)
+
+
+def _eos_of(path: Path) -> frozenset[int]:
+    value = _read_object(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    numbers = [i for i in ids if type(i) is int]
+    return frozenset(numbers) if len(numbers) == len(ids) else frozenset()
+
+
+def _turn_end(model_dir: Path) -> frozenset[int]:
+    mark = _TURN_ENDS.get(str(_read_object(model_dir / "config.json").get("model_type")))
+    if mark is None:
+        return frozenset()
+    listed = _read_object(model_dir / "tokenizer_config.json").get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        found = [
+            int(i)
+            for i, t in listed.items()
+            if i.isdigit() and isinstance(t, dict) and t.get("content") == mark
+        ]
+        if found:
+            return frozenset(found)
+    added = _read_object(model_dir / "tokenizer.json").get("added_tokens")
+    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    return frozenset(t["id"] for t in tokens if t.get("content") == mark and type(t.get("id")) is int)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file. Raises ModelUnsupported."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelUnsupported(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelUnsupported(f"{path} is not a JSON object")
+    return value
 
 
 def _read(model_dir: Path) -> tuple[Any, TextPart]:
