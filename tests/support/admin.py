@@ -14,6 +14,7 @@ import httpx
 
 from loraplex.adapters.base import load_base_spec
 from loraplex.adapters.spec import BaseSpec
+from loraplex.adapters.steps import Fault, no_fault
 from loraplex.adapters.store import ArtifactStore
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.admin.services import AdminServices, UploadGate
@@ -27,6 +28,7 @@ from loraplex.control.tenants import Tenants
 from loraplex.migrations.run import upgrade
 from support.adapters import TinyBase, make_adapter, write_base
 from support.fake_engine import FakeEngineClient
+from support.integrity import check_integrity
 
 ADMIN_TOKEN = "lpx-admin-for-tests"
 PEPPER = b"p" * 32
@@ -48,6 +50,11 @@ def _base_spec() -> BaseSpec:
     return load_base_spec(Path(_template().name) / "base")
 
 
+def warm_up() -> None:
+    """Make what all planes of a process share, before it forks."""
+    _base_spec()
+
+
 @dataclass
 class AdminPlane:
     """`services` as a factory would build them in `root`; `app` is the operators' port, `tenant_app` what the data
@@ -56,16 +63,18 @@ class AdminPlane:
     root: Path
     max_upload_bytes: int = 8 << 20
     gate: UploadGate = field(default_factory=UploadGate)
+    fault: Fault = no_fault
 
     def __post_init__(self) -> None:
         template = Path(_template().name)
         if not (self.root / "control.db").exists():
             shutil.copyfile(template / "control.db", self.root / "control.db")
-        url = f"sqlite:///{self.root / 'control.db'}"
+        chosen = self.root / "database-url"  # of support.control.use_database
+        url = chosen.read_text() if chosen.exists() else f"sqlite:///{self.root / 'control.db'}"
         self.engine = FakeEngineClient()
         asyncio.run(self.engine.start())
         self.database = Database(url)
-        store = ArtifactStore(self.root / "artifacts")
+        store = ArtifactStore(self.root / "artifacts", self.fault)
         artifacts = Artifacts(self.database, store)
         self.services = AdminServices(
             database=self.database,
@@ -82,8 +91,16 @@ class AdminPlane:
         self.app = create_admin_app(self.services)
         self.tenant_app = create_tenant_app(self.services)
 
+    def start(self) -> None:
+        """What a server does with the catalog before it serves."""
+        self.services.artifacts.sweep()
+        self.services.catalog.reconcile()
+
     def close(self) -> None:
         self.database.close()
+
+    def check_integrity(self) -> None:
+        check_integrity(self.database, self.root / "artifacts")
 
     def leftovers(self) -> list[str]:
         return [path.name for path in (self.root / "artifacts" / "staging").iterdir()]

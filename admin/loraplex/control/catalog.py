@@ -93,7 +93,7 @@ class Catalog:
                 with self._artifacts.holding(spec.digest):
                     # Outside the transaction: where the bytes are stored already, this hashes them all.
                     self._artifacts.store.commit(staging, spec.digest)
-                    with disk_failures_named(), self._database.write() as session:
+                    with self._database.write() as session:
                         self._artifacts.check_stored(spec.digest)
                         recorded = self._record(session, tenant_id, name, spec)
                         fault(Step.COMMIT_VERSION)

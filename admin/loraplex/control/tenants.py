@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from loraplex.adapters.steps import Step
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.clock import database_now
@@ -87,6 +88,8 @@ class Tenants:
                 )
                 session.delete(row)
                 note_change(session, tenant_subject(tenant_id))
+                self._artifacts.store.fault(Step.COMMIT_REMOVAL)
+            self._artifacts.store.fault(Step.REMOVAL_COMMITTED)
             return self._artifacts.remove_unused(digests)
 
 

@@ -1,0 +1,64 @@
+"""Whether a database and a store say the same."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from sqlalchemy import select
+
+from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME, digest_upload
+from loraplex.control.database import Database
+from loraplex.control.releases import current_releases
+from loraplex.control.tables import Adapter, AdapterVersion, Tenant
+
+
+def check_integrity(database: Database, root: Path) -> None:
+    """Every living version that is not `corrupt` has its bytes in the store below `root`, hashed anew and of the size
+    that its row says; a `corrupt` one has not; the store holds nothing else, and staging nothing at all; what is
+    released lives."""
+    with database.read() as session:
+        rows = list(session.scalars(select(AdapterVersion)))
+        last = {(row.tenant_id, row.name): row.last_number for row in session.scalars(select(Adapter))}
+        releases = {
+            (tenant, name): release
+            for tenant in session.scalars(select(Tenant.id))
+            for name, release in current_releases(session, tenant).items()
+        }
+    living = {(r.tenant_id, r.name, r.number): r for r in rows if r.state != "deleted"}
+    whole = _whole_artifacts(root / "sha256")
+    assert list((root / "staging").iterdir()) == []
+    for (tenant, name, number), row in living.items():
+        where = f"{tenant}/{name}@v{number}, {row.state}"
+        assert row.state in ("ready", "incompatible", "corrupt"), where
+        assert (row.state != "corrupt") == (whole.get(row.digest) == row.bytes), where
+        assert number <= last[tenant, name], where
+    assert set(whole) <= {row.digest for row in living.values()}, "the store holds what nobody has"
+    for (tenant, name), release in releases.items():
+        for target in release.targets:
+            assert (tenant, name, int(target.version[1:])) in living, f"{tenant}/{name}: {target} is released"
+
+
+def _whole_artifacts(shelves: Path) -> dict[str, int | None]:
+    """Digest → bytes of its files, or None where they are not those of the digest."""
+    found: dict[str, int | None] = {}
+    for shelf in shelves.iterdir():
+        for folder in shelf.iterdir():
+            assert folder.name[:2] == shelf.name, f"{folder} lies on the wrong shelf"
+            assert len(folder.name) == 64, f"{folder} is no artifact"
+            found[folder.name] = _whole(folder)
+    return found
+
+
+def _whole(folder: Path) -> int | None:
+    entries = {entry.name: entry.lstat() for entry in folder.iterdir()}
+    if set(entries) != {CONFIG_NAME, TENSORS_NAME} or not _plain(entries.values()):
+        return None
+    if digest_upload(folder / CONFIG_NAME, folder / TENSORS_NAME) != folder.name:
+        return None
+    return sum(entry.st_size for entry in entries.values())
+
+
+def _plain(entries: Iterable[object]) -> bool:
+    return all(stat.S_ISREG(getattr(entry, "st_mode", 0)) for entry in entries)
