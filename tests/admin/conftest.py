@@ -9,10 +9,16 @@ import httpx
 import pytest
 
 from support.admin import AdminPlane, admin_client
+from support.control import use_database
+from support.postgres import need_programs, postgres_server
 
 
-@pytest.fixture
-def plane(tmp_path: Path) -> Iterator[AdminPlane]:
+@pytest.fixture(params=["sqlite", "postgresql"])
+def plane(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AdminPlane]:
+    """On both databases."""
+    if request.param == "postgresql":
+        need_programs()
+        use_database(tmp_path, postgres_server().clear())
     made = AdminPlane(tmp_path)
     yield made
     made.close()
