@@ -25,7 +25,8 @@ def quiet() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
     """Tenants `acme`, with the adapter `support`, and `rival`, with another of the same name."""
-    with whole_server(tmp_path_factory.mktemp("server"), metrics_on_data_port=True) as running:
+    directory = tmp_path_factory.mktemp("server")
+    with whole_server(directory, metrics_on_data_port=True, max_adapter_upload=8 << 20) as running:
         for number, tenant in enumerate(("acme", "rival")):
             running.plane.make_tenant(tenant)
             running.plane.make_adapter("support", tenant, seed=number)
