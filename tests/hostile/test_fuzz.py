@@ -32,7 +32,11 @@ def test_mutated_inputs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(TARGETS))
 def test_mutated_inputs_long(name: str, tmp_path: Path) -> None:
     began = time.monotonic()
-    counts = [fuzz(TARGETS[name](tmp_path / str(seed)), seed=seed, seconds=15) for seed in range(2)]
+    counts = []
+    for seed in range(2):
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        counts.append(fuzz(TARGETS[name](directory), seed=seed, seconds=15))
     print(f"\n{name}: {sum(counts)} inputs in {time.monotonic() - began:.0f} s, nothing found")
 
 
