@@ -134,7 +134,15 @@ def _query_parameters(row: Operation) -> list[dict[str, Any]]:
     if row.query is None:
         return []
     properties = row.query.model_json_schema()["properties"]
-    return [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
+    return [
+        {"name": name, "in": "query", "schema": _without_null(schema)} for name, schema in properties.items()
+    ]
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A query has no way to say null: what may be null may be left out."""
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
+    return kinds[0] if len(kinds) == 1 else schema
 
 
 def _answer(status: int, model: type[BaseModel] | None) -> dict[str, Any]:
