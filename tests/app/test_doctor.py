@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,6 @@ pytestmark = pytest.mark.slow
 
 
 def doctor(tmp_path: Path, *arguments: str) -> Outcome:
-    import sys
-
     ports = free_ports(2)
     given = ["--port", str(ports[0]), "--admin-port", str(ports[1]), "--data-dir", str(tmp_path / "data")]
     return run_command([sys.executable, "-m", "loraplex.app.cli", "doctor", *given, *arguments])
@@ -32,7 +32,8 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.stdout + outcome.stderr
     names = ["python", "torch", "database", "data directory", "data port", "admin port", "base model"]
     assert lines(outcome) == dict.fromkeys(names, "ok")
-    assert "llama, 2 layers" in outcome.stdout
+    assert "llama on the fused decoder" in outcome.stdout
+    assert ", 2 layers" in outcome.stdout
     assert not (tmp_path / "data" / "loraplex.db").exists()
 
 
@@ -48,6 +49,29 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert wrong == {"data directory", "admin port", "base model"}
     assert str(port) in outcome.stdout
     assert "Traceback" not in outcome.stdout + outcome.stderr
+
+
+def test_a_model_that_cannot_be_served_is_told_in_one_line_by_doctor_and_by_the_start(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "llava", "vision_config": {}}))
+    outcome = doctor(tmp_path, "--model", str(model))
+    assert outcome.code == 1
+    (said,) = [line for line in outcome.stdout.splitlines() if line.startswith("wrong")]
+    assert said.startswith("wrong base model: llava is multimodal")
+    ports = [
+        option
+        for port in zip(("--port", "--admin-port"), map(str, free_ports(2)), strict=True)
+        for option in port
+    ]
+    served = run_command(
+        [sys.executable, "-m", "loraplex.app.cli", "serve", *ports, "--data-dir", str(tmp_path / "data"),
+         "--model", str(model)]
+    )  # fmt: skip
+    assert served.code != 0
+    told = [line for line in (served.stdout + served.stderr).splitlines() if "llava is multimodal" in line]
+    assert told, served.stdout + served.stderr
+    assert "Traceback" not in served.stdout + served.stderr
 
 
 def test_a_wrong_setting(tmp_path: Path) -> None:

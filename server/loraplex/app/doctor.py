@@ -28,6 +28,16 @@ _PROBE = (
     "torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu', "
     "torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())"
 )
+_EXAMINE = """
+import sys
+from pathlib import Path
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.loading import examine_model
+try:
+    print(examine_model(Path(sys.argv[1]), int(sys.argv[2])))
+except ModelUnsupported as error:
+    sys.exit(error.message)
+"""
 
 
 def examine(settings: Settings, console: Console) -> int:
@@ -53,13 +63,7 @@ def examine(settings: Settings, console: Console) -> int:
 
 
 def _torch() -> str:
-    # In a process of its own: importing torch here would cost this one its memory.
-    done = subprocess.run(  # noqa: S603 - our own interpreter and a fixed text
-        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise OSError((done.stderr.strip().splitlines() or ["torch cannot be imported"])[-1])
-    torch, transformers, device, *capability, threads = done.stdout.split()
+    torch, transformers, device, *capability, threads = _own_process(_PROBE).split()
     return (
         f"{torch}, transformers {transformers}, device {device} ({' '.join(capability)}), {threads} threads"
     )
@@ -100,5 +104,17 @@ def _port(host: str, port: int) -> str:
 
 
 def _model(settings: Settings) -> str:
-    base = load_base_spec(ensure_model(settings.model), cache_dir=settings.data_dir)
-    return f"{base.model_type}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
+    model_dir = ensure_model(settings.model)
+    kind = _own_process(_EXAMINE, str(model_dir), str(settings.max_model_len))
+    base = load_base_spec(model_dir, cache_dir=settings.data_dir)
+    return f"{kind}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
+
+
+def _own_process(program: str, *arguments: str) -> str:
+    """What a program that needs torch prints: importing torch here would cost this process its memory."""
+    done = subprocess.run(  # noqa: S603 - our own interpreter and a fixed text
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise OSError((done.stderr.strip().splitlines() or ["torch cannot be imported"])[-1])
+    return done.stdout.strip()
