@@ -10,6 +10,8 @@ import pytest
 from support.client_answers import scripted as expected
 from support.outside_clients import COMMANDS
 
+pytestmark = pytest.mark.slow
+
 ANSWER = "Hello wörld"
 NUM_PROMPT = len(
     "<user\nWhat do you think of the sea?>\n<assistant\n"

@@ -11,13 +11,14 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loraplex.api.drain import Drain, DrainPhase
+from loraplex.api.errors import ApiError
 from support.byte_tokenizer import byte_decode
 from support.data_plane import DataPlane, Refused
 from support.fake_engine import Reply
@@ -94,12 +95,13 @@ class BackAfterOneRefusal(Drain):
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        try:
-            with super().admitted():
-                yield
-        finally:
-            if self.phase is DrainPhase.REFUSING:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(super().admitted())
+            except ApiError:
                 self.phase = DrainPhase.SERVING
+                raise
+            yield
 
 
 class Stage:

@@ -57,7 +57,8 @@ def refused(function: Callable[[], Any]) -> dict[str, Any]:
 
 
 def timed(function: Callable[[], Any]) -> dict[str, Any]:
-    """The answer, and whether at least the second was waited that the server asked for."""
+    """The answer, and whether the second was waited that the server asked for: clients would wait half of one by
+    themselves, and their timers may be early by a little."""
     begin = time.monotonic()
     answer = function()
-    return {"answer": answer, "waited": time.monotonic() - begin >= 1.0}
+    return {"answer": answer, "waited": time.monotonic() - begin >= 0.9}
