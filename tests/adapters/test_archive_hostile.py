@@ -120,6 +120,16 @@ def _patch_zip(content: bytes, magic: bytes, at: int, fmt: str, value: int, skip
     return bytes(patched)
 
 
+def _zip64_cut() -> bytes:
+    """The directory's zip64 field ends before it should."""
+    info = zipfile.ZipInfo(CONFIG)
+    info.extra = struct.pack("<2H5s", 1, 8, b"short")
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr(info, CONTENT[CONFIG])
+    return _patch_zip(out.getvalue(), b"PK\x01\x02", 24, "<L", 0xFFFFFFFF)
+
+
 CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
 STORED = make_zip(CONTENT, zipfile.ZIP_STORED)
 ZIPS: dict[str, bytes] = {
@@ -138,6 +148,7 @@ ZIPS: dict[str, bytes] = {
     "two members on the same data": _patch_zip(STORED, CENTRAL, 42, "<L", 0, skip=1),
     "an offset outside": _patch_zip(STORED, CENTRAL, 42, "<L", 0x7FFFFFFF),
     "marked zip64 without the field": _patch_zip(STORED, CENTRAL, 42, "<L", 0xFFFFFFFF),
+    "marked zip64 with a field that is cut short": _zip64_cut(),
     "a directory elsewhere": _patch_zip(STORED, END, 16, "<L", 5),
     "a directory too long": _patch_zip(STORED, END, 12, "<L", 0x7FFFFFF0),
     "more entries than there are": _patch_zip(_patch_zip(STORED, END, 10, "<H", 3), END, 8, "<H", 3),

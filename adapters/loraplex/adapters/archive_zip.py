@@ -153,6 +153,8 @@ def _apply_zip64(extra: bytes, *fields: int) -> tuple[int, int, int]:
     position = 0
     while position + 4 <= len(extra):
         tag, length = struct.unpack_from("<2H", extra, position)
+        if position + 4 + length > len(extra):
+            break
         if tag == 1:
             values = struct.iter_unpack("<Q", extra[position + 4 : position + 4 + (length & ~7)])
             wide = [value for (value,) in values]
