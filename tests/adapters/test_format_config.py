@@ -40,25 +40,25 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "auto_mapping": ([None, {"base_model_class": "X"}], ["x"]),
     "base_model_name_or_path": ([None, "org/name"], [7]),
     "bias": ([None, "none"], ["all", "lora_only"]),
-    "corda_config": ([None], [{"corda_method": "ipm"}]),
+    "corda_config": ([None, {"corda_method": "ipm"}], ["x"]),
     "ensure_weight_tying": ([False], [True]),
-    "eva_config": ([None], [{"rho": 2.0}]),
-    "exclude_modules": ([None, []], [["q_proj"], "q_proj"]),
-    "fan_in_fan_out": ([False], [True]),
+    "eva_config": ([None, {"rho": 2.0}], ["x"]),
+    "exclude_modules": ([None, [], "", ["q_proj"], "q_proj", ".*mlp.*"], [[1], {"a": 1}, [""]]),
+    "fan_in_fan_out": ([False, True, None], ["yes", 1]),
     "inference_mode": ([True, False], ["yes"]),
     "init_lora_weights": (
-        [True, False, None, "gaussian", "orthogonal"],
-        ["pissa", "pissa_niter_16", "olora", "loftq", "corda", "eva", "lora_ga", "mica", "something", 1],
+        [True, False, None, "gaussian", "orthogonal", "eva", "mica"],
+        ["pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga", "something", 1, ["eva"]],
     ),
     "kasa_config": ([None], [{"gamma": 1}]),
     "layer_replication": ([None, []], [[[0, 2], [1, 3]]]),
     "layers_pattern": ([None, [], ""], ["layers", ["layers"], 7]),  # needs layers_to_transform
     "layers_to_transform": ([None, [], 3, [0, 3]], ["1", [-1], [1.5], [True], {"a": 1}]),
-    "loftq_config": ([None, {}], [{"loftq_bits": 4}]),
+    "loftq_config": ([None, {}, {"loftq_bits": 4}], ["x"]),
     "lora_alpha": ([1, 16, 0.5, -4], [None, "16", True, float("1e7"), []]),
     "lora_bias": ([False, None], [True]),
     "lora_dropout": ([0, 0.0, 0.1, None], ["0.1"]),
-    "lora_ga_config": ([None], [{"scale": "stable"}]),
+    "lora_ga_config": ([None, {"scale": "stable"}], ["x"]),
     "megatron_config": ([None, {}], [{"hidden_size": 1}]),
     "megatron_core": ([None, "megatron.core"], [1]),
     "modules_to_save": ([None, []], [["lm_head"]]),
@@ -71,20 +71,28 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "revision": ([None, "main"], [1]),
     "runtime_config": ([None, {}, {"ephemeral_gpu_offload": False}], ["x"]),
     "target_modules": (
-        [["q_proj"], "q_proj", "all-linear", "ALL-LINEAR", "model.layers.0.self_attn.q_proj"],
-        [None, [], [1], ["q_proj", ""], r".*\.q_proj", "q_proj|v_proj", "(q|v)_proj", {"a": 1}],
+        [["q_proj"], "q_proj", "all-linear", r".*\.q_proj", "q_proj|v_proj", "(" * 999],
+        [None, [], "", [1], ["q_proj", ""], {"a": 1}],
     ),
     "target_parameters": ([None, []], [["experts.gate_up_proj"]]),
     "task_type": ([None, "CAUSAL_LM"], ["SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "FEATURE_EXTRACTION", "x"]),
     "trainable_token_indices": ([None, []], [[1, 2], {"embed_tokens": [1]}]),
     "use_bdlora": ([None], [{"nblocks": 2}]),
-    "use_dora": ([False, None], [True, 1, "true"]),
+    "use_dora": ([False, True, None], [1, "true"]),
     "use_qalora": ([False], [True]),
     "use_rslora": ([False, True, None], ["yes", 1]),
     "velora_config": ([None], [{"num_groups": 64}]),
 }
 _READ = ("alpha_pattern", "base_model_name_or_path", "layers_pattern", "layers_to_transform", "lora_alpha")
-_READ += ("r", "rank_pattern", "use_rslora")
+_READ += (
+    "r",
+    "rank_pattern",
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+    "exclude_modules",
+    "target_modules",
+)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -96,7 +104,7 @@ def test_neutral_values_pass_and_all_others_are_refused(tmp_path: Path, field: s
         error = refusal(tmp_path, peft_config(**{field: value}))
         if field in _READ:
             assert error.code == "config_invalid", (field, value)
-        elif field not in ("peft_type", "target_modules"):
+        elif field != "peft_type":
             assert (error.code, error.feature) == ("unsupported_feature", field), (field, value)
 
 
@@ -164,6 +172,9 @@ PATTERNS: list[dict[str, int]] = [
     {"layers.1": 9, "self_attn": 9},
     {"lm_head": 4, "v_proj": 5},
     {"base_model.model.model.layers.0.self_attn.q_proj": 4},
+    {"^model.layers.0.self_attn.q_proj": 3, "q_proj": 5},
+    {"q_proj": 5, "^model.layers.0.self_attn.q_proj$": 3},
+    {"^q_proj": 3, "q_proj$": 7, r"mlp\.up_proj": 6, r"^model\.layers\.1\.mlp\.up_proj$": 2},
 ]
 
 
@@ -181,29 +192,60 @@ def test_literal_pattern_keys_mean_what_they_mean_to_peft(
         assert found.rank_and_scaling(module) == (rank, alpha / (rank**0.5 if use_rslora else rank)), module
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "^model.layers.0.self_attn.q_proj",
-        r"layers\.0\..*",
-        ".*q_proj",
-        "q_proj$",
-        "(q|k)_proj",
-        "",
-        ".q_proj",
-        "a..b",
-        "q.proj",
-        "self.attn.q_proj",
-        "q_proj\n",
-        "q[_]proj",
-        "layers.?.mlp.up_proj",
-        "é_proj",
-    ],
-)
+EXPRESSIONS = [
+    r"layers\.0\..*",
+    ".*q_proj",
+    "(q|k)_proj",
+    "",
+    ".q_proj",
+    "a..b",
+    "q_proj\n",
+    "q[_]proj",
+    "layers.?.mlp.up_proj",
+    r"mlp\.0.up_proj",
+    "é_proj",
+]
+
+
+@pytest.mark.parametrize("key", EXPRESSIONS)
+def test_expressions_for_alphas_are_refused_and_for_ranks_left_to_the_tensors(
+    tmp_path: Path, key: str
+) -> None:
+    error = refusal(tmp_path, peft_config(alpha_pattern={key: 2}))
+    assert (error.code, error.feature) == ("unsupported_feature", "alpha_pattern")
+    found = parse(tmp_path, peft_config(rank_pattern={key: 2, "up_proj": 5}))
+    assert found.rank_and_scaling(MODULES[0], 2) == (2, 4.0)
+    assert found.rank_and_scaling(MODULES[0], 7) == (4, 2.0)
+    assert refusal(tmp_path, peft_config(rank_pattern={key: "2"})).code == "config_invalid"
+
+
+@pytest.mark.parametrize("key", ["q.proj", "self.attn.q_proj", "^model.layers.0.self.attn.q_proj"])
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-def test_a_regular_expression_as_a_key_is_not_supported(tmp_path: Path, key: str, field: str) -> None:
+def test_a_name_that_is_another_expression_is_refused(tmp_path: Path, key: str, field: str) -> None:
     error = refusal(tmp_path, peft_config(**{field: {key: 2}}))
     assert (error.code, error.feature) == ("unsupported_feature", field)
+
+
+def test_names_to_leave_out_leave_out_what_peft_does(tmp_path: Path) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    for excluded in (["q_proj"], ["mlp.up_proj", "proj"], ["layers.1.self_attn.k_proj", MODULES[3]], []):
+        fields = {"target_modules": list(ALL_SITES), "exclude_modules": excluded}
+        theirs, ours = LoraConfig(**fields), parse(tmp_path, peft_config(**fields))
+        assert ours.exact
+        for module in MODULES:
+            assert ours.selects(module) == (check_target_module_exists(theirs, module) is True), module
+
+
+def test_an_expression_for_modules_is_not_evaluated_and_said_so(tmp_path: Path) -> None:
+    for fields in ({"target_modules": "(a+)+$"}, {"exclude_modules": ".*"}, {"target_modules": ".*_proj"}):
+        found = parse(tmp_path, peft_config(**fields))
+        assert not found.exact
+        assert found.selects(MODULES[0])
+        assert any("not evaluated" in note for note in found.notes)
+    assert parse(tmp_path, peft_config(target_modules="all-linear")).exact
+    assert not parse(tmp_path, peft_config(target_modules="all-linear")).selects("lm_head")
 
 
 @pytest.mark.parametrize("layers_pattern", [None, [], "layers", ["h", "layers"], ["mlp"], "blocks"])

@@ -62,7 +62,7 @@ def refusal(draft: AdapterDraft, directory: Path, base: BaseSpec, **options: Any
     return error
 
 
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
 @pytest.mark.parametrize("infix", ["", "default"])
 def test_an_adapter_is_admitted_with_its_report(
     tmp_path: Path, base: BaseSpec, dtype: str, infix: str
@@ -126,6 +126,60 @@ def test_digest_tells_which_file_a_byte_belongs_to(tmp_path: Path) -> None:
     assert all(len(digest) == 64 for digest in digests)
 
 
+@pytest.mark.parametrize("suffix", ["", ".weight", ".default", ".default.weight"])
+def test_dora_is_admitted_however_its_magnitudes_are_called(
+    tmp_path: Path, base: BaseSpec, suffix: str
+) -> None:
+    draft = draft_adapter(ARCH, targets=ALL_SITES, dora=True, infix="default" if "default" in suffix else "")
+    for name in [name for name in draft.tensors if "magnitude" in name]:
+        draft.tensors[name.partition("_vector")[0] + "_vector" + suffix] = draft.tensors.pop(name)
+    spec = admit(draft.write(tmp_path), base)
+    assert [site.magnitude.shape for site in spec.sites if site.magnitude] == [
+        (ARCH.out_in(site.site)[0],) for site in spec.sites
+    ]
+    assert spec.report["parameters"] == sum(t.size for t in draft.tensors.values())
+    assert spec.report["checks"][0]["detail"] == "DoRA"
+
+
+def test_magnitudes_alone_have_an_effect(tmp_path: Path, base: BaseSpec) -> None:
+    draft = draft_adapter(ARCH, dora=True)
+    draft.tensors |= {name: t * 0 for name, t in draft.tensors.items() if "lora_B" in name}
+    assert admit(draft.write(tmp_path), base).report["norm"]["max"] == 0.0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_admitted_with_the_copy_of_its_weight_that_peft_saves(tmp_path: Path, tied: bool) -> None:
+    arch = TinyBase(tied=tied)
+    base = load_base_spec(write_base(tmp_path / "base", arch))
+    draft = draft_adapter(arch, targets=["lm_head", "v_proj"], ranks={"lm_head": 7})
+    draft.tensors["base_model.model.lm_head.base_layer.weight"] = read_base_weight(base, 0, "lm_head")
+    spec = admit(draft.write(tmp_path / "adapter"), base)
+    assert [(s.layer, s.site) for s in spec.sites] == [(0, "v_proj"), (0, "lm_head"), (1, "v_proj")]
+    assert spec.targets == ("v_proj", "lm_head")
+    assert spec.report["rank_by_module"]["lm_head"] == 7
+    assert spec.report["modules_ignored"] == 1
+
+
+def test_modules_of_an_expression_are_those_with_tensors(tmp_path: Path, base: BaseSpec) -> None:
+    draft = draft_adapter(ARCH, target_modules=r".*\.(q|v)_proj", rank_pattern={".*v_proj": 6}, fan_in_fan_out=True,
+                          ranks={site_module(layer, "v_proj"): 6 for layer in range(2)})  # fmt: skip
+    draft.config["rank_pattern"] = {".*v_proj": 6}
+    spec = admit(draft.write(tmp_path), base)
+    assert {(site.site, site.rank, site.scaling) for site in spec.sites} == {
+        ("q_proj", 4, 2.0),
+        ("v_proj", 6, 8 / 6),
+    }
+    warnings = [c["detail"] for c in spec.report["checks"] if c["name"] == "config" and not c["ok"]]
+    assert len(warnings) == 2
+    assert "not evaluated" in warnings[0]
+    assert "fan_in_fan_out" in warnings[1]
+
+
+def test_what_to_do_stands_in_the_refusal(tmp_path: Path, base: BaseSpec) -> None:
+    error = refusal(draft_adapter(ARCH, init_lora_weights="olora"), tmp_path, base)
+    assert "path_initial_model_for_weight_conversion" in error.message
+
+
 Change = Callable[[AdapterDraft], Any]
 
 
@@ -150,6 +204,18 @@ def _retype(dtype: Any) -> Change:
         draft.tensors = {name: tensor.astype(dtype) for name, tensor in draft.tensors.items()}
 
     return change
+
+
+def _dora(change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    """Make it DoRA, and change the first magnitude."""
+
+    def apply(draft: AdapterDraft) -> None:
+        draft.tensors.update(draft_adapter(ARCH, dora=True).tensors)
+        draft.config["use_dora"] = True
+        name = f"{Q0}.lora_magnitude_vector"
+        draft.tensors[name] = change(draft.tensors[name])
+
+    return apply
 
 
 def _clear(draft: AdapterDraft) -> None:
@@ -213,12 +279,65 @@ REFUSALS: dict[str, tuple[str, str | None, Change]] = {
             {f"base_model.model.{site_module(7, 'q_proj')}.lora_{m}.weight": _f32(4, 4) for m in "AB"}
         ),
     ),
-    "LoRA on lm_head": (
-        "unsupported_feature",
-        "lm_head",
-        lambda d: d.tensors.update({f"base_model.model.lm_head.lora_{m}.weight": _f32(4, 4) for m in "AB"}),
+    "magnitudes without use_dora": (
+        "unexpected_tensor",
+        None,
+        _set(f"{Q0}.lora_magnitude_vector", _f32(32)),
     ),
-    "DoRA magnitudes": ("unsupported_feature", "use_dora", _set(f"{Q0}.lora_magnitude_vector", _f32(32))),
+    "use_dora without magnitudes": ("missing_tensor", None, _config(use_dora=True)),
+    "use_dora with one magnitude": (
+        "missing_tensor",
+        None,
+        lambda d: (
+            d.config.update(use_dora=True),
+            d.tensors.update({f"{Q0}.lora_magnitude_vector": _f32(32)}),
+        ),
+    ),
+    "a magnitude without A and B": (
+        "missing_tensor",
+        None,
+        _set("base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector", _f32(48)),
+    ),
+    "a magnitude of another width": ("shape_mismatch", None, _dora(lambda m: m[:-1])),
+    "a magnitude with two dimensions": ("shape_mismatch", None, _dora(lambda m: m[None])),
+    "integers as magnitudes": ("unsupported_feature", "dtype_I8", _dora(lambda m: m.astype(np.int8))),
+    "NaN among the magnitudes": ("non_finite", None, _dora(lambda m: m * np.float32("nan"))),
+    "a fused target on a base that is not": (
+        "base_mismatch",
+        None,
+        lambda d: d.tensors.update(
+            {f"base_model.model.model.layers.0.self_attn.qkv_proj.lora_{m}.weight": _f32(4, 4) for m in "AB"}
+        ),
+    ),
+    "the head, which all-linear leaves out": (
+        "unexpected_tensor",
+        None,
+        lambda d: (
+            d.config.update(target_modules="all-linear"),
+            d.tensors.update(draft_adapter(ARCH, targets=[*ALL_SITES, "lm_head"]).tensors),
+        ),
+    ),
+    "an excluded module": ("unexpected_tensor", None, _config(exclude_modules=["q_proj"])),
+    "a rank that no expression names": (
+        "shape_mismatch",
+        None,
+        _config(r=8, rank_pattern={".*q_proj": 16, ".*v_proj": 3}),
+    ),
+    "trainable tokens": (
+        "unsupported_feature",
+        "trainable_token_indices",
+        _set("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", _f32(2, 32)),
+    ),
+    "64-bit floats beyond 32 bits": (
+        "non_finite",
+        None,
+        lambda d: d.tensors.update({f"{Q0}.lora_A.weight": np.full((4, 32), 1e200)}),
+    ),
+    "PiSSA, with what to do": (
+        "unsupported_feature",
+        "init_lora_weights",
+        _config(init_lora_weights="pissa_niter_4"),
+    ),
     "a bias of B": ("unsupported_feature", "lora_bias", _set(f"{Q0}.lora_B.bias", _f32(32))),
     "an embedding adapter": (
         "unsupported_feature",
@@ -245,7 +364,6 @@ REFUSALS: dict[str, tuple[str, str | None, Change]] = {
     "A transposed": ("shape_mismatch", None, _set(f"{Q0}.lora_A.weight", _f32(32, 4))),
     "one A of another width": ("shape_mismatch", None, _set(f"{Q0}.lora_A.weight", _f32(4, 33))),
     "one B of another width": ("shape_mismatch", None, _set(f"{Q0}.lora_B.weight", _f32(31, 4))),
-    "64-bit floats": ("unsupported_feature", "dtype_F64", _retype(np.float64)),
     "integers": ("unsupported_feature", "dtype_I8", _retype(np.int8)),
     "NaN in A": ("non_finite", None, _set(f"{Q0}.lora_A.weight", np.full((4, 32), np.nan, np.float32))),
     "infinity in B": ("non_finite", None, _set(f"{Q0}.lora_B.weight", np.full((32, 4), -np.inf, np.float32))),
@@ -269,7 +387,6 @@ REFUSALS: dict[str, tuple[str, str | None, Change]] = {
     ),
     "no effect: alpha is zero": ("no_effect", None, _config(lora_alpha=0)),
     "PiSSA": ("unsupported_feature", "init_lora_weights", _config(init_lora_weights="pissa")),
-    "a regular expression": ("unsupported_feature", "target_modules", _config(target_modules=".*proj")),
 }
 
 

@@ -253,9 +253,11 @@ class TestAdapters:
         self, admin: httpx.AsyncClient, plane: AdminPlane, tmp_path: Path
     ) -> None:
         good = adapter_files(tmp_path / "a")
-        dora = draft_adapter(ARCH, use_dora=True).write(tmp_path / "dora")
+        biased = draft_adapter(ARCH, lora_bias=True).write(tmp_path / "biased")
         cases: dict[str, dict[str, Any]] = {
-            "unsupported_feature": {p.name: (p.name, p.read_bytes()) for p in (dora.config, dora.tensors)},
+            "unsupported_feature": {
+                p.name: (p.name, p.read_bytes()) for p in (biased.config, biased.tensors)
+            },
             "not_safetensors": good | {"adapter_model.safetensors": ("x", b"\x80\x04.")},
             "config_invalid": good | {"adapter_config.json": ("x", b"{not json")},
             "bad_archive": {"archive": ("x.zip", b"PK\x03\x04 nonsense")},

@@ -157,8 +157,8 @@ def test_adapters(shell: Shell) -> None:
 
 def test_a_refused_adapter_says_why(shell: Shell) -> None:
     shell.ok("tenant", "create", "acme")
-    draft_adapter(ARCH, use_dora=True).write(shell.root / "dora")
-    said = shell.fails("adapter", "push", "support", str(shell.root / "dora"), "-t", "acme")
+    draft_adapter(ARCH, lora_bias=True).write(shell.root / "biased")
+    said = shell.fails("adapter", "push", "support", str(shell.root / "biased"), "-t", "acme")
     assert "[unsupported_feature]" in said
     draft = draft_adapter(ARCH)
     draft.tensors = {

@@ -86,7 +86,7 @@ def test_the_bases_name_is_taken(plane: ControlPlane) -> None:
 def test_a_refused_upload_leaves_nothing_behind(plane: ControlPlane) -> None:
     with plane.store.begin() as staging, pytest.raises(AdapterRefused) as caught:
         files = make_adapter(staging.directory, ARCH)
-        config = json.loads(files.config.read_text()) | {"use_dora": True}
+        config = json.loads(files.config.read_text()) | {"lora_bias": True}
         files.config.write_text(json.dumps(config))
         plane.catalog.admit("acme", "pirate", staging)
     assert caught.value.code == "unsupported_feature"

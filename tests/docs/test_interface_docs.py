@@ -14,6 +14,7 @@ from starlette.routing import Route, Router
 
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
 from loraplex.adapters.peft_config import parse_peft_config
+from loraplex.adapters.support_page import render
 from loraplex.admin.app import create_operations
 from loraplex.admin.openapi import PREFIX, openapi
 from loraplex.admin.problem import ANSWERS as ADMIN_ANSWERS
@@ -239,7 +240,15 @@ def test_metrics_named_anywhere_exist() -> None:
 
 # Adapters.
 
-CONFIG_ROWS = markdown.rows(markdown.read("docs/adapters.md"), "field", "accepted", "refused, for example")
+CONFIG_ROWS = markdown.rows(
+    markdown.read("docs/peft-support.md"), "field", "accepted", "refused, for example", "code"
+)
+
+
+def test_the_page_of_what_is_served_is_printed_from_the_code() -> None:
+    assert markdown.read("docs/peft-support.md") == render(), (
+        "run python -m loraplex.adapters.support_page > docs/peft-support.md"
+    )
 
 
 def config_of(field: str, value: object) -> dict[str, Any]:
@@ -263,7 +272,8 @@ def test_configs_are_accepted_and_refused_as_documented(tmp_path: Path, cells: l
         path.write_text(json.dumps(config_of(field, value)))
         with pytest.raises(AdapterRefused) as caught:
             parse_peft_config(path, modules)
-        assert caught.value.code in ("config_invalid", "unsupported_feature"), value
+        assert caught.value.code in markdown.spans(cells[3]), value
+        assert caught.value.feature in (None, field), value
 
 
 def test_an_unlisted_field_is_neutral_or_refused(tmp_path: Path) -> None:

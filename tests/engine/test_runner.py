@@ -196,6 +196,9 @@ def test_adapters_come_to_their_own_rows(make_runner, greedy):
             self.seen.append((tuple(segments), num_rows))
             return Pass(segments)
 
+        def head_pass(self, segments, num_rows):
+            return None
+
     asked = prompts(3, 6)
     slots = [2, -1, 0, 2, -1, 1]
     alone = {}
@@ -215,6 +218,9 @@ def test_a_bad_token_or_broken_row_fails_alone(make_runner, greedy):
     class Broken:
         def lora_pass(self, segments, num_rows):
             return self
+
+        def head_pass(self, segments, num_rows):
+            return None
 
         segments = ()
 

@@ -24,6 +24,8 @@ NUMPY_DTYPES: dict[str, Any] = {
     "F32": np.float32,
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
     "I64": np.int64,
     "I8": np.int8,
 }
@@ -65,6 +67,8 @@ def write_safetensors(
 
 
 def site_module(layer: int, site: str) -> str:
+    if site == "lm_head":
+        return site
     block = "self_attn" if site in ATTENTION else "mlp"
     return f"model.layers.{layer}.{block}.{site}"
 
@@ -93,6 +97,7 @@ class TinyBase:
             "gate_proj": (self.intermediate, self.hidden),
             "up_proj": (self.intermediate, self.hidden),
             "down_proj": (self.hidden, self.intermediate),
+            "lm_head": (self.vocab, self.hidden),
         }[site]
 
     def config(self, dtype: str = "BF16") -> dict[str, Any]:
@@ -240,11 +245,12 @@ def draft_adapter(
     ranks: Mapping[str, int] | None = None,
     infix: str = "",
     scale: float = 0.1,
+    dora: bool = False,
     **config: Any,
 ) -> AdapterDraft:
-    """Random A and B for `targets` in `layers` (all). `ranks` maps module paths to a rank of their own (also
-    put into rank_pattern). `infix` is an adapter name inside the tensor names, as in ".lora_A.default.weight".
-    Other keywords go into the config as they are."""
+    """Random A and B for `targets` in `layers` (all), with `dora` magnitudes too. `ranks` maps module paths to a rank
+    of their own (also put into rank_pattern). `infix` is an adapter name inside the tensor names, as in
+    ".lora_A.default.weight". Other keywords go into the config as they are."""
     arch = arch or TinyBase()
     rng = np.random.default_rng(seed)
     ranks = dict(ranks or {})
@@ -256,12 +262,15 @@ def draft_adapter(
             target_modules=list(targets),
             rank_pattern=ranks,
             layers_to_transform=None if layers is None else chosen,
+            use_dora=dora,
         )
         | config
     )
     for layer in chosen:
         for site in targets:
             module = site_module(layer, site)
+            if module == site and layer:
+                continue  # the head, once
             r = ranks.get(module, rank)
             out_features, in_features = arch.out_in(site)
             prefix = f"base_model.model.{module}"
@@ -269,6 +278,11 @@ def draft_adapter(
             b = rng.standard_normal((out_features, r)) * scale
             draft.tensors[f"{prefix}.lora_A{infix}.weight"] = a.astype(NUMPY_DTYPES[dtype])
             draft.tensors[f"{prefix}.lora_B{infix}.weight"] = b.astype(NUMPY_DTYPES[dtype])
+            if dora:
+                magnitude = 1 + 0.2 * rng.standard_normal(out_features)
+                draft.tensors[f"{prefix}.lora_magnitude_vector{infix}"] = magnitude.astype(
+                    NUMPY_DTYPES[dtype]
+                )
     return draft
 
 

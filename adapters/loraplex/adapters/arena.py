@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loraplex.adapters.layout import ArenaLayout
-from loraplex.adapters.weights import HostImage
+from loraplex.adapters.weights import HEAD_LAYER, HostImage
 from loraplex.kernels.backend import resolve_backend
+from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora import GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment, begin_pass
 
 
@@ -36,19 +38,16 @@ class AdapterArena:
         self._num_pages = num_pages
         self._pages = torch.empty(num_pages + 1, layout.page_bytes, dtype=torch.uint8, device=device)
         self._pages[0].zero_()
-        num_sites = len(layout.features)
-        self._weights = LoraWeights(
-            storage=self._pages.view(-1).view(layout.dtype),
-            groups=layout.groups,
-            tables=np.zeros((num_slots, layout.max_chunks + 1, layout.num_layers, num_sites, 2), np.int32),
-            num_chunks=np.zeros(num_slots, np.int32),
-            present=np.zeros((num_slots, layout.num_layers, num_sites), np.bool_),
-        )
+        self._layers = self._empty_tables(layout.groups, layout.num_layers, num_slots)
+        # The head is one group more, run once and for the sampled rows alone: a model of one layer, so to say.
+        self._head = None if layout.head is None else self._empty_tables((layout.head,), 1, num_slots)
+        self._filled = np.zeros(num_slots, np.bool_)
         if self._pages.numel() // GRANULE_BYTES >= 2**31:
             raise ValueError("an adapter arena can't be larger than 128 GiB")
         self._scratch = Scratch(device)
         self._writes = [0] * num_slots
         self._last: tuple[object, LoraPass | None] = (None, None)
+        self._last_head: tuple[object, LoraPass | None] = (None, None)
 
     @property
     def num_bytes(self) -> int:
@@ -74,18 +73,49 @@ class AdapterArena:
     def clear_slot(self, slot: int) -> None:
         """From now on a step that names `slot` is refused."""
         self._writes[slot] += 1
-        self._weights.num_chunks[slot] = 0
+        self._filled[slot] = False
 
     def lora_pass(self, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
-        """Prepare a step of `num_rows` rows: `segments` are (slot, first_row, num_rows), slot -1 for base rows,
-        which may also be left out. None if no row has an adapter. Raises ValueError as `begin_pass` does.
+        """Prepare the layers of a step of `num_rows` rows: `segments` are (slot, first_row, num_rows), slot -1 for
+        base rows, which may also be left out. None if no row has an adapter that changes a layer. Raises ValueError
+        as `begin_pass` does, and for an empty slot.
 
         The last pass is kept: a step like the one before, as most are while all sequences decode, costs nothing.
         """
         key = (tuple(segments), num_rows, self._writes_to(segments))
         if self._last[0] != key:
-            self._last = (key, begin_pass(self._backend, self._weights, self._scratch, segments, num_rows))
+            self._last = (key, self._begin(self._layers, segments, num_rows))
         return self._last[1]
+
+    def head_pass(self, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
+        """Prepare the head of a step, likewise, where `num_rows` rows are sampled: segments of those. The pass's one
+        group is HEAD, its one layer 0. None if no row has an adapter that changes the head."""
+        if self._head is None:
+            return None
+        key = (tuple(segments), num_rows, self._writes_to(segments))
+        if self._last_head[0] != key:
+            self._last_head = (key, self._begin(self._head, segments, num_rows))
+        return self._last_head[1]
+
+    def _begin(self, weights: LoraWeights, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
+        chosen = []
+        for slot, first, count in segments:
+            if slot >= 0 and (slot >= len(self._filled) or not self._filled[slot]):
+                raise ValueError(f"slot {slot} holds no adapter")
+            # One that changes nothing here is the base model's, here.
+            chosen.append((slot if slot >= 0 and weights.num_chunks[slot] else -1, first, count))
+        return begin_pass(self._backend, weights, self._scratch, chosen, num_rows)
+
+    def _empty_tables(self, groups: tuple[SiteGroup, ...], num_layers: int, num_slots: int) -> LoraWeights:
+        places = (num_layers, sum(len(group.sites) for group in groups))
+        return LoraWeights(
+            storage=self._pages.view(-1).view(self.layout.dtype),
+            groups=groups,
+            tables=np.zeros((num_slots, self.layout.max_chunks + 1, *places, 2), np.int32),
+            num_chunks=np.zeros(num_slots, np.int32),
+            present=np.zeros((num_slots, *places), np.bool_),
+            vectors=np.zeros((num_slots, *places), np.int32),
+        )
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         if self.device.type == "cpu":
@@ -100,14 +130,28 @@ class AdapterArena:
 
     def _describe(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
         per_page = self.layout.granules_per_page
-        layers, sites, chunks, *tiles = image.sites.T
         # Page 0 of the storage is the one of zeros.
         starts = (np.array(pages, np.int64) + 1) * per_page
-        table = np.zeros_like(self._weights.tables[slot])
-        for kind, tile in enumerate(tiles):
-            table[chunks, layers, sites, kind] = starts[tile // per_page] + tile % per_page
+
+        def place(tile: NDArray[np.int32]) -> NDArray[np.int64]:
+            return starts[tile // per_page] + tile % per_page
+
         self._writes[slot] += 1
-        self._weights.tables[slot] = table
-        self._weights.present[slot] = False
-        self._weights.present[slot, layers, sites] = True
-        self._weights.num_chunks[slot] = chunks.max() + 1
+        for weights, of_head in ((self._layers, False), (self._head, True)):
+            sites = image.sites[(image.sites[:, 0] == HEAD_LAYER) == of_head]
+            vectors = image.vectors[(image.vectors[:, 0] == HEAD_LAYER) == of_head]
+            if weights is None:
+                continue
+            layers, numbers, chunks, *tiles = sites.T
+            layers = np.zeros_like(layers) if of_head else layers
+            table = np.zeros_like(weights.tables[slot])
+            for kind, tile in enumerate(tiles):
+                table[chunks, layers, numbers, kind] = place(tile)
+            weights.tables[slot] = table
+            weights.present[slot] = False
+            weights.present[slot, layers, numbers] = True
+            weights.num_chunks[slot] = chunks.max() + 1 if len(chunks) else 0
+            layers, numbers, tile = vectors.T
+            weights.vectors[slot] = 0
+            weights.vectors[slot, np.zeros_like(layers) if of_head else layers, numbers] = place(tile)
+        self._filled[slot] = True

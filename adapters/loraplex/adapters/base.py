@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.files import CHUNK_BYTES, open_regular, read_into
 from loraplex.adapters.safetensors_header import CHECKPOINT_LIMITS, read_header
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
-from loraplex.adapters.tensors import NUMPY_DTYPES, read_native
-from loraplex.kernels.groups import SITES
+from loraplex.adapters.tensors import NUMPY_DTYPES, iter_rows, read_native
+from loraplex.kernels.groups import HEAD, LAYER_SITES, SITES
 
-_SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(SITES)})\.weight")
+_SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})\.weight")
+_HEAD_NAME = f"{HEAD}.weight"
 _OTHER_TOWERS = re.compile(r"(?:.*\.)?(?:vision_tower|vision_model|audio_tower)\..*")
 """Parts of a multimodal checkpoint that have layers of their own."""
 _RENAMED = (
@@ -91,7 +92,8 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpe
     """Read `config.json` and the safetensors headers (one file, or shards with their index) of a checkpoint.
 
     A site is a 2-D tensor "<prefix>layers.<i>.<path>.<leaf>.weight" ([out_features, in_features]) whose leaf is
-    one of SITES, with i below num_hidden_layers. Where several tensors of a layer share a leaf (experts), the
+    one of LAYER_SITES, with i below num_hidden_layers, or the head: "lm_head.weight", or the embedding where the base
+    ties the head to it. Where several tensors of a layer share a leaf (experts), the
     site is left out: an adapter for it is refused. The fingerprint hashes every weight byte; with `cache_dir`
     it is kept there, keyed by the files' paths, sizes and times of change.
     Raises BaseModelInvalid.
@@ -105,8 +107,9 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpe
     sites = _find_sites(tensors, num_layers)
     if not sites:
         raise BaseModelInvalid(
-            f"{model_dir} has none of the linears that adapters change ({', '.join(SITES)})"
+            f"{model_dir} has none of the linears that adapters change ({', '.join(LAYER_SITES)})"
         )
+    sites |= _find_head(_with_tied_head(tensors, config))
     try:
         fingerprint = _fingerprint(model_dir, config, tensors, cache_dir)
     except OSError as error:
@@ -122,29 +125,54 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpe
 
 def read_base_weight(base: BaseSpec, layer: int, site: str) -> NDArray[Any]:
     """The base's own weight of a site: [out_features, in_features] in the checkpoint's dtype (ml_dtypes for
-    bfloat16). Raises BaseModelInvalid where the checkpoint has no such site or another dtype than F32, F16,
-    BF16."""
-    shape = base.sites.get((layer, site))
-    found = locate_tensors(Path(base.model_dir)).get(f"{shape.module_path}.weight") if shape else None
-    if found is None:
-        raise BaseModelInvalid(f"the base in {base.model_dir} has no {site} in layer {layer}")
-    if found.tensor.dtype not in NUMPY_DTYPES:
-        raise BaseModelInvalid(
-            f"{site} of layer {layer} is stored as {found.tensor.dtype}, not as plain floats"
-        )
+    bfloat16). Raises BaseModelInvalid where the checkpoint has no such site, or in a dtype that is none of plain
+    floats."""
+    found = _weight_of(base, locate_module_weights(base), layer, site)
     return read_native(found.path, found.tensor)
+
+
+class BaseWeights:
+    """The base's linears in its checkpoint, for what is computed from them later. The files must stay as they are
+    now: weights on the device don't change with them."""
+
+    def __init__(self, base: BaseSpec) -> None:
+        """Reads the headers. Raises BaseModelInvalid."""
+        self._base = base
+        self._tensors = locate_module_weights(base)
+        self._stamps = {entry.path: _stamp(entry.path) for entry in self._tensors.values()}
+
+    def rows(self, layer: int, site: str) -> Iterator[NDArray[Any]]:
+        """The weight's rows [n, in_features] in the checkpoint's dtype, some at a time; each array is reused for the
+        next. Raises as `read_base_weight` does, and BaseModelInvalid where the file was changed; OSError."""
+        found = _weight_of(self._base, self._tensors, layer, site)
+        self._check_unchanged(found.path)
+        return iter_rows(found.path, found.tensor)
+
+    def bias(self, layer: int, site: str) -> NDArray[Any] | None:
+        """[out_features], None where the linear has none. Raises as `rows` does."""
+        shape = self._base.sites[layer, site]
+        found = self._tensors.get(f"{shape.module_path}.bias")
+        if found is None:
+            return None
+        if found.tensor.shape != (shape.out_features,) or found.tensor.dtype not in NUMPY_DTYPES:
+            raise BaseModelInvalid(
+                f"the bias of {shape.module_path} is not {shape.out_features} plain floats"
+            )
+        self._check_unchanged(found.path)
+        return read_native(found.path, found.tensor)
+
+    def _check_unchanged(self, path: Path) -> None:
+        if _stamp(path) != self._stamps[path]:
+            raise BaseModelInvalid(
+                f"{path} was changed after the engine had loaded it; put it back, or restart the server"
+            )
 
 
 def locate_module_weights(base: BaseSpec) -> dict[str, BaseTensor]:
     """As `locate_tensors`, and "lm_head.weight" where the base ties it to its embedding. Raises
     BaseModelInvalid."""
     model_dir = Path(base.model_dir)
-    tensors = locate_tensors(model_dir)
-    if "lm_head.weight" not in tensors and _read_config(model_dir).get("tie_word_embeddings"):
-        tied = next((name for name in tensors if name.endswith("embed_tokens.weight")), None)
-        if tied is not None:
-            tensors["lm_head.weight"] = tensors[tied]
-    return tensors
+    return _with_tied_head(locate_tensors(model_dir), _read_config(model_dir))
 
 
 def base_names(base: BaseSpec) -> frozenset[str]:
@@ -183,6 +211,33 @@ def _module_name(stored: str) -> str:
     return stored
 
 
+def _with_tied_head(tensors: Mapping[str, BaseTensor], config: Mapping[str, Any]) -> dict[str, BaseTensor]:
+    located = dict(tensors)
+    # Some families tie it unless the config says no.
+    if _HEAD_NAME not in located and config.get("tie_word_embeddings") is not False:
+        tied = next((name for name in located if name.endswith("embed_tokens.weight")), None)
+        if tied is not None:
+            located[_HEAD_NAME] = located[tied]
+    return located
+
+
+def _weight_of(base: BaseSpec, tensors: Mapping[str, BaseTensor], layer: int, site: str) -> BaseTensor:
+    shape = base.sites.get((layer, site))
+    found = tensors.get(f"{shape.module_path}.weight") if shape else None
+    if found is None:
+        raise BaseModelInvalid(f"the base in {base.model_dir} has no {site} in layer {layer}")
+    if found.tensor.dtype not in NUMPY_DTYPES:
+        raise BaseModelInvalid(
+            f"{site} of layer {layer} is stored as {found.tensor.dtype}, not as plain floats"
+        )
+    return found
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 def _weight_files(model_dir: Path) -> list[Path]:
     single, index = model_dir / _SINGLE_FILE, model_dir / _INDEX_FILE
     if single.is_file():
@@ -212,6 +267,14 @@ def _find_sites(tensors: Mapping[str, BaseTensor], num_layers: int) -> dict[tupl
     claims = Counter((site.layer, site.site) for site in found)
     unique = (site for site in found if claims[site.layer, site.site] == 1)
     return {(s.layer, s.site): s for s in sorted(unique, key=lambda s: (s.layer, SITES.index(s.site)))}
+
+
+def _find_head(tensors: Mapping[str, BaseTensor]) -> dict[tuple[int, str], SiteShape]:
+    entry = tensors.get(_HEAD_NAME)
+    if entry is None or len(entry.tensor.shape) != 2:
+        return {}
+    out_features, in_features = entry.tensor.shape
+    return {(0, HEAD): SiteShape(0, HEAD, in_features, out_features, HEAD)}
 
 
 def _read_config(model_dir: Path) -> dict[str, Any]:

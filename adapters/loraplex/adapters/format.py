@@ -1,8 +1,8 @@
 """Admission of an adapter: from two untrusted files to a validated AdapterSpec, or a refusal with its reason.
 
-Sites and ranks come from the tensors; the config must agree with them and must not ask for anything that is not
-plain LoRA. Nothing of an upload is executed, compiled or used as a path, and every size is bounded before work
-is done for it.
+Sites and ranks come from the tensors; the config must agree with them and must not ask for anything that
+`peft_support` does not name. Nothing of an upload is executed, compiled or used as a path, and every size is bounded
+before work is done for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from loraplex.adapters.base import base_names, last_name, locate_module_weights
 from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
 from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME, digest_upload, shown
-from loraplex.adapters.peft_config import LoraSettings, parse_peft_config, suffixes
+from loraplex.adapters.peft_config import LoraSettings, parse_peft_config, pattern_keys, suffixes
 from loraplex.adapters.safetensors_header import read_header
 from loraplex.adapters.spec import AdapterSpec, BaseSpec, SiteShape, SiteWeights, TensorSlice
 from loraplex.adapters.tensor_names import AdapterTensors, sort_tensors
@@ -105,7 +105,12 @@ def _inspect(
 
     report.begin("config")
     settings = parse_peft_config(config_path, by_path)
-    report.done("plain LoRA" + (", rank-stabilised scaling" if settings.use_rslora else ""))
+    report.done(
+        ("DoRA" if settings.use_dora else "plain LoRA")
+        + (", rank-stabilised scaling" if settings.use_rslora else "")
+    )
+    for note in settings.notes:
+        report.done(f"warning: {note}", ok=False)
 
     report.begin("header")
     header = read_header(tensors_path)
@@ -121,10 +126,12 @@ def _inspect(
     _note_overlapping_alphas(settings, list(tensors.a), report)
 
     report.begin("shapes")
+    _check_magnitudes(tensors, by_path, settings)
     sites = _check_shapes(tensors, by_path, settings, max_rank)
     ranks = {base.sites[s.layer, s.site].module_path: s.rank for s in sites[:_MAX_REPORTED_MODULES]}
     report.rank_by_module = ranks
-    report.parameters = sum(math.prod(s.a.shape) + math.prod(s.b.shape) for s in sites)
+    stored = [tensor for s in sites for tensor in (s.a, s.b, s.magnitude) if tensor is not None]
+    report.parameters = sum(math.prod(tensor.shape) for tensor in stored)
     report.done(f"ranks {min(s.rank for s in sites)} to {max(s.rank for s in sites)}")
 
     report.begin("coverage")
@@ -172,6 +179,24 @@ def _check_modules(tensors: AdapterTensors, by_path: dict[str, SiteShape], base:
     )
 
 
+def _check_magnitudes(tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings) -> None:
+    for module in tensors.a:
+        magnitude = tensors.magnitudes.get(module)
+        if magnitude is None:
+            if settings.use_dora:
+                _refuse("missing_tensor", f"use_dora is set, but {module} has no lora_magnitude_vector")
+            continue
+        if not settings.use_dora:
+            _refuse("unexpected_tensor", f"{module} has a lora_magnitude_vector, but use_dora is not set")
+        _check_dtype(module, "lora_magnitude_vector", magnitude)
+        if magnitude.shape != (by_path[module].out_features,):
+            _refuse(
+                "shape_mismatch",
+                f"{module}: lora_magnitude_vector is {magnitude.shape}, not one for each of the "
+                f"{by_path[module].out_features} outputs",
+            )
+
+
 def _check_shapes(
     tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings, max_rank: int
 ) -> tuple[SiteWeights, ...]:
@@ -189,10 +214,10 @@ def _check_shapes(
         rank = a.shape[0]
         if rank > max_rank:
             _refuse("rank_exceeds_max", f"{module} has rank {rank}; this server accepts at most {max_rank}")
-        declared, scaling = settings.rank_and_scaling(module)
+        declared, scaling = settings.rank_and_scaling(module, rank)
         if rank != declared:
             _refuse("shape_mismatch", f"{module} has rank {rank} in the tensors and {declared} in the config")
-        site = SiteWeights(shape.layer, shape.site, rank, scaling, a, b)
+        site = SiteWeights(shape.layer, shape.site, rank, scaling, a, b, tensors.magnitudes.get(module))
         widths.setdefault(shape.site, []).append((a.shape[1], b.shape[0]))
         if misfit is None and (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
             misfit = site
@@ -237,7 +262,7 @@ def _check_coverage(
         if module not in selected:
             _refuse("unexpected_tensor", f"tensors came for {module}, which the config does not name")
     for module in by_path:
-        if module in selected and module not in tensors.a:
+        if settings.exact and module in selected and module not in tensors.a:
             _refuse("missing_tensor", f"the config names {module}, but no tensors came for it")
     named = {suffix for module in by_path for suffix in suffixes(module)}
     for target in sorted(settings.targets or ()):
@@ -254,7 +279,8 @@ def _measure(tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec)
         measure_site(tensors_path, site, base.sites[site.layer, site.site].module_path) for site in sites
     ]
     largest, smallest = max(norms, key=lambda n: n.norm), min(norms, key=lambda n: n.norm)
-    if largest.norm == 0.0:
+    # A magnitude has an effect of its own.
+    if largest.norm == 0.0 and not any(site.magnitude for site in sites):
         _refuse(
             "no_effect",
             "every product of lora_B and lora_A is zero: the adapter would answer as the base does",
@@ -285,7 +311,9 @@ def _note_overlapping_alphas(settings: LoraSettings, modules: list[str], report:
     """PEFT takes the first key that fits, and sorts the keys when it saves: an adapter can come back from disk
     with another scaling than it was trained with. What counts is what PEFT would load."""
     for module in modules:
-        alphas = {settings.alpha_pattern[key] for key in suffixes(module) if key in settings.alpha_pattern}
+        alphas = {
+            settings.alpha_pattern[key] for key in pattern_keys(module) if key in settings.alpha_pattern
+        }
         if len(alphas) > 1:
             report.done(
                 f"warning: several keys of alpha_pattern fit {module}; the first in the file counts, as it does "

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
 
 import torch
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.groups import HEAD, SiteGroup
 from loraplex.kernels.lora import CHUNK, GRANULE_BYTES
 
 MIN_PAGE_BYTES = 256 << 10
 MAX_PAGE_BYTES = 2 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One tile of an adapter: of which site (its index in `spec.sites`), which chunk of ranks (0 for vectors), and
+    which columns [start, end) of the output (of the input for A)."""
+
+    index: int
+    kind: Literal["a", "b", "vectors"]
+    chunk: int
+    start: int
+    end: int
+    num_bytes: int
+
+
 class ArenaLayout:
     """The units of an arena for one model and one dtype.
 
-    A chunk is CHUNK ranks of one site; its A tile is [CHUNK, in_features], its B tile [CHUNK, out_features]. A tile
-    begins at a multiple of GRANULE_BYTES and never crosses a page. Sites are numbered through `groups` in their
-    order. The page size is a power of two chosen by the model, unless given: 256 KiB to 2 MiB, at least the
-    largest tile, growing with the size of the model's adapters so that those have tens of pages.
+    A chunk is CHUNK ranks of one site; its A tile is [CHUNK, in_features], its B tile [CHUNK, out_features]. A site
+    with vectors (DoRA) has them in a tile [2, out_features] of float32. A tile begins at a multiple of GRANULE_BYTES
+    and never crosses a page. Sites are numbered through `groups` in their order. The head (lm_head) is as wide as the
+    vocabulary: its columns are cut into blocks whose B tiles take half a page at most; `head` is its group with a
+    site for each block.
+
+    The page size is a power of two chosen by the model, unless given: 256 KiB to 2 MiB, at least the largest tile,
+    growing with the size of the model's adapters so that those have tens of pages.
     """
 
     def __init__(
@@ -31,6 +51,7 @@ class ArenaLayout:
         *,
         max_rank: int,
         page_bytes: int | None = None,
+        head: SiteGroup | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.num_layers = num_layers
@@ -55,10 +76,23 @@ class ArenaLayout:
                 f"or is no multiple of {GRANULE_BYTES}"
             )
         self.page_bytes = page_bytes
+        self.head = None if head is None else self._cut(head)
+
+    def shape(self, site: str) -> tuple[int, int] | None:
+        """(in, out) of a site; None where adapters can't change it."""
+        if site == HEAD:
+            return None if self.head is None else (self.head.in_features, sum(self.head.out_features))
+        number = self.sites.get(site)
+        return None if number is None else self.features[number]
+
+    @property
+    def site_names(self) -> tuple[str, ...]:
+        """Every site that adapters can change."""
+        return (*self.sites, *(() if self.head is None else (HEAD,)))
 
     @property
     def smallest_full_bytes(self) -> int:
-        """What an adapter of rank up to CHUNK on every site of every layer takes, in whole pages."""
+        """What an adapter of rank up to CHUNK on every site of every layer takes, in whole pages. Without the head."""
         sizes = [self.tile_bytes(features) for pair in self.features for features in pair] * self.num_layers
         return place_tiles(sizes, self.page_bytes)[1] * self.page_bytes
 
@@ -68,18 +102,44 @@ class ArenaLayout:
 
     def tile_bytes(self, features: int) -> int:
         """What a tile [CHUNK, features] takes, up to the next granule."""
-        size = CHUNK * features * self.dtype.itemsize
-        return -(-size // GRANULE_BYTES) * GRANULE_BYTES
+        return _whole_granules(CHUNK * features * self.dtype.itemsize)
 
-    def tiles(self, spec: AdapterSpec) -> list[tuple[tuple[int, int, int], int]]:
-        """((index of the site in `spec.sites`, chunk, 0 for A or 1 for B), bytes) of every tile, in the order in
-        which they are placed."""
+    def columns(self, site: str) -> list[tuple[int, int]]:
+        """The blocks [start, end) of output columns that a site is cut into: one, but for the head."""
+        shape = self.shape(site)
+        assert shape is not None
+        widths = self.head.out_features if site == HEAD and self.head is not None else (shape[1],)
+        ends = list(accumulate(widths))
+        return list(zip([0, *ends], ends, strict=False))
+
+    def tiles(self, spec: AdapterSpec) -> list[Tile]:
+        """Every tile, in the order in which they are placed."""
         listed = []
         for index, site in enumerate(spec.sites):
-            sizes = [self.tile_bytes(features) for features in self.features[self.sites[site.site]]]
+            shape = self.shape(site.site)
+            assert shape is not None
+            columns = self.columns(site.site)
             for chunk in range(-(-site.rank // CHUNK)):
-                listed += [((index, chunk, kind), size) for kind, size in enumerate(sizes)]
+                listed.append(Tile(index, "a", chunk, 0, shape[0], self.tile_bytes(shape[0])))
+                listed += [
+                    Tile(index, "b", chunk, *part, self.tile_bytes(part[1] - part[0])) for part in columns
+                ]
+            if site.magnitude is not None:
+                listed += [
+                    Tile(index, "vectors", 0, *part, _whole_granules(2 * 4 * (part[1] - part[0])))
+                    for part in columns
+                ]
         return listed
+
+    def _cut(self, head: SiteGroup) -> SiteGroup:
+        if head.sites != (HEAD,):
+            raise ValueError(f"the head's group has the sites {head.sites}")
+        width = self.page_bytes // 2 // (CHUNK * self.dtype.itemsize)
+        if self.tile_bytes(head.in_features) > self.page_bytes or not width:
+            raise ValueError(f"a page of {self.page_bytes} bytes can't hold the head's A tile")
+        widths = [min(width, head.out_features[0] - first) for first in range(0, head.out_features[0], width)]
+        names = tuple(f"{HEAD}.{block}" for block in range(len(widths)))
+        return SiteGroup(HEAD, names, head.in_features, tuple(widths))
 
     def _choose_page_bytes(self, chunk_of_all_sites: int) -> int:
         page = MIN_PAGE_BYTES
@@ -92,6 +152,10 @@ class ArenaLayout:
         while page < self.largest_tile_bytes:
             page *= 2
         return page
+
+
+def _whole_granules(size: int) -> int:
+    return -(-size // GRANULE_BYTES) * GRANULE_BYTES
 
 
 def place_tiles(sizes: Sequence[int], page_bytes: int) -> tuple[list[int], int]:

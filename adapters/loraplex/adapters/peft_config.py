@@ -1,8 +1,9 @@
-"""Our own reading of PEFT's adapter_config.json: plain LoRA as PEFT >= 0.18 computes it, nothing else.
+"""Our own reading of PEFT's adapter_config.json: LoRA and DoRA as PEFT >= 0.18 compute them, nothing else. What is
+accepted of each field is in `peft_support`.
 
-PEFT takes the keys of rank_pattern and alpha_pattern, a string in target_modules and layers_pattern for regular
-expressions. Nothing from an upload is ever compiled here: literal names mean what PEFT makes of them, anything
-else is refused.
+PEFT takes the keys of rank_pattern and alpha_pattern, a string in target_modules or exclude_modules and
+layers_pattern for regular expressions. Nothing from an upload is ever compiled here: literal names mean what PEFT
+makes of them. Of an expression for modules or ranks the tensors tell what it stood for; any other is refused.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import numpy as np
 
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.files import open_regular, read_into, shown
+from loraplex.adapters.peft_support import FIELD_RULES, READ_FIELDS, is_neutral, is_number, is_text
 from loraplex.adapters.strict_json import parse_object
+from loraplex.kernels.groups import HEAD
 
 MAX_CONFIG_BYTES = 1 << 20
 _MAX_ENTRIES = 4096
 _MAX_ALPHA = 1e6
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
+_PATTERN_KEY = re.compile(r"(\^?)((?:[A-Za-z0-9_-]|\\?\.)+)\$?")
 _SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 _T = TypeVar("_T")
@@ -34,31 +38,46 @@ _T = TypeVar("_T")
 class LoraSettings:
     """What an adapter's config says about ranks, scaling and the modules it changes.
 
-    `targets` None stands for "all-linear". `layers` None: every layer. Pattern keys are literal and in the
-    order of the file.
+    `targets` None stands for "all-linear" or an expression. `exact` is False where an expression decides which
+    modules there are: then the tensors tell. `layers` None: every layer. Pattern keys are literal and in the order
+    of the file, one that stands for a whole path alone with "^" before it; `loose_ranks` are the ranks whose keys
+    are expressions. `notes` are warnings for the report.
     """
 
     rank: int
     alpha: float
     use_rslora: bool
+    use_dora: bool
     rank_pattern: Mapping[str, int]
+    loose_ranks: frozenset[int]
     alpha_pattern: Mapping[str, float]
     targets: frozenset[str] | None
+    exact: bool
+    excluded: frozenset[str]
     layers: frozenset[int] | None
     layers_pattern: tuple[str, ...]
     base_name: str | None
+    notes: tuple[str, ...]
 
-    def rank_and_scaling(self, module_path: str) -> tuple[int, float]:
+    def rank_and_scaling(self, module_path: str, tensor_rank: int | None = None) -> tuple[int, float]:
         """Rank and scaling of a module: alpha/r, under rsLoRA alpha/sqrt(r). Of several pattern keys that name
-        the module, the first of the file wins, as PEFT's get_pattern_key does."""
+        the module, the first of the file wins, as PEFT's get_pattern_key does. `tensor_rank` is taken where an
+        expression may have meant it."""
         rank = _first_match(self.rank_pattern, module_path, self.rank)
+        if tensor_rank is not None and tensor_rank in self.loose_ranks:
+            rank = tensor_rank
         alpha = _first_match(self.alpha_pattern, module_path, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def selects(self, module_path: str) -> bool:
         """Whether PEFT would put LoRA on this linear (check_target_module_exists): a target that is the whole
-        path does so in any layer, a suffix only in the layers to transform."""
-        if self.targets is None or module_path in self.targets:
+        path does so in any layer, a suffix only in the layers to transform; "all-linear" is all but the head. An
+        expression may mean any module."""
+        if any(suffix in self.excluded for suffix in suffixes(module_path)):
+            return False
+        if self.targets is None:
+            return not self.exact or module_path != HEAD
+        if module_path in self.targets:
             return True
         if not any(suffix in self.targets for suffix in suffixes(module_path)):
             return False
@@ -76,8 +95,10 @@ def parse_peft_config(path: Path, module_paths: Iterable[str]) -> LoraSettings:
     if not isinstance(peft_type, str):
         _invalid("peft_type is missing; an adapter saved by PEFT has it")
     if peft_type != "LORA":
-        _unsupported("peft_type", f"{shown(peft_type)} adapters are not served, only LORA")
-    settings = {name: config.pop(name) for name in _SETTINGS if name in config}
+        _unsupported(
+            "peft_type", f"{shown(peft_type)} adapters are not served; {FIELD_RULES['peft_type'].advice}"
+        )
+    settings = {name: config.pop(name) for name in sorted(READ_FIELDS) if name in config}
     for name, value in config.items():
         _check_other(name, value)
     return _parse_settings(settings, list(module_paths))
@@ -90,108 +111,123 @@ def suffixes(module_path: str) -> Iterator[str]:
         module_path = module_path.partition(".")[2]
 
 
-_SETTINGS = (
-    "alpha_pattern",
-    "base_model_name_or_path",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "use_rslora",
-)
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _is_object(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
-
-
-def _is_neutral(value: Any) -> bool:
-    # By type: 0 and 1 are settings, though they equal False and True.
-    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
-
-
-_PASSING: dict[str, Callable[[Any], bool]] = {
-    # Informational, or of effect only in training, or only beside a field that is refused itself.
-    "auto_mapping": _is_object,
-    "inference_mode": lambda value: value is None or isinstance(value, bool),
-    "lora_dropout": lambda value: value is None or _is_number(value),
-    "megatron_core": _is_text,
-    "peft_version": _is_text,
-    "qalora_group_size": lambda value: value is None or _is_number(value),
-    "revision": _is_text,
-    "runtime_config": _is_object,
-    # Fields with a neutral value other than null, false or empty.
-    "bias": lambda value: _is_neutral(value) or value == "none",
-    "init_lora_weights": lambda value: (
-        _is_neutral(value) or value is True or value in ("gaussian", "orthogonal")
-    ),
-    "task_type": lambda value: _is_neutral(value) or value == "CAUSAL_LM",
-}
-"""The fields, beside the settings, whose accepted values are not just the neutral ones."""
+def pattern_keys(module_path: str) -> Iterator[str]:
+    """Every literal key of a pattern that names this module."""
+    yield f"^{module_path}"
+    yield from suffixes(module_path)
 
 
 def _check_other(name: str, value: Any) -> None:
-    if _PASSING.get(name, _is_neutral)(value):
+    rule = FIELD_RULES.get(name)
+    accepts = is_neutral if rule is None or rule.accepts is None else rule.accepts
+    if accepts(value):
         return
     feature = name if _FIELD_NAME.fullmatch(name) else shown(name, 64)
-    _unsupported(feature, f"{feature} = {shown(value)} is not supported; only its neutral value is accepted")
+    advice = rule.advice if rule and rule.advice else "only its neutral value is accepted"
+    _unsupported(feature, f"{feature} = {shown(value)} is not supported; {advice}")
 
 
 def _parse_settings(settings: dict[str, Any], module_paths: list[str]) -> LoraSettings:
-    rank = _positive(settings.get("r", 8), "r")
-    alpha = _alpha(settings.get("lora_alpha", 8), "lora_alpha")
-    use_rslora = settings.get("use_rslora", False)
-    if use_rslora is not None and not isinstance(use_rslora, bool):
-        _invalid(f"use_rslora must be true or false, not {shown(use_rslora)}")
+    notes: list[str] = []
     base_name = settings.get("base_model_name_or_path")
-    if not _is_text(base_name):
+    if not is_text(base_name):
         _invalid("base_model_name_or_path must be a string or null")
-    targets, is_list = _parse_targets(settings.get("target_modules"))
+    targets, is_list, exact = _parse_targets(settings.get("target_modules"), notes)
+    excluded, all_named = _parse_excluded(settings.get("exclude_modules"), notes)
     layers = _parse_layers(settings.get("layers_to_transform"))
     layers_pattern = _parse_layers_pattern(settings.get("layers_pattern"))
     if layers_pattern and settings.get("layers_to_transform") is None:
         _invalid("layers_pattern needs layers_to_transform")
     if layers is not None and not is_list:
         _invalid("layers_to_transform needs target_modules to be a list")
+    if _flag(settings, "fan_in_fan_out"):
+        notes.append(
+            "fan_in_fan_out is taken for false, as PEFT takes it: every linear here is stored as [out, in]"
+        )
+    rank_pattern, expressions = _split_ranks(settings.get("rank_pattern"))
     return LoraSettings(
-        rank=rank,
-        alpha=alpha,
-        use_rslora=bool(use_rslora),
-        rank_pattern=_parse_pattern("rank_pattern", settings.get("rank_pattern"), _positive, module_paths),
+        rank=_positive(settings.get("r", 8), "r"),
+        alpha=_alpha(settings.get("lora_alpha", 8), "lora_alpha"),
+        use_rslora=_flag(settings, "use_rslora"),
+        use_dora=_flag(settings, "use_dora"),
+        rank_pattern=_parse_pattern("rank_pattern", rank_pattern, _positive, module_paths),
+        loose_ranks=frozenset(
+            _positive(rank, f"rank_pattern[{shown(key)}]") for key, rank in expressions.items()
+        ),
         alpha_pattern=_parse_pattern("alpha_pattern", settings.get("alpha_pattern"), _alpha, module_paths),
         targets=targets,
+        exact=exact and all_named,
+        excluded=excluded,
         layers=layers,
         layers_pattern=layers_pattern,
         base_name=base_name,
+        notes=tuple(notes),
     )
 
 
-def _parse_targets(value: Any) -> tuple[frozenset[str] | None, bool]:
-    """The target names (None: all-linear) and whether they came as a list."""
-    if isinstance(value, str):
+def _flag(settings: Mapping[str, Any], name: str) -> bool:
+    value = settings.get(name, False)
+    if value is not None and not isinstance(value, bool):
+        _invalid(f"{name} must be true or false, not {shown(value)}")
+    return bool(value)
+
+
+def _parse_targets(value: Any, notes: list[str]) -> tuple[frozenset[str] | None, bool, bool]:
+    """The target names (None: all-linear, or an expression), whether they came as a list, and whether they tell."""
+    if isinstance(value, str) and value:
         if value.lower() == "all-linear":
-            return None, False
+            return None, False, True
         if not _MODULE_NAME.fullmatch(value):
-            _unsupported(
-                "target_modules",
-                f"target_modules {shown(value)} is a regular expression; list the modules' names instead",
+            notes.append(
+                f"target_modules {shown(value)} is a regular expression, which is not evaluated: the tensors tell the "
+                "modules, and a missing one is not noticed"
             )
-        return frozenset((value,)), False
-    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
+            return None, False, False
+        return frozenset((value,)), False, True
+    names = _names("target_modules", value)
+    if not names:
         _invalid("target_modules must be a list of module names, as PEFT saves it")
+    return names, True, True
+
+
+def _parse_excluded(value: Any, notes: list[str]) -> tuple[frozenset[str], bool]:
+    """The names, and whether they are all: False for an expression."""
+    if isinstance(value, str) and value:
+        notes.append(
+            f"exclude_modules {shown(value)} is a regular expression, which is not evaluated: the tensors tell the "
+            "modules, and a missing one is not noticed"
+        )
+        return frozenset(), False
+    return (frozenset() if is_neutral(value) else _names("exclude_modules", value)), True
+
+
+def _names(field: str, value: Any) -> frozenset[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        _invalid(f"{field} must be a list of module names, as PEFT saves it")
     if len(value) > _MAX_ENTRIES:
-        _invalid(f"target_modules has {len(value)} entries; at most {_MAX_ENTRIES} are accepted")
-    return frozenset(value), True
+        _invalid(f"{field} has {len(value)} entries; at most {_MAX_ENTRIES} are accepted")
+    return frozenset(value)
+
+
+def _split_ranks(value: Any) -> tuple[Any, dict[str, Any]]:
+    """A rank_pattern without its expressions, and those."""
+    if not isinstance(value, dict) or len(value) > _MAX_ENTRIES:
+        return value, {}  # refused later
+    names = {key: rank for key, rank in value.items() if _literal(key) is not None}
+    return names, {key: rank for key, rank in value.items() if key not in names}
+
+
+def _literal(key: str) -> str | None:
+    """The name that a pattern key is, with "^" before it where it is anchored, so that it stands for a whole path
+    only. None for any other regular expression."""
+    found = _PATTERN_KEY.fullmatch(key)
+    if found is None:
+        return None
+    name = found[2]
+    if "\\" in name and "." in name.replace("\\.", ""):
+        return None  # some dots escaped, some not
+    name = name.replace("\\.", ".")
+    return f"{found[1]}{name}" if _MODULE_NAME.fullmatch(name) else None
 
 
 def _parse_layers(value: Any) -> frozenset[int] | None:
@@ -226,17 +262,21 @@ def _parse_pattern(
         _invalid(f"{field} must be an object")
     if len(value) > _MAX_ENTRIES:
         _invalid(f"{field} has {len(value)} entries; at most {_MAX_ENTRIES} are accepted")
-    for key in value:
-        if not _MODULE_NAME.fullmatch(key):
+    literals = {key: _literal(key) for key in value}
+    for key, literal in literals.items():
+        if literal is None:
             _unsupported(
                 field, f"the key {shown(key)} of {field} is a regular expression; use a module's name"
             )
-    if ambiguous := _first_ambiguous(list(value), module_paths):
+    if ambiguous := _first_ambiguous([key.strip("^$") for key in value if "\\" not in key], module_paths):
         _unsupported(
             field,
             f"the key {shown(ambiguous)} of {field} names other modules as a regular expression than as a name",
         )
-    return {key: parse(entry, f"{field}[{shown(key)}]") for key, entry in value.items()}
+    parsed: dict[str, _T] = {}
+    for key, entry in value.items():
+        parsed.setdefault(literals[key] or key, parse(entry, f"{field}[{shown(key)}]"))
+    return parsed
 
 
 def _first_ambiguous(keys: list[str], module_paths: list[str]) -> str | None:
@@ -261,7 +301,7 @@ def _first_ambiguous(keys: list[str], module_paths: list[str]) -> str | None:
 
 
 def _first_match(pattern: Mapping[str, _T], module_path: str, default: _T) -> _T:
-    named = {suffix for suffix in suffixes(module_path) if suffix in pattern}
+    named = {key for key in pattern_keys(module_path) if key in pattern}
     if not named:
         return default
     return pattern[next(iter(named)) if len(named) == 1 else next(key for key in pattern if key in named)]
@@ -288,7 +328,7 @@ def _positive(value: Any, where: str) -> int:
 
 
 def _alpha(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not _is_number(value) or abs(value) > _MAX_ALPHA:
+    if isinstance(value, bool) or not is_number(value) or abs(value) > _MAX_ALPHA:
         _invalid(f"{where} must be a number of at most {_MAX_ALPHA:g} in size, not {shown(value)}")
     return float(value)
 

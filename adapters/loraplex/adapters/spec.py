@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class SiteShape:
     """One linear of the base. `module_path` is its name in the checkpoint without ".weight", such as
-    "model.layers.3.self_attn.q_proj"."""
+    "model.layers.3.self_attn.q_proj", or "lm_head", whose layer is 0."""
 
     layer: int
     site: str
@@ -45,7 +45,8 @@ class TensorSlice:
 @dataclass(frozen=True, slots=True)
 class SiteWeights:
     """The two matrices of one site: a is [rank, in_features], b is [out_features, rank]. `scaling` is
-    alpha/rank (alpha/sqrt(rank) under rsLoRA) with the site's own alpha and rank."""
+    alpha/rank (alpha/sqrt(rank) under rsLoRA) with the site's own alpha and rank. `magnitude` [out_features] is
+    DoRA's, None for plain LoRA."""
 
     layer: int
     site: str
@@ -53,6 +54,7 @@ class SiteWeights:
     scaling: float
     a: TensorSlice
     b: TensorSlice
+    magnitude: TensorSlice | None = None
 
 
 @dataclass(frozen=True, slots=True)

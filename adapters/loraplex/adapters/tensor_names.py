@@ -8,33 +8,28 @@ from typing import NoReturn
 
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.files import shown
+from loraplex.adapters.peft_support import REFUSED_TENSORS
 from loraplex.adapters.spec import TensorSlice
 
 _PREFIX = "base_model.model."
-_FEATURES = {
-    "lora_magnitude_vector": "use_dora",
-    "lora_embedding_A": "lora_embedding",
-    "lora_embedding_B": "lora_embedding",
-    "modules_to_save": "modules_to_save",
-    "original_module": "modules_to_save",
-    "token_adapter": "trainable_token_indices",
-}
-"""Name parts by which the tensors of features that are not served are known."""
+_MAGNITUDE = "lora_magnitude_vector"
 
 
 @dataclass(slots=True)
 class AdapterTensors:
-    """A file's tensors by what they are for. `a` and `b` are keyed by module path; `base_copies` by the name
-    of the base's tensor that PEFT saved along."""
+    """A file's tensors by what they are for. `a`, `b` and `magnitudes` are keyed by module path; `base_copies` by the
+    name of the base's tensor that PEFT saved along."""
 
     a: dict[str, TensorSlice] = field(default_factory=dict)
     b: dict[str, TensorSlice] = field(default_factory=dict)
+    magnitudes: dict[str, TensorSlice] = field(default_factory=dict)
     base_copies: dict[str, TensorSlice] = field(default_factory=dict)
 
 
 def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:
-    """Sort "base_model.model.<module>.lora_A[.<adapter>].weight", "….lora_B…", "….base_layer.weight" and plain
-    "….weight" by their purpose. One adapter name at most may stand inside the names of a file.
+    """Sort "base_model.model.<module>.lora_A[.<adapter>].weight", "….lora_B…",
+    "….lora_magnitude_vector[.<adapter>][.weight]", "….base_layer.weight" and plain "….weight" by their purpose. One
+    adapter name at most may stand inside the names of a file.
 
     Raises AdapterRefused (unexpected_tensor, missing_tensor, unsupported_feature).
     """
@@ -44,8 +39,17 @@ def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:
         if not name.startswith(_PREFIX):
             _unexpected(name, f"its name does not begin with {_PREFIX!r}")
         parts = name.removeprefix(_PREFIX).split(".")
-        if feature := next((_FEATURES[part] for part in parts if part in _FEATURES), None):
+        if feature := next((REFUSED_TENSORS[part] for part in parts if part in REFUSED_TENSORS), None):
             _unsupported(name, feature)
+        if _MAGNITUDE in parts[-3:]:
+            at = parts.index(_MAGNITUDE, max(0, len(parts) - 3))
+            rest = parts[at + 1 :]
+            infix = rest[:-1] if rest[-1:] == ["weight"] else rest
+            if len(infix) > 1:
+                _unexpected(name, "it is no LoRA weight")
+            adapter_names.add(infix[0] if infix else "")
+            _put(sorted_.magnitudes, ".".join(parts[:at]), name, tensor)
+            continue
         if parts[-1] == "bias" and ("lora_B" in parts[-3:]):
             _unsupported(name, "lora_bias")
         if parts[-1] != "weight":
@@ -74,6 +78,11 @@ def _check_pairs(tensors: AdapterTensors) -> None:
         for module in have:
             if module not in lack:
                 raise AdapterRefused("missing_tensor", f"{shown(module)} has no {missing}.weight")
+    for module in tensors.magnitudes:
+        if module not in tensors.a:
+            raise AdapterRefused(
+                "missing_tensor", f"{shown(module)} has a {_MAGNITUDE}, but no lora_A and lora_B"
+            )
 
 
 def _put(into: dict[str, TensorSlice], key: str, name: str, tensor: TensorSlice) -> None:

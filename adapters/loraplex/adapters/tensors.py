@@ -16,9 +16,12 @@ from loraplex.adapters.files import open_regular, read_into
 from loraplex.adapters.spec import TensorSlice
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 """The dtypes that adapters may have, by their safetensors names."""
 
@@ -41,11 +44,13 @@ def read_native(tensors_path: Path, tensor: TensorSlice) -> NDArray[Any]:
 
 
 def read_tensor(tensors_path: Path, tensor: TensorSlice) -> NDArray[np.float32]:
-    """The tensor as float32 (exact from every accepted dtype), in its shape, as a new array.
+    """The tensor as float32, in its shape, as a new array: exact from every accepted dtype but float64, which is
+    rounded, to infinity where it is too large.
 
     Raises as `read_native` does.
     """
-    return read_native(tensors_path, tensor).astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):
+        return read_native(tensors_path, tensor).astype(np.float32, copy=False)
 
 
 def iter_rows(tensors_path: Path, tensor: TensorSlice) -> Iterator[NDArray[Any]]:

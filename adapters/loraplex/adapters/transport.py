@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from loraplex.adapters.arena import AdapterArena
+from loraplex.adapters.base import BaseWeights
 from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, LoraplexError
 from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME
 from loraplex.adapters.format import inspect_adapter
@@ -50,6 +51,7 @@ class ThreadedTransport:
     ) -> None:
         self._store = store
         self._base = base
+        self._base_weights = BaseWeights(base)
         self._arena = arena
         self._wake = wake
         self._loaders = _Workers("adapter-load", threads)
@@ -108,7 +110,13 @@ class ThreadedTransport:
             deep=False,
             digest=ref.digest,
         )
-        return build_image(spec, _still_there(folder / TENSORS_NAME), layout, pin=self._stream is not None)
+        return build_image(
+            spec,
+            _still_there(folder / TENSORS_NAME),
+            layout,
+            base=self._base_weights,
+            pin=self._stream is not None,
+        )
 
     def _copy(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
         if self._stream is None:

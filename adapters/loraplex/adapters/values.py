@@ -29,7 +29,7 @@ class SiteNorm:
 
 
 def measure_site(tensors_path: Path, site: SiteWeights, module_path: str) -> SiteNorm:
-    """Scan both matrices of a site and compute ‖scaling·B·A‖ from their r×r Gram matrices:
+    """Scan the tensors of a site and compute ‖scaling·B·A‖ from their r×r Gram matrices:
     ‖B·A‖² = tr(BᵀB·AAᵀ). Holds A (at most max_rank · in_features) and a chunk of B in memory.
 
     Raises AdapterRefused("non_finite") for NaN or infinity, and where folding the scaling into B overflows.
@@ -38,6 +38,8 @@ def measure_site(tensors_path: Path, site: SiteWeights, module_path: str) -> Sit
     if abs(site.scaling) * largest > _FLOAT32_MAX:
         raise AdapterRefused("non_finite", f"{module_path}.lora_B overflows when its scaling is applied")
     gram_a = _gram_of_rows(read_native(tensors_path, site.a), f"{module_path}.lora_A")
+    if site.magnitude is not None:
+        _finite(read_native(tensors_path, site.magnitude), f"{module_path}.lora_magnitude_vector")
     product = float(np.sum(gram_b * gram_a))
     bound = float(np.trace(gram_b) * np.trace(gram_a))
     if site.scaling == 0.0 or product <= _NOTHING * bound:
@@ -83,7 +85,8 @@ def _gram_of_rows(matrix: NDArray[np.generic], name: str) -> NDArray[np.float64]
 
 def _finite(values: NDArray[np.generic], name: str) -> NDArray[np.float64]:
     with np.errstate(all="ignore"):
-        exact = values.astype(np.float64)
+        # As it is served: what float32 can't hold is refused, even where float64 can.
+        exact = values.astype(np.float32).astype(np.float64)
     if not np.isfinite(exact).all():
         raise AdapterRefused("non_finite", f"{name} holds NaN or infinite values")
     return exact

@@ -1,15 +1,21 @@
-"""The sites of a decoder layer that LoRA may change, grouped by the input they share."""
+"""The linears of a decoder that LoRA may change, grouped by the input they share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SITES: tuple[str, ...] = (
+LAYER_SITES: tuple[str, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
 )  # fmt: skip
 """Every linear of a decoder layer that an adapter may carry, by its leaf name. The last two are those of families
 whose checkpoints hold Q, K and V, or gate and up, as one linear (Phi-3): one A and one B over all its rows, Q before
 K before V, gate before up."""
+
+HEAD = "lm_head"
+"""The linear behind the last layer, from hidden states to logits. Where a layer's number is asked for, it has 0."""
+
+SITES = (*LAYER_SITES, HEAD)
+"""Every linear that an adapter may carry."""
 
 
 @dataclass(frozen=True, slots=True)

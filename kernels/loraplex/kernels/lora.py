@@ -7,6 +7,11 @@ and each site i of the group that a has:
 
     T rows of the batch · K in_features · N_i out_features of site i · R the site's own rank in a
 
+A site may have vectors g and c [N_i] besides, as DoRA does (Liu et al., ICML 2024); then y, as the base left it, is
+scaled column by column and moved, in the same step:
+
+    y[t, cols_i] ← g_{a,i} ⊙ y[t, cols_i] + c_{a,i} + (x[t] · A_{a,i}ᵀ) · B_{a,i}
+
 Rows of the base model and sites that an adapter lacks stay as they are. The weights lie in tiles of CHUNK ranks, an
 A tile [CHUNK, K] and a B tile [CHUNK, N_i] for each chunk, anywhere in one flat storage; tables tell where. This is
 the segmented gather matrix-vector product of Punica (Chen et al., MLSys 2024), with ranks cut into equal chunks.
@@ -67,15 +72,23 @@ def lora_reference(
     y: torch.Tensor,
     group: SiteGroup,
     rows: Sequence[dict[str, tuple[torch.Tensor, torch.Tensor, float]] | None],
+    vectors: Sequence[dict[str, tuple[torch.Tensor, torch.Tensor]] | None] | None = None,
 ) -> torch.Tensor:
     """The formula with loops in float64, for tests. `rows[t]` maps a site's name to PEFT's own A [R, K],
-    B [N_i, R] and scaling, or is None for a base row. Returns a new float64 tensor shaped like y."""
+    B [N_i, R] and scaling, or is None for a base row; `vectors[t]` likewise to g [N_i] and c [N_i]. Returns a new
+    float64 tensor shaped like y."""
     out = y.double().clone()
     for t, adapter in enumerate(rows):
         column = 0
         for site, width in zip(group.sites, group.out_features, strict=True):
             if adapter is not None and site in adapter:
                 a, b, scaling = adapter[site]
+                moved = None if vectors is None else (vectors[t] or {}).get(site)
+                if moved is not None:
+                    g, c = moved
+                    out[t, column : column + width] = (
+                        out[t, column : column + width] * g.double() + c.double()
+                    )
                 out[t, column : column + width] += scaling * (b.double() @ (a.double() @ x[t].double()))
             column += width
     return out

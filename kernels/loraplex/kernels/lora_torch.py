@@ -7,7 +7,9 @@ Per group of a layer, with L = blocks·height lanes and W = width chunks a block
     H [blocks, height, S·W·CHUNK]  = X · Aᵀ, zero where the chunk is not the lane's own adapter's
     for each site i:
         D [L + 1, N_i]             = H_i [blocks, height, W·CHUNK] · B_i [blocks, W·CHUNK, N_i], and a row of zeros
-        y[:, cols_i]              += D[row_lane]
+        U [T, N_i]                 = D[row_lane]
+        U[v]                      += (g - 1)[owner_v] ⊙ y[v, cols_i] + c[owner_v]     rows v whose adapter has vectors
+        y[:, cols_i]              += U
 
 Tiles are gathered with one `index_select` over a view of the storage whose rows overlap: row g begins at granule g
 and is as long as the tile. Everything is computed in float32. Nothing is summed across blocks, so no order of
@@ -33,11 +35,14 @@ MAX_GATHER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """One site of a group that some adapter of the batch has. `b` [layers][blocks·W] are its B tiles."""
+    """One site of a group that some adapter of the batch has. `b` [layers][blocks·W] are its B tiles, `vectors`
+    [layers][adapters with vectors] its vector tiles, `moved` [layers] whether there are any."""
 
     start: int
     end: int
     b: torch.Tensor
+    vectors: torch.Tensor | None
+    moved: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,11 @@ class TorchLoraPass:
     ) -> None:
         packing = pack_rows(by_slot, weights.num_chunks, num_rows)
         self._storage = weights.storage
-        self._granule = GRANULE_BYTES // weights.storage.element_size()
+        self._floats = weights.storage.view(torch.float32)
         self._num_rows = num_rows
         self._blocks, self._height, self._width = packing.num_blocks, packing.height, packing.width
         self._scratch = scratch
-        self._load(weights, list(by_slot), packing)
+        self._load(weights, by_slot, packing)
 
     def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """See `LoraPass.apply`. Raises ValueError where the shapes are not the group's, KeyError for no group."""
@@ -83,7 +88,8 @@ class TorchLoraPass:
         hidden = self._scratch.take("hidden", (self._blocks, height, num_sites, ranks), torch.float32)
         a_tiles = plan.a[layer]
         for first, last in self._parts(num_sites * ranks * plan.in_features):
-            a = self._gather(a_tiles[first * num_sites * width : last * num_sites * width], plan.in_features)
+            chunk = a_tiles[first * num_sites * width : last * num_sites * width]
+            a = self._gather(self._storage, chunk, CHUNK * plan.in_features)
             a = a.view(last - first, num_sites * ranks, plan.in_features)
             torch.bmm(
                 lanes[first:last],
@@ -96,20 +102,35 @@ class TorchLoraPass:
             out = self._scratch.take("out", (self._blocks * height + 1, features), torch.float32)
             out[-1].zero_()
             for first, last in self._parts(ranks * features):
-                b = self._gather(site.b[layer, first * width : last * width], features)
+                chunk = site.b[layer, first * width : last * width]
+                b = self._gather(self._storage, chunk, CHUNK * features)
                 torch.bmm(
                     hidden[first:last, :, index],
                     b.view(last - first, ranks, features),
                     out=out[first * height : last * height].view(last - first, height, features),
                 )
             update = self._take_rows("update", out, self._row_lane)
+            if site.vectors is not None and site.moved[layer]:
+                self._add_vectors(update, y[:, site.start : site.end], site.vectors[layer])
             self._add(y[:, site.start : site.end], update)
 
-    def _gather(self, tiles: torch.Tensor, features: int) -> torch.Tensor:
-        """[n] offsets → [n, CHUNK·features] float32."""
-        size = CHUNK * features
-        count = (self._storage.numel() - size) // self._granule + 1
-        return self._take_rows("tiles", self._storage.as_strided((count, size), (self._granule, 1)), tiles)
+    def _add_vectors(self, update: torch.Tensor, y: torch.Tensor, tiles: torch.Tensor) -> None:
+        """update += (g - 1) ⊙ y + c, in the rows whose adapters have vectors. y is what the base computed."""
+        features = y.shape[1]
+        vectors = self._gather(self._floats, tiles, 2 * features)
+        # A row is in the list once, so that no two terms are added to one place.
+        step = max(1, MAX_GATHER_BYTES // (8 * features))
+        for first in range(0, self._vector_rows.shape[0], step):
+            rows = self._vector_rows[first : first + step]
+            own = self._take_rows("vectors", vectors, self._vector_owner[first : first + step])
+            moved = self._take_rows("moved", y, rows)
+            update.index_add_(0, rows, moved.mul_(own[:, :features]).add_(own[:, features:]))
+
+    def _gather(self, storage: torch.Tensor, tiles: torch.Tensor, size: int) -> torch.Tensor:
+        """[n] offsets in granules → [n, size] float32."""
+        granule = GRANULE_BYTES // storage.element_size()
+        count = (storage.numel() - size) // granule + 1
+        return self._take_rows("tiles", storage.as_strided((count, size), (granule, 1)), tiles)
 
     def _take_rows(self, name: str, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """source[rows] in float32."""
@@ -134,12 +155,15 @@ class TorchLoraPass:
         step = max(1, MAX_GATHER_BYTES // (4 * elements))
         return [(first, min(first + step, self._blocks)) for first in range(0, self._blocks, step)]
 
-    def _load(self, weights: LoraWeights, slots: list[int], packing: Packing) -> None:
+    def _load(self, weights: LoraWeights, by_slot: Mapping[int, Sequence[Segment]], packing: Packing) -> None:
         """Look up every tile of the batch and move all indices to the device together."""
+        slots = list(by_slot)
         # [blocks, W, layers, sites, 2]; unused places have chunk -1, which no adapter has.
         tiles = weights.tables[packing.chunk_slot, packing.chunk_index]
         present: NDArray[np.bool_] = np.logical_or.reduce(weights.present[slots], axis=0)  # [layers, sites]
+        vectors: NDArray[np.int32] = weights.vectors[[slot for slot in slots if weights.vectors[slot].any()]]
         arrays = [packing.lane_row, packing.row_lane, packing.lane_owner, packing.chunk_owner]
+        arrays += _rows_with_vectors(by_slot, weights.vectors)
         shapes = [array.shape for array in arrays]
         plans: list[tuple[SiteGroup, list[int], int]] = []
         first = 0
@@ -153,11 +177,15 @@ class TorchLoraPass:
                 for site in sites:
                     arrays.append(tiles[:, :, :, site, 1].transpose(2, 0, 1))
                     shapes.append((tiles.shape[2], packing.num_blocks * packing.width))
+                    if vectors[:, :, site].any():
+                        arrays.append(vectors[:, :, site].T)
+                        shapes.append(arrays[-1].shape)
             plans.append((group, sites, first))
             first = last
         views = iter(_transfer(arrays, shapes, self._storage.device))
         self._lane_row, self._row_lane = next(views), next(views)
         lane_owner, chunk_owner = next(views), next(views)
+        self._vector_rows, self._vector_owner = next(views), next(views)
         foreign = lane_owner[:, :, None] != chunk_owner[:, None, :]
         # [blocks, height, 1, W·CHUNK]
         self._foreign = foreign.repeat_interleave(CHUNK, dim=2)[:, :, None, :]
@@ -172,10 +200,31 @@ class TorchLoraPass:
                 in_features=group.in_features,
                 a=a,
                 sites=tuple(
-                    _Site(int(bounds[s - first]), int(bounds[s - first + 1]), next(views)) for s in sites
+                    _Site(
+                        start=int(bounds[s - first]),
+                        end=int(bounds[s - first + 1]),
+                        b=next(views),
+                        vectors=next(views) if vectors[:, :, s].any() else None,
+                        moved=tuple(bool(row.any()) for row in vectors[:, :, s].T),
+                    )
+                    for s in sites
                 ),
                 active=tuple(bool(row.any()) for row in present[:, sites]),
             )
+
+
+def _rows_with_vectors(
+    by_slot: Mapping[int, Sequence[Segment]], vectors: NDArray[np.int32]
+) -> list[NDArray[np.int32]]:
+    """Every row [n] whose adapter has vectors at any site, and the number [n] of its adapter among those."""
+    rows: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
+    owners = [np.empty(0, np.int32)]
+    having = [segments for slot, segments in by_slot.items() if vectors[slot].any()]
+    for owner, segments in enumerate(having):
+        for _, first, count in segments:
+            rows.append(np.arange(first, first + count, dtype=np.int32))
+            owners.append(np.full(count, owner, np.int32))
+    return [np.concatenate(rows), np.concatenate(owners)]
 
 
 def _transfer(

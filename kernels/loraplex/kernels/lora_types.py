@@ -30,8 +30,11 @@ class LoraWeights:
     their order. Offset 0 is for chunks that an adapter does not have, such as the last of the table: the storage
     begins with zeros, at least as many as the largest tile has elements. `num_chunks` [slots] int32 is the largest
     number of chunks of any site, 0 for an empty slot. `present` [slots, layers, sites] says which sites an adapter
-    has. All but `storage` are on the host. Whoever writes to a slot must not do so while a step that uses it is in
-    flight. Everything in tiles is finite.
+    has. `vectors` [slots, layers, sites] int32 is the offset, in granules, of a site's vector tile [2, N_i], float32
+    whatever the other tiles are: g - 1 and c of `loraplex.kernels.lora`; 0 where a site has none.
+
+    All but `storage` are on the host. Whoever writes to a slot must not do so while a step that uses it is in flight.
+    Everything in tiles is finite.
     """
 
     storage: torch.Tensor
@@ -39,6 +42,7 @@ class LoraWeights:
     tables: NDArray[np.int32]
     num_chunks: NDArray[np.int32]
     present: NDArray[np.bool_]
+    vectors: NDArray[np.int32]
 
 
 class Scratch:
@@ -69,6 +73,6 @@ class LoraPass(Protocol):
         x is [T, K], y [T, sum of N_i] (columns contiguous), each in any floating dtype. The sums are made in
         float32 and rounded once, into y. The same batch gives the same bits. How many operations this takes
         depends on neither the number of adapters nor how the rows are dealt out among them; where no adapter of
-        the batch has a site of the group in this layer, it takes none.
+        the batch has a site of the group in this layer, it takes none, and vectors cost only where one has them.
         """
         ...

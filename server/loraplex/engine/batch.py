@@ -3,6 +3,7 @@ the thread that planned it: they may change while the step runs."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,9 @@ class FlatStep:
     adjacent.
 
     `sampled[s]` is the index in `plan.scheduled` that sampled row s belongs to. `pending` pairs a row with the id
-    of the request whose token the previous step samples. `segments` are (slot, first_row, num_rows). `failed` maps
-    an index in `plan.scheduled` to what is wrong with its input; its rows hold harmless tokens.
+    of the request whose token the previous step samples. `segments` are (slot, first_row, num_rows),
+    `logits_segments` likewise over the rows of `logits_rows`. `failed` maps an index in `plan.scheduled` to what is
+    wrong with its input; its rows hold harmless tokens.
     """
 
     token_ids: torch.Tensor
@@ -33,6 +35,7 @@ class FlatStep:
     sampled: tuple[int, ...]
     pending: tuple[tuple[int, str], ...]
     segments: tuple[tuple[int, int, int], ...]
+    logits_segments: tuple[tuple[int, int, int], ...]
     failed: dict[int, str]
     num_rows: int
 
@@ -88,9 +91,22 @@ def flatten(plan: StepPlan, *, vocab_size: int, layer_block_bytes: int, device: 
         sampled=tuple(sampled),
         pending=tuple(pending),
         segments=tuple(segments),
+        logits_segments=_segments_among(segments, logits_rows),
         failed=failed,
         num_rows=len(token_ids),
     )
+
+
+def _segments_among(
+    segments: list[tuple[int, int, int]], rows: list[int]
+) -> tuple[tuple[int, int, int], ...]:
+    """The segments of these rows of the step, which are in order, numbered as they stand there."""
+    found = []
+    for slot, first, count in segments:
+        start, end = bisect_left(rows, first), bisect_left(rows, first + count)
+        if end > start:
+            found.append((slot, start, end - start))
+    return tuple(found)
 
 
 def _fresh_blocks(item: ScheduledSequence) -> tuple[int, ...]:

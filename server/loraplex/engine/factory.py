@@ -77,7 +77,13 @@ def build_engine(
     model_dir = Path(config.model_path)
     base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
     model = load_model(model_dir, device, config.dtype, max_model_len=config.max_model_len)
-    layout = ArenaLayout(model.site_groups, model.num_layers, model.dtype, max_rank=config.max_adapter_rank)
+    layout = ArenaLayout(
+        model.site_groups,
+        model.num_layers,
+        model.dtype,
+        max_rank=config.max_adapter_rank,
+        head=model.head_group,
+    )
     num_pages, num_slots = _arena_size(config, layout, device)
     host_bytes = config.adapter_cpu_memory or _share_of(torch.device("cpu"), _MAX_ADAPTER_CPU_MEMORY)
     _require_room("--adapter-memory", num_pages * layout.page_bytes, layout)
@@ -141,7 +147,7 @@ def build_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         decoder="fused" if isinstance(model, FusedDecoder) else "transformers",
         base_fingerprint=base.fingerprint,
-        sites=tuple(layout.sites),
+        sites=layout.site_names,
     )
     return BuiltEngine(core, info, runner, transport)
 

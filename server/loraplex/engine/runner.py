@@ -24,6 +24,10 @@ class LoraSource(Protocol):
         """The adapters of a step's rows; segments are (slot, first_row, num_rows), base rows on none."""
         ...
 
+    def head_pass(self, segments: Sequence[tuple[int, int, int]], num_rows: int) -> LoraPass | None:
+        """What they change in the head, likewise for the rows whose logits are wanted."""
+        ...
+
 
 @dataclass(slots=True)
 class _Drawn:
@@ -97,14 +101,15 @@ class ModelRunner:
             history=self._history,
             device=model.device,
         )
-        lora = None
+        lora = head_lora = None
         if step.segments:
             if self._lora is None:
                 raise RuntimeError("a row names an adapter slot, and this runner has no adapters")
             lora = self._lora.lora_pass(step.segments, step.num_rows)
+            head_lora = self._lora.head_pass(step.logits_segments, step.logits_rows.shape[0])
         previous = self._previous
         drawn = _Drawn({row.seq.request_id: s for s, row in enumerate(rows)})
-        future = self._executor.submit(lambda: self._run(step, sampling, lora, previous, drawn))
+        future = self._executor.submit(lambda: self._run(step, sampling, lora, head_lora, previous, drawn))
         self._previous = drawn
         return StepHandle(plan.step_id, len(plan.scheduled), step.sampled, step.failed, future)
 
@@ -138,6 +143,7 @@ class ModelRunner:
         step: FlatStep,
         sampling: SamplingBatch,
         lora: LoraPass | None,
+        head_lora: LoraPass | None,
         previous: _Drawn,
         drawn: _Drawn,
     ) -> _OnHost:
@@ -151,6 +157,7 @@ class ModelRunner:
                 logits_rows=step.logits_rows,
                 kv=self._kv,
                 lora=lora,
+                head_lora=head_lora,
             )
         )
         tokens, ok = sample(logits, sampling, token_ids.index_select(0, step.logits_rows))

@@ -75,7 +75,8 @@ class ForwardBatch:
 
     `token_ids`, `positions` [T] int64. `attention` knows where each sequence's KV lies. `fresh_blocks` [n] int64
     are those that the step begins. `logits_rows` [S] int64 are the rows whose logits are wanted. `lora` is None
-    where no row has an adapter.
+    where no row has an adapter that changes a layer; `head_lora`, over the rows of `logits_rows`, where none has one
+    that changes the head.
     """
 
     token_ids: torch.Tensor
@@ -85,17 +86,22 @@ class ForwardBatch:
     logits_rows: torch.Tensor
     kv: KVCache
     lora: LoraPass | None = None
+    head_lora: LoraPass | None = None
 
 
 class Model(Protocol):
     """A decoder with its weights on one device. `site_groups` are the linears of a layer that adapters may change,
-    as the forward pass calls `LoraPass.apply` for them: the same in all layers."""
+    as the forward pass calls `LoraPass.apply` for them: the same in all layers. `head_group`, whose key is HEAD, is the
+    linear behind them, applied as of layer 0; None where adapters can't change it."""
 
     @property
     def shape(self) -> ModelShape: ...
 
     @property
     def site_groups(self) -> tuple[SiteGroup, ...]: ...
+
+    @property
+    def head_group(self) -> SiteGroup | None: ...
 
     @property
     def num_layers(self) -> int: ...

@@ -15,7 +15,7 @@ from loraplex.engine.model.weights import Checkpoint, open_checkpoint
 from loraplex.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from loraplex.kernels.attention import AttentionBatch, paged_attention, write_kv
 from loraplex.kernels.dense import linear
-from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.groups import HEAD, SiteGroup
 from loraplex.kernels.norm import add_rms_norm, add_rms_norm_float32, rms_norm, rms_norm_float32
 from loraplex.kernels.rope import apply_rope, rope_cos_sin
 
@@ -121,6 +121,10 @@ class FusedDecoder:
             down,
         )
 
+    @property
+    def head_group(self) -> SiteGroup:
+        return SiteGroup(HEAD, (HEAD,), self._spec.hidden_size, (self._spec.vocab_size,))
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         spec = self._spec
         batch.kv.begin(batch.fresh_blocks)
@@ -137,7 +141,10 @@ class FusedDecoder:
         x = self._add_rms_norm(
             x.index_select(0, rows), residual.index_select(0, rows), self._norm, spec.rms_norm_eps
         )
-        logits = linear(x, self._head).float()
+        logits = linear(x, self._head)
+        if batch.head_lora is not None:
+            batch.head_lora.apply(0, HEAD, x, logits)
+        logits = logits.float()
         if spec.logits_softcap is not None:
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         return logits

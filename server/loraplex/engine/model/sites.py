@@ -11,22 +11,24 @@ from typing import Any
 import torch
 
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.kernels.groups import SITES, SiteGroup
+from loraplex.kernels.groups import HEAD, LAYER_SITES, SiteGroup
 
 # As `loraplex.adapters.base` reads it from the names of the checkpoint's tensors.
-_SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(SITES)})")
+_SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})")
 
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """Modules by (layer, site), and one group a site."""
+    """Modules by (layer, site), and one group a site. `head` is the linear behind the layers, None where the model's
+    own is called otherwise."""
 
     modules: Mapping[tuple[int, str], torch.nn.Linear]
     groups: tuple[SiteGroup, ...]
+    head: torch.nn.Linear | None
 
 
 def find_sites(model: Any, num_layers: int) -> Sites:
-    """Every linear whose leaf name is one of SITES and that is the only such one of its layer (experts share
+    """Every linear whose leaf name is one of LAYER_SITES and that is the only such one of its layer (experts share
     theirs, and are left out). Raises ModelUnsupported where a site's size differs between layers, and where there
     is none at all."""
     found: list[tuple[tuple[int, str], torch.nn.Linear]] = []
@@ -37,12 +39,15 @@ def find_sites(model: Any, num_layers: int) -> Sites:
     claims = Counter(key for key, _ in found)
     modules = {key: module for key, module in found if claims[key] == 1}
     if not modules:
-        raise ModelUnsupported(f"the model has none of the linears that adapters change ({', '.join(SITES)})")
+        raise ModelUnsupported(
+            f"the model has none of the linears that adapters change ({', '.join(LAYER_SITES)})"
+        )
     groups: list[SiteGroup] = []
-    for site in SITES:
+    for site in LAYER_SITES:
         sizes = {(m.in_features, m.out_features) for (_, leaf), m in modules.items() if leaf == site}
         if len(sizes) > 1:
             raise ModelUnsupported(f"{site} has not the same size in all layers: {sorted(sizes)}")
         for in_features, out_features in sizes:
             groups.append(SiteGroup(site, (site,), in_features, (out_features,)))
-    return Sites(modules, tuple(groups))
+    head = getattr(model, HEAD, None)
+    return Sites(modules, tuple(groups), head if isinstance(head, torch.nn.Linear) else None)

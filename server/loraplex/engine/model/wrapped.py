@@ -18,7 +18,7 @@ from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupporte
 from loraplex.engine.model.sites import find_sites
 from loraplex.kernels.attention import paged_attention, write_kv
 from loraplex.kernels.dense import linear
-from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.groups import HEAD, SiteGroup
 
 ATTENTION_NAME = "loraplex_paged"
 
@@ -41,6 +41,8 @@ class TransformersDecoder:
         self._groups = self._sites.groups
         for (layer, site), module in self._sites.modules.items():
             module.register_forward_hook(_adapter_hook(layer, site))
+        if self._sites.head is not None:
+            self._sites.head.register_forward_hook(_adapt_head)
         for module in model.modules():
             if type(module) is torch.nn.Linear:
                 module.forward = partial(_linear, module)  # type: ignore[method-assign]
@@ -68,6 +70,11 @@ class TransformersDecoder:
     def site_groups(self) -> tuple[SiteGroup, ...]:
         """One group a site, named like it."""
         return self._groups
+
+    @property
+    def head_group(self) -> SiteGroup | None:
+        head = self._sites.head
+        return None if head is None else SiteGroup(HEAD, (HEAD,), head.in_features, (head.out_features,))
 
     @property
     def site_layers(self) -> frozenset[tuple[int, str]]:
@@ -164,3 +171,18 @@ def _adapter_hook(layer: int, site: str) -> Any:
             batch.lora.apply(layer, site, x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
 
     return add_adapters
+
+
+def _adapt_head(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    batch = _BATCH.get(None)
+    if batch is None or batch.head_lora is None:
+        return
+    x, y = args[0].reshape(-1, args[0].shape[-1]), output.view(-1, output.shape[-1])
+    rows = batch.logits_rows
+    if x.shape[0] == rows.shape[0]:
+        batch.head_lora.apply(0, HEAD, x, y)
+        return
+    # A model that can't be told which rows' logits are wanted.
+    wanted = y.index_select(0, rows)
+    batch.head_lora.apply(0, HEAD, x.index_select(0, rows), wanted)
+    y.index_copy_(0, rows, wanted)
