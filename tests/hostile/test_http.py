@@ -15,6 +15,7 @@ import pytest
 
 from loraplex.api.body import MIN_BYTES_PER_S
 from loraplex.app.connections import Bounds
+from support.waiting import eventually
 from support.whole_server import WholeServer, whole_server
 
 BODY = b'{"model":"tiny","prompt":"x"}'
@@ -200,6 +201,20 @@ def test_a_body_is_asked_for_once(server: WholeServer, key: bytes) -> None:
     with socket.create_connection((host, int(port)), timeout=10) as sock:
         sock.sendall(head.replace(b"KEY", b"") + b"\r\n\r\n")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
+
+
+def test_a_body_that_comes_after_the_wish_for_an_upgrade(server: WholeServer, key: bytes) -> None:
+    """Not in one piece with its head: what the parser said of the head is no longer in its hands then."""
+    head, _, body = post(UPGRADE.rstrip()).partition(b"\r\n\r\n")
+    host, port = server.data_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(head.replace(b"KEY", b"Authorization: Bearer %s\r\n" % key) + b"\r\n\r\n")
+        eventually(lambda: server.apps.drain.in_flight > 0)
+        sock.sendall(body + NEXT)
+        data = b""
+        while chunk := sock.recv(1 << 16):
+            data += chunk
+    assert re.findall(rb"HTTP/1.1 (\d+)", data) == [b"200", b"200"]
 
 
 def test_early_closes_leave_nothing(server: WholeServer, key: bytes) -> None:

@@ -103,6 +103,8 @@ class ApiFuzzer:
             return
         port, method, path = self._routes[number % len(self._routes)]
         chance = self._chance
+        if method == "DELETE" and path == "/admin/v1/tenants/{tenant}":
+            path = "/admin/v1/tenants/nobody"  # without a tenant, and its keys, all that follows were a 401
         for part in path.split("/"):
             if part.startswith("{"):
                 name = chance.choice(NAMES[:3]) if chance.random() < 0.5 else chance.choice(NAMES)
