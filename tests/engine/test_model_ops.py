@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex.engine.model.loading import load_model
