@@ -8,36 +8,52 @@ import pytest
 import torch
 
 from loraplex.adapters.arena import AdapterArena
-from loraplex.adapters.base import load_base_spec
+from loraplex.adapters.base import BaseWeights, load_base_spec
 from loraplex.adapters.format import inspect_adapter
 from loraplex.adapters.layout import ArenaLayout
 from loraplex.adapters.weights import build_image
 from loraplex.engine.model.loading import load_model
 from support.models import FAMILIES, OTHERS, VOCAB, PagedRun, save_tiny
 from support.peft_zoo import PeftReference
-from support.tiny_adapters import save_adapters
+from support.tiny_adapters import ADAPTERS, KINDS, save_adapters
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "olmo2"],
+    [
+        "llama",
+        "llama-biases",
+        "mistral-window",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma2",
+        "gemma3",
+        "olmo2",
+        "granite",
+    ],
 )
 def test_mixed_batches_equal_peft(family, tmp_path):
     base = save_tiny(tmp_path / "base", {**FAMILIES, **OTHERS}[family])
-    adapters = save_adapters(base, tmp_path)
+    adapters = save_adapters(base, tmp_path, ADAPTERS | KINDS)
     model = load_model(base, "cpu", "float32")
-    layout = ArenaLayout(model.site_groups, model.num_layers, model.dtype, max_rank=32)
-    arena = AdapterArena(layout, num_pages=16, num_slots=4, device=torch.device("cpu"))
+    groups, head = model.site_groups, model.head_group
+    layout = ArenaLayout(groups, model.num_layers, model.dtype, max_rank=32, page_bytes=4096, head=head)
+    # In blocks of columns, the last one narrower.
+    assert len(layout.head.out_features) > 1
+    assert len(set(layout.head.out_features)) == 2
+    arena = AdapterArena(layout, num_pages=512, num_slots=len(adapters), device=torch.device("cpu"))
     spec, used = load_base_spec(base), 0
+    weights = BaseWeights(spec)
     for slot, path in enumerate(adapters.values()):
         files = path / "adapter_config.json", path / "adapter_model.safetensors"
-        image = build_image(inspect_adapter(*files, spec, max_rank=32), files[1], layout)
+        image = build_image(inspect_adapter(*files, spec, max_rank=32), files[1], layout, base=weights)
         arena.write(image, slot, tuple(range(used, used + image.num_pages)))
         used += image.num_pages
 
-    names = [None, "some", "all", None, "many-ranks", "all"]
+    names = [None, *adapters, None, "all", "dora", "dora-head"]
     slots = {name: slot for slot, name in enumerate(adapters)} | {None: -1}
     rng = random.Random(family)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([9, 18, 35]))] for _ in names]
@@ -48,7 +64,7 @@ def test_mixed_batches_equal_peft(family, tmp_path):
         for i, count in counts.items():
             segments.append((slots[names[i]], first, count))
             first += count
-        run.step(counts, arena.lora_pass(segments, first))
+        run.step(counts, arena.lora_pass(segments, first), arena.head_pass(segments, first))
 
     reference = PeftReference(base, adapters, torch.float32)
     for i, (name, prompt) in enumerate(zip(names, prompts, strict=True)):

@@ -188,8 +188,11 @@ class PagedRun:
         self.kv.tensor.fill_(float("nan"))
 
     @torch.inference_mode()
-    def step(self, counts: dict[int, int], lora: LoraPass | None = None) -> None:
-        """Compute the next counts[i] positions of each sequence i, in the dict's order, in one forward pass."""
+    def step(
+        self, counts: dict[int, int], lora: LoraPass | None = None, head_lora: LoraPass | None = None
+    ) -> None:
+        """Compute the next counts[i] positions of each sequence i, in the dict's order, in one forward pass. All rows
+        give logits."""
         rows, positions, fresh = [], [], []
         for i, count in counts.items():
             span = range(self.done[i], self.done[i] + count)
@@ -212,6 +215,7 @@ class PagedRun:
             logits_rows=torch.arange(len(rows)),
             kv=self.kv,
             lora=lora,
+            head_lora=head_lora,
         )
         logits = self.model.forward(batch)
         assert logits.dtype is torch.float32

@@ -49,13 +49,20 @@ def make_zoo(base: Path, out: Path, *, std: float = 0.02) -> dict[str, Path]:
     for number, (name, options) in enumerate(ZOO.items()):
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
-        generator = torch.Generator().manual_seed(number)
-        for key, weight in model.named_parameters():
-            if "lora_" in key:
-                weight.data.normal_(0, std, generator=generator)
+        train(model, number, std)
         made[name] = out / name
-        model.save_pretrained(made[name])
+        model.save_pretrained(made[name], save_embedding_layers=False)
     return made
+
+
+def train(model: Any, seed: int, std: float) -> None:
+    """What stands for training: random A and B, and DoRA's magnitudes moved by some tenths of their size."""
+    generator = torch.Generator().manual_seed(seed)
+    for key, weight in model.named_parameters():
+        if "lora_magnitude_vector" in key:
+            weight.data.mul_(1 + 0.2 * torch.randn(weight.shape, generator=generator))
+        elif "lora_" in key:
+            weight.data.normal_(0, std, generator=generator)
 
 
 class PeftReference:

@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from support.peft_zoo import ALL_SITES
+from support.peft_zoo import ALL_SITES, train
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 8, "lora_alpha": 16, "target_modules": ALL_SITES},
@@ -19,6 +17,19 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+KINDS: dict[str, dict[str, Any]] = {
+    "dora": {"r": 5, "lora_alpha": 8, "use_dora": True, "target_modules": ALL_SITES},
+    "dora-some": {
+        "r": 9, "lora_alpha": 4, "use_dora": True, "target_modules": ["k_proj", "gate_proj", "o_proj"],
+        "layers_to_transform": [1], "fan_in_fan_out": True,
+    },
+    "head": {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head"]},
+    "dora-head": {
+        "r": 3, "lora_alpha": 6, "use_dora": True, "target_modules": ["lm_head", "v_proj"],
+        "rank_pattern": {"lm_head": 12},
+    },
+}  # fmt: skip
+"""What adapters may be beside plain LoRA in the layers."""
 
 _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
@@ -31,26 +42,23 @@ def for_fused(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"target_modules": targets, "rank_pattern": pattern}
 
 
-def save_adapters(base: Path, out: Path) -> dict[str, Path]:
-    """`ADAPTERS` for a base, random in A and B, one directory each below `out`."""
+def save_adapters(base: Path, out: Path, chosen: dict[str, dict[str, Any]] = ADAPTERS) -> dict[str, Path]:
+    """These adapters for a base, random in A and B, one directory each below `out`."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     made: dict[str, Path] = {}
     model_type = json.loads((base / "config.json").read_text())["model_type"]
-    adapters = ADAPTERS
+    adapters = chosen
     if model_type == "phi3":
-        adapters = {name: for_fused(options) for name, options in ADAPTERS.items()}
+        adapters = {name: for_fused(options) for name, options in chosen.items()}
     elif model_type == "gemma3":  # which also sees: only its text part is served
-        adapters = {n: options | {"exclude_modules": ".*vision_tower.*"} for n, options in ADAPTERS.items()}
+        adapters = {n: options | {"exclude_modules": ".*vision_tower.*"} for n, options in chosen.items()}
     for number, (name, options) in enumerate(adapters.items()):
         model = get_peft_model(
             AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **options)
         )
-        generator = torch.Generator().manual_seed(number)
-        for key, weight in model.named_parameters():
-            if "lora_" in key:
-                weight.data.normal_(0, 0.3, generator=generator)
+        train(model, number, 0.3)
         made[name] = out / name
         model.save_pretrained(made[name])
         config = made[name] / "adapter_config.json"
