@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,7 +15,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.requests import Request
 
+from loraplex.admin.body import chunks
+from loraplex.admin.problem import Problem
 from loraplex.admin.services import UploadGate
 from loraplex.control.catalog import Catalog
 from support.admin import ADMIN_TOKEN, AdminPlane, adapter_files
@@ -63,8 +67,43 @@ def test_more_uploads_than_slots_get_503(tmp_path: Path) -> None:
     plane.close()
 
 
+def test_uploads_that_do_not_come_keep_no_other_tenant_out(tmp_path: Path) -> None:
+    plane = AdminPlane(tmp_path, gate=UploadGate(max_uploads=4))
+    for tenant in ("acme", "rival"):
+        plane.make_tenant(tenant)
+    with serve_app(plane.app) as server:
+        with begin_upload(server.port), begin_upload(server.port):
+            eventually(lambda: len(plane.leftovers()) == 2)
+            refused = httpx.post(server.url + PATH, files=adapter_files(tmp_path / "a"), headers=AUTH)
+            assert (refused.status_code, refused.json()["code"]) == (503, "server_overloaded")
+            url = server.url + PATH.replace("acme", "rival")
+            assert httpx.post(url, files=adapter_files(tmp_path / "b"), headers=AUTH).status_code == 201
+        eventually(lambda: plane.leftovers() == [])
+        made = httpx.post(server.url + PATH, files=adapter_files(tmp_path / "c"), headers=AUTH)
+        assert made.status_code == 201
+    plane.close()
+
+
+async def test_a_body_that_drips_has_no_more_time() -> None:
+    """A byte at a time, each well within the silence that is allowed."""
+    sent = 0
+
+    async def receive() -> dict[str, object]:
+        nonlocal sent
+        await asyncio.sleep(0.02)
+        sent += 1
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(Problem) as caught:
+        async for _ in chunks(request, silence_s=0.2):
+            assert sent < 1000
+    assert caught.value.code == "request_timeout"
+    assert sent > 1
+
+
 def test_validations_are_bounded_and_block_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plane = AdminPlane(tmp_path, gate=UploadGate(max_uploads=8, max_validations=2))
+    plane = AdminPlane(tmp_path, gate=UploadGate(max_uploads=10, max_validations=2))
     plane.make_tenant()
     go, lock, running, busiest = threading.Event(), threading.Lock(), 0, 0
     admit = Catalog.admit

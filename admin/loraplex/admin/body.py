@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 from starlette.requests import Request
@@ -12,6 +13,8 @@ from loraplex.admin.problem import ClientGone, Problem
 
 SILENCE_S = 30.0
 """How long a client may send nothing of its body."""
+MIN_BYTES_PER_S = 4096
+"""A body that is always a little late has no more time than one that comes at this pace."""
 LEFTOVER_BYTES = 8 << 20
 LEFTOVER_S = 2.0
 """What is still read of a body whose request was refused, in bytes and seconds."""
@@ -32,9 +35,14 @@ def refuse_encoding(request: Request) -> None:
 
 
 async def chunks(request: Request, *, silence_s: float = SILENCE_S) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises ClientGone, and Problem (408) where nothing comes for `silence_s` seconds."""
+    """The body as it arrives. Raises ClientGone, and Problem (408) where nothing comes for `silence_s` seconds, or
+    where it comes so slowly that it is `silence_s` seconds late. What the server itself does with it does not count."""
+    waited, size = 0.0, 0
     while True:
-        message = await _next(request, silence_s)
+        began = time.monotonic()
+        message = await _next(request, min(silence_s, silence_s + size / MIN_BYTES_PER_S - waited), silence_s)
+        waited += time.monotonic() - began
+        size += len(message.get("body", b""))
         if message["type"] == "http.disconnect":
             raise ClientGone
         if chunk := message.get("body", b""):
@@ -57,12 +65,15 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def _next(request: Request, silence_s: float) -> Message:
+async def _next(request: Request, timeout_s: float, silence_s: float) -> Message:
     try:
-        async with asyncio.timeout(silence_s):
+        async with asyncio.timeout(timeout_s):
             return await request.receive()
     except TimeoutError:
-        detail = f"Nothing of the body came for {silence_s:g} seconds."
+        detail = (
+            f"The body did not arrive in time: it may pause for {silence_s:g} seconds, and has to come at "
+            f"{MIN_BYTES_PER_S} bytes a second."
+        )
         raise Problem("request_timeout", detail) from None
 
 

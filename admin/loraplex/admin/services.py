@@ -14,14 +14,17 @@ from loraplex.control.keys import Keys
 from loraplex.control.releases import Releases
 from loraplex.control.tenants import Tenants
 from loraplex.serving.client import EngineClient
+from loraplex.serving.shares import Shares
 
 
 class UploadGate:
-    """How much uploading goes on at a time, over both ports: `max_uploads` on their way (more get 503), of which
-    `max_validations` are validated (the others wait; validation reads every value)."""
+    """How much uploading goes on at a time, over both ports: `max_uploads` on their way, shared by the tenants as
+    `Shares` does (more get 503), of which `max_validations` are validated (the others wait; validation reads every
+    value)."""
 
     def __init__(self, max_uploads: int = 16, max_validations: int = 2) -> None:
-        self.slots = anyio.Semaphore(max_uploads)
+        self.max_uploads = max_uploads
+        self.uploads = Shares()
         self.writers = anyio.CapacityLimiter(max_uploads)
         self.validators = anyio.CapacityLimiter(max_validations)
 

@@ -19,7 +19,7 @@ from loraplex.admin.multipart import Part
 from loraplex.admin.operation import Answer, Call, Operation
 from loraplex.admin.problem import Problem
 from loraplex.admin.schemas import VERSION_PATTERN, PageQuery, Pin, Version, VersionPage
-from loraplex.admin.services import AdminServices
+from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.admin.upload import receive_upload
 from loraplex.control.errors import ControlError, VersionNotFound
 from loraplex.control.types import VersionInfo
@@ -35,7 +35,7 @@ def version_operations(services: AdminServices) -> list[Operation]:
     async def push_version(call: Call) -> Answer:
         tenant, name = call.path["tenant"], call.path["name"]
         await run(services.catalog.check_upload, tenant, name)
-        with _slot(gate.slots):
+        with _slot(gate, tenant):
             async with receive_upload(
                 call.request,
                 services.artifacts.store,
@@ -159,17 +159,15 @@ def version_operations(services: AdminServices) -> list[Operation]:
 
 
 @contextlib.contextmanager
-def _slot(slots: anyio.Semaphore) -> Iterator[None]:
-    try:
-        slots.acquire_nowait()
-    except anyio.WouldBlock:
-        raise Problem(
-            "server_overloaded", "Too many uploads are on their way; try again.", retry_after_s=5
-        ) from None
+def _slot(gate: UploadGate, tenant: str) -> Iterator[None]:
+    if not gate.uploads.take(tenant, gate.max_uploads):
+        held = gate.uploads.held(tenant)
+        detail = f"Too many uploads are on their way, {held} of them for this tenant; try again."
+        raise Problem("server_overloaded", detail, retry_after_s=5)
     try:
         yield
     finally:
-        slots.release()
+        gate.uploads.give_back(tenant)
 
 
 def _which(call: Call) -> tuple[str, str, str]:
