@@ -151,8 +151,9 @@ class ArtifactStore:
         except OSError as error:
             if not folder.is_dir():  # deleted meanwhile
                 raise ArtifactMissing(f"the store holds no artifact {digest[:12]!r}") from error
-            kind = ArtifactCorrupt if names_damage(error) else ArtifactUnreadable
-            raise kind(f"artifact {digest[:12]} cannot be read: {error.strerror}") from error
+            if names_damage(error):
+                raise ArtifactCorrupt(f"artifact {digest[:12]} is damaged: {error.strerror}") from error
+            raise ArtifactUnreadable(f"artifact {digest[:12]} cannot be read: {error.strerror}") from error
         if found != digest:
             raise ArtifactCorrupt(f"artifact {digest[:12]} is damaged: its bytes hash to {found[:12]}")
 
