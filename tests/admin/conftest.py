@@ -12,11 +12,19 @@ from support.admin import AdminPlane, admin_client
 from support.control import use_database
 from support.postgres import need_programs, postgres_server
 
+ON_BOTH_DATABASES = "test_routes"
+"""The module whose tests are about what the database holds; the others' are about HTTP."""
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def plane(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AdminPlane]:
-    """On both databases."""
-    if request.param == "postgresql":
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        on_both = metafunc.module.__name__.endswith(ON_BOTH_DATABASES)
+        metafunc.parametrize("backend", ["sqlite", "postgresql"] if on_both else ["sqlite"])
+
+
+@pytest.fixture
+def plane(backend: str, tmp_path: Path) -> Iterator[AdminPlane]:
+    if backend == "postgresql":
         need_programs()
         use_database(tmp_path, postgres_server().clear())
     made = AdminPlane(tmp_path)

@@ -65,7 +65,7 @@ def plane(own_server: PostgresServer, proxy: TcpProxy, tmp_path: Path) -> Iterat
 Break = Callable[[], None]
 
 
-@pytest.fixture(params=["killed", "hanging"])
+@pytest.fixture(params=["killed", pytest.param("hanging", marks=pytest.mark.slow)])
 def outage(
     request: pytest.FixtureRequest, own_server: PostgresServer, proxy: TcpProxy
 ) -> Iterator[tuple[Break, Break]]:
@@ -184,6 +184,7 @@ def test_expiry_goes_on_while_the_database_is_gone(plane: ControlPlane, own_serv
         own_server.start()
 
 
+@pytest.mark.slow
 def test_after_the_first_nobody_waits_for_a_time_out(plane: ControlPlane, proxy: TcpProxy) -> None:
     plane.tenants.list()
     proxy.hang()
