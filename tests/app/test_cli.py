@@ -140,7 +140,11 @@ def test_adapters(shell: Shell) -> None:
     shown = shell.json("adapter", "show", "support", "-t", "acme")
     assert [v["version"] for v in shown["versions"]] == ["v1", "v2"]
     assert "v2" in shell.ok("adapter", "show", "support", "-t", "acme")
-    assert "modules_matched" in shell.ok("adapter", "show", "support@v2", "-t", "acme")
+    version = shell.ok("adapter", "show", "support@v2", "-t", "acme")
+    assert "modules_matched" in version
+    assert "q_proj 4 (2 modules)" in version
+    assert "ok config: plain LoRA" in version
+    assert "model.layers.0.self_attn.q_proj=" not in version  # not a line a module
     shell.ok("adapter", "pin", "support@v1", "-t", "acme")
     assert len(shell.plane.engine.pins) == 1
     shell.ok("adapter", "unpin", "support@v1", "-t", "acme")
@@ -167,7 +171,9 @@ def test_a_refused_adapter_says_why(shell: Shell) -> None:
     draft.write(shell.root / "narrow")
     said = shell.fails("adapter", "push", "support", str(shell.root / "narrow"), "-t", "acme")
     assert "another model" in said
-    assert "checks" in said
+    assert "checks: ok names" in said
+    assert "checks: !  shapes" in said
+    assert "{" not in said
     (shell.root / "empty").mkdir()
     assert "adapter_config.json" in shell.fails(
         "adapter", "push", "x", str(shell.root / "empty"), "-t", "acme"

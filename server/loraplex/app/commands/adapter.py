@@ -14,6 +14,7 @@ from loraplex.app.commands.errors import CommandFailed
 from loraplex.app.commands.options import TenantOption, admin_command, split_version
 from loraplex.app.commands.output import Output, size
 from loraplex.app.commands.paths import segment
+from loraplex.app.commands.report import report_fields
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NameArgument = Annotated[
@@ -163,5 +164,5 @@ def _targets(release: dict[str, Any] | None) -> str:
 
 def _version_fields(version: dict[str, Any]) -> dict[str, Any]:
     fields = {**version, "bytes": size(version["bytes"])}
-    report = fields.pop("report", None) or {}
-    return fields | {f"report: {key}": value for key, value in report.items() if value not in (None, [], {})}
+    report = report_fields(fields.pop("report", None))
+    return fields | {f"report: {name}": text for name, text in report.items()}

@@ -10,6 +10,7 @@ from typing import Any, Self
 import httpx
 
 from loraplex.app.commands.errors import CommandFailed
+from loraplex.app.commands.report import report_fields
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 600.0
@@ -150,12 +151,6 @@ def refused(status: int, body: Any, key_option: str = "--admin-token") -> Comman
 
 def _report_lines(report: Any) -> tuple[str, ...]:
     """What an admission report says, a line a finding."""
-    if not isinstance(report, dict):
-        return ()
-    lines = []
-    for key, value in report.items():
-        if value in (None, [], {}, ""):
-            continue
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        lines.append(f"{key}: {shown if len(shown) <= 300 else shown[:300] + ' …'}")
-    return tuple(lines)
+    return tuple(
+        f"{name}: {line[:300]}" for name, text in report_fields(report).items() for line in text.splitlines()
+    )
