@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from loraplex.engine import prefix, scheduler
+from loraplex.engine import core, prefix, scheduler
 from loraplex.engine.blocks import BlockManager
 from loraplex.engine.core import EngineCore
 from loraplex.engine.fairness import FairQueue
 from loraplex.engine.scheduler import Scheduler
-from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
+from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan, StepResult
+from support.fake_runner import FakeRunner
 from support.simulator import Violation, play
 
 MAX_HISTORIES = 300
@@ -220,6 +221,55 @@ def deadline_ignored_while_running(patch: pytest.MonkeyPatch) -> None:
 @bug
 def failed_step_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "_fail_step", lambda self, flight, error: self._land(flight))
+
+
+@bug
+def found_prefix_not_scored(patch: pytest.MonkeyPatch) -> None:
+    start = Scheduler._start
+
+    def skip(self: Scheduler, draft: Any, seq: Sequence, promised: int) -> bool:
+        if seq.num_scored < seq.num_to_score and not seq.num_scored:
+            found = self.blocks.lookup(prefix.extend_keys(seq)[: seq.num_prompt // 16])
+            seq.num_scored = min(len(found) * 16, seq.num_to_score)
+        return start(self, draft, seq, promised)
+
+    patch.setattr(Scheduler, "_start", skip)
+
+
+@bug
+def prompt_scored_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def forget(self: Scheduler, draft: Any, seq: Sequence) -> None:
+        preempt(self, draft, seq)
+        seq.num_scored = 0
+
+    patch.setattr(Scheduler, "_preempt", forget)
+
+
+@bug
+def scores_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
+    collect = FakeRunner.collect
+
+    def swap(self: FakeRunner, handle: object) -> StepResult:
+        result = collect(self, handle)
+        alike: dict[object, list[int]] = {}
+        for index, scores in result.scores.items():
+            size = [(len(part), part.num_top) for part in (scores.output, scores.prompt) if part is not None]
+            alike.setdefault(tuple(size), []).append(index)
+        swapped = {
+            index: result.scores[other]
+            for indices in alike.values()
+            for index, other in zip(indices, reversed(indices), strict=True)
+        }
+        return replace(result, scores=swapped)
+
+    patch.setattr(FakeRunner, "collect", swap)
+
+
+@bug
+def scores_of_an_event_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "cut_scores", lambda scores, start, end: None)
 
 
 @bug

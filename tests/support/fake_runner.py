@@ -4,18 +4,20 @@ It keeps a KV memory of physical blocks. A step writes, for each scheduled posit
 digest that lies in the row's adapter slot *at that moment* and of the position before, into the block that the
 row's table names, and draws a token as a hash of all that it reads back through that table. It never looks at a
 sequence's own tokens. So a block given out twice, a prefix found under a wrong key, a slot overwritten too early or
-a token fed out of turn changes what comes out; `reference` says what should have. Answers are hashes of integers
-alone: the same in every process.
+a token fed out of turn changes what comes out; `reference` says what should have. Log probabilities are hashes of
+the same: `reference_scores`. Answers are hashes of integers alone: the same in every process.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loraplex.engine.config import BLOCK_SIZE
-from loraplex.engine.types import ScheduledSequence, SequenceState, StepPlan, StepResult
+from loraplex.engine.logprobs import Logprobs, Scores
+from loraplex.engine.types import SamplingParams, ScheduledSequence, SequenceState, StepPlan, StepResult
+from support.logprobs import Row, pack_logprobs
 
 BASE = 0
 """What a base row leaves in place of a digest."""
@@ -48,6 +50,36 @@ def reference(digest: str | None, prompt: tuple[int, ...], count: int, vocab_siz
         if len(drawn) == count:
             return drawn
         values.append(attend(values[-1], mark, drawn[-1]))
+
+
+def score(values: tuple[int, ...], token: int, num_top: int) -> Row:
+    """The fake model's log probability of `token` behind positions with this KV, and of `num_top` others."""
+
+    def value(of: int) -> float:
+        return -(hash((values, of)) % 4096) / 8  # a float32 holds it
+
+    others = [hash((values, -2 - rank)) % 1000 for rank in range(num_top)]
+    return value(token), [(other, value(other)) for other in others]
+
+
+def reference_scores(
+    digest: str | None, prompt: tuple[int, ...], outputs: tuple[int, ...], sampling: SamplingParams
+) -> Scores:
+    """The log probabilities that a request with these outputs asks for, on one adapter version."""
+    mark, values, tokens = adapter_mark(digest), [0], (*prompt, *outputs)
+    for token in tokens:
+        values.append(attend(values[-1], mark, token))
+
+    def at(positions: range, num_top: int | None) -> Logprobs | None:
+        if num_top is None or not positions:
+            return None
+        rows = [score(tuple(values[1 : place + 1]), tokens[place], num_top) for place in positions]
+        return pack_logprobs(rows, num_top)
+
+    return Scores(
+        output=at(range(len(prompt), len(tokens)), sampling.logprobs),
+        prompt=at(range(1, len(prompt)), sampling.prompt_logprobs),
+    )
 
 
 class StepFailed(RuntimeError):
@@ -125,6 +157,7 @@ class FakeRunner:
         self.num_steps += 1
         drawn: dict[tuple[str, int], int] = {}
         answers: list[tuple[int, ...]] = []
+        scores: dict[int, Scores] = {}
         if fault.at == "collect":
             for row in plan.scheduled:
                 self._write(row, (GARBAGE,) * row.num_tokens)
@@ -143,18 +176,31 @@ class FakeRunner:
             self._write(row, tokens)
             self.num_tokens += row.num_tokens
             seen = self._read(row)
+            sampling = row.seq.request.sampling
+            of_prompt = [
+                score(seen[:position], target, sampling.prompt_logprobs or 0)
+                for position, target in enumerate(row.targets, row.score_start + 1)
+            ]
+            if of_prompt:
+                scores[index] = Scores(prompt=pack_logprobs(of_prompt, sampling.prompt_logprobs or 0))
             if not row.samples:
                 answers.append(())
                 continue
             answer = [draw(seen, self.vocab_size)]
+            of_output = [score(seen, answer[0], sampling.logprobs or 0)]
             drawn[request_id, row.output_index] = answer[0]
             mark = self._mark(row)
             for _ in range(self.tokens_per_row(row) - 1):
                 seen = (*seen, attend(seen[-1], mark, answer[-1]))
                 answer.append(draw(seen, self.vocab_size))
+                of_output.append(score(seen, answer[-1], sampling.logprobs or 0))
             answers.append(tuple(answer))
+            if sampling.logprobs is not None:
+                scores[index] = replace(
+                    scores.get(index, Scores()), output=pack_logprobs(of_output, sampling.logprobs)
+                )
         self._drawn = drawn
-        return StepResult(plan.step_id, tuple(answers), dict.fromkeys(fault.rows, "told to fail"))
+        return StepResult(plan.step_id, tuple(answers), dict.fromkeys(fault.rows, "told to fail"), scores)
 
     def _write(self, row: ScheduledSequence, tokens: tuple[int, ...]) -> None:
         if len(tokens) != row.num_tokens or len(row.block_ids) * BLOCK_SIZE < row.start + row.num_tokens:

@@ -20,11 +20,12 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
 from loraplex.engine.core import EngineCore
+from loraplex.engine.logprobs import Scores, join_scores
 from loraplex.engine.types import (
     EngineError,
     EngineRequest,
@@ -33,7 +34,7 @@ from loraplex.engine.types import (
     StepPlan,
     TokenEvent,
 )
-from support.fake_runner import FakeRunner, Fault, reference
+from support.fake_runner import FakeRunner, Fault, reference, reference_scores
 from support.fake_transport import FakeTransport, Fate, make_cache
 
 MIN_EVENTS = 200
@@ -94,6 +95,7 @@ class _Record:
     arrival: float
     crowded: bool  # the queue may have been full when it came, or when another did while it waited
     tokens: list[int] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
     told_state: bool = False
     aborted: bool = False
     terminal: TokenEvent | None = None
@@ -110,6 +112,7 @@ class _Pair:
 class History:
     def __init__(self, seed: int, *, fair: bool | None = None) -> None:
         self.rng = rng = random.Random(seed)
+        self.asking = random.Random(seed)  # for log probabilities
         self.seed = seed
         self.fair = seed % FAIR_EVERY == 0 if fair is None else fair
         self.now = 100.0
@@ -173,6 +176,7 @@ class History:
             self.config = SchedulerConfig(
                 24, 64, rng.randint(1, 4), rng.choice((24, 48)), 1000, self.config.lookahead
             )
+        self.config = replace(self.config, max_scored_tokens=self.asking.choice((1, 5, 16, 128)))
         self.num_pages = rng.randint(2, 5)
         self.p_arrive = rng.choice((0.05, 0.1, 0.2, 0.5))
         self.p_deadline = rng.choice((0.0, 0.1, 0.4))
@@ -300,7 +304,7 @@ class History:
             self._operate()
 
     def _arrive(self) -> None:
-        rng = self.rng
+        rng, asking = self.rng, self.asking
         tenant = rng.choice(self.tenants)
         prompt = rng.choice(self.starts) + tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 12)))
         request = EngineRequest(
@@ -308,7 +312,9 @@ class History:
             tenant,
             prompt,
             SamplingParams(
-                max_tokens=rng.randint(1, self.max_new),
+                max_tokens=rng.randint(1, self.max_new) if asking.random() < 0.95 else 0,
+                logprobs=asking.choice((0, 3)) if asking.random() < 0.2 else None,
+                prompt_logprobs=asking.choice((0, 2)) if asking.random() < 0.2 else None,
                 stop_token_ids=(5,) if rng.random() < 0.2 else (),
                 min_tokens=rng.choice((0, 0, 3)),
                 ignore_eos=rng.random() < 0.3,
@@ -405,10 +411,12 @@ class History:
         )
         record.told_state = True
         record.tokens += event.token_ids
+        if event.scores is not None:
+            record.scores.append(event.scores)
         if self.fair:
             self.served[record.request.tenant_id] += 2 * len(event.token_ids)
         if event.finish_reason is None:
-            _expect(bool(event.token_ids), event, "an event that says nothing")
+            _expect(bool(event.token_ids or event.scores), event, "an event that says nothing")
             return
         record.terminal = event
         del self.live[event.request_id]
@@ -423,9 +431,12 @@ class History:
             stop = expected[-1] if reason == "stop" else None
             _expect(event.stop_token_id == stop, event, f"stopped by {stop}")
             _expect(not record.aborted, event, "it was aborted before")
+            _expect(_scores(record) == self._expected_scores(record), event, "wrong log probabilities")
         else:
             _expect(record.tokens == expected[: len(record.tokens)], event, "wrong tokens before its end")
-            _expect(len(record.tokens) < len(expected), event, "it was complete")
+            _expect(_begins(_scores(record), self._expected_scores(record)), event, "wrong log probabilities")
+            complete = bool(expected) and len(record.tokens) == len(expected)
+            _expect(not complete, event, "it was complete")
         if event.finish_reason == "abort":
             _expect(record.aborted, event, "nobody aborted it")
         if event.error is not None:
@@ -446,11 +457,18 @@ class History:
     def _expected(self, request: EngineRequest) -> tuple[list[int], str]:
         sampling = request.sampling
         digest = None if request.adapter is None else request.adapter.digest
+        if sampling.max_tokens == 0:
+            return [], "length"
         tokens = reference(digest, request.prompt_ids, sampling.max_tokens, VOCAB_SIZE)
         for index, token in enumerate(tokens[sampling.min_tokens :], sampling.min_tokens):
             if token in sampling.stop_token_ids or (token in EOS_IDS and not sampling.ignore_eos):
                 return tokens[: index + 1], "stop"
         return tokens, "length"
+
+    def _expected_scores(self, record: _Record) -> Scores:
+        request = record.request
+        digest = None if request.adapter is None else request.adapter.digest
+        return reference_scores(digest, request.prompt_ids, tuple(record.tokens), request.sampling)
 
     def _has_cause(self, record: _Record, error: EngineError) -> bool:
         request = record.request
@@ -468,7 +486,8 @@ class History:
             case "server_overloaded":
                 return record.crowded and not record.tokens
             case "context_length_exceeded":
-                return total > self.config.max_model_len or total - 1 > self.config.num_blocks * BLOCK_SIZE
+                computed = len(request.prompt_ids) + max(0, request.sampling.max_tokens - 1)
+                return total > self.config.max_model_len or computed > self.config.num_blocks * BLOCK_SIZE
         return False
 
     def _check_step(self, started: float) -> None:
@@ -547,6 +566,19 @@ class History:
                         f"{2 * largest}, while both were waiting"
                     )
         self.pairs = pairs
+
+
+def _scores(record: _Record) -> Scores:
+    return join_scores(record.scores) or Scores()
+
+
+def _begins(found: Scores, expected: Scores) -> bool:
+    """What was told before a request was cut short: of all its output, and of the first tokens of its prompt."""
+    if found.output != expected.output:
+        return False
+    return found.prompt is None or (
+        expected.prompt is not None and found.prompt == expected.prompt.part(0, len(found.prompt))
+    )
 
 
 def _expect(condition: bool, event: TokenEvent, what: str) -> None:

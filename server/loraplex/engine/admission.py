@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.logprobs import MAX_TOP_LOGPROBS
 from loraplex.engine.scheduler import blocks_for
 from loraplex.engine.types import EngineError, EngineRequest
 
@@ -19,10 +20,17 @@ def why_not(request: EngineRequest, config: SchedulerConfig, num_waiting: int) -
     The API checks most of this before; here it is what keeps the scheduler's own sums from going wrong.
     """
     num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
-    if num_prompt == 0 or max_tokens < 1:
-        return EngineError("internal_error", "a request needs at least one prompt token and one to generate")
+    if num_prompt == 0 or max_tokens < 0:
+        return EngineError(
+            "internal_error", "a request needs at least one prompt token, and 0 or more to generate"
+        )
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) > MAX_TOKEN_ID:
         return EngineError("internal_error", f"a prompt token is not within 0 … {MAX_TOKEN_ID}")
+    for asked in (request.sampling.logprobs, request.sampling.prompt_logprobs):
+        if asked is not None and not 0 <= asked <= MAX_TOP_LOGPROBS:
+            return EngineError(
+                "internal_error", f"{asked} log probabilities a token, not within 0 … {MAX_TOP_LOGPROBS}"
+            )
     if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
         return EngineError(
             "internal_error",
@@ -36,7 +44,7 @@ def why_not(request: EngineRequest, config: SchedulerConfig, num_waiting: int) -
             f"{num_prompt} prompt tokens and up to {max_tokens} to generate exceed the context of "
             f"{config.max_model_len} tokens",
         )
-    needed = blocks_for(num_prompt + max_tokens - 1)  # the last token is drawn, but never computed
+    needed = blocks_for(num_prompt + max(0, max_tokens - 1))  # the last token is drawn, but never computed
     if needed > config.num_blocks:
         return EngineError(
             "context_length_exceeded",

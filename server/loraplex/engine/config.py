@@ -44,5 +44,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_waiting: int
     lookahead: Literal[0, 1] = 0
+    max_scored_tokens: int = 128
+    """Prompt positions of one step whose logits are kept for log probabilities, [positions, vocabulary] float32. Each
+    sequence that asks for them gets one at least."""
     adapter_wait_aging_s: float = 5.0
     """After so long a wait for room on the device, a request's adapter goes before all others."""

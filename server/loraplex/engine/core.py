@@ -18,6 +18,7 @@ from loraplex.adapters.cache import AdapterCache, Lease
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.admission import MAX_TOKEN_ID, why_not
 from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.logprobs import Scores, cut_scores, wrong_scores
 from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.types import (
@@ -219,7 +220,8 @@ class EngineCore:
         for index, (scheduled, token_ids) in enumerate(
             zip(flight.plan.scheduled, result.token_ids, strict=True)
         ):
-            self._take_row(scheduled, token_ids, result.failed.get(index), now)
+            scores = result.scores.get(index)
+            self._take_row(scheduled, token_ids, scores, result.failed.get(index), now)
         self._land(flight)
 
     def _fail_step(self, flight: _Flight, error: Exception) -> None:
@@ -236,7 +238,12 @@ class EngineCore:
             self._cache.release(lease)
 
     def _take_row(
-        self, scheduled: ScheduledSequence, token_ids: tuple[int, ...], failure: str | None, now: float
+        self,
+        scheduled: ScheduledSequence,
+        token_ids: tuple[int, ...],
+        scores: Scores | None,
+        failure: str | None,
+        now: float,
     ) -> None:
         """One slice's outcome. A sequence that ended meanwhile (aborted, or at an eos that the step before drew)
         does not want it any more."""
@@ -247,16 +254,32 @@ class EngineCore:
             failure = f"{len(token_ids)} tokens came for a slice that draws {'some' if scheduled.samples else 'none'}"
         if failure is None and token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
             failure = "a token was drawn that is not in any vocabulary"
+        if failure is None:
+            asked = seq.request.sampling.logprobs is not None
+            failure = wrong_scores(scores, len(token_ids) if asked else 0, len(scheduled.targets))
         if failure is not None:
             _log.error("request %s failed in step: %s", seq.request_id, failure)
             self._error(seq, "internal_error", "computing this request failed")
             return
         self._scheduler.computed(scheduled)
+        seq.num_scored += len(scheduled.targets)
         if token_ids:
             # A longer answer to the step before may have brought the first of these already.
-            self._take_tokens(seq, token_ids[seq.num_outputs - scheduled.output_index :], now)
+            known = seq.num_outputs - scheduled.output_index
+            self._take_tokens(seq, token_ids[known:], cut_scores(scores, known, len(token_ids)), now)
+        elif (
+            seq.request.sampling.max_tokens == 0 and scheduled.start + scheduled.num_tokens == seq.num_prompt
+        ):
+            self._prompt_tokens += seq.num_prompt
+            self._end(seq, "length", scores=scores)
+        elif scores is not None:
+            self._events.append(
+                TokenEvent(seq.request_id, adapter_state=self._tell_state(seq), scores=scores)
+            )
 
-    def _take_tokens(self, seq: Sequence, token_ids: tuple[int, ...], now: float) -> None:
+    def _take_tokens(
+        self, seq: Sequence, token_ids: tuple[int, ...], scores: Scores | None, now: float
+    ) -> None:
         """Append drawn tokens up to the one that ends the sequence, and tell of them. What was drawn behind that
         one is dropped. Tokens of an epoch before a preemption are as good as any (see `Scheduler._preempt`)."""
         if not token_ids:
@@ -283,11 +306,12 @@ class EngineCore:
             self._prompt_tokens += seq.num_prompt
         self._generation_tokens += count
         self._scheduler.delivered(seq, count)
-        taken = token_ids[:count]
+        taken, scores = token_ids[:count], cut_scores(scores, 0, count)
         if reason is None:
-            self._events.append(TokenEvent(seq.request_id, taken, adapter_state=self._tell_state(seq)))
+            state = self._tell_state(seq)
+            self._events.append(TokenEvent(seq.request_id, taken, adapter_state=state, scores=scores))
         else:
-            self._end(seq, reason, taken, stop_token_id=stop_token_id)
+            self._end(seq, reason, taken, stop_token_id=stop_token_id, scores=scores)
 
     # Endings.
 
@@ -302,6 +326,7 @@ class EngineCore:
         *,
         error: EngineError | None = None,
         stop_token_id: int | None = None,
+        scores: Scores | None = None,
     ) -> None:
         """The one way out for every request that was taken in."""
         del self._live[seq.request_id]
@@ -321,6 +346,7 @@ class EngineCore:
                 ),
                 adapter_state=self._tell_state(seq),
                 stop_token_id=stop_token_id,
+                scores=scores,
             )
         )
 

@@ -18,6 +18,7 @@ from typing import Protocol
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine import protocol as wire
+from loraplex.engine.logprobs import Scores, join_scores
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
 
 RESIDENCY_INTERVAL_S = 0.05
@@ -96,7 +97,7 @@ class Outbox:
         self._lock = threading.Lock()
         self._control: deque[wire.Event] = deque()
         self._states: dict[str, AdapterState] = {}
-        self._tokens: dict[str, tuple[list[int], TokenEvent]] = {}
+        self._tokens: dict[str, tuple[list[int], list[Scores], TokenEvent]] = {}
 
     def put(self, event: wire.Event) -> None:
         with self._lock:
@@ -122,8 +123,10 @@ class Outbox:
             taken.append(
                 wire.Events(
                     tuple(
-                        last if len(ids) == len(last.token_ids) else replace(last, token_ids=tuple(ids))
-                        for ids, last in tokens.values()
+                        last
+                        if len(ids) == len(last.token_ids) and len(scores) == (last.scores is not None)
+                        else replace(last, token_ids=tuple(ids), scores=join_scores(scores))
+                        for ids, scores, last in tokens.values()
                     )
                 )
             )
@@ -133,18 +136,21 @@ class Outbox:
     def num_tokens(self) -> int:
         """Tokens that wait."""
         with self._lock:
-            return sum(len(ids) for ids, _ in self._tokens.values())
+            return sum(len(ids) for ids, _, _ in self._tokens.values())
 
     def _merge(self, event: TokenEvent) -> None:
         waiting = self._tokens.get(event.request_id)
         if waiting is None:
-            self._tokens[event.request_id] = (list(event.token_ids), event)
+            scores = [] if event.scores is None else [event.scores]
+            self._tokens[event.request_id] = (list(event.token_ids), scores, event)
             return
-        ids, first = waiting
+        ids, scores, first = waiting
         ids += event.token_ids
+        if event.scores is not None:
+            scores.append(event.scores)
         if event.adapter_state is None and first.adapter_state is not None:
             event = replace(event, adapter_state=first.adapter_state)
-        self._tokens[event.request_id] = (ids, event)
+        self._tokens[event.request_id] = (ids, scores, event)
 
 
 class EngineLoop:

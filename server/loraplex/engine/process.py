@@ -214,6 +214,8 @@ def _split(events: Sequence[TokenEvent]) -> Iterator[tuple[TokenEvent, ...]]:
     for event in events:
         part.append(event)
         num_tokens += len(event.token_ids)
+        if event.scores is not None:
+            num_tokens += event.scores.num_values
         if len(part) >= MAX_EVENTS_PER_FRAME or num_tokens >= MAX_TOKENS_PER_FRAME:
             yield tuple(part)
             part, num_tokens = [], 0

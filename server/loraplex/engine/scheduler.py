@@ -33,6 +33,7 @@ class _Draft:
 
     now: float
     budget: int  # tokens that still fit into the step
+    score_budget: int  # positions whose logits may still be kept
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     loading: dict[str, None] = field(default_factory=dict)  # digests that are on their way
@@ -50,6 +51,7 @@ class Scheduler:
         self._max_tokens = config.max_num_batched_tokens
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._max_scored = config.max_scored_tokens
         self.blocks = BlockManager(config.num_blocks)
         self.queue = FairQueue()
         self.parked = AdapterWait(config.adapter_wait_aging_s)
@@ -108,7 +110,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """The next step; its `scheduled` is empty if nothing can be computed now. Sequences whose adapter turned
         out not to be available are put into `failed` for the caller to end."""
-        draft = _Draft(now, self._max_tokens)
+        draft = _Draft(now, self._max_tokens, self._max_scored)
         self._cache.begin_pass()
         self._catch_up(draft, [seq for seq in self.running if seq.num_tokens - seq.num_computed == 1])
         self._catch_up(draft, [seq for seq in self.running if seq.num_tokens - seq.num_computed > 1])
@@ -134,6 +136,9 @@ class Scheduler:
 
     def _schedule(self, draft: _Draft, seq: Sequence) -> None:
         count = min(seq.num_tokens - seq.num_computed, draft.budget)
+        if seq.num_scored < seq.num_to_score:
+            # One at least, so that whoever is scheduled moves on.
+            count = min(count, max(1, draft.score_budget))
         missing = blocks_for(seq.num_computed + count) - len(seq.block_ids)
         if missing > self.blocks.num_free and not self._make_room(draft, seq, missing):
             return
@@ -142,8 +147,12 @@ class Scheduler:
         start, end = seq.num_computed, seq.num_computed + count
         pending = end > len(seq.token_ids)
         assert not pending or count == 1, "only a sequence's newest token can be missing on the host"
-        samples = end == seq.num_tokens
+        samples = end == seq.num_tokens and seq.request.sampling.max_tokens > 0
+        # Recomputed after a preemption, a position has been scored already.
+        score_start = max(start, seq.num_scored)
+        targets = tuple(seq.token_ids[score_start + 1 : min(end, seq.num_to_score) + 1])
         draft.budget -= count
+        draft.score_budget -= len(targets)
         draft.scheduled[seq] = ScheduledSequence(
             seq=seq,
             epoch=seq.epoch,
@@ -155,6 +164,8 @@ class Scheduler:
             samples=samples,
             pending_input=pending,
             output_index=seq.num_tokens - seq.num_prompt,
+            score_start=score_start,
+            targets=targets,
         )
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now
@@ -272,6 +283,9 @@ class Scheduler:
         assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
         # The last token is always computed, found or not: its logits are needed, and they are not kept.
         findable = (seq.num_tokens - 1) // BLOCK_SIZE
+        if seq.num_scored < seq.num_to_score:
+            # Nor are those of a prefix: what is yet to be scored is computed anew.
+            findable = seq.num_scored // BLOCK_SIZE
         found = self.blocks.lookup(prefix.extend_keys(seq)[:findable])
         room = self.blocks.num_free - self.blocks.num_idle(found) - promised
         if blocks_for(seq.num_tokens) - len(found) > room:
@@ -339,4 +353,4 @@ class Scheduler:
 
 def _all_sampled(seq: Sequence) -> bool:
     """Its last token is drawn already, or is being drawn by a step in flight."""
-    return seq.num_outputs + seq.num_pending >= seq.request.sampling.max_tokens
+    return 0 < seq.request.sampling.max_tokens <= seq.num_outputs + seq.num_pending

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Literal
 
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.logprobs import Scores
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = Literal["hot", "warm", "cold"]
@@ -38,6 +39,9 @@ class SamplingParams:
     (seed, choice, output position) alone, so preemption and batch-mates cannot change it.
     `stop_token_ids` end the sequence and are part of its count, not of its text. `eos` ids come from the
     model and are dropped under `ignore_eos`. Neither may be sampled before `min_tokens` outputs.
+    `max_tokens` 0 computes the prompt and draws nothing. `logprobs` asks for the log probability of every output
+    token, and for so many of the most likely ones at its place (0 … 20); `prompt_logprobs` likewise for every prompt
+    token but the first. Both are of the model's own logits, before any option here acts on them.
     """
 
     max_tokens: int
@@ -54,6 +58,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,8 @@ class TokenEvent:
     request that names an adapter. `usage` and `timing` are set on the terminal event.
     `stop_token_id` tells which stop or eos id ended it, for finish_reason "stop".
     `duplicate` marks the refusal of a request whose id is in flight already: it speaks of the newcomer, and the
-    request that has the id goes on."""
+    request that has the id goes on. `scores` are the log probabilities of `token_ids`, and of the next tokens of the
+    prompt in order from its second; of the whole prompt they come before the first output token, or with it."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -112,6 +119,7 @@ class TokenEvent:
     adapter_state: AdapterState | None = None
     stop_token_id: int | None = None
     duplicate: bool = False
+    scores: Scores | None = None
 
 
 class SequenceState(Enum):
@@ -129,7 +137,8 @@ class Sequence:
     `num_computed` is how many positions have been *scheduled* for computation; it catches up with
     `num_tokens`. `block_ids[i]` holds positions 16·i … 16·i+15. `epoch` grows at each preemption, so that a
     result of an older life can be told apart. `num_charged` is the highest position that was ever charged to the
-    tenant, so that recomputation is free. `block_keys[i]` names the content of the i-th full block.
+    tenant, so that recomputation is free. `block_keys[i]` names the content of the i-th full block. `num_scored`
+    prompt positions have told the log probability of the token behind them.
     """
 
     request: EngineRequest
@@ -149,6 +158,7 @@ class Sequence:
     adapter_state: AdapterState | None = None  # at arrival
     adapter_wait_since: float | None = None  # when it was first passed by for want of its adapter
     num_charged: int = 0
+    num_scored: int = 0
     block_keys: list[BlockKey] = field(default_factory=list)
 
     @property
@@ -165,6 +175,11 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     @property
+    def num_to_score(self) -> int:
+        """Prompt positions whose logits are wanted: all but the last, or none."""
+        return 0 if self.request.sampling.prompt_logprobs is None else self.num_prompt - 1
+
+    @property
     def num_tokens(self) -> int:
         """Positions that exist, the pending ones included."""
         return len(self.token_ids) + self.num_pending
@@ -178,7 +193,8 @@ class ScheduledSequence:
     is the one that the previous submitted step samples for this sequence and is not on the host yet
     (then num_tokens is 1). `block_ids` and `slot` are copied at planning, so that a later change to the
     sequence cannot reach a step that is already submitted. `token_ids` are the input tokens of the slice
-    (the placeholder 0 where pending)."""
+    (the placeholder 0 where pending). `targets` are the prompt tokens whose log probabilities are wanted: the first
+    is the one behind position `score_start`, which lies in the slice."""
 
     seq: Sequence
     epoch: int
@@ -190,6 +206,8 @@ class ScheduledSequence:
     samples: bool
     pending_input: bool
     output_index: int
+    score_start: int = 0
+    targets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +228,10 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Tokens of one step, in the order of `plan.scheduled`: an empty tuple for a slice that does not sample,
-    else one or more tokens. `failed` maps an index in `scheduled` to what went wrong with that row alone."""
+    else one or more tokens. `failed` maps an index in `scheduled` to what went wrong with that row alone. `scores`
+    map the index of a slice that asks for log probabilities to those of its drawn tokens and of its `targets`."""
 
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]
     failed: dict[int, str] = field(default_factory=dict)
+    scores: dict[int, Scores] = field(default_factory=dict)

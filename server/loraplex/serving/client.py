@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol, Self
 
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.logprobs import Scores, join_scores
 from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
 from loraplex.engine.types import (
     AdapterState,
@@ -30,7 +31,7 @@ class RequestStream:
 
     Ends after the terminal event (the one with `finish_reason`), of which there is exactly one whatever
     happens to the engine. While the reader is slow, token events are merged into one, so that the buffer holds
-    at most the request's `max_tokens` ids. A cancelled read loses nothing. As a context manager it aborts the
+    at most the request's `max_tokens` ids, and the log probabilities that it asked for. A cancelled read loses nothing. As a context manager it aborts the
     request on the way out if it has not ended.
     """
 
@@ -46,6 +47,7 @@ class RequestStream:
         self._clock = clock
         self._arrived = asyncio.Event()
         self._token_ids: list[int] = []
+        self._scores: list[Scores] = []
         self._adapter_state: AdapterState | None = None
         self._terminal: TokenEvent | None = None
         self._pending_since: float | None = None
@@ -106,6 +108,8 @@ class RequestStream:
         if self._closed:
             return
         self._token_ids += event.token_ids
+        if event.scores is not None:
+            self._scores.append(event.scores)
         if self._adapter_state is None:
             self._adapter_state = event.adapter_state
         if event.finish_reason is not None:
@@ -117,11 +121,13 @@ class RequestStream:
 
     def _take(self) -> TokenEvent:
         token_ids, state, terminal = tuple(self._token_ids), self._adapter_state, self._terminal
+        scores = join_scores(self._scores)
         self._token_ids.clear()
+        self._scores.clear()
         self._adapter_state = None
         self._pending_since = None
         if terminal is None:
-            return TokenEvent(self.request.request_id, token_ids, adapter_state=state)
+            return TokenEvent(self.request.request_id, token_ids, adapter_state=state, scores=scores)
         self._ended = True
         return TokenEvent(
             terminal.request_id,
@@ -132,6 +138,7 @@ class RequestStream:
             timing=terminal.timing,
             adapter_state=state,
             stop_token_id=terminal.stop_token_id,
+            scores=scores,
         )
 
 
