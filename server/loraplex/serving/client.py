@@ -31,8 +31,8 @@ class RequestStream:
 
     Ends after the terminal event (the one with `finish_reason`), of which there is exactly one whatever
     happens to the engine. While the reader is slow, token events are merged into one, so that the buffer holds
-    at most the request's `max_tokens` ids, and the log probabilities that it asked for. A cancelled read loses nothing. As a context manager it aborts the
-    request on the way out if it has not ended.
+    at most the request's `max_tokens` ids, and the log probabilities that it asked for. A cancelled read loses
+    nothing. As a context manager it aborts the request on the way out if it has not ended.
     """
 
     def __init__(
