@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from loraplex.engine.kv_memory import block_bytes
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
-from loraplex.engine.model.loading import examine_model, load_model
+from loraplex.engine.model.loading import TESTED, examine_model, load_model
 from support.local_engine import LocalEngine
 from support.models import FAMILIES, VOCAB, edit_config, save_tiny, save_tiny_gemma3_with_vision
 from support.peft_zoo import PeftReference
@@ -139,3 +141,15 @@ def test_what_is_not_served_is_refused_in_one_line_before_any_weight_is_read(con
 def test_what_is_served_says_how(config, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert words in examine_model(tmp_path)
+
+
+def test_every_family_is_documented():
+    from loraplex.engine.model.family import is_fused
+
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|.*\|.*\|.*\|$", page.split("## Through")[0], re.MULTILINE)
+    fused = set(listed) - {"model_type", "gemma3"}  # the last by its text part
+    assert fused == {options["model_type"] for options in FAMILIES.values()}
+    assert all(is_fused(name) for name in fused)
+    tested = page.split("## Through transformers")[1].split(" are tested")[0]
+    assert set(re.findall(r"`(\w+)`", tested)) == TESTED
