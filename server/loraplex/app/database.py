@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 
 from alembic.util import CommandError
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from loraplex.app.settings import Settings, SettingsInvalid
-from loraplex.migrations.run import upgrade
+from loraplex.migrations.run import examine_schema, upgrade
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -46,12 +47,25 @@ def upgrade_database(settings: Settings) -> tuple[str, list[str]]:
         return url, upgrade(url)
     except (SQLAlchemyError, CommandError, ModuleNotFoundError) as error:
         raise SettingsInvalid(
-            f"the database {shown_database(url)} cannot be used: {reason_of(error)}. Mend it, restore it from a "
+            f"the database {shown_database(url)} cannot be used: {_reason(error)}. Mend it, restore it from a "
             "backup, or give another with --database-url."
         ) from error
 
 
-def reason_of(error: Exception) -> str:
+def describe_database(settings: Settings) -> str:
+    """Product, place and schema, without changing anything. Raises SettingsInvalid, DatabaseTooNew."""
+    if not settings.database_url:
+        return f"SQLite {sqlite3.sqlite_version} in the data directory"
+    url = database_url(settings)
+    try:
+        state = examine_schema(url)
+    except SQLAlchemyError as error:
+        raise SettingsInvalid(f"{shown_database(url)} cannot be used: {_reason(error)}") from error
+    schema = "no schema yet" if state.found is None else f"schema {state.found}"
+    return f"{state.server} at {shown_database(url)}, {schema}, this version's is {state.newest}"
+
+
+def _reason(error: Exception) -> str:
     """The driver's first line."""
     return (str(getattr(error, "orig", None) or error).splitlines() or ["no reason given"])[0].rstrip(".")
 

@@ -6,21 +6,18 @@ import os
 import platform
 import shutil
 import socket
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from sqlalchemy.exc import SQLAlchemyError
 
 from loraplex.adapters.base import load_base_spec
 from loraplex.adapters.errors import LoraplexError
-from loraplex.app.database import database_url, reason_of, shown_database
+from loraplex.app.database import describe_database
 from loraplex.app.models import ensure_model
-from loraplex.app.settings import Settings, SettingsInvalid
-from loraplex.migrations.run import examine_schema
+from loraplex.app.settings import Settings
 
 _PROBE = (
     "import torch, transformers; "
@@ -45,7 +42,7 @@ def examine(settings: Settings, console: Console) -> int:
     checks: list[tuple[str, Callable[[], str]]] = [
         ("python", lambda: f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores"),
         ("torch", _torch),
-        ("database", lambda: _database(settings)),
+        ("database", lambda: describe_database(settings)),
         ("data directory", lambda: _data_dir(settings.data_dir)),
         ("data port", lambda: _port(settings.host, settings.port)),
         ("admin port", lambda: _port(settings.admin_host, settings.admin_port)),
@@ -79,18 +76,6 @@ def _data_dir(path: Path) -> str:
     if free < 1 << 30:
         raise OSError(f"only {free >> 20} MiB free at {existing}; at least 1 GiB is wanted")
     return f"{path}, {free >> 30} GiB free"
-
-
-def _database(settings: Settings) -> str:
-    if not settings.database_url:
-        return f"SQLite {sqlite3.sqlite_version} in the data directory"
-    url = database_url(settings)
-    try:
-        state = examine_schema(url)
-    except SQLAlchemyError as error:
-        raise SettingsInvalid(f"{shown_database(url)} cannot be used: {reason_of(error)}") from error
-    schema = "no schema yet" if state.found is None else f"schema {state.found}"
-    return f"{state.server} at {shown_database(url)}, {schema}, this version's is {state.newest}"
 
 
 def _port(host: str, port: int) -> str:

@@ -1,0 +1,72 @@
+"""Keys are made by operators alone, so that no key can make one that may more than it; and what a key is shows."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from loraplex.admin.app import create_operations
+from loraplex.control.key_use import KeyUse
+from loraplex.control.outage import Outage
+from loraplex.control.types import SCOPES
+from support.admin import AdminPlane, admin_client
+
+
+def test_every_route_about_keys_needs_the_operator(plane: AdminPlane) -> None:
+    about_keys = [row for row in create_operations(plane.services) if "/keys" in row.path]
+    assert len(about_keys) == 4
+    assert {row.access for row in about_keys} == {"operator"}
+
+
+@pytest.mark.parametrize("port", ["admin", "tenant"])
+async def test_a_key_with_every_scope_can_neither_make_nor_change_a_key(plane: AdminPlane, port: str) -> None:
+    plane.make_tenant()
+    secret = plane.make_key("acme", *SCOPES)
+    key_id = secret.split("_")[1]
+    app = plane.app if port == "admin" else plane.tenant_app
+    base = "/tenants/acme/keys"
+    async with admin_client(app, secret) as client:
+        if port == "tenant":
+            client.base_url = httpx.URL("http://data/")
+        answers = [
+            await client.post(base, json={"scopes": list(SCOPES)}),
+            await client.get(base),
+            await client.post(f"{base}/{key_id}/rotate", json={"grace_seconds": 60}),
+            await client.delete(f"{base}/{key_id}"),
+        ]
+    expected = (403, "insufficient_scope") if port == "admin" else (404, "not_found")
+    assert [(answer.status_code, answer.json()["code"]) for answer in answers] == [expected] * 4
+    (only,) = plane.services.keys.list("acme").items
+    assert (only.id, only.revoked_at, only.previous_valid_until) == (key_id, None, None)
+
+
+async def test_a_keys_last_use_shows(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
+    plane.make_tenant()
+    key_id = plane.make_key().split("_")[1]
+    (shown,) = (await admin.get("/tenants/acme/keys")).json()["data"]
+    assert shown["last_used_at"] is None
+    use = KeyUse(plane.database)
+    use.note(key_id)
+    use.flush()
+    (shown,) = (await admin.get("/tenants/acme/keys")).json()["data"]
+    assert shown["last_used_at"].endswith("Z")
+    rotated = (await admin.post(f"/tenants/acme/keys/{key_id}/rotate", json={"grace_seconds": 60})).json()
+    assert rotated["last_used_at"] == shown["last_used_at"]
+    assert rotated["previous_valid_until"] > shown["last_used_at"]
+
+
+def never() -> None:
+    raise OSError("still gone")
+
+
+async def test_an_outage_is_a_503_that_says_when_to_come_again(
+    plane: AdminPlane, admin: httpx.AsyncClient
+) -> None:
+    plane.make_tenant()
+    plane.database.outage = Outage(never)  # it does not come back
+    plane.database.outage.begin("as if")
+    for answer in (await admin.get("/tenants"), await admin.post("/tenants", json={"id": "late"})):
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["code"] == "database_unavailable"
+    plane.database.outage.close()
