@@ -341,8 +341,8 @@ LARGEST: dict[str, tuple[str, Any]] = {
         "/v1/completions",
         {"model": BASE, "prompt": ["a" * (MAX_MODEL_LEN - 8)] * 16, "max_tokens": 1},
     ),
-    "token ids": ("/v1/completions", {"model": BASE, "prompt": [1] * (1 << 20)}),
-    "lists of token ids": ("/v1/completions", {"model": BASE, "prompt": [[1] * 100_000] * 16}),
+    "token ids": ("/v1/completions", {"model": BASE, "prompt": [1] * 200_000}),
+    "lists of token ids": ("/v1/completions", {"model": BASE, "prompt": [[1] * 10_000] * 16}),
     "messages": ("/v1/chat/completions", {"model": BASE, "messages": [USER] * schemas.MAX_MESSAGES}),
     "parts": (
         "/v1/chat/completions",
@@ -351,7 +351,7 @@ LARGEST: dict[str, tuple[str, Any]] = {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4096}] * 28,
         },
     ),
-    "a wide object": ("/v1/chat/completions", {"model": BASE, **{f"k{n}": 0 for n in range(200_000)}}),
+    "a wide object": ("/v1/chat/completions", {"model": BASE, **{f"k{n}": 0 for n in range(40_000)}}),
 }
 
 

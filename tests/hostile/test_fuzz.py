@@ -24,7 +24,7 @@ def traced() -> Iterator[None]:
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("name", list(TARGETS))
 def test_mutated_inputs(name: str, tmp_path: Path) -> None:
-    fuzz(TARGETS[name](tmp_path), seed=1, inputs=400)
+    fuzz(TARGETS[name](tmp_path), seed=1, inputs=250)
 
 
 @pytest.mark.soak
