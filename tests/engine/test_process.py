@@ -24,6 +24,7 @@ from loraplex.engine import protocol as wire
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.loop import EngineLoop, Outbox
 from loraplex.engine.process import JsonLogs
+from loraplex.engine.progress import Progress
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent, Usage
 from support.fake_core import FakeCore, build_fake_engine, fake_tokens
 
@@ -98,6 +99,7 @@ class Engine:
         default_factory=lambda: build_fake_engine(EngineConfig("ok", "/"), lambda: None).info
     )
     closed: int = 0
+    progress: Progress = field(default_factory=Progress)
 
     def close(self) -> None:
         self.closed += 1

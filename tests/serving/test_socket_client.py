@@ -21,7 +21,8 @@ from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.socket_client import SocketEngineClient
 from loraplex.serving.supervisor import MAX_SOCKET_PATH_BYTES, RestartPolicy
-from support.fake_core import CRASH, fake_tokens
+from loraplex.serving.watchdog import WatchdogPolicy
+from support.fake_core import CRASH, HANG, fake_tokens
 
 SUPPORT = Path(__file__).parent.parent / "support"
 FAKE_ENGINE = (sys.executable, str(SUPPORT / "fake_core.py"))
@@ -96,6 +97,103 @@ async def test_death_in_mid_stream_is_told_at_once_and_service_comes_back(
     entries = {entry.ref.digest: entry for entry in await client.cache()}
     assert {n: entries[adapter(n).digest].state for n in (1, 2, 9)} == {1: "hot", 2: "hot", 9: "hot"}
     assert [n for n in (1, 2, 9) if entries[adapter(n).digest].pinned] == [9]
+
+
+def stop_process(client: SocketEngineClient) -> None:
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+
+
+def hang_step(client: SocketEngineClient) -> None:
+    client.submit(ask("hang", prompt=(HANG,)))
+
+
+@pytest.mark.parametrize("hang", [stop_process, hang_step])
+async def test_a_hung_engine_is_noticed_killed_and_replaced(
+    hang: Callable[[SocketEngineClient], None],
+) -> None:
+    """Stopped as a whole, or stuck in a step while its main thread still answers."""
+    client = SocketEngineClient(
+        EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, watchdog=WatchdogPolicy(hang_timeout_s=3.0)
+    )
+    await client.start()
+    stream = client.submit(ask("r", LONG, number=1))
+    await anext(stream)
+    await until(lambda: client.adapter_state(adapter(1).digest) == "hot")
+    hung = engines()
+    hang(client)
+    started = time.monotonic()
+    events = [event async for event in stream]
+    assert time.monotonic() - started <= 3.5
+    assert [e.error.code for e in events if e.error] == ["engine_restarting"]
+    await until(lambda: client.healthy)
+    assert client.num_restarts == 1
+    assert client.num_live == 0
+    assert engines() != hung
+    assert len(engines()) == 1
+    await until(lambda: client.adapter_state(adapter(1).digest) == "hot")
+    assert [event async for event in client.submit(ask("after"))][-1].finish_reason == "length"
+    await client.close()
+    assert engines() == []
+
+
+async def test_an_engine_at_rest_and_one_with_long_steps_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.6")
+    client = SocketEngineClient(
+        EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, watchdog=WatchdogPolicy(hang_timeout_s=2.5)
+    )
+    await client.start()
+    await asyncio.sleep(2.6)  # the time that a hang would take to be noticed
+    assert [event async for event in client.submit(ask("r", 5))][-1].finish_reason == "length"
+    assert client.num_restarts == 0
+    await client.close()
+
+
+async def test_deaths_with_service_between_them_are_no_crash_loop() -> None:
+    client = SocketEngineClient(
+        EngineConfig("ok", "/nowhere"),
+        command=FAKE_ENGINE,
+        restart=RestartPolicy(first_delay_s=0.01, max_deaths=2),
+    )
+    await client.start()
+    for life in range(1, 4):
+        assert [event async for event in client.submit(ask("r"))][-1].finish_reason == "length"
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda life=life: client.healthy and client.num_restarts == life)  # type: ignore[misc]
+    await client.close()
+
+
+async def test_who_comes_during_a_restart_is_told_when_to_come_again() -> None:
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+    await client.start()
+    stream = client.submit(ask("r", LONG))
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    events = [event async for event in stream]
+    assert events[-1].error is not None
+    told = events[-1].error.retry_after_s
+    assert told is not None
+    with pytest.raises(EngineUnavailable) as refused:
+        client.submit(ask("too early"))
+    assert refused.value.retry_after_s is not None
+    assert 1 <= refused.value.retry_after_s <= told <= 20
+    await until(lambda: client.healthy)
+    client.submit(ask("a", LONG))
+    await client.close()
+
+
+async def test_no_request_is_run_a_second_time_after_a_death(client: SocketEngineClient) -> None:
+    """A request that kills the engine whenever it runs kills it once."""
+    events = [event async for event in client.submit(ask("poison", prompt=(CRASH,)))]
+    assert events[-1].error is not None
+    assert events[-1].error.code == "engine_restarting"
+    await until(lambda: client.healthy)
+    assert [event async for event in client.submit(ask("other", 200))][-1].finish_reason == "length"
+    assert client.num_restarts == 1
+    assert (await client.stats()).num_running == 0
 
 
 async def test_a_crash_loop_ends_with_the_reason() -> None:

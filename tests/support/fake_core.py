@@ -1,6 +1,7 @@
 """A core for tests of the loop and of the clients: no model, and tokens that are a hash of adapter and position.
 
-A prompt that begins with `CRASH` makes the step raise; an adapter named `DAMAGED` has damaged bytes.
+A prompt that begins with `CRASH` makes the step raise, one that begins with `HANG` makes it never return; an adapter
+named `DAMAGED` has damaged bytes.
 `python tests/support/fake_core.py --socket PATH` is an engine process around it. The model path says how it starts:
 "broken" cannot be built, "slow" never gets ready, anything else works. `FAKE_EXIT=N` in the environment ends the
 process with N before it connects; `FAKE_STEP_S` is how long a step takes.
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.progress import Progress
 from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
 from loraplex.engine.types import (
     AdapterState,
@@ -30,6 +32,7 @@ from loraplex.engine.types import (
 )
 
 CRASH = 666
+HANG = 667
 DAMAGED = "damaged"
 VOCAB_SIZE = 1000
 
@@ -100,6 +103,8 @@ class FakeCore:
         for request_id, running in list(self._running.items()):
             if running.request.prompt_ids[:1] == (CRASH,):
                 raise RuntimeError("the device is on fire")
+            if running.request.prompt_ids[:1] == (HANG,):
+                threading.Event().wait()
             token = fake_token(running.request, running.done)
             running.done += 1
             state: AdapterState | None = "cold" if running.first and running.request.adapter else None
@@ -162,6 +167,7 @@ class FakeEngine:
     core: FakeCore
     info: EngineInfo
     closed: bool = False
+    progress: Progress = field(default_factory=Progress)
 
     def close(self) -> None:
         self.closed = True

@@ -133,7 +133,9 @@ def from_engine(error: EngineError | None) -> ApiError:
             error.message if error is not None else "no reason given"
         )  # for the log
         return answer
-    return ApiError(error.code, error.message, param=_default_param(error.code))
+    return ApiError(
+        error.code, error.message, param=_default_param(error.code), retry_after_s=error.retry_after_s
+    )
 
 
 def _default_param(code: str) -> str | None:

@@ -19,6 +19,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.admission import MAX_TOKEN_ID, why_not
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.logprobs import Scores, cut_scores, wrong_scores
+from loraplex.engine.progress import Progress
 from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.types import (
@@ -65,8 +66,9 @@ class _Flight:
 class EngineCore:
     """One engine: a scheduler, a runner and a cache of adapters.
 
-    `eos_ids` end a sequence unless it ignores them. `clock` gives seconds; all deadlines are by it. A request that
-    can't be served is never an exception: `add` leaves its refusal for the next `step` to return.
+    `eos_ids` end a sequence unless it ignores them. `clock` gives seconds; all deadlines are by it. `progress` is told
+    of every step. A request that can't be served is never an exception: `add` leaves its refusal for the next `step`
+    to return.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class EngineCore:
         *,
         eos_ids: frozenset[int],
         clock: Callable[[], float],
+        progress: Progress | None = None,
     ) -> None:
         self._config = config
         self._runner = runner
         self._cache = cache
         self._eos_ids = eos_ids
         self._clock = clock
+        self._progress = progress or Progress(clock)
         self._scheduler = Scheduler(config, cache)
         self._live: dict[str, Sequence] = {}
         self._in_flight: deque[_Flight] = deque()
@@ -205,6 +209,7 @@ class EngineCore:
             self._fail_step(_Flight(plan, None, leases), error)
             return False
         self._in_flight.append(_Flight(plan, handle, leases))
+        self._progress.begin(plan.num_tokens)
         return True
 
     def _collect(self) -> None:
@@ -214,8 +219,10 @@ class EngineCore:
             if result.step_id != flight.plan.step_id or len(result.token_ids) != len(flight.plan.scheduled):
                 raise RuntimeError(f"the answer to step {flight.plan.step_id} is one to another step")
         except Exception as error:
+            self._progress.end(computed=False)
             self._fail_step(flight, error)
             return
+        self._progress.end(computed=True)
         now = self._clock()
         for index, (scheduled, token_ids) in enumerate(
             zip(flight.plan.scheduled, result.token_ids, strict=True)

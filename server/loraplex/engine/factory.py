@@ -22,10 +22,11 @@ from loraplex.adapters.weights import HostImage
 from loraplex.engine.config import BLOCK_SIZE, EngineConfig, SchedulerConfig
 from loraplex.engine.core import EngineCore
 from loraplex.engine.executor import Executor
-from loraplex.engine.kv_memory import available_memory, block_bytes, size_kv_cache
-from loraplex.engine.model.base import KVCache, Model
+from loraplex.engine.kv_memory import WatchedKVCache, available_memory, block_bytes, size_kv_cache
+from loraplex.engine.model.base import Model
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.model.loading import eos_token_ids, load_model
+from loraplex.engine.progress import Progress
 from loraplex.engine.protocol import EngineInfo
 from loraplex.engine.runner import ModelRunner
 from loraplex.kernels.lora import CHUNK
@@ -55,6 +56,7 @@ class BuiltEngine:
 
     core: EngineCore
     info: EngineInfo
+    progress: Progress
     runner: ModelRunner
     transport: ThreadedTransport
 
@@ -97,7 +99,8 @@ def build_engine(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
     )
-    kv = KVCache(model.shape, size.num_blocks, model.dtype, device)
+    progress = Progress()
+    kv = WatchedKVCache(model.shape, size.num_blocks, model.dtype, device, progress)
     transport = ThreadedTransport(
         ArtifactStore(Path(config.artifact_dir)), base, arena, wake=wake, threads=LOADER_THREADS
     )
@@ -126,6 +129,7 @@ def build_engine(
         cache,
         eos_ids=eos_ids,
         clock=time.monotonic,
+        progress=progress,
     )
     info = EngineInfo(
         model_name=config.model_name or model_dir.name,
@@ -149,7 +153,7 @@ def build_engine(
         base_fingerprint=base.fingerprint,
         sites=layout.site_names,
     )
-    return BuiltEngine(core, info, runner, transport)
+    return BuiltEngine(core, info, progress, runner, transport)
 
 
 def _device(asked: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""How many KV blocks the machine has room for."""
+"""How many KV blocks the machine has room for, and a KV cache that tells of its use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import BLOCK_SIZE
-from loraplex.engine.model.base import ModelShape
+from loraplex.engine.model.base import KVCache, ModelShape
+from loraplex.engine.progress import Progress
 
 _CPU_FRACTION = 0.3
 _CPU_LIMIT = 4 << 30
@@ -35,6 +36,21 @@ class KVSize:
 
     num_blocks: int
     max_model_len: int
+
+
+class WatchedKVCache(KVCache):
+    """A KV cache that leaves a sign of life for each layer: whatever decoder runs, it turns to every layer's KV once a
+    pass. (On a GPU, that is when the layer's work is queued.)"""
+
+    def __init__(
+        self, shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device, progress: Progress
+    ) -> None:
+        super().__init__(shape, num_blocks, dtype, device)
+        self._progress = progress
+
+    def layer(self, index: int) -> torch.Tensor:
+        self._progress.mark()
+        return super().layer(index)
 
 
 def block_bytes(shape: ModelShape, dtype: torch.dtype) -> int:

@@ -19,6 +19,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine import protocol as wire
 from loraplex.engine.logprobs import Scores, join_scores
+from loraplex.engine.progress import Progress
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
 
 RESIDENCY_INTERVAL_S = 0.05
@@ -80,6 +81,11 @@ class BuiltEngineLike(Protocol):
     def core(self) -> CoreLike: ...
     @property
     def info(self) -> wire.EngineInfo: ...
+    @property
+    def progress(self) -> Progress:
+        """Where the core and its runner leave signs of life; the loop adds its own."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -181,8 +187,16 @@ class EngineLoop:
         self._live: set[str] = set()
         self._states: dict[str, AdapterState] = {}
         self._states_at = float("-inf")
+        self._progress: Progress | None = None
 
     # From any thread.
+
+    def heartbeat(self) -> wire.Heartbeat:
+        """How the threads that compute are. Nothing stalls that has not been built yet."""
+        if self._progress is None:
+            return wire.Heartbeat(0.0, 0.0, unusual=False)
+        vitals = self._progress.vitals()
+        return wire.Heartbeat(vitals.stalled_s, vitals.longest_s, vitals.unusual)
 
     def post(self, command: wire.Command) -> None:
         with self._condition:
@@ -213,19 +227,22 @@ class EngineLoop:
         try:
             self._log("engine_ready", seconds=round(self._clock() - started, 3))
             self._emit(wire.Ready(engine.info))
-            return self._run(engine.core)
+            self._progress = engine.progress
+            return self._run(engine.core, engine.progress)
         except Exception as error:
             self._log("engine_failed", error=_one_line(error), exc_info=True)
             self._emit(wire.Fatal(f"the engine failed in a step: {_one_line(error)}"))
             return 1
         finally:
+            engine.progress.rest()
             try:
                 engine.close()
             except Exception as error:
                 self._log("engine_close_failed", error=_one_line(error), exc_info=True)
 
-    def _run(self, core: CoreLike) -> int:
+    def _run(self, core: CoreLike, progress: Progress) -> int:
         while True:
+            progress.work()
             for command in self._drain_inbox():
                 self._apply(core, command)
             if self._draining and self._drain(core):
@@ -234,7 +251,7 @@ class EngineLoop:
             if damaged := core.take_damaged():
                 self._emit(wire.Damaged(damaged))
             self._publish_residency(core)
-            self._sleep(core)
+            self._sleep(core, progress)
 
     def _drain_inbox(self) -> list[wire.Command]:
         with self._condition:
@@ -243,7 +260,7 @@ class EngineLoop:
             self._woken = False
         return commands
 
-    def _sleep(self, core: CoreLike) -> None:
+    def _sleep(self, core: CoreLike, progress: Progress) -> None:
         """Until the next step has something to do, as the core, a command or a wake-up tells."""
         timeout = core.idle_s()
         if timeout is not None and timeout <= 0:
@@ -257,6 +274,7 @@ class EngineLoop:
             timeout = left if timeout is None else min(timeout, left)
         with self._condition:
             if not self._inbox and not self._woken:
+                progress.rest()
                 self._condition.wait(timeout)
 
     def _apply(self, core: CoreLike, command: wire.Command) -> None:

@@ -32,7 +32,6 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.loop import BuiltEngineLike, EngineLoop, Outbox
 from loraplex.engine.types import TokenEvent
 
-STARTING_INTERVAL_S = 1.0
 FLUSH_S = 2.0
 """For the last events to reach the client after the loop has ended."""
 ORPHAN_GRACE_S = 1.0
@@ -66,7 +65,8 @@ class JsonLogs(logging.Handler):
 
 
 class EngineServer:
-    """One connection's IO, on the main thread: frames in to the loop, the outbox out to the client.
+    """One connection's IO, on the main thread: frames in to the loop, the outbox out to the client, and a sign of
+    life once a second.
 
     Nothing is encoded before the socket has taken what was encoded last, so a client that does not read makes
     the outbox merge, and neither memory nor the step thread waits for it.
@@ -96,21 +96,24 @@ class EngineServer:
         self._selector.register(self._connection, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread.start()
-        next_starting = started
+        next_beat = started
         flush_until: float | None = None
         while True:
             now = time.monotonic()
-            if self._starting and now >= next_starting:
-                self._outbox.put(wire.Starting("loading", now - started))
-                next_starting = now + STARTING_INTERVAL_S
+            if now >= next_beat:
+                if self._starting:
+                    self._outbox.put(wire.Starting("loading", now - started))
+                elif not self._sending:  # else it has enough to read
+                    self._outbox.put(self._loop.heartbeat())
+                next_beat = now + wire.HEARTBEAT_INTERVAL_S
             if self._status is not None and flush_until is None:
                 flush_until = now + FLUSH_S
             self._send()
             if flush_until is not None and (not self._sending or now >= flush_until):
                 return self._status or 0
-            timeout = None if flush_until is None else flush_until - now
-            if self._starting:
-                timeout = next_starting - now
+            timeout = next_beat - now
+            if flush_until is not None:
+                timeout = min(timeout, flush_until - now)
             for key, _ in self._selector.select(timeout):
                 if key.fileobj is self._wake_read:
                     with contextlib.suppress(BlockingIOError):

@@ -18,6 +18,8 @@ from loraplex.engine.types import AdapterState, EngineRequest, TokenEvent
 MAX_FRAME_BYTES = 32 * 1024 * 1024
 """Above any legal frame: a prompt of a million tokens takes 5 MB."""
 
+HEARTBEAT_INTERVAL_S = 1.0
+
 _LENGTH = struct.Struct(">I")
 HEADER_BYTES = _LENGTH.size
 
@@ -221,13 +223,24 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     call: int
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sent by the main thread every `HEARTBEAT_INTERVAL_S` from `Ready` on, unless earlier events still wait to be
+    read. What the threads that compute have left of themselves: see `progress.Vitals`."""
+
+    stalled_s: float
+    longest_s: float
+    unusual: bool
+
+
 class Fatal(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot go on and exits. One line, for the person who started it."""
 
     message: str
 
 
-Event = Starting | Ready | Events | ResidencyChanged | Damaged | Stats | Cache | Done | Pong | Fatal
+Event = (
+    Starting | Ready | Events | ResidencyChanged | Damaged | Stats | Cache | Done | Pong | Heartbeat | Fatal
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -87,8 +87,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class EngineError:
+    """`retry_after_s`: the time after which trying again makes sense, where that is known."""
+
     code: ErrorCode
     message: str
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,9 +189,11 @@ class EngineClient(Protocol):
         ...
 
 
-def error_event(request_id: str, code: ErrorCode, message: str) -> TokenEvent:
+def error_event(
+    request_id: str, code: ErrorCode, message: str, retry_after_s: float | None = None
+) -> TokenEvent:
     """The terminal event of a request that failed."""
-    return TokenEvent(request_id, finish_reason="error", error=EngineError(code, message))
+    return TokenEvent(request_id, finish_reason="error", error=EngineError(code, message, retry_after_s))
 
 
 __all__ = [

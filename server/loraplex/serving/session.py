@@ -44,6 +44,8 @@ class EngineSession:
         self._refs: OrderedDict[str, AdapterRef] = OrderedDict()
         self._pins: dict[str, AdapterRef] = {}
         self.draining = False
+        self.num_served = 0
+        """Requests that came to a proper end."""
 
     # Requests.
 
@@ -94,12 +96,14 @@ class EngineSession:
         self._refs.pop(digest, None)
         await self._done(lambda call: wire.Drop(call, digest))
 
-    def hot_refs(self) -> tuple[AdapterRef, ...]:
-        """The versions on the device that are not pinned, the most recently used first."""
+    def hot_refs(self, also: tuple[AdapterRef, ...] = ()) -> tuple[AdapterRef, ...]:
+        """The versions on the device, and those of `also` that have not been dropped, that are not pinned; the most
+        recently used first."""
+        wanted = {ref.digest for ref in also}
         return tuple(
             ref
             for digest, ref in reversed(self._refs.items())
-            if self._states.get(digest) == "hot" and digest not in self._pins
+            if (self._states.get(digest) == "hot" or digest in wanted) and digest not in self._pins
         )
 
     def restore(self, hot: tuple[AdapterRef, ...]) -> None:
@@ -181,7 +185,7 @@ class EngineSession:
                 future = self._calls.get(event.call)
                 if future is not None and not future.done():
                     future.set_result(event)
-            case wire.Starting() | wire.Ready() | wire.Fatal():
+            case wire.Starting() | wire.Ready() | wire.Heartbeat() | wire.Fatal():
                 pass  # the owner's own affair
 
     def _deliver(self, event: TokenEvent) -> None:
@@ -190,6 +194,7 @@ class EngineSession:
             return
         if event.finish_reason is not None:
             del self._streams[event.request_id]
+            self.num_served += event.finish_reason in ("stop", "length")
             self._shares.give_back(stream.request.tenant_id)
             if self._was_cut(event, stream):
                 code: ErrorCode = "draining" if self.draining else "engine_restarting"
@@ -204,13 +209,13 @@ class EngineSession:
             return not stream.aborted
         return event.error is not None and event.error.code == "draining"
 
-    def fail(self, code: ErrorCode, message: str) -> int:
+    def fail(self, code: ErrorCode, message: str, retry_after_s: float | None = None) -> int:
         """The engine is gone: end every live stream and every call with this error, forget residency.
         Returns the number of streams that ended."""
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
             self._shares.give_back(stream.request.tenant_id)
-            stream.put(error_event(request_id, code, message))
+            stream.put(error_event(request_id, code, message, retry_after_s))
         for future in list(self._calls.values()):
             if not future.done():
                 future.set_exception(EngineUnavailable(message))

@@ -20,10 +20,17 @@ from loraplex.serving.client import RequestStream
 from loraplex.serving.errors import EngineDraining, EngineStartError, EngineUnavailable, TextTooLong
 from loraplex.serving.session import EngineSession
 from loraplex.serving.supervisor import EngineProcess, RestartPolicy
+from loraplex.serving.watchdog import WatchdogPolicy
 
 ENGINE_COMMAND = (sys.executable, "-m", "loraplex.engine.process")
 STOP_GRACE_S = 5.0
 """Beyond the drain, for the process to end by itself before it is killed."""
+RESTORE_S = 60.0
+"""For the adapters that were on the device to come back after a restart."""
+FIRST_START_S = 5.0
+"""What a start is taken to need before one has been seen."""
+DOWN_RETRY_S = 60.0
+"""Where the engine stays down until somebody sees to it."""
 
 Phase = Literal["new", "starting", "ready", "restarting", "failed", "closing", "closed"]
 
@@ -40,6 +47,7 @@ class SocketEngineClient:
         command: Sequence[str] = ENGINE_COMMAND,
         start_timeout_s: float = 900.0,
         restart: RestartPolicy | None = None,
+        watchdog: WatchdogPolicy | None = None,
         on_progress: Callable[[str, float], None] = lambda stage, seconds: None,
         on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
         log: Log = lambda event, **fields: None,
@@ -49,6 +57,7 @@ class SocketEngineClient:
         self._command = command
         self._start_timeout_s = start_timeout_s
         self._policy = restart or RestartPolicy()
+        self._watchdog = watchdog or WatchdogPolicy()
         self._on_progress = on_progress
         self._log = log
         self._clock = clock
@@ -59,6 +68,10 @@ class SocketEngineClient:
         self._reason: str | None = "the engine has not been started"
         self._num_restarts = 0
         self._deaths: list[float] = []
+        self._served_before = 0  # requests that were served when the last death was counted
+        self._start_s = FIRST_START_S  # what a start took, the last time
+        self._ready_at = 0.0
+        self._back_at: float | None = None  # when a restart should be done
         self._hot: tuple[AdapterRef, ...] = ()
         self._restarter: asyncio.Task[None] | None = None
 
@@ -79,6 +92,13 @@ class SocketEngineClient:
     @property
     def num_restarts(self) -> int:
         return self._num_restarts
+
+    @property
+    def retry_after_s(self) -> float:
+        """When a restart that goes on should be done, by what the last start took; long where none does."""
+        if self._back_at is None:
+            return DOWN_RETRY_S
+        return max(1.0, self._back_at - self._clock())
 
     @property
     def num_live(self) -> int:
@@ -161,7 +181,9 @@ class SocketEngineClient:
 
     def _check(self) -> None:
         if not self.healthy:
-            raise EngineUnavailable(self._reason or "the engine is not ready")
+            error = EngineUnavailable(self._reason or "the engine is not ready")
+            error.retry_after_s = self.retry_after_s
+            raise error
 
     def _send(self, command: wire.Command) -> None:
         if self._process is not None:
@@ -176,23 +198,28 @@ class SocketEngineClient:
             on_event=self._session.dispatch,
             on_lost=self._on_lost,
             on_progress=self._on_progress,
+            watchdog=self._watchdog,
         )
         self._process = process
         started = self._clock()
         self._info = await process.start(self._start_timeout_s)
-        self._log("engine_started", pid=process.pid, seconds=round(self._clock() - started, 3))
+        self._start_s = self._clock() - started
+        self._log("engine_started", pid=process.pid, seconds=round(self._start_s, 3))
         self._phase, self._reason = "ready", None
+        self._ready_at = self._clock()
         self._session.restore(self._hot)
-        self._hot = ()
 
     def _on_lost(self) -> None:
         """The process is gone: tell its requests at once, then see to a new one."""
         if self._phase in ("closing", "closed"):
             self._session.fail("draining", "the server shut down before it ended")
             return
-        self._phase, self._reason = "restarting", "the engine process died and is being restarted"
-        self._hot = self._session.hot_refs()
-        failed = self._session.fail("engine_restarting", self._reason)
+        self._phase, self._reason = "restarting", "the engine process failed and is being restarted"
+        self._back_at = self._clock() + self._policy.first_delay_s + self._start_s
+        # What a short life had not brought back yet is brought back by the next.
+        short = self._clock() - self._ready_at < RESTORE_S
+        self._hot = self._session.hot_refs(self._hot if short else ())
+        failed = self._session.fail("engine_restarting", self._reason, self.retry_after_s)
         self._log("engine_lost", failed_requests=failed)
         self._restarter = asyncio.get_running_loop().create_task(self._restart())
 
@@ -201,18 +228,22 @@ class SocketEngineClient:
         cause = await self._process.kill()
         while True:
             now = self._clock()
+            if self._session.num_served > self._served_before:
+                self._deaths.clear()  # whatever it was, the engine can do its work
+            self._served_before = self._session.num_served
             self._deaths.append(now)
             del self._deaths[: -self._policy.max_deaths]
             delay = self._policy.delay(self._deaths, now)
             if delay is None:
-                self._phase = "failed"
+                self._phase, self._back_at = "failed", None
                 self._reason = (
-                    f"the engine died {len(self._deaths)} times within {self._policy.window_s:g} s "
-                    f"and stays down; the last time: {cause}"
+                    f"the engine died {len(self._deaths)} times within {self._policy.window_s:g} s, with nothing "
+                    f"served between, and stays down; the last time: {cause}"
                 )
                 self._log("engine_gave_up", reason=self._reason)
                 return
             self._log("engine_restart", cause=cause, delay_s=delay)
+            self._back_at = now + delay + self._start_s
             await asyncio.sleep(delay)
             self._num_restarts += 1
             try:

@@ -20,6 +20,7 @@ from loraplex.engine import protocol as wire
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.protocol import EngineInfo
 from loraplex.serving.errors import EngineStartError
+from loraplex.serving.watchdog import TICK_S, Watchdog, WatchdogPolicy
 
 MAX_SOCKET_PATH_BYTES = 100
 """Below what any Unix takes for sun_path (104 on macOS, 108 on Linux)."""
@@ -30,8 +31,8 @@ KILL_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Exponential back-off, and an end to crash loops: after `max_deaths` deaths within `window_s` seconds
-    the engine stays down."""
+    """Exponential back-off, and an end to crash loops: after `max_deaths` deaths within `window_s` seconds, without
+    one request served to its end between them, the engine stays down."""
 
     first_delay_s: float = 0.1
     factor: float = 3.0
@@ -51,9 +52,9 @@ class EngineProcess(asyncio.Protocol):
     """One life of an engine process, from its spawn to its death.
 
     The parent listens on a Unix socket in a fresh directory of mode 0700, which is gone as soon as the child has
-    connected. `on_event` gets every event after `Ready`; `on_lost` is called once, when the connection ends or
-    the process exits, whichever is first. Call from one event loop's thread only; on Linux the child also dies
-    with the thread that spawned it.
+    connected. `on_event` gets every event after `Ready`; `on_lost` is called once, when the connection ends, the
+    process exits, or the watchdog takes it for hung, whichever is first; nothing comes after it. Call from one event
+    loop's thread only; on Linux the child also dies with the thread that spawned it.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class EngineProcess(asyncio.Protocol):
         on_event: Callable[[wire.Event], None],
         on_lost: Callable[[], None],
         on_progress: Callable[[str, float], None],
+        watchdog: WatchdogPolicy,
     ) -> None:
         self._command = command
         self._config = config
@@ -77,8 +79,11 @@ class EngineProcess(asyncio.Protocol):
         self._broken: str | None = None
         self._started = False
         self._was_lost = False
+        self._hung = False
         loop = asyncio.get_running_loop()
         self._loop = loop
+        self._watchdog_policy = watchdog
+        self._watchdog = Watchdog(watchdog, loop.time())
         self._connected: asyncio.Future[None] = loop.create_future()
         self._ready: asyncio.Future[EngineInfo] = loop.create_future()
         self._exited: asyncio.Future[int] = loop.create_future()
@@ -118,7 +123,8 @@ class EngineProcess(asyncio.Protocol):
     async def kill(self) -> str:
         """End the process, if it has not ended: SIGKILL at once. Returns how it died, in one line."""
         # A process that broke off by itself says more by its own exit status: leave it a moment.
-        if self._popen is not None and not (self._was_lost and await self.wait_exit(0.5)):
+        leave = self._was_lost and not self._hung
+        if self._popen is not None and not (leave and await self.wait_exit(0.5)):
             self.signal(signal.SIGKILL)
             await self.wait_exit(KILL_WAIT_S)
         if self._transport is not None:
@@ -191,6 +197,18 @@ class EngineProcess(asyncio.Protocol):
             # What it sent last is still to be read; a descendant may hold the socket open for ever.
             self._loop.call_later(0.2, self._transport.abort)
 
+    def _watch(self) -> None:
+        if self._was_lost or self._exited.done():
+            return
+        self._broken = self._watchdog.verdict(self._loop.time())
+        if self._broken is None:
+            self._loop.call_later(TICK_S, self._watch)
+            return
+        self._hung = True
+        if self._transport is not None:
+            self._transport.abort()
+        self._lost()
+
     def _lost(self) -> None:
         if self._was_lost:
             return
@@ -207,8 +225,13 @@ class EngineProcess(asyncio.Protocol):
         # Not every event loop's transports derive from asyncio's classes: uvloop's do not.
         self._transport = cast(asyncio.Transport, transport)
         self._connected.set_result(None)
+        self._watchdog = Watchdog(self._watchdog_policy, self._loop.time())
+        self._watch()
 
     def data_received(self, data: bytes) -> None:
+        if self._was_lost:
+            return  # its requests have been told of its end
+        self._watchdog.heard(self._loop.time())
         try:
             for payload in self._reader.feed(data):
                 self._on_message(wire.decode_event(payload))
@@ -225,8 +248,11 @@ class EngineProcess(asyncio.Protocol):
             case wire.Starting(stage, elapsed_s):
                 self._on_progress(stage, elapsed_s)
             case wire.Ready(info):
+                self._watchdog.ready()
                 if not self._ready.done():
                     self._ready.set_result(info)
+            case wire.Heartbeat():
+                self._watchdog.beat(event)
             case wire.Fatal(message):
                 self._fatal = message
                 if not self._ready.done():
