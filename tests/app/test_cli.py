@@ -159,6 +159,13 @@ def test_adapters(shell: Shell) -> None:
     assert shell.json("adapter", "list", "-t", "acme") == {"data": []}
 
 
+def test_a_command_at_the_wrong_address_says_which_is_meant(shell: Shell) -> None:
+    said = shell.fails("tenant", "list", url=f"{shell.server.url}/elsewhere")
+    assert "[not_found]" in said
+    assert "--admin-url" in said
+    assert "--admin-url" not in shell.fails("tenant", "show", "nobody")
+
+
 def test_a_refused_adapter_says_why(shell: Shell) -> None:
     shell.ok("tenant", "create", "acme")
     draft_adapter(ARCH, lora_bias=True).write(shell.root / "biased")
