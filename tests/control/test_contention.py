@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
+from loraplex.control import postgres, sqlite
 from loraplex.control.database import MAX_THREADS, Database, utc_now
+from loraplex.control.errors import DatabaseBusy
 from loraplex.control.tables import Tenant
 from loraplex.control.types import Principal
 from loraplex.migrations.run import upgrade
@@ -47,6 +51,23 @@ async def test_requests_are_known_and_resolved_while_every_writer_waits(plane: C
         assert not any(writer.done() for writer in writers)
     await asyncio.gather(*writers)
     assert len(plane.tenants.list().items) == 2 + 2 * MAX_THREADS
+
+
+def test_a_write_that_waits_too_long_is_told_to_come_again(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(postgres, "LOCK_TIMEOUT_S", 0.1)
+    hurried = ControlPlane(plane.root)
+    with write_lock(plane):
+        for _ in range(2):
+            with pytest.raises(DatabaseBusy) as caught:
+                hurried.tenants.create("late")
+            assert (caught.value.code, caught.value.retry_after_s) == ("server_overloaded", 2.0)
+        assert hurried.database.outage.seconds is None
+        assert hurried.tenants.get("acme").id == "acme"
+    hurried.tenants.create("late")
+    hurried.close()
 
 
 def test_a_new_file_can_be_opened_while_another_writes(tmp_path: Path) -> None:

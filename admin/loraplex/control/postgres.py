@@ -65,7 +65,7 @@ def make_postgres_engine(url: URL) -> Engine:
     """Connections are tried before they are used, and every wait has an end: for a connection, a lock, an answer."""
     settings = {
         "statement_timeout": STATEMENT_TIMEOUT_S * 1000,
-        "lock_timeout": LOCK_TIMEOUT_S * 1000,
+        "lock_timeout": int(LOCK_TIMEOUT_S * 1000),
         "idle_in_transaction_session_timeout": 60_000,
         "timezone": "UTC",
     }

@@ -23,7 +23,7 @@ def make_sqlite_engine(url: URL) -> Engine:
 def _prepare(connection: Any, _record: object) -> None:
     # The driver's own idea of when a transaction begins would come too late for a writer.
     connection.isolation_level = None
-    for pragma in (f"busy_timeout={BUSY_TIMEOUT_S * 1000}", "synchronous=FULL", "foreign_keys=ON"):
+    for pragma in (f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
     _use_wal(connection)
 
