@@ -16,7 +16,7 @@ VERSIONS = "tenants/acme/adapters/pirate/versions"
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    with small_disk(tmp_path / "disk", 4 << 20) as made:
+    with small_disk(tmp_path / "disk", 16 << 20) as made:
         yield made
 
 

@@ -29,8 +29,9 @@ class SmallDisk:
 
     def leave(self, num_bytes: int) -> None:
         self.empty()
+        assert self.free > num_bytes, "the disk is too small for this test"
         with open(self._ballast, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(self.free - num_bytes, 1))
+            os.posix_fallocate(file.fileno(), 0, self.free - num_bytes)
 
     def empty(self) -> None:
         self._ballast.unlink(missing_ok=True)
