@@ -168,6 +168,15 @@ def test_readers_see_what_is_committed_and_wait_for_nobody(plane: ControlPlane) 
     assert plane.tenants.get("acme").weight == 5.0
 
 
+def test_a_reader_sees_one_state_however_many_statements_it_has(plane: ControlPlane) -> None:
+    with plane.database.read() as session:
+        weights = select(Tenant.weight).where(Tenant.id == "acme")
+        assert session.scalars(weights).one() == 1.0
+        plane.tenants.update("acme", {"weight": 5})
+        assert session.scalars(weights).one() == 1.0
+    assert plane.tenants.get("acme").weight == 5.0
+
+
 def test_a_failed_write_changes_nothing_and_ages_no_cache(plane: ControlPlane) -> None:
     before = plane.database.revision
     with pytest.raises(ZeroDivisionError), plane.database.write() as session:
