@@ -86,7 +86,7 @@ def test_long_prompts_are_tiled(monkeypatch):
     write_kv(torch.stack((k[30:], v[30:]), 1), cache, batch)
     monkeypatch.setattr(attention_torch, "_MAX_MASK_ELEMENTS", 170)
     got = paged_attention(q, cache, batch, scale=0.5)
-    assert not batch.masks
+    assert [view.mask for view in batch.prefill_views.values()] == [None]
     want = reference(q, k, v, 30, scale=0.5, window=None, softcap=None)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
@@ -111,12 +111,43 @@ def test_softcapped_scores_are_tiled(monkeypatch, limit):
             return func(*args, **(kwargs or {}))
 
     with Sizes():
-        got = paged_attention(q, cache, batch, scale=0.5, window=11, softcap=2.0)
+        got = paged_attention(q, cache, batch, scale=0.5, softcap=2.0)
     assert sum(sizes) == 4 * 20 * 50
     assert max(sizes) <= max(limit, 4 * 50)
-    assert len(batch.masks) == (limit >= 20 * 50)
-    want = reference(q, k, v, 30, scale=0.5, window=11, softcap=2.0)
+    kept = [view.mask is not None for view in batch.prefill_views.values()]
+    assert kept == [limit >= 20 * 50]
+    want = reference(q, k, v, 30, scale=0.5, window=None, softcap=2.0)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_blocks_before_a_window_are_not_read(window, rows):
+    """Sequences of many lengths: what lies in blocks that no query sees may be anything."""
+    torch.manual_seed(window)
+    lens = [rows + n for n in (0, 3, 4, 9, 18, 21, 40)]
+    tables, blocks = [], iter(torch.randperm(200).tolist())
+    keys, values = [torch.randn(n, 2, 8) for n in lens], [torch.randn(n, 2, 8) for n in lens]
+    tables = [[next(blocks) for _ in range(-(-n // BLOCK))] for n in lens]
+    past = [n - rows for n in lens]
+    cache = scatter(
+        tables, [k[:p] for k, p in zip(keys, past, strict=True)], [v[:p] for v, p in zip(values, past, strict=True)],
+        200, torch.float32,
+    )  # fmt: skip
+    for table, start in zip(tables, past, strict=True):
+        cache[table[: max(0, start - window + 1) // BLOCK]] = float("nan")
+    batch = build_attention_batch(
+        [rows] * len(lens), lens, tables, block_size=BLOCK, max_gather_blocks=100, device=CPU
+    )
+    new = [torch.stack((k[p:], v[p:]), 1) for k, v, p in zip(keys, values, past, strict=True)]
+    write_kv(torch.cat(new), cache, batch)
+    q = torch.randn(rows * len(lens), 4, 8)
+    for softcap in (None, 2.0):
+        got = paged_attention(q, cache, batch, scale=0.5, window=window, softcap=softcap).double()
+        for i, (k, v, p) in enumerate(zip(keys, values, past, strict=True)):
+            part = slice(i * rows, (i + 1) * rows)
+            want = reference(q[part], k, v, p, scale=0.5, window=window, softcap=softcap)
+            torch.testing.assert_close(got[part], want, atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_is_as_near_as_its_rounding():

@@ -13,61 +13,23 @@ P positions in a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from loraplex.kernels import attention_torch
+from loraplex.kernels.attention_types import AttentionBatch, DecodeGroup, PrefillSlice
+
+__all__ = [
+    "AttentionBatch",
+    "DecodeGroup",
+    "PrefillSlice",
+    "build_attention_batch",
+    "paged_attention",
+    "write_kv",
+]
 
 _SMALL_GATHER_BLOCKS = 8
 """Below this many blocks a row, reading padding costs less than another launch."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Sequences with one query row each, of about the same length, attended to together.
-
-    `rows` [B] int64: their rows of the flat batch. `blocks` [B·num_blocks] int64: their block tables, padded to
-    `num_blocks` each with the sequence's own first block. `seq_lens` [B] int64, the new position included, the
-    longest of them `max_seq_len`.
-    """
-
-    rows: torch.Tensor
-    blocks: torch.Tensor
-    num_blocks: int
-    seq_lens: torch.Tensor
-    max_seq_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSlice:
-    """Several adjacent positions of one sequence: rows first_row … first_row+num_rows-1 of the flat batch are its
-    positions seq_len-num_rows … seq_len-1. `blocks` [ceil(seq_len/P)] int64."""
-
-    first_row: int
-    num_rows: int
-    seq_len: int
-    blocks: torch.Tensor
-
-    @property
-    def num_past(self) -> int:
-        return self.seq_len - self.num_rows
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionBatch:
-    """What one step's attention needs to know of its sequences, built once for all layers.
-
-    `slots` [T] int64: where each row's K and V go, block·P + offset. `masks` keeps the small masks that the
-    layers share. Where the rows' K and V are written and read, each block's positions beyond its sequence must
-    hold finite values (see `KVCache.begin`): they are masked, but 0·NaN is NaN.
-    """
-
-    num_rows: int
-    slots: torch.Tensor
-    decode: tuple[DecodeGroup, ...]
-    prefill: tuple[PrefillSlice, ...]
-    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
 
 def build_attention_batch(

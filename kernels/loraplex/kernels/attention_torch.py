@@ -7,13 +7,16 @@ repeated for grouped-query attention.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-if TYPE_CHECKING:
-    from loraplex.kernels.attention import AttentionBatch, DecodeGroup, PrefillSlice
+from loraplex.kernels.attention_types import (
+    AttentionBatch,
+    DecodeGroup,
+    DecodeView,
+    PrefillSlice,
+    PrefillView,
+)
 
 _MAX_MASK_ELEMENTS = 1 << 22
 """A mask up to this size is made once and kept for all layers; a larger one is made tile by tile in each."""
@@ -53,14 +56,14 @@ def _decode(
 ) -> None:
     _, block_size, _, num_kv_heads, head_dim = cache.shape
     size = group.rows.shape[0]
-    kv = cache.index_select(0, group.blocks)
-    kv = kv.view(size, group.num_blocks * block_size, 2, num_kv_heads, head_dim)[:, : group.max_seq_len]
+    view = batch.decode_views.get((number, window))
+    if view is None:
+        view = batch.decode_views[number, window] = _decode_view(group, window, block_size, q.dtype)
+    kv = cache.index_select(0, view.blocks)
+    kv = kv.view(size, view.num_blocks * block_size, 2, num_kv_heads, head_dim)[:, : view.length]
     k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)  # [B, Hkv, L, D]
     grouped = q.index_select(0, group.rows).view(size, num_kv_heads, -1, head_dim)  # [B, Hkv, Hq/Hkv, D]
-    mask = batch.masks.get((number, window))
-    if mask is None:
-        mask = batch.masks[number, window] = _decode_mask(group, window, q.dtype)
-    answer = _attend(grouped, k, v, mask, scale, softcap)
+    answer = _attend(grouped, k, v, view.mask, scale, softcap)
     out.index_copy_(0, group.rows, answer.reshape(size, -1, head_dim))
 
 
@@ -75,9 +78,14 @@ def _prefill(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    num_kv_heads, head_dim = cache.shape[3:]
-    num_rows, seq_len = piece.num_rows, piece.seq_len
-    kv = cache.index_select(0, piece.blocks).view(-1, 2, num_kv_heads, head_dim)[:seq_len]
+    block_size, num_kv_heads, head_dim = cache.shape[1], *cache.shape[3:]
+    num_rows = piece.num_rows
+    view = batch.prefill_views.get((number, window))
+    if view is None:
+        view = batch.prefill_views[number, window] = _prefill_view(
+            piece, window, block_size, q.dtype, plain=softcap is None
+        )
+    kv = cache.index_select(0, view.blocks).view(-1, 2, num_kv_heads, head_dim)[: view.length]
     # KV heads as the batch, the query heads of a group as heads over one K: [Hkv, Hq/Hkv, L, D] without a copy.
     group = q.shape[1] // num_kv_heads
     k = kv[:, 0].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
@@ -85,26 +93,24 @@ def _prefill(
     rows = slice(piece.first_row, piece.first_row + num_rows)
     grouped = q[rows].view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     result = out[rows].view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    if piece.num_past == 0 and softcap is None and (window is None or window >= seq_len):
+    if softcap is None and _only_causal(piece, window):
         result.copy_(scaled_dot_product_attention(grouped, k, v, is_causal=True, scale=scale))
         return
     # With a softcap the scores of all heads are there at once, in float32.
-    columns = seq_len if softcap is None else seq_len * q.shape[1]
+    columns = view.length if softcap is None else view.length * q.shape[1]
     tile = min(num_rows, max(1, _MAX_MASK_ELEMENTS // columns))
-    shared = None
-    if num_rows * seq_len <= _MAX_MASK_ELEMENTS:
-        key = (len(batch.decode) + number, window)
-        shared = batch.masks.get(key)
-        if shared is None:
-            shared = _causal_mask(piece.num_past, num_rows, seq_len, window, q.dtype, q.device)
-            batch.masks[key] = shared
     for first in range(0, num_rows, tile):
         last = min(first + tile, num_rows)
-        if shared is not None:
-            mask = shared if tile == num_rows else shared[first:last]
+        if view.mask is not None:
+            mask = view.mask if tile == num_rows else view.mask[first:last]
         else:
-            mask = _causal_mask(piece.num_past + first, last - first, seq_len, window, q.dtype, q.device)
+            mask = _causal_mask(view.num_past + first, last - first, view.length, window, q.dtype, q.device)
         result[:, :, first:last] = _attend(grouped[:, :, first:last], k, v, mask, scale, softcap)
+
+
+def _only_causal(piece: PrefillSlice, window: int | None) -> bool:
+    """Nothing is hidden but the future, and the queries begin with the sequence."""
+    return piece.num_past == 0 and (window is None or window >= piece.seq_len)
 
 
 def _attend(
@@ -117,14 +123,40 @@ def _attend(
     return scores.softmax(dim=-1).to(q.dtype) @ v
 
 
-def _decode_mask(group: DecodeGroup, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """[B, 1, 1, L]: 0 where position j is seen, -inf elsewhere."""
-    j = torch.arange(group.max_seq_len, device=group.seq_lens.device)
+def _decode_view(group: DecodeGroup, window: int | None, block_size: int, dtype: torch.dtype) -> DecodeView:
+    """Its mask is 0 where a position is seen, -inf elsewhere."""
+    device = group.seq_lens.device
     ends = group.seq_lens[:, None]
-    hidden = j >= ends
+    # A window that begins at any position of a block reaches into one block more than it fills.
+    reached = group.num_blocks if window is None else (window + block_size - 2) // block_size + 1
+    if reached >= group.num_blocks:
+        positions = torch.arange(group.max_seq_len, device=device)
+        blocks, num_blocks, length = group.blocks, group.num_blocks, group.max_seq_len
+    else:
+        assert window is not None
+        num_blocks, length = reached, reached * block_size
+        first = (ends - window).clamp_min_(0).div_(block_size, rounding_mode="floor")
+        # Beyond the table there is only what the mask hides: any block of the sequence will do.
+        index = (first + torch.arange(num_blocks, device=device)).clamp_max_(group.num_blocks - 1)
+        blocks = group.blocks.view(-1, group.num_blocks).gather(1, index).flatten()
+        positions = first * block_size + torch.arange(length, device=device)
+    hidden = positions >= ends
     if window is not None:
-        hidden |= j < ends - window
-    return _additive(hidden, dtype)[:, None, None, :]
+        hidden |= positions < ends - window
+    return DecodeView(blocks, num_blocks, length, _additive(hidden, dtype)[:, None, None, :])
+
+
+def _prefill_view(
+    piece: PrefillSlice, window: int | None, block_size: int, dtype: torch.dtype, *, plain: bool
+) -> PrefillView:
+    """`plain`: without a softcap, so that torch's own causal attention may serve."""
+    first = 0 if window is None else max(0, piece.num_past - window + 1) // block_size
+    blocks = piece.blocks[first:] if first else piece.blocks
+    length, num_past = piece.seq_len - first * block_size, piece.num_past - first * block_size
+    mask = None
+    if not (plain and _only_causal(piece, window)) and piece.num_rows * length <= _MAX_MASK_ELEMENTS:
+        mask = _causal_mask(num_past, piece.num_rows, length, window, dtype, blocks.device)
+    return PrefillView(blocks, length, num_past, mask)
 
 
 def _causal_mask(
