@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loraplex.api.schemas import UNSUPPORTED_CHAT
 from support.client_answers import refusals
 from support.live_server import EXAMPLES, SERVED_NAME, Shop
 from support.outside_clients import COMMANDS, converse, skip_unless_installed
@@ -63,6 +64,15 @@ def test_an_adapter_answers_every_way_alike(
         assert told["models"] == sorted([SERVED_NAME, *EXAMPLES])
         assert told["hosted_vllm"] == chat
         assert told["router"] == chat["text"]
+
+
+@pytest.mark.skipif("logprobs" in UNSUPPORTED_CHAT, reason="the server has no log probabilities")
+@pytest.mark.parametrize("client", COMMANDS)
+def test_log_probabilities_are_of_the_answers_own_tokens(
+    conversation: Callable[[str], dict[str, Any]], client: str
+) -> None:
+    told = conversation(client)
+    assert told["logprobs"] == {"text": told["chat"]["text"], "alternatives": [2], "negative": True}
 
 
 @pytest.mark.parametrize("client", COMMANDS)

@@ -36,7 +36,6 @@ def refusals(client: str) -> Mapping[str, Any]:
     found: dict[str, Any] = {
         "wrong_key": error(f"{prefix}AuthenticationError", 401, "invalid_api_key" if known else None),
         "unknown_model": error(missing, 404, *(("model_not_found", "model") if known else ())),
-        "logprobs": bad("logprobs"),
         "tools": bad("tools"),
         "too_long": too_long("messages", TOO_LONG[client]),
         "far_too_long": too_long("messages", TOO_LONG[client]),

@@ -180,7 +180,6 @@ def answers() -> None:
     check("completion", lambda: completion().invoke("The sea is"))
     check("completion_stream", lambda: "".join(completion().stream("The sea is")))
     check("n", n)
-    check("logprobs", lambda: refused(logprobs))
     check("fallbacks", fallbacks)
     check("wrong_key", lambda: refused(lambda: chat(api_key="lpx_wrong").invoke(QUESTION)))
     check("unknown_model", lambda: refused(lambda: chat("nothing").invoke(QUESTION)))
@@ -219,3 +218,5 @@ def faults() -> None:
 answers()
 if FAKE:
     faults()
+else:
+    check("logprobs", logprobs)

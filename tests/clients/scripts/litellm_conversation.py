@@ -185,7 +185,6 @@ def answers() -> None:
         lambda: "".join(chunk.choices[0].text or "" for chunk in completion(stream=True)),
     )
     check("n", n)
-    check("logprobs", lambda: refused(logprobs))
     check("fallbacks", fallbacks)
     check("router", router)
     check("wrong_key", lambda: refused(lambda: chat(api_key="lpx_wrong")))
@@ -224,3 +223,5 @@ def faults() -> None:
 answers()
 if FAKE:
     faults()
+else:
+    check("logprobs", logprobs)
