@@ -17,10 +17,27 @@ _MAX_GATHER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRows:
+    """What a step must tell of prompts. `drawn` [S] and `rows` [P] int64 say which of the logits' rows are sampled and
+    which are of prompts, `targets` [P] int64 the token behind each of the latter. `slices` are (index in
+    `plan.scheduled`, number of its rows, most likely tokens wanted for each), in the order of `rows`."""
+
+    drawn: torch.Tensor
+    rows: torch.Tensor
+    targets: torch.Tensor
+    slices: tuple[tuple[int, int, int], ...]
+
+    @property
+    def num_top(self) -> int:
+        return max(num_top for _, _, num_top in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
 class FlatStep:
     """A plan, flattened. Sequences are ordered by adapter slot, base rows first, so that each adapter's rows are
     adjacent.
 
+    `logits_rows` are those whose logits are wanted: `sampled_rows`, and those of `prompt_rows` where it is not None.
     `sampled[s]` is the index in `plan.scheduled` that sampled row s belongs to. `pending` pairs a row with the id
     of the request whose token the previous step samples. `segments` are (slot, first_row, num_rows),
     `logits_segments` likewise over the rows of `logits_rows`. `failed` maps an index in `plan.scheduled` to what is
@@ -32,6 +49,8 @@ class FlatStep:
     attention: AttentionBatch
     fresh_blocks: torch.Tensor
     logits_rows: torch.Tensor
+    sampled_rows: torch.Tensor
+    prompt_rows: PromptRows | None
     sampled: tuple[int, ...]
     pending: tuple[tuple[int, str], ...]
     segments: tuple[tuple[int, int, int], ...]
@@ -48,6 +67,10 @@ def flatten(plan: StepPlan, *, vocab_size: int, layer_block_bytes: int, device: 
     positions: list[int] = []
     fresh: list[int] = []
     logits_rows: list[int] = []
+    drawn: list[int] = []  # which of them are sampled
+    scored: list[int] = []  # and which are of prompts
+    targets: list[int] = []
+    slices: list[tuple[int, int, int]] = []
     sampled: list[int] = []
     pending: list[tuple[int, str]] = []
     segments: list[tuple[int, int, int]] = []
@@ -58,14 +81,22 @@ def flatten(plan: StepPlan, *, vocab_size: int, layer_block_bytes: int, device: 
         tokens = item.token_ids
         if item.pending_input:
             pending.append((first, item.seq.request_id))
-        elif min(tokens) < 0 or max(tokens) >= vocab_size:
+        elif min((*tokens, *item.targets)) < 0 or max((*tokens, *item.targets)) >= vocab_size:
             # On a GPU a lookup beyond the embedding would end the whole process.
             failed[index] = f"a token id is not below the model's vocabulary size {vocab_size}"
             tokens = (0,) * count
         token_ids += tokens
         positions += range(item.start, item.start + count)
         fresh += _fresh_blocks(item)
+        if item.targets:
+            num_scored = len(item.targets)
+            scored += range(len(logits_rows), len(logits_rows) + num_scored)
+            start = first + item.score_start - item.start
+            logits_rows += range(start, start + num_scored)
+            targets += (0,) * num_scored if index in failed else item.targets
+            slices.append((index, num_scored, item.seq.request.sampling.prompt_logprobs or 0))
         if item.samples:
+            drawn.append(len(logits_rows))
             logits_rows.append(first + count - 1)
             sampled.append(index)
         if item.slot >= 0:
@@ -82,12 +113,21 @@ def flatten(plan: StepPlan, *, vocab_size: int, layer_block_bytes: int, device: 
         max_gather_blocks=max(1, _MAX_GATHER_BYTES // layer_block_bytes),
         device=device,
     )
+    all_rows = _int64(logits_rows, device)
+    sampled_rows, prompt_rows = all_rows, None
+    if slices:
+        sampled_rows = _int64([logits_rows[row] for row in drawn], device)
+        prompt_rows = PromptRows(
+            _int64(drawn, device), _int64(scored, device), _int64(targets, device), tuple(slices)
+        )
     return FlatStep(
         token_ids=_int64(token_ids, device),
         positions=_int64(positions, device),
         attention=attention,
         fresh_blocks=_int64(fresh, device),
-        logits_rows=_int64(logits_rows, device),
+        logits_rows=all_rows,
+        sampled_rows=sampled_rows,
+        prompt_rows=prompt_rows,
         sampled=tuple(sampled),
         pending=tuple(pending),
         segments=tuple(segments),

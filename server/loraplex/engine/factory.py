@@ -36,6 +36,8 @@ LOADER_THREADS = 2
 _ADAPTER_FRACTION = 0.1
 _MAX_ADAPTER_MEMORY = {"cpu": 1 << 30, "cuda": 16 << 30}
 _MAX_ADAPTER_CPU_MEMORY = 4 << 30
+_MAX_SCORED_BYTES = 64 << 20
+"""Of a step's logits that are kept for the log probabilities of prompts, as float32."""
 
 
 class AdapterMemoryTooSmall(LoraplexError):
@@ -123,6 +125,7 @@ def build_engine(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
+            max_scored_tokens=max(1, _MAX_SCORED_BYTES // (4 * model.shape.vocab_size)),
             lookahead=_lookahead(config, device),
         ),
         runner,

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from loraplex.engine.batch import FlatStep, flatten
 from loraplex.engine.executor import Executor
+from loraplex.engine.logprobs import Scores
 from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
 from loraplex.engine.sampler import sample
-from loraplex.engine.sampling_batch import SamplingBatch, TokenHistory, build_sampling_batch
+from loraplex.engine.sampling_batch import AskedScores, SamplingBatch, TokenHistory, build_sampling_batch
+from loraplex.engine.scoring import TokenScores, pack, score_tokens
 from loraplex.engine.types import StepPlan, StepResult
 
 
@@ -41,10 +44,13 @@ class _Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _OnHost:
-    """Tokens [S] int64 and flags [S] bool on their way to the host; `arrived` is None on a CPU."""
+    """Tokens [S] int64, flags [S] bool and the log probabilities that were asked for, of drawn and of prompt tokens, on
+    their way to the host; `arrived` is None on a CPU."""
 
     tokens: torch.Tensor
     ok: torch.Tensor
+    output: TokenScores | None
+    prompt: TokenScores | None
     arrived: torch.cuda.Event | None
 
 
@@ -55,6 +61,8 @@ class StepHandle:
     step_id: int
     num_scheduled: int
     sampled: tuple[int, ...]
+    asked: AskedScores | None
+    prompt_slices: tuple[tuple[int, int, int], ...]
     failed: dict[int, str] = field(repr=False)
     future: Future[_OnHost] = field(repr=False)
 
@@ -111,7 +119,10 @@ class ModelRunner:
         drawn = _Drawn({row.seq.request_id: s for s, row in enumerate(rows)})
         future = self._executor.submit(lambda: self._run(step, sampling, lora, head_lora, previous, drawn))
         self._previous = drawn
-        return StepHandle(plan.step_id, len(plan.scheduled), step.sampled, step.failed, future)
+        slices = () if step.prompt_rows is None else step.prompt_rows.slices
+        return StepHandle(
+            plan.step_id, len(plan.scheduled), step.sampled, sampling.scores, slices, step.failed, future
+        )
 
     def collect(self, handle: object) -> StepResult:
         """Wait for a step that `submit` gave this handle for. Raises what its forward pass raised; later steps are
@@ -122,6 +133,7 @@ class ModelRunner:
             answer.arrived.synchronize()
         token_ids: list[tuple[int, ...]] = [()] * handle.num_scheduled
         failed = dict(handle.failed)
+        scores = _prompt_scores(handle, answer.prompt, failed)
         for index, token, ok in zip(handle.sampled, answer.tokens.tolist(), answer.ok.tolist(), strict=True):
             if index in failed:
                 continue
@@ -129,7 +141,9 @@ class ModelRunner:
                 token_ids[index] = (token,)
             else:
                 failed[index] = "the logits of this row are not finite, or its options left no token to draw"
-        return StepResult(handle.step_id, tuple(token_ids), failed)
+        if answer.output is not None and handle.asked is not None:
+            _add_output_scores(scores, handle.asked, answer.output, handle.sampled, failed)
+        return StepResult(handle.step_id, tuple(token_ids), failed, scores)
 
     def close(self) -> None:
         """Finish what was submitted, and end the worker."""
@@ -160,9 +174,19 @@ class ModelRunner:
                 head_lora=head_lora,
             )
         )
-        tokens, ok = sample(logits, sampling, token_ids.index_select(0, step.logits_rows))
+        output = prompt = None
+        if (asked_prompt := step.prompt_rows) is not None:
+            prompt_logits = logits.index_select(0, asked_prompt.rows)
+            prompt = score_tokens(prompt_logits, asked_prompt.targets, asked_prompt.num_top)
+            logits = logits.index_select(0, asked_prompt.drawn)
+        # The sampler overwrites them.
+        kept = None if sampling.scores is None else logits.index_select(0, sampling.scores.rows)
+        tokens, ok = sample(logits, sampling, token_ids.index_select(0, step.sampled_rows))
         drawn.tokens = tokens
-        return _to_host(tokens, ok)
+        if kept is not None and sampling.scores is not None:
+            chosen = tokens.index_select(0, sampling.scores.rows)
+            output = score_tokens(kept, chosen, max(sampling.scores.num_top))
+        return _to_host(tokens, ok, output, prompt)
 
 
 def _fill_pending(step: FlatStep, previous: _Drawn) -> torch.Tensor:
@@ -178,13 +202,58 @@ def _fill_pending(step: FlatStep, previous: _Drawn) -> torch.Tensor:
     return step.token_ids.index_copy(0, into, previous.tokens.index_select(0, source))
 
 
-def _to_host(tokens: torch.Tensor, ok: torch.Tensor) -> _OnHost:
+def _prompt_scores(
+    handle: StepHandle, prompt: TokenScores | None, failed: dict[int, str]
+) -> dict[int, Scores]:
+    """By index in the plan. A slice with a row that is not finite is put into `failed`."""
+    found: dict[int, Scores] = {}
+    if prompt is None:
+        return found
+    values, ids = prompt.values.numpy(), prompt.ids.numpy()
+    first = 0
+    for index, count, num_top in handle.prompt_slices:
+        rows = slice(first, first + count)
+        first += count
+        if index in failed:
+            continue
+        if np.isfinite(values[rows]).all():
+            found[index] = Scores(prompt=pack(values[rows], ids[rows], num_top))
+        else:
+            failed[index] = "the logits of the prompt are not finite"
+    return found
+
+
+def _add_output_scores(
+    found: dict[int, Scores],
+    asked: AskedScores,
+    output: TokenScores,
+    sampled: tuple[int, ...],
+    failed: Collection[int],
+) -> None:
+    values, ids = output.values.numpy(), output.ids.numpy()
+    for row, (s, num_top) in enumerate(zip(asked.sampled, asked.num_top, strict=True)):
+        if (index := sampled[s]) not in failed:
+            packed = pack(values[row : row + 1], ids[row : row + 1], num_top)
+            found[index] = replace(found.get(index, Scores()), output=packed)
+
+
+def _to_host(
+    tokens: torch.Tensor, ok: torch.Tensor, output: TokenScores | None, prompt: TokenScores | None
+) -> _OnHost:
     if tokens.device.type == "cpu":
-        return _OnHost(tokens, ok, None)
-    host_tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    host_ok = torch.empty(ok.shape, dtype=ok.dtype, pin_memory=True)
-    host_tokens.copy_(tokens, non_blocking=True)
-    host_ok.copy_(ok, non_blocking=True)
+        return _OnHost(tokens, ok, output, prompt, None)
+    answer = _OnHost(_pinned(tokens), _pinned(ok), _on_host(output), _on_host(prompt), None)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
-    return _OnHost(host_tokens, host_ok, arrived)
+    return replace(answer, arrived=arrived)
+
+
+def _on_host(scores: TokenScores | None) -> TokenScores | None:
+    return None if scores is None else TokenScores(_pinned(scores.values), _pinned(scores.ids))
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """On its way: what it holds may be read once the device has come so far."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host

@@ -53,6 +53,16 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedScores:
+    """For the L sampled rows whose log probabilities are wanted: `rows` [L] int64 and the same as `sampled` on the
+    host, `num_top` how many of the most likely tokens each wants."""
+
+    rows: torch.Tensor
+    sampled: tuple[int, ...]
+    num_top: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """One step's S sampled rows; a part is None where no row needs it. Flat indices are s·V + token."""
 
@@ -61,6 +71,7 @@ class SamplingBatch:
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     banned: torch.Tensor | None = None
     draws: Draws | None = None
+    scores: AskedScores | None = None
 
 
 class TokenHistory:
@@ -100,6 +111,7 @@ def build_sampling_batch(
         bias=_bias(rows, vocab_size, device),
         banned=_banned(rows, vocab_size, eos_ids, device),
         draws=_draws(rows, vocab_size, device),
+        scores=_scores(rows, device),
     )
 
 
@@ -178,6 +190,14 @@ def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, device: torch.dev
         min_p=_floats([p.min_p for p in params], device) if any(p.min_p > 0.0 for p in params) else None,
         ranking=ranking,
     )
+
+
+def _scores(rows: Sequence[ScheduledSequence], device: torch.device) -> AskedScores | None:
+    asked = [(s, row.seq.request.sampling.logprobs) for s, row in enumerate(rows)]
+    chosen = {s: num_top for s, num_top in asked if num_top is not None}
+    if not chosen:
+        return None
+    return AskedScores(_ints(list(chosen), device), tuple(chosen), tuple(chosen.values()))
 
 
 def _ints(values: list[int], device: torch.device) -> torch.Tensor:
