@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy import-linter types-PyYAML openai psutil peft schemathesis
+CLIENTS := .clients
 ARGS ?=
 
-.PHONY: quickstart test check soak fmt clean
+.PHONY: quickstart test check soak fmt clean clients
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -43,5 +44,17 @@ $(STAMP)-dev: $(STAMP)
 	@echo "installing what the tests need"; $(PIP) $(DEV) || { echo "The test tools could not be installed: see pip's lines above"; exit 1; }
 	@touch $@
 
+# Clients that others wrote, each in a place of its own; the tests that need them are skipped without.
+clients: $(CLIENTS)/langchain/.installed $(CLIENTS)/litellm/.installed $(CLIENTS)/node/.installed
+
+$(CLIENTS)/%/.installed: tests/clients/requirements-%.txt
+	@echo "installing $*"; $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $< || { echo "$* could not be installed: see pip's lines above"; exit 1; }
+	@touch $@
+
+$(CLIENTS)/node/.installed: tests/clients/package.json
+	@command -v npm >/dev/null || { echo "Node 20 or later with npm is needed. On Debian: apt-get install nodejs npm"; exit 1; }
+	@echo "installing the Node openai client"; mkdir -p $(@D) && cp $< $(@D) && npm install --prefix $(@D) --silent --no-package-lock --no-audit --no-fund
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
