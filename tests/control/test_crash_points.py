@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,7 @@ def check_again(scenario: Scenario, plane: AdminPlane) -> None:
 @pytest.mark.parametrize(("name", "every"), short_and_long(SCENARIOS))
 def test_a_death_at_any_step_loses_nothing_and_leaves_nothing(bench: Bench, name: str, every: bool) -> None:
     scenario = SCENARIOS[name]
+    num_deaths = 0
     for index, point in steps(name, bench.points(name).points, every):
         root = bench.fresh(name)
         plane = AdminPlane(root)
@@ -127,6 +129,8 @@ def test_a_death_at_any_step_loses_nothing_and_leaves_nothing(bench: Bench, name
         finally:
             plane.close()
         shutil.rmtree(root)
+        num_deaths += 1
+    print(f"{name}: {num_deaths} deaths")
 
 
 def expected(scenario: Scenario, step: Step, code: int) -> set[int]:
@@ -143,7 +147,11 @@ def expected(scenario: Scenario, step: Step, code: int) -> set[int]:
     [
         *(
             pytest.param(*row.values, errno.ENOSPC, marks=row.marks)
-            for row in short_and_long([*UPLOADS, "delete"])
+            for row in short_and_long(["first", "archive", "heal", "delete"])
+        ),
+        *(
+            pytest.param(name, True, errno.ENOSPC, marks=pytest.mark.soak)
+            for name in ("second", "again", "shared")
         ),
         pytest.param("first", False, errno.EIO, marks=pytest.mark.slow),
         *(pytest.param(name, True, errno.EIO, marks=pytest.mark.soak) for name in [*UPLOADS, "delete"]),
@@ -152,6 +160,7 @@ def expected(scenario: Scenario, step: Step, code: int) -> set[int]:
 def test_a_disk_that_is_full_or_fails_at_any_step(bench: Bench, name: str, every: bool, code: int) -> None:
     """507 where it is full, 503 where it fails; nothing stays behind, and the next upload is taken."""
     scenario = SCENARIOS[name]
+    answers: list[int] = []
     for index, point in steps(name, bench.points(name).points, every):
         if index < OPENING or point.step in COMMITTED:
             continue
@@ -174,11 +183,13 @@ def test_a_disk_that_is_full_or_fails_at_any_step(bench: Bench, name: str, every
             if scenario.is_upload and run.statuses[0] >= 500:
                 assert set(versions(plane)) == set(before)
             check_again(scenario, plane)
+            answers += run.statuses
         except AssertionError as error:
             raise AssertionError(f"failed at step {index}, {point.name}: {error}") from error
         finally:
             plane.close()
         shutil.rmtree(root)
+    print(f"{name}, {errno.errorcode[code]}: {len(answers)} failures, {dict(Counter(answers))}")
 
 
 @pytest.fixture(scope="module")

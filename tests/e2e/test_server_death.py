@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from loraplex.adapters.steps import Step
+from loraplex.control.database import Database
 from support import multipart
+from support.integrity import check_integrity
 from support.live_server import (
     ADAPTER_FILES,
     TINY_SIZES,
     LiveServer,
     checked,
     sse_events,
+    tests_importable,
     wait_gone,
     write_tiny_adapter,
 )
@@ -164,3 +170,81 @@ def test_the_engine_goes_with_the_server_and_streams_break_off(served: tuple[Liv
     wait_gone(engine)
     server.start()
     assert say(server, key, "early")
+
+
+UPLOAD_STEPS = (
+    Step.STAGE,
+    Step.RECEIVE_CREATE,
+    Step.RECEIVE_WRITE,
+    Step.FLUSH_STAGED,
+    Step.FLUSH_FILE,
+    Step.FLUSH_FOLDER,
+    Step.FLUSH_SHELVES,
+    Step.PUBLISH,
+    Step.FLUSH_SHELF,
+    Step.COMMIT_VERSION,
+    Step.VERSION_COMMITTED,
+)
+REMOVAL_STEPS = (
+    Step.COMMIT_REMOVAL,
+    Step.REMOVAL_COMMITTED,
+    Step.RETIRE,
+    Step.FLUSH_RETIRED,
+    Step.PURGE,
+)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_the_real_server_killed_at_the_named_steps(tiny_model: Path, tmp_path: Path) -> None:
+    """The same server dies once at each step of an upload and of a deletion; after each start it answers as before."""
+    server = LiveServer(tiny_model, tmp_path / "data", **TINY_SIZES)
+    plain, armed = list(server.command), tmp_path / "armed"
+    script = Path(__file__).parents[1] / "support" / "dying_serve.py"
+    server.environment["PYTHONPATH"] = tests_importable()
+    kept = write_tiny_adapter(tmp_path / "kept", seed=1)
+
+    def check(answer: str) -> None:
+        database = Database(f"sqlite:///{server.data_dir / 'loraplex.db'}")
+        check_integrity(database, server.data_dir / "artifacts")
+        database.close()
+        assert say(server, key, "kept") == answer
+
+    with server:
+        server.create_tenant("acme")
+        key = server.create_key("acme")
+        server.upload("acme", "kept", kept)
+        answer = say(server, key, "kept")
+        for number, step in enumerate((*UPLOAD_STEPS, *REMOVAL_STEPS)):
+            name = f"n{number}"
+            folder = write_tiny_adapter(tmp_path / name, seed=100 + number)
+            removes = step in REMOVAL_STEPS
+            if removes:
+                server.upload("acme", name, folder)
+            assert server.stop() == 0
+            server.command[:] = [
+                sys.executable,
+                str(script),
+                str(step),
+                str(armed),
+                *plain[plain.index("serve") :],
+            ]
+            server.start()
+            armed.touch()
+            with pytest.raises(httpx.TransportError):
+                if removes:
+                    server.admin.delete(f"tenants/acme/adapters/{name}")
+                else:
+                    server.upload("acme", name, folder)
+            server.wait_exit()
+            assert not armed.exists(), f"nothing died at {step}"
+            server.command[:] = plain
+            server.start()
+            check(answer)
+            there = name in adapters(server)
+            if not removes:
+                assert there == (step is Step.VERSION_COMMITTED)
+            assert server.upload("acme", name, folder)["state"] == "ready"
+            say(server, key, name)
+            check(answer)
+    print(f"{len(UPLOAD_STEPS) + len(REMOVAL_STEPS)} deaths at named steps; nothing lost, nothing left")

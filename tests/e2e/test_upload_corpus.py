@@ -16,7 +16,14 @@ import pytest
 
 from support import multipart
 from support.corpus import MARK, Corpus, Upload, escaped
-from support.live_server import ADAPTER_FILES, TINY_SIZES, LiveServer, checked, write_tiny_adapter
+from support.live_server import (
+    ADAPTER_FILES,
+    TINY_SIZES,
+    LiveServer,
+    checked,
+    tests_importable,
+    write_tiny_adapter,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +71,7 @@ def watched(tiny_model: Path, tmp_path: Path) -> Iterator[Watched]:
     server = LiveServer(
         tiny_model,
         tmp_path / "data",
-        environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(AUDITED.parents[1])},
+        environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": tests_importable()},
         max_adapter_upload=CAP,
         **TINY_SIZES,
     )

@@ -31,6 +31,7 @@ from sqlalchemy.exc import OperationalError
 from loraplex.adapters.steps import Step
 from support.adapters import make_adapter
 from support.admin import ARCH, AdminPlane, admin_client, warm_up
+from support.live_server import tests_importable
 from support.witness import Seen, Witness
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -255,7 +256,7 @@ class CrashHost:
     """A context manager; `run` is one act in one child."""
 
     def __enter__(self) -> Self:
-        environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1]))
+        environment = dict(os.environ, PYTHONPATH=tests_importable())
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,

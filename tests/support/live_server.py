@@ -51,6 +51,12 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return kept | dict(extra or {})
 
 
+def tests_importable() -> str:
+    """PYTHONPATH for a process that imports `support`."""
+    given = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([str(REPOSITORY / "tests"), *filter(None, [given])])
+
+
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback address that nobody uses; held together, so that they differ."""
     with contextlib.ExitStack() as stack:
