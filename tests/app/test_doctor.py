@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import socket
 import sys
@@ -35,6 +36,15 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert "llama on the fused decoder" in outcome.stdout
     assert ", 2 layers" in outcome.stdout
     assert not (tmp_path / "data" / "loraplex.db").exists()
+
+
+def test_a_data_directory_that_a_server_holds(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    with open(data / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "in use by a running server" in doctor(tmp_path).stdout
+    assert "in use" not in doctor(tmp_path).stdout
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def _inspect(
     report.rank_by_module = ranks
     stored = [tensor for s in sites for tensor in (s.a, s.b, s.magnitude) if tensor is not None]
     report.parameters = sum(math.prod(tensor.shape) for tensor in stored)
-    report.done(f"ranks {min(s.rank for s in sites)} to {max(s.rank for s in sites)}")
+    least, most = min(s.rank for s in sites), max(s.rank for s in sites)
+    report.done(f"rank {most}" if least == most else f"ranks {least} to {most}")
 
     report.begin("coverage")
     _check_coverage(tensors, by_path, settings, base)

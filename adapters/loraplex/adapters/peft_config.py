@@ -123,7 +123,11 @@ def _check_other(name: str, value: Any) -> None:
     if accepts(value):
         return
     feature = name if _FIELD_NAME.fullmatch(name) else shown(name, 64)
-    advice = rule.advice if rule and rule.advice else "only its neutral value is accepted"
+    advice = (
+        rule.advice
+        if rule and rule.advice
+        else "leave it out, or give it the value that turns it off (null, false, [] or {})"
+    )
     _unsupported(feature, f"{feature} = {shown(value)} is not supported; {advice}")
 
 

@@ -24,7 +24,7 @@ def database_url(settings: Settings) -> str:
     """The chosen database, SQLite in the data directory by default. It may hold a password: see `shown_database`.
     Raises SettingsInvalid."""
     if not settings.database_url:
-        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         return f"sqlite:///{settings.data_dir.resolve() / 'loraplex.db'}"
     return _read(settings.database_url).render_as_string(hide_password=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shutil
@@ -75,7 +76,19 @@ def _data_dir(path: Path) -> str:
     free = shutil.disk_usage(existing).free
     if free < 1 << 30:
         raise OSError(f"only {free >> 20} MiB free at {existing}; at least 1 GiB is wanted")
-    return f"{path}, {free >> 30} GiB free"
+    held = ", in use by a running server" if _is_held(path) else ""
+    return f"{path}, {free >> 30} GiB free{held}"
+
+
+def _is_held(data_dir: Path) -> bool:
+    try:
+        with open(data_dir / "lock") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _port(host: str, port: int) -> str:

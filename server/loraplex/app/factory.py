@@ -200,7 +200,7 @@ def _sweep_alone(artifacts: Artifacts, folder: Path) -> IO[str]:
 
 def _lock(data_dir: Path) -> IO[str]:
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = open(data_dir / "lock", "w")  # noqa: SIM115 - held as long as the server lives
     except OSError as error:
         raise SettingsInvalid(

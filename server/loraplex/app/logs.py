@@ -37,7 +37,7 @@ def configure_logging(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(number)
-    # Our own access log has the tenant and the version; uvicorn's would only repeat the line. httpx logs
-    # every request of the CLI at info.
-    for name in ("uvicorn.access", "httpx"):
+    # Our own access log has the tenant and the version, and "serving" names both ports; uvicorn's lines would only
+    # repeat them. httpx logs every request of the CLI at info.
+    for name in ("uvicorn.access", "uvicorn.error", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -116,7 +116,7 @@ def _log_path(options: QuickstartOptions) -> Path:
 
 @contextlib.contextmanager
 def _server(options: QuickstartOptions, model_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    options.data_dir.mkdir(parents=True, exist_ok=True)
+    options.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     command = [sys.executable, "-m", "loraplex.app.cli", "serve", "--model", str(model_dir)]
     command += [
         "--served-model-name",

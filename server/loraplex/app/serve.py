@@ -53,6 +53,20 @@ def _show_token(installation: Installation) -> None:
     print(f"admin token (kept in {path}, shown this once): {installation.new_admin_token}", file=sys.stderr)
 
 
+class _StartLog:
+    """A line when the engine's start gets on, and one every ten seconds while it does not."""
+
+    def __init__(self) -> None:
+        self._log = structlog.get_logger("loraplex")
+        self._last: tuple[str, int] | None = None
+
+    def __call__(self, stage: str, seconds: float) -> None:
+        now = (stage, int(seconds) // 10)
+        if now != self._last:
+            self._last = now
+            self._log.info("engine_starting", stage=stage, seconds=round(seconds))
+
+
 async def _serve(installation: Installation, ports: Ports) -> int:
     settings = installation.settings
     log = structlog.get_logger("loraplex")
@@ -62,9 +76,7 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         engine = SocketEngineClient(
             engine_config(settings, installation.model_dir, installation.served_name),
             log=lambda event, **fields: log.info(event, **fields),
-            on_progress=lambda stage, seconds: log.info(
-                "engine_starting", stage=stage, seconds=round(seconds)
-            ),
+            on_progress=_StartLog(),
             on_damaged=damage.put,
         )
         # The ports first: what starts is told from what is not there, and nobody has to wait to be told.
