@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
 import logging
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from loraplex.control.errors import ControlError, InvalidKey, InvalidValue, KeyNotFound, TenantNotFound
 from loraplex.control.key_cache import KeyCache
 from loraplex.control.keys import Keys
+from loraplex.control.rules import InvalidCursor
 from loraplex.control.tables import ApiKey, Base
 from loraplex.control.types import Limits, Principal
 from support.control import ADMIN_TOKEN, PEPPER, ControlPlane
@@ -285,6 +288,17 @@ def test_keys_are_listed_by_pages_without_gaps(plane: ControlPlane) -> None:
         if cursor is None:
             break
     assert seen == made
+
+
+@pytest.mark.parametrize("after", ["\x00", "a\x00", "\ud800", "a\n"])
+def test_a_cursor_that_no_list_gave_is_refused_whatever_the_database_takes(
+    plane: ControlPlane, after: str
+) -> None:
+    cursor = base64.urlsafe_b64encode(after.encode("utf-8", "surrogatepass")).decode()
+    calls: list[Any] = [plane.tenants.list, functools.partial(plane.keys.list, "acme")]
+    for call in calls:
+        with pytest.raises(InvalidCursor):
+            call(cursor=cursor)
 
 
 def test_two_keys_are_never_alike(plane: ControlPlane) -> None:
