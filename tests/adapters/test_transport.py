@@ -186,6 +186,8 @@ def test_damaged_bytes_are_not_served(rig: Rig) -> None:
     assert "is damaged" in rig.error_of(ref)
     assert rig.fetch(ref) is Residency.FAILED
     assert "is damaged" in rig.cache.failure(ref.digest)
+    assert rig.cache.take_damaged() == (ref.digest,)
+    assert rig.cache.take_damaged() == ()
 
 
 def test_files_that_are_gone_say_so(rig: Rig) -> None:
@@ -197,6 +199,8 @@ def test_files_that_are_gone_say_so(rig: Rig) -> None:
 def test_what_admission_would_refuse_is_refused_again(rig: Rig) -> None:
     too_wide = rig.put(draft_adapter(ARCH, rank=17))
     assert "rank" in rig.error_of(too_wide)
+    assert rig.fetch(too_wide) is Residency.FAILED
+    assert rig.cache.take_damaged() == ()  # its bytes are as they were
     other_base = rig.put(draft_adapter(TinyBase(hidden=64, heads=8), rank=4))
     assert rig.error_of(other_base)
 

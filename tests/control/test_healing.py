@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.errors import ArtifactCorrupt
+from loraplex.adapters.errors import ArtifactCorrupt, ArtifactUnreadable
 from loraplex.control.errors import AdapterUnavailable
+from loraplex.control.types import ReleaseTarget
 from support.control import ControlPlane, caller, digests
+from support.damage import flip_a_bit
 
 
 def damage(plane: ControlPlane, digest: str) -> None:
-    path = plane.store.path(digest) / "adapter_model.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+    flip_a_bit(plane.store.path(digest))
     with pytest.raises(ArtifactCorrupt):
         plane.store.verify(digest)
 
@@ -121,3 +121,74 @@ def test_bytes_that_cannot_be_removed_hide_no_deletion(
     monkeypatch.undo()
     plane.start()
     plane.check_integrity()
+
+
+async def test_damage_marks_every_version_that_has_the_bytes_and_no_other(plane: ControlPlane) -> None:
+    info = plane.add("acme", "pirate", seed=1)
+    plane.add("rival", "parrot", seed=1)
+    other = plane.add("acme", "other", seed=2)
+    assert not plane.catalog.mark_damaged(info.digest)  # nothing is wrong yet
+    damage(plane, info.digest)
+    assert plane.catalog.mark_damaged(info.digest)
+    assert plane.catalog.mark_damaged(info.digest)  # told twice
+    plane.check_integrity()
+    for tenant, name in (("acme", "pirate"), ("rival", "parrot")):
+        assert plane.catalog.get_version(tenant, name, "v1").state == "corrupt"
+        with pytest.raises(AdapterUnavailable, match="its stored bytes are damaged or lost"):
+            await plane.resolver.resolve(caller(tenant), name)
+    assert plane.catalog.get_version("acme", "other", "v1") == other
+    assert (await plane.resolver.resolve(caller("acme"), "other")).adapter == other.ref()
+
+
+def test_a_start_leaves_damage_marked_until_the_bytes_are_good_again(plane: ControlPlane) -> None:
+    info = plane.add("acme", "pirate", seed=1)
+    path = plane.store.path(info.digest) / "adapter_model.safetensors"
+    good = path.read_bytes()
+    damage(plane, info.digest)
+    plane.catalog.mark_damaged(info.digest)
+    plane.start()
+    assert plane.catalog.get_version("acme", "pirate", "v1").state == "corrupt"
+    path.write_bytes(good)
+    plane.start()
+    assert plane.catalog.get_version("acme", "pirate", "v1").state == "ready"
+
+
+def test_what_cannot_be_read_at_the_moment_is_not_marked(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = plane.add("acme", "pirate", seed=1)
+
+    def too_many(*_: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("loraplex.adapters.store.digest_upload", too_many)
+        with pytest.raises(ArtifactUnreadable, match="Too many open files"):
+            plane.catalog.mark_damaged(info.digest)
+    assert plane.catalog.get_version("acme", "pirate", "v1") == info
+
+
+async def test_a_release_does_not_move_to_its_other_versions(plane: ControlPlane) -> None:
+    """Who falls to the damaged part is told so; the rest is served as before."""
+    first, second = plane.add("acme", "pirate", seed=1), plane.add("acme", "pirate", seed=2)
+    targets = (ReleaseTarget("v1", 50), ReleaseTarget("v2", 50))
+    plane.releases.put("acme", "pirate", targets, sticky="user")
+    users = [f"u{number}" for number in range(40)]
+
+    async def answers() -> dict[str, str | None]:
+        found: dict[str, str | None] = {}
+        for user in users:
+            try:
+                resolved = await plane.resolver.resolve(caller("acme"), "pirate", user=user)
+                found[user] = resolved.adapter.digest if resolved.adapter is not None else None
+            except AdapterUnavailable:
+                found[user] = None
+        return found
+
+    before = await answers()
+    assert set(before.values()) == {first.digest, second.digest}
+    damage(plane, second.digest)
+    plane.catalog.mark_damaged(second.digest)
+    assert await answers() == {u: None if d == second.digest else d for u, d in before.items()}
+    plane.upload("rival", "parrot", seed=2)
+    assert await answers() == before

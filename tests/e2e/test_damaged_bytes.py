@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from support.damage import flip_a_bit
 from support.live_server import (
     ADAPTER_FILES,
     TINY_SIZES,
@@ -21,13 +22,6 @@ from support.live_server import (
 )
 
 pytestmark = pytest.mark.slow
-
-
-def flip_a_bit(folder: Path) -> None:
-    path = folder / ADAPTER_FILES[1]
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
 
 
 def cut(folder: Path) -> None:

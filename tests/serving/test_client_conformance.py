@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,17 +24,24 @@ from loraplex.serving.errors import (
 )
 from loraplex.serving.inprocess import InProcessEngineClient
 from loraplex.serving.socket_client import SocketEngineClient
-from support.fake_core import CRASH, build_fake_engine, fake_tokens
+from support.fake_core import CRASH, DAMAGED, build_fake_engine, fake_tokens
 
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parent.parent / "support" / "fake_core.py"))
 LONG = 1_000_000
 
 
-def make_client(kind: str, model_path: str = "ok", **config: int) -> EngineClient:
+def make_client(
+    kind: str,
+    model_path: str = "ok",
+    on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
+    **config: int,
+) -> EngineClient:
     engine_config = EngineConfig(model_path, "/nowhere", **config)  # type: ignore[arg-type]
     if kind == "socket":
-        return SocketEngineClient(engine_config, command=FAKE_ENGINE, start_timeout_s=30)
-    return InProcessEngineClient(lambda wake: build_fake_engine(engine_config, wake))
+        return SocketEngineClient(
+            engine_config, command=FAKE_ENGINE, start_timeout_s=30, on_damaged=on_damaged
+        )
+    return InProcessEngineClient(lambda wake: build_fake_engine(engine_config, wake), on_damaged=on_damaged)
 
 
 @pytest.fixture(params=["socket", "inprocess"])
@@ -307,3 +314,19 @@ async def test_nothing_is_left_behind(kind: str, tmp_path: Path, monkeypatch: py
         while process.num_fds() > fds:
             await asyncio.sleep(0)
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_bytes_that_a_load_found_damaged_are_told_once(kind: str) -> None:
+    told: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+    client = make_client(kind, on_damaged=told.put_nowait)
+    await client.start()
+    try:
+        bad = replace(adapter(7), name=DAMAGED)
+        _, last = await read(client.submit(ask("bad", adapter=bad)))
+        assert last.error is not None
+        assert last.error.code == "adapter_unavailable"
+        assert await asyncio.wait_for(told.get(), 10) == (bad.digest,)
+        await read(client.submit(ask("good", adapter=adapter(1))))
+        assert told.empty()
+    finally:
+        await client.close()

@@ -31,6 +31,7 @@ from sqlalchemy.exc import OperationalError
 from loraplex.adapters.steps import Step
 from support.adapters import make_adapter
 from support.admin import ARCH, AdminPlane, admin_client, warm_up
+from support.damage import flip_a_bit
 from support.live_server import tests_importable
 from support.witness import Seen, Witness
 
@@ -120,13 +121,6 @@ def archive_of(files: dict[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-def damage(plane: AdminPlane, digest: str) -> None:
-    path = plane.services.artifacts.store.path(digest) / "adapter_model.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-
-
 def _digest(plane: AdminPlane, tenant: str = "acme", name: str = "pirate") -> str:
     return plane.services.catalog.get_version(tenant, name, "v1").digest
 
@@ -160,7 +154,7 @@ def _mark(plane: AdminPlane) -> list[int]:
 
 def _damaged(plane: AdminPlane) -> None:
     plane.make_adapter("pirate", "acme", seed=1)
-    damage(plane, _digest(plane))
+    flip_a_bit(plane.services.artifacts.store.path(_digest(plane)))
 
 
 def _marked(plane: AdminPlane) -> None:
