@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
 from loraplex.engine.types import (
     AdapterState,
@@ -31,8 +33,11 @@ from loraplex.engine.types import (
 )
 from loraplex.serving.client import RequestStream, error_event
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable
+from support.logprobs import Row, pack_logprobs
 
 EOS_ID = 256
+SCORED_PER_STEP = 3
+"""Tokens of a prompt whose log probabilities come at a time."""
 VOCAB_SIZE = 260
 
 
@@ -57,6 +62,40 @@ def fake_engine_info(**changes: Any) -> EngineInfo:
         sites=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     )
     return replace(info, **changes)
+
+
+def fake_row(token_id: int, position: int, num_top: int) -> Row:
+    """What the fake engine tells of a token at a position of its sequence: itself the likeliest, then those with the
+    next ids."""
+    own = -(token_id % 7 + position % 5 + 1) / 4
+    return own, [((token_id + rank) % VOCAB_SIZE, own - rank / 8) for rank in range(num_top)]
+
+
+def _pack(tokens: Sequence[int], start: int, end: int, num_top: int | None) -> Logprobs | None:
+    """Of the tokens at positions start … end-1 of a sequence."""
+    rows = [(tokens[place], place) for place in range(start, min(end, len(tokens)))]
+    if num_top is None or not rows:
+        return None
+    return pack_logprobs([fake_row(token, place, num_top) for token, place in rows], num_top)
+
+
+def fake_prompt_scores(request: EngineRequest, start: int, end: int) -> Scores:
+    return Scores(prompt=_pack(request.prompt_ids, start, end, request.sampling.prompt_logprobs))
+
+
+def fake_scores(request: EngineRequest, tokens: Sequence[int], start: int, end: int) -> Scores | None:
+    """Of output tokens start … end-1."""
+    if request.sampling.logprobs is None:
+        return None
+    sequence, num_prompt = (*request.prompt_ids, *tokens), len(request.prompt_ids)
+    output = _pack(sequence, num_prompt + start, num_prompt + end, request.sampling.logprobs)
+    return None if output is None else Scores(output)
+
+
+def _end_scores(request: EngineRequest, tokens: Sequence[int], ends_with_eos: bool) -> Scores | None:
+    if not ends_with_eos:
+        return None
+    return fake_scores(request, (*tokens, EOS_ID), len(tokens), len(tokens) + 1)
 
 
 @dataclass(frozen=True)
@@ -217,6 +256,12 @@ class FakeEngineClient:
         wanted = reply.tokens()
         tokens = wanted[: request.sampling.max_tokens]
         state = reply.adapter_state if request.adapter is not None else None
+        for first in range(1, len(request.prompt_ids), SCORED_PER_STEP):
+            if request.sampling.prompt_logprobs is not None:
+                await asyncio.sleep(0)
+                found = fake_prompt_scores(request, first, first + SCORED_PER_STEP)
+                stream.put(TokenEvent(request.request_id, adapter_state=state, scores=found))
+                state = None
         held = reply.hold
         hold_after = len(tokens) if reply.hold_after is None else min(reply.hold_after, len(tokens))
         for start in range(0, len(tokens), reply.chunk):
@@ -224,13 +269,13 @@ class FakeEngineClient:
                 await self._released[request.request_id].wait()
                 held = False
             await asyncio.sleep(0)  # one step of the engine
-            stream.put(
-                TokenEvent(request.request_id, tokens[start : start + reply.chunk], adapter_state=state)
-            )
+            end = start + reply.chunk
+            scores = fake_scores(request, tokens, start, end)
+            stream.put(TokenEvent(request.request_id, tokens[start:end], adapter_state=state, scores=scores))
             state = None
         if held:
             await self._released[request.request_id].wait()
-        cut = len(wanted) > len(tokens)
+        cut = len(wanted) > len(tokens) or request.sampling.max_tokens == 0
         ends_with_eos = reply.eos and not cut and reply.finish_reason == "stop" and reply.error is None
         num_output = len(tokens) + ends_with_eos
         if num_output > request.sampling.max_tokens:
@@ -250,5 +295,6 @@ class FakeEngineClient:
                 timing=Timing(0.001, 0.002 if tokens else None, 0.003),
                 adapter_state=state,
                 stop_token_id=EOS_ID if ends_with_eos else None,
+                scores=_end_scores(request, tokens, ends_with_eos),
             )
         self._end(stream, terminal)

@@ -14,15 +14,24 @@ from loraplex.control.outage import DatabaseHealth
 from loraplex.control.types import ModelCard, Principal, Reservation, ResolvedModel
 from loraplex.serving.client import EngineClient
 from loraplex.serving.detokenize import TextStream
+from loraplex.serving.text import Spelling, TokenText
 
 
 class Text(Protocol):
-    """The part of `TextProcessor` that the data plane uses. `encode` and `encode_chat` run in worker threads."""
+    """The part of `TextProcessor` that the data plane uses. `encode`, `encode_chat` and `spell` run in worker
+    threads."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+    def spell(self, token_ids: Sequence[int], written: str | None = None) -> Spelling: ...
+    def token(self, token_id: int) -> TokenText: ...
     def stream(
-        self, stops: Sequence[str] = (), *, min_tokens: int = 0, continues: bool = False
+        self,
+        stops: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        continues: bool = False,
+        by_token: bool = False,
     ) -> TextStream: ...
 
 

@@ -16,21 +16,32 @@ from loraplex.api.client_watch import ClientWatch, watch_client
 from loraplex.api.context import RequestContext, context_of
 from loraplex.api.deps import ApiServices, Text
 from loraplex.api.errors import ClientGone, from_exception, invalid
-from loraplex.api.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, sse
+from loraplex.api.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, WholeChoice, sse
 from loraplex.api.generation import Delta, Generation
 from loraplex.api.limit_headers import limit_headers
+from loraplex.api.logprobs import ChatLogprobs, CompletionLogprobs
 from loraplex.api.metrics import adapter_label
+from loraplex.api.parsing import parse_request
 from loraplex.api.places import Places
 from loraplex.api.planning import GenerationPlan, engine_requests, make_plan
-from loraplex.api.schemas import ChatRequest, CompletionRequest, parse_request
+from loraplex.api.schemas import ChatRequest, CompletionRequest
 from loraplex.control.errors import NeverFits
 from loraplex.control.types import Principal, Reservation, ResolvedModel
 from loraplex.serving.errors import ServingError
+from loraplex.serving.text import Spelling
 
 INLINE_BYTES = 64 << 10
 """A body up to so large is parsed and checked on the event loop; a larger one, in a thread."""
 
 log = structlog.get_logger("loraplex.api")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Tokens, and the texts that answers begin with where they repeat their prompt."""
+
+    token_ids: Sequence[Sequence[int]]
+    echoes: Sequence[Spelling] = ()
 
 
 @dataclass(frozen=True)
@@ -40,32 +51,45 @@ class Kind:
     tokens: it is refused, whatever the others are."""
 
     schema: type[ChatRequest] | type[CompletionRequest]
-    tokenise: Callable[[Text, ChatRequest | CompletionRequest, int], Sequence[Sequence[int]]]
+    tokenise: Callable[[Text, ChatRequest | CompletionRequest, int], Prompts]
     answer: type[AnswerFormat]
+    logprobs: type[ChatLogprobs] | type[CompletionLogprobs]
     id_prefix: str
     source: str
     continues: bool
 
 
-def _chat_tokens(text: Text, request: ChatRequest | CompletionRequest, _: int) -> Sequence[Sequence[int]]:
+def _chat_tokens(text: Text, request: ChatRequest | CompletionRequest, _: int) -> Prompts:
     assert isinstance(request, ChatRequest)
-    return [text.encode_chat([message.model_dump(exclude_none=True) for message in request.messages])]
+    return Prompts(
+        [text.encode_chat([message.model_dump(exclude_none=True) for message in request.messages])]
+    )
 
 
-def _prompt_tokens(
-    text: Text, request: ChatRequest | CompletionRequest, max_model_len: int
-) -> Sequence[Sequence[int]]:
+def _prompt_tokens(text: Text, request: ChatRequest | CompletionRequest, max_model_len: int) -> Prompts:
     assert isinstance(request, CompletionRequest)
     prompts: list[Sequence[int]] = []
+    echoes: list[Spelling] = []
     for prompt in request.prompts:
-        prompts.append(text.encode(prompt) if isinstance(prompt, str) else prompt)
-        if len(prompts[-1]) >= max_model_len:
+        written = prompt if isinstance(prompt, str) else None
+        prompts.append(prompt if not isinstance(prompt, str) else text.encode(prompt))
+        if len(prompts[-1]) + (request.max_tokens != 0) > max_model_len:
             break
-    return prompts
+        if request.echo:
+            echoes.append(text.spell(prompts[-1], written))
+    return Prompts(prompts, echoes)
 
 
-CHAT = Kind(ChatRequest, _chat_tokens, ChatFormat, "chatcmpl-", "messages", continues=False)
-COMPLETION = Kind(CompletionRequest, _prompt_tokens, CompletionFormat, "cmpl-", "prompt", continues=True)
+CHAT = Kind(ChatRequest, _chat_tokens, ChatFormat, ChatLogprobs, "chatcmpl-", "messages", continues=False)
+COMPLETION = Kind(
+    CompletionRequest,
+    _prompt_tokens,
+    CompletionFormat,
+    CompletionLogprobs,
+    "cmpl-",
+    "prompt",
+    continues=True,
+)
 
 
 class GenerationEndpoint:
@@ -94,10 +118,11 @@ class GenerationEndpoint:
             prompts = await self._tokenise(request, principal)
             plan = make_plan(
                 request,
-                prompts,
+                prompts.token_ids,
                 max_model_len=services.max_model_len,
                 vocab_size=services.engine.info.vocab_size,
                 default_max_tokens=services.default_max_tokens,
+                echoes=prompts.echoes,
             )
             await self._reserved(client, context, principal, model, plan)
 
@@ -109,9 +134,7 @@ class GenerationEndpoint:
             return parse()
         return await self._places.in_thread(principal.tenant_id or "", parse)
 
-    async def _tokenise(
-        self, request: ChatRequest | CompletionRequest, principal: Principal
-    ) -> Sequence[Sequence[int]]:
+    async def _tokenise(self, request: ChatRequest | CompletionRequest, principal: Principal) -> Prompts:
         services = self._services
         try:
             return await self._places.in_thread(
@@ -199,6 +222,7 @@ class GenerationEndpoint:
             f"{self._kind.id_prefix}{context.internal_id}",
             int(time.time()),
             plan.request.model,
+            self._kind.logprobs(self._services.text.token),
             plan.request.include_usage,
         )
         if plan.request.stream:
@@ -215,15 +239,13 @@ class GenerationEndpoint:
             last = await self._stream(client, context, plan, generation, answer, first)
             await client.send({"type": "http.response.body", "body": last + DONE})
             return
-        texts: list[list[str]] = [[] for _ in range(plan.num_choices)]
-        reasons: list[str | None] = [None] * plan.num_choices
+        choices = [WholeChoice() for _ in range(plan.num_choices)]
         while deltas := await generation.next():
             client.check()
             for delta in deltas:
-                texts[delta.index].append(delta.text)
-                reasons[delta.index] = delta.finish_reason
+                answer.add(choices[delta.index], delta)
         await generation.last_events()
-        body = answer.whole(map("".join, texts), reasons, generation.usage())
+        body = answer.whole(choices, generation.usage())
         headers = _headers(model, reservation, generation)
         headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await client.send({"type": "http.response.start", "status": 200, "headers": headers})

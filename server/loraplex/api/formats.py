@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from loraplex.api.codec import dumps
 from loraplex.api.generation import Delta
+from loraplex.api.logprobs import ChatLogprobs, CompletionLogprobs, Rendered
 from loraplex.engine.types import Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -27,6 +30,15 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
+@dataclass
+class WholeChoice:
+    """A choice of an answer that does not stream, while it comes: `logprobs` None where nobody asks for them."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[Rendered] | None = None
+    finish_reason: str | None = None
+
+
 @dataclass(frozen=True)
 class AnswerFormat:
     """What is the same in every chunk of one answer. `created` in seconds since the epoch, `model` as the
@@ -35,6 +47,7 @@ class AnswerFormat:
     id: str
     created: int
     model: str
+    logprobs: ChatLogprobs | CompletionLogprobs
     include_usage: bool = False
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -47,6 +60,21 @@ class AnswerFormat:
             body["usage"] = None
         return sse(body)
 
+    def add(self, choice: WholeChoice, delta: Delta) -> None:
+        """For an answer that does not stream."""
+        choice.texts.append(delta.text)
+        choice.finish_reason = delta.finish_reason
+        if delta.tokens is not None:
+            choice.logprobs = choice.logprobs or []
+            choice.logprobs.append(self.logprobs.render(delta.tokens))
+
+    def _logprobs(self, delta: Delta) -> msgspec.Raw | None:
+        """Of a chunk."""
+        return self.logprobs.whole([self.logprobs.render(delta.tokens)]) if delta.tokens else None
+
+    def _all_logprobs(self, choice: WholeChoice) -> msgspec.Raw | None:
+        return None if choice.logprobs is None else self.logprobs.whole(choice.logprobs)
+
     def opening(self, num_choices: int) -> bytes:
         """Sent before any text."""
         raise NotImplementedError
@@ -58,7 +86,7 @@ class AnswerFormat:
         """Sent after the last text, before `[DONE]`."""
         raise NotImplementedError
 
-    def whole(self, texts: Iterable[str], reasons: Iterable[str | None], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""
         raise NotImplementedError
 
@@ -67,8 +95,14 @@ class AnswerFormat:
 class ChatFormat(AnswerFormat):
     KIND = "chat.completion.chunk"
 
-    def _choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _choice(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        logprobs: msgspec.Raw | None = None,
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, num_choices: int) -> bytes:
         first = {"role": "assistant", "content": ""}
@@ -76,8 +110,9 @@ class ChatFormat(AnswerFormat):
 
     def delta(self, delta: Delta) -> bytes:
         chunks = b""
-        if delta.text:
-            chunks += self._chunk(self.KIND, [self._choice(delta.index, {"content": delta.text})])
+        if delta.text or delta.tokens:
+            choice = self._choice(delta.index, {"content": delta.text}, logprobs=self._logprobs(delta))
+            chunks += self._chunk(self.KIND, [choice])
         if delta.finish_reason:
             chunks += self._chunk(self.KIND, [self._choice(delta.index, {}, delta.finish_reason)])
         return chunks
@@ -87,42 +122,45 @@ class ChatFormat(AnswerFormat):
             return b""
         return sse({**self._head(self.KIND), "choices": [], "usage": usage_json(usage)})
 
-    def whole(self, texts: Iterable[str], reasons: Iterable[str | None], usage: Usage) -> bytes:
-        choices = [
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        told = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": reason,
+                "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+                "logprobs": self._all_logprobs(choice),
+                "finish_reason": choice.finish_reason,
             }
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            for index, choice in enumerate(choices)
         ]
-        return dumps({**self._head("chat.completion"), "choices": choices, "usage": usage_json(usage)})
+        return dumps({**self._head("chat.completion"), "choices": told, "usage": usage_json(usage)})
 
 
 @dataclass(frozen=True)
 class CompletionFormat(AnswerFormat):
     KIND = "text_completion"
 
-    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def _choice(
+        self, index: int, text: str, reason: str | None, logprobs: msgspec.Raw | None
+    ) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, num_choices: int) -> bytes:
         return b""
 
     def delta(self, delta: Delta) -> bytes:
-        if not delta.text and not delta.finish_reason:
+        if not (delta.text or delta.tokens or delta.finish_reason):
             return b""
-        return self._chunk(self.KIND, [self._choice(delta.index, delta.text, delta.finish_reason)])
+        choice = self._choice(delta.index, delta.text, delta.finish_reason, self._logprobs(delta))
+        return self._chunk(self.KIND, [choice])
 
     def closing(self, usage: Usage) -> bytes:
         if not self.include_usage:
             return b""
         return sse({**self._head(self.KIND), "choices": [], "usage": usage_json(usage)})
 
-    def whole(self, texts: Iterable[str], reasons: Iterable[str | None], usage: Usage) -> bytes:
-        choices = [
-            self._choice(index, text, reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        told = [
+            self._choice(index, "".join(choice.texts), choice.finish_reason, self._all_logprobs(choice))
+            for index, choice in enumerate(choices)
         ]
-        return dumps({**self._head(self.KIND), "choices": choices, "usage": usage_json(usage)})
+        return dumps({**self._head(self.KIND), "choices": told, "usage": usage_json(usage)})

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from loraplex.api.deps import Text
+from loraplex.api.echo import Echo
 from loraplex.api.errors import ApiError, from_engine
+from loraplex.api.logprobs import ScoredToken
 from loraplex.api.metrics import Metrics
 from loraplex.api.planning import GenerationPlan
+from loraplex.engine.logprobs import ScoreRow
 from loraplex.engine.types import AdapterState, EngineRequest, FinishReason, TokenEvent, Usage
 from loraplex.serving.client import EngineClient, RequestStream
 from loraplex.serving.detokenize import TextStream
@@ -23,11 +27,13 @@ LAST_EVENT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text of one choice that may be shown now, and how the choice ended if it did."""
+    """Text of one choice that may be shown now, and how the choice ended if it did. `tokens` are those whose text it
+    completes, None where their log probabilities were not asked for."""
 
     index: int
     text: str
     finish_reason: Literal["stop", "length"] | None = None
+    tokens: tuple[ScoredToken, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -36,6 +42,10 @@ class _Choice:
     stream: RequestStream
     text: TextStream
     started: float
+    echo: Echo | None = None
+    echoed: bool = False  # of the choice that brings its log probabilities: in all that share it
+    unshown: deque[tuple[int, ScoreRow]] = field(default_factory=deque)  # tokens that wait for their text
+    held: list[Delta] = field(default_factory=list)  # until its echo is told
     last_token: float | None = None
     finish_reason: Literal["stop", "length"] | None = None
     terminal: TokenEvent | None = None
@@ -83,12 +93,21 @@ class Generation:
     ) -> Generation:
         """Hands all sequences to the engine. Raises what `submit` raises, and then none is left there."""
         choices: list[_Choice] = []
+        scored = plan.request.wanted_logprobs is not None
+        echoes = [
+            Echo(spelling, prompt, scored=scored)
+            for spelling, prompt in zip(plan.echoes, plan.prompts, strict=False)
+        ]
         try:
             for index, request in enumerate(requests):
                 stops = text.stream(
-                    plan.request.stop, min_tokens=request.sampling.min_tokens, continues=continues
+                    plan.request.stop,
+                    min_tokens=request.sampling.min_tokens,
+                    continues=continues,
+                    by_token=scored,
                 )
-                choices.append(_Choice(index, engine.submit(request), stops, time.monotonic()))
+                echo = echoes[index // plan.n] if echoes else None
+                choices.append(_Choice(index, engine.submit(request), stops, time.monotonic(), echo))
         except BaseException:
             for choice in choices:
                 choice.stream.abort()
@@ -99,11 +118,14 @@ class Generation:
         """What came since the last call, of at least one choice (perhaps no whole character yet); empty once
         all have ended. A sequence that failed raises ApiError, at the call after the one that returned its last
         text. A cancelled call loses nothing."""
-        self.check()
-        live = [choice for choice in self._choices if not choice.shown_all]
-        if not live:
-            return []
-        return [self._take(choice, event) for choice, event in await self._events(live)]
+        while True:
+            self.check()
+            live = [choice for choice in self._choices if not choice.shown_all]
+            if not live:
+                return []
+            events = await self._events(live)
+            if deltas := [delta for choice, event in events for delta in self._take(choice, event)]:
+                return deltas
 
     def check(self) -> None:
         """Raises ApiError if a sequence has failed."""
@@ -125,7 +147,7 @@ class Generation:
                 choice.read = None
         return events
 
-    def _take(self, choice: _Choice, event: TokenEvent) -> Delta:
+    def _take(self, choice: _Choice, event: TokenEvent) -> list[Delta]:
         if self.adapter_state is None:
             self.adapter_state = event.adapter_state
         if event.finish_reason is not None:
@@ -137,17 +159,57 @@ class Generation:
                 self._failure = ApiError("engine_restarting", message)
         if event.token_ids:
             self._measure(choice, len(event.token_ids))
+        echoed = self._echo(choice, event)
+        if self._plan.request.wanted_logprobs is not None and event.scores is not None:
+            rows = () if event.scores.output is None else event.scores.output.rows()
+            choice.unshown.extend(zip(event.token_ids, rows, strict=True))
         shown = choice.text.push(event.token_ids, stop_token_id=event.stop_token_id)
-        text, by_stop = shown.text, shown.finished_by_stop
+        text, by_stop, starts = shown.text, shown.finished_by_stop, shown.tokens
         if event.finish_reason is not None:
             rest = choice.text.finish()
-            text, by_stop = text + rest.text, rest.finished_by_stop
+            text, by_stop, starts = text + rest.text, rest.finished_by_stop, starts + rest.tokens
         if by_stop is not None:
             choice.finish_reason = "stop"
             choice.stream.abort()
         elif event.finish_reason in ("stop", "length"):
             choice.finish_reason = event.finish_reason
-        return Delta(choice.index, text, choice.finish_reason)
+        delta = Delta(choice.index, text, choice.finish_reason, self._scored(choice, starts))
+        if choice.echo is None or choice.echo.complete:
+            return [*echoed, delta]
+        choice.held.append(delta)
+        return echoed
+
+    def _echo(self, choice: _Choice, event: TokenEvent) -> list[Delta]:
+        """What this event of one choice lets be told of the prompt, in all choices that share it. The first of them
+        brings its log probabilities; what the others say meanwhile is held."""
+        echo = choice.echo
+        if echo is None or choice.echoed:
+            return []
+        if self._plan.request.wanted_logprobs is None:
+            choice.echoed = True
+            return [Delta(choice.index, echo.take(None)[0])]
+        if choice.index % self._plan.n:
+            return []
+        text, tokens = echo.take(None if event.scores is None else event.scores.prompt)
+        deltas: list[Delta] = []
+        for other in self._choices[choice.index : choice.index + self._plan.n]:
+            deltas.append(Delta(other.index, text, tokens=tokens))
+            if echo.complete:
+                deltas += other.held
+                other.held.clear()
+        choice.echoed = echo.complete
+        return deltas
+
+    def _scored(self, choice: _Choice, starts: Sequence[int]) -> tuple[ScoredToken, ...] | None:
+        """The next tokens of a choice, whose texts begin there."""
+        if self._plan.request.wanted_logprobs is None:
+            return None
+        offset = 0 if choice.echo is None else len(choice.echo)
+        scored = []
+        for start in starts:
+            token_id, (logprob, top) = choice.unshown.popleft()
+            scored.append(ScoredToken(token_id, logprob, top, offset + start))
+        return tuple(scored)
 
     def _measure(self, choice: _Choice, num_tokens: int) -> None:
         now = time.monotonic()

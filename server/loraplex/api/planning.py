@@ -8,25 +8,29 @@ from dataclasses import dataclass
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import invalid
-from loraplex.api.schemas import ChatRequest, CompletionRequest, GenerationFields
+from loraplex.api.schemas import ChatRequest, CompletionRequest
 from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.serving.text import Spelling
 
 GREEDY_BELOW = 1e-4
 """Logits divided by a smaller temperature leave float32; what is drawn is the most likely token anyway."""
 SEED_MASK = (1 << 63) - 1
+MAX_LOGPROBS = 1 << 19
+"""In one answer, the most likely tokens' included: some 40 MB of JSON."""
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
     """Prompts as tokens, each with the most tokens that its answers may have. `asked` is the client's own wish
     for the answer's length (None: ours), which alone can be refused for never fitting a limit; `asked_field` is
-    where it stands."""
+    where it stands. `echoes` are the prompts as texts, where they are to be repeated at the head of each choice."""
 
-    request: GenerationFields
+    request: ChatRequest | CompletionRequest
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
     asked: int | None
     asked_field: str
+    echoes: tuple[Spelling, ...] = ()
 
     @property
     def n(self) -> int:
@@ -48,8 +52,10 @@ def make_plan(
     max_model_len: int,
     vocab_size: int,
     default_max_tokens: int,
+    echoes: Sequence[Spelling] = (),
 ) -> GenerationPlan:
-    """Raises ApiError (400) where a token id is none of the model's, or a prompt with its answer is too long."""
+    """Raises ApiError (400) where a token id is none of the model's, a prompt with its answer is too long, or the
+    answer would hold too many log probabilities."""
     field, asked = request.asked_tokens
     source = "messages" if isinstance(request, ChatRequest) else "prompt"
     max_tokens = []
@@ -59,9 +65,10 @@ def make_plan(
         if isinstance(request, CompletionRequest) and max(prompt) >= vocab_size:
             raise invalid(source, f"'{source}' has a token id beyond the model's {vocab_size} tokens.")
         room = max_model_len - len(prompt)
-        if room < 1 or (asked is not None and asked > room):
+        needed = 1 if asked is None else asked
+        if needed > room:
             raise invalid(
-                source if room < 1 else field,
+                source if room < min(1, needed) else field,
                 _too_long(len(prompt), asked, source, max_model_len),
                 "context_length_exceeded",
             )
@@ -72,7 +79,22 @@ def make_plan(
         )
     _check_ids("logit_bias", (token_id for token_id, _ in request.logit_bias), vocab_size)
     _check_ids("stop_token_ids", request.stop_token_ids or (), vocab_size)
-    return GenerationPlan(request, tuple(map(tuple, prompts)), tuple(max_tokens), asked, field)
+    plan = GenerationPlan(request, tuple(map(tuple, prompts)), tuple(max_tokens), asked, field, tuple(echoes))
+    _check_logprobs(plan)
+    return plan
+
+
+def _check_logprobs(plan: GenerationPlan) -> None:
+    wanted = plan.request.wanted_logprobs
+    if wanted is None:
+        return
+    num_tokens = plan.n * (sum(plan.max_tokens) + (plan.prompt_tokens if plan.echoes else 0))
+    if num_tokens * (1 + wanted) > MAX_LOGPROBS:
+        raise invalid(
+            "top_logprobs" if isinstance(plan.request, ChatRequest) and wanted else "logprobs",
+            f"The answer could have {num_tokens} tokens with {1 + wanted} log probabilities each, more than "
+            f"{MAX_LOGPROBS} in all. Ask for fewer tokens, choices, prompts or likely tokens.",
+        )
 
 
 def _too_long(num_prompt: int, asked: int | None, source: str, max_model_len: int) -> str:
@@ -104,8 +126,8 @@ def engine_requests(
     adapter: AdapterRef | None,
     max_output_tokens: int | None,
 ) -> list[EngineRequest]:
-    """One for each choice, in the order of their indices: all choices of the first prompt, then the next's.
-    `max_output_tokens` is what the limits leave for each answer."""
+    """One for each choice, in the order of their indices: all choices of the first prompt, then the next's. A prompt
+    is scored with its first choice. `max_output_tokens` is what the limits leave for each answer."""
     fields = plan.request
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     temperature = 1.0 if fields.temperature is None else fields.temperature
@@ -113,7 +135,7 @@ def engine_requests(
     for index in range(plan.num_choices):
         of_prompt, choice = divmod(index, plan.n)
         max_tokens = plan.max_tokens[of_prompt]
-        if max_output_tokens is not None:
+        if max_output_tokens is not None and max_tokens:
             max_tokens = max(1, min(max_tokens, max_output_tokens))
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -130,6 +152,8 @@ def engine_requests(
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             min_tokens=min(fields.min_tokens or 0, max_tokens),
             ignore_eos=bool(fields.ignore_eos),
+            logprobs=fields.wanted_logprobs,
+            prompt_logprobs=fields.wanted_logprobs if plan.echoes and choice == 0 else None,
         )
         requests.append(
             EngineRequest(

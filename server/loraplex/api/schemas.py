@@ -7,12 +7,13 @@ any other. A field that nobody knows is refused by name. Nothing is silently ign
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from loraplex.api.errors import ApiError, invalid
+from loraplex.api.parsing import printable
+from loraplex.engine.logprobs import MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 16
@@ -22,6 +23,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 4096
 MAX_METADATA = 16
+MAX_COMPLETION_LOGPROBS = 5
 TOKEN_ID_LIMIT = 1 << 31
 
 NEUTRAL: tuple[object, ...] = (None, False, [], {}, "auto")
@@ -31,28 +33,20 @@ UNSUPPORTED_CHAT: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": (),
-    "logprobs": (),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True,),  # there are no tools that could be called in parallel
     "prediction": (),
-    "prompt_cache_key": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "safety_identifier": (),
     "store": (),
     "tool_choice": ("none",),
     "tools": (),
-    "top_logprobs": (0,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 UNSUPPORTED_COMPLETION: Mapping[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "echo": (),
-    "logprobs": (),
     "suffix": ("",),
     "store": (),
 }
@@ -69,6 +63,11 @@ UNSUPPORTED_MESSAGE: Mapping[str, tuple[object, ...]] = {
 
 def _same(value: object, neutral: object) -> bool:
     return type(value) is type(neutral) and value == neutral
+
+
+def _or_neutral(value: object) -> object:
+    """For a field whose neutral values passed before it was supported."""
+    return None if any(_same(value, neutral) for neutral in NEUTRAL) else value
 
 
 def _refuse(field: str, reason: str) -> NoReturn:
@@ -161,6 +160,7 @@ class StreamOptions(_Strict):
 
 
 TokenId = Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 MetadataText = Annotated[str, Field(max_length=512)]
 
@@ -203,7 +203,7 @@ class GenerationFields(_Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Choices | None = None
     stop: StopStrings = ()
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     logit_bias: LogitBias = ()
@@ -283,10 +283,25 @@ class Message(_Strict):
         return self
 
 
+Hint = Annotated[str, Field(max_length=256)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
 class ChatRequest(GenerationFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
+    logprobs: Annotated[bool | None, BeforeValidator(_or_neutral)] = None
+    top_logprobs: Annotated[TopLogprobs | None, BeforeValidator(_or_neutral)] = None
+    # Hints that change no output.
+    prompt_cache_key: Annotated[Hint | None, BeforeValidator(_or_neutral)] = None
+    prompt_cache_retention: Annotated[Hint | None, BeforeValidator(_or_neutral)] = None
+    safety_identifier: Annotated[Hint | None, BeforeValidator(_or_neutral)] = None
     UNSUPPORTED = UNSUPPORTED_CHAT
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the most likely tokens go with each one; None where nothing is asked for."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
@@ -294,6 +309,12 @@ class ChatRequest(GenerationFields):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
+
+    @model_validator(mode="after")
+    def _fits_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            _refuse("top_logprobs", "'top_logprobs' is only allowed with \"logprobs\": true.")
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> ChatRequest:
@@ -306,8 +327,6 @@ class ChatRequest(GenerationFields):
 
 
 Prompt = str | list[int]
-M = TypeVar("M", bound=BaseModel)
-
 
 _GivenTokens = Annotated[list[TokenId], Field(min_length=1)]
 _GivenPrompts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -341,9 +360,30 @@ def _is_token_list(value: object) -> bool:
     )
 
 
+CompletionLogprobs = Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)]
+
+
 class CompletionRequest(GenerationFields):
     prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=_GivenPrompt)]
+    max_tokens: Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)] | None = None
+    logprobs: Annotated[CompletionLogprobs | None, BeforeValidator(_or_neutral)] = None
+    echo: Annotated[bool | None, BeforeValidator(_or_neutral)] = None
+    best_of: Annotated[Choices | None, BeforeValidator(_or_neutral)] = None
     UNSUPPORTED = UNSUPPORTED_COMPLETION
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _fits_the_choices(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            _refuse_unsupported(
+                "best_of", "'best_of' is only supported where it equals 'n': all are answered."
+            )
+        if self.max_tokens == 0 and not self.echo:
+            _refuse("max_tokens", "'max_tokens' must be at least 1, but with \"echo\": true.")
+        return self
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -352,42 +392,3 @@ class CompletionRequest(GenerationFields):
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
         return "max_tokens", self.max_tokens
-
-
-def parse_request(schema: type[M], body: object) -> M:
-    """Raises ApiError (400) for the first thing that is wrong, naming the field."""
-    if not isinstance(body, dict):
-        raise invalid(None, "The body must be a JSON object.")
-    try:
-        return schema.model_validate(body)
-    except ValidationError as error:
-        raise _first_problem(error) from None
-
-
-def _first_problem(error: ValidationError) -> ApiError:
-    problem = error.errors(include_url=False, include_input=False)[0]
-    context = problem.get("ctx", {})
-    path = _path(problem)
-    if "field" in context:
-        field = str(context["field"])
-        param = f"{path}{'' if field.startswith('[') or not path else '.'}{field}"
-        code = problem["type"] if problem["type"] == "unsupported_field" else "invalid_value"
-        return invalid(printable(param), context["reason"], code)
-    if problem["type"] == "missing":
-        return invalid(path, f"Missing required field: '{path}'.")
-    return invalid(path, f"Invalid value for '{path}': {_lower_first(problem['msg'])}.")
-
-
-def _path(problem: ErrorDetails) -> str:
-    path = ""
-    for part in problem["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    return printable(path)
-
-
-def printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:128])
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]

@@ -14,6 +14,10 @@ MAX_TOP_LOGPROBS = 20
 """Alternatives a token."""
 
 
+ScoreRow = tuple[float, tuple[tuple[int, float], ...]]
+"""A token's own log probability, and (token id, log probability) of the most likely ones at its place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Logprobs:
     """Natural logarithms of probabilities, for n tokens that follow each other.
@@ -34,8 +38,7 @@ class Logprobs:
         row, top = 4 * (1 + self.num_top), 4 * self.num_top
         return Logprobs(self.num_top, self.values[start * row : end * row], self.ids[start * top : end * top])
 
-    def rows(self) -> Iterator[tuple[float, tuple[tuple[int, float], ...]]]:
-        """For each token its own log probability, and (token id, log probability) of the most likely ones."""
+    def rows(self) -> Iterator[ScoreRow]:
         ids = struct.unpack(f"<{len(self.ids) // 4}i", self.ids)
         first = 0
         for own, *top in struct.iter_unpack(f"<{1 + self.num_top}f", self.values):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,9 +125,42 @@ class IncrementalDetokenizer:
             data = data.removeprefix(b" ")
         return self._utf8.decode(data)
 
+    @property
+    def in_character(self) -> bool:
+        """The last token ended inside a character."""
+        return bool(self._utf8.getstate()[0])
+
     def finish(self) -> str:
         """What is left: U+FFFD for a character that never was completed."""
         return self._utf8.decode(b"", final=True)
+
+
+class TokenSpans:
+    """Which tokens' text has been shown: what is told of a token goes out with the text that holds the end of it. A
+    token that ends inside a character waits for that character."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[int, int]] = deque()
+        self._length = 0
+
+    def add(self, num_chars: int, *, in_character: bool = False) -> None:
+        """The next token has completed so many characters."""
+        start = self._length
+        self._length += num_chars
+        self._spans.append((start, self._length + in_character))
+
+    def take(self, shown: int, *, ended: bool = False) -> tuple[int, ...]:
+        """For each token, in order, that has not been taken and whose text lies within the first `shown` characters:
+        where its text begins. With `ended`, these are all that will be shown: a token that begins in them counts."""
+        taken = []
+        while self._spans and (self._spans[0][1] <= shown or (ended and self._spans[0][0] < shown)):
+            taken.append(self._spans.popleft()[0])
+        return tuple(taken)
+
+    def take_all(self) -> tuple[int, ...]:
+        taken = tuple(start for start, _ in self._spans)
+        self._spans.clear()
+        return taken
 
 
 class StopChecker:
@@ -194,10 +228,12 @@ def _failure_function(stop: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """`text` may be shown now. `finished_by_stop` is the stop string that has ended the output."""
+    """`text` may be shown now. `finished_by_stop` is the stop string that has ended the output. `tokens`, of a stream
+    that tells of them: where the text of each of the next tokens begins, for those whose text is shown by now."""
 
     text: str
     finished_by_stop: str | None = None
+    tokens: tuple[int, ...] = ()
 
 
 class TextStream:
@@ -205,15 +241,24 @@ class TextStream:
 
     `num_tokens` counts the output tokens up to the end, the one that completed a stop string and a stop or eos
     token included; tokens pushed after the end are ignored. Stop strings that are complete before `min_tokens`
-    outputs do not count.
+    outputs do not count. `by_token`: deltas tell which tokens they complete; a stop or eos token is none of them, and
+    of the tokens of a stop string only one that began before it.
     """
 
     def __init__(
-        self, table: TokenTable, stops: Sequence[str] = (), *, min_tokens: int = 0, continues: bool = False
+        self,
+        table: TokenTable,
+        stops: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        continues: bool = False,
+        by_token: bool = False,
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(table, continues=continues)
         self._checker = StopChecker(stops)
         self._min_tokens = min_tokens
+        self._spans = TokenSpans() if by_token else None
+        self._num_shown = 0
         self._ended: str | None = None
         self.num_tokens = 0
 
@@ -233,10 +278,12 @@ class TextStream:
             if index == last and token_id == stop_token_id:
                 break
             text = self._detokenizer.push(token_id)
+            if self._spans is not None:
+                self._spans.add(len(text), in_character=self._detokenizer.in_character)
             if text:
                 shown, self._ended = self._checker.push(text, may_stop=self.num_tokens >= self._min_tokens)
                 parts.append(shown)
-        return TextDelta("".join(parts), self._ended)
+        return self._delta("".join(parts))
 
     def finish(self) -> TextDelta:
         """The rest, once the terminal event has come. Nothing after a stop string."""
@@ -245,6 +292,13 @@ class TextStream:
         shown, self._ended = self._checker.push(
             self._detokenizer.finish(), may_stop=self.num_tokens >= self._min_tokens
         )
-        if self._ended is None:
-            shown += self._checker.finish()
-        return TextDelta(shown, self._ended)
+        if self._ended is not None:
+            return self._delta(shown)
+        tokens = () if self._spans is None else self._spans.take_all()
+        return TextDelta(shown + self._checker.finish(), None, tokens)
+
+    def _delta(self, shown: str) -> TextDelta:
+        if self._spans is None:
+            return TextDelta(shown, self._ended)
+        self._num_shown += len(shown)
+        return TextDelta(shown, self._ended, self._spans.take(self._num_shown, ended=self._ended is not None))

@@ -10,19 +10,43 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from loraplex.serving.chat_template import ChatTemplate
-from loraplex.serving.detokenize import TextStream, TokenTable, build_token_table
+from loraplex.serving.detokenize import (
+    IncrementalDetokenizer,
+    TextStream,
+    TokenTable,
+    build_token_table,
+)
 from loraplex.serving.errors import TemplateError, TextTooLong, TokenizerUnsupported
 
 MAX_CHARS_PER_TOKEN = 32
 """A generous mean: prose has about 4 characters a token, indented code up to 10."""
 MAX_DEPTH = 64
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """`data` is what a token adds to the text, None for one that adds nothing. `text` is the same to be read, with
+    bytes that are no whole character as "\\xe2", or the name of a token that adds nothing."""
+
+    text: str
+    data: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """The text of a prompt, and for each of its tokens where its part begins and ends. That of a token which ends
+    inside a character ends behind the character."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
 
 
 class TextProcessor:
@@ -50,6 +74,7 @@ class TextProcessor:
             self._tokenizer.get_vocab(with_added_tokens=True), special_ids, decoder
         )
         self.special_ids = special_ids
+        self._written = {token_id: token.content for token_id, token in added.items()}
         config = _read_json(path / "tokenizer_config.json")
         self._templates = {
             name: ChatTemplate(source, _special_tokens(path, config))
@@ -118,20 +143,47 @@ class TextProcessor:
         return controls.encode(_encodable(text), marker)
 
     def stream(
-        self, stops: Sequence[str] = (), *, min_tokens: int = 0, continues: bool = False
+        self,
+        stops: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        continues: bool = False,
+        by_token: bool = False,
     ) -> TextStream:
         """The text of one choice as its tokens come. `continues`: it goes on where the prompt's text ended, as a
-        completion does and a chat answer does not."""
-        return TextStream(self.table, stops, min_tokens=min_tokens, continues=continues)
+        completion does and a chat answer does not. `by_token`: it tells which tokens a piece completes."""
+        return TextStream(self.table, stops, min_tokens=min_tokens, continues=continues, by_token=by_token)
 
     def decode(self, token_ids: Sequence[int], *, continues: bool = False) -> str:
         """The text of a whole output, special tokens left out."""
         stream = self.stream(continues=continues)
         return stream.push(token_ids).text + stream.finish().text
 
-    def token_text(self, token_id: int) -> str:
-        """One token by itself, for log probabilities and the like; bytes that are no character as U+FFFD."""
-        return self.table[token_id].decode("utf-8", "replace")
+    def token(self, token_id: int) -> TokenText:
+        """One token by itself, for log probabilities."""
+        if data := self.table[token_id]:
+            return TokenText(data.decode("utf-8", "backslashreplace"), data)
+        return TokenText(self._written.get(token_id, f"token_id:{token_id}"), None)
+
+    def spell(self, token_ids: Sequence[int], written: str | None = None) -> Spelling:
+        """A prompt as its tokens have it. Control tokens are written out, but for those that do not stand in the text
+        that they were made from, `written`: the tokenizer added them."""
+        written = None if written is None else _encodable(written)
+        detokenizer = IncrementalDetokenizer(self.table)
+        spans: list[tuple[int, int]] = []
+        parts: list[str] = []
+        length = 0
+        for token_id in token_ids:
+            text = detokenizer.push(token_id)
+            name = "" if self.table[token_id] else self._written.get(token_id, "")
+            if name:
+                text += detokenizer.finish()
+                if written is None or written.startswith(name, length + len(text)):
+                    text += name
+            parts.append(text)
+            spans.append((length, length + len(text) + detokenizer.in_character))
+            length += len(text)
+        return Spelling("".join(parts) + detokenizer.finish(), tuple(spans))
 
     def _template_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if not self._templates:
