@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from loraplex.api import endpoints
-from loraplex.api.places import Places
 from loraplex.api.parsing import parse_request
+from loraplex.api.places import Places
 from loraplex.serving.text import TextProcessor
 from support.byte_tokenizer import write_byte_tokenizer
 from support.data_plane import BASE, MAX_MODEL_LEN, running_data_plane
