@@ -21,8 +21,8 @@ from support.live_server import (
     TINY_SIZES,
     LiveServer,
     checked,
+    importable_tests,
     sse_events,
-    tests_importable,
     wait_gone,
     write_tiny_adapter,
 )
@@ -201,7 +201,7 @@ def test_the_real_server_killed_at_the_named_steps(tiny_model: Path, tmp_path: P
     server = LiveServer(tiny_model, tmp_path / "data", **TINY_SIZES)
     plain, armed = list(server.command), tmp_path / "armed"
     script = Path(__file__).parents[1] / "support" / "dying_serve.py"
-    server.environment["PYTHONPATH"] = tests_importable()
+    server.environment["PYTHONPATH"] = importable_tests()
     kept = write_tiny_adapter(tmp_path / "kept", seed=1)
 
     def check(answer: str) -> None:

@@ -38,6 +38,8 @@ KV_MEMORY_PER_STREAM = 1 << 20
 """About 45 tokens, less than most streams come to: they contend for it, and all of it is soon in use."""
 WARM_UP_S = 15.0
 MAX_GROWTH = 0.02
+MAX_GROWTH_OF_SECONDS = 0.10
+"""A run of seconds still meets its first long prompt after the warm-up, and the allocator keeps that step's memory."""
 
 
 @dataclass
@@ -158,7 +160,7 @@ async def one_request(
 
 
 async def run_streams(
-    server: LiveServer, keys: dict[str, str], *, streams: int, seconds: float, seed: int
+    server: LiveServer, keys: dict[str, str], *, streams: int, seconds: float, seed: int, max_growth: float
 ) -> str:
     """`streams` clients, each with one stream after the other, for a warm-up and `seconds` more.
 
@@ -238,18 +240,20 @@ async def run_streams(
         f"0 errors, 0 blocks and leases held; "
         + ", ".join(f"{name} {sizes[name]} ({growth[name]:+.2%} after the warm-up)" for name in growth)
     )
-    assert max(growth.values()) < MAX_GROWTH, summary
+    assert max(growth.values()) < max_growth, summary
     return summary
 
 
 @pytest.mark.slow
 async def test_sixteen_streams_for_ten_seconds(real_model_dir: Path, tmp_path: Path) -> None:
     with open_shop(real_model_dir, tmp_path, streams=16) as shop:
-        print("\n" + await run_streams(*shop, streams=16, seconds=10, seed=1))
+        figures = await run_streams(*shop, streams=16, seconds=10, seed=1, max_growth=MAX_GROWTH_OF_SECONDS)
+        print("\n" + figures)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 async def test_sixty_four_streams_for_a_minute(real_model_dir: Path, tmp_path: Path) -> None:
     with open_shop(real_model_dir, tmp_path, streams=64) as shop:
-        print("\n" + await run_streams(*shop, streams=64, seconds=60, seed=2))
+        figures = await run_streams(*shop, streams=64, seconds=60, seed=2, max_growth=MAX_GROWTH)
+        print("\n" + figures)

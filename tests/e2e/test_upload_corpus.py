@@ -21,7 +21,7 @@ from support.live_server import (
     TINY_SIZES,
     LiveServer,
     checked,
-    tests_importable,
+    importable_tests,
     write_tiny_adapter,
 )
 
@@ -71,7 +71,7 @@ def watched(tiny_model: Path, tmp_path: Path) -> Iterator[Watched]:
     server = LiveServer(
         tiny_model,
         tmp_path / "data",
-        environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": tests_importable()},
+        environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": importable_tests()},
         max_adapter_upload=CAP,
         **TINY_SIZES,
     )

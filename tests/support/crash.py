@@ -32,7 +32,7 @@ from loraplex.adapters.steps import Step
 from support.adapters import make_adapter
 from support.admin import ARCH, AdminPlane, admin_client, warm_up
 from support.damage import flip_a_bit
-from support.live_server import tests_importable
+from support.live_server import importable_tests
 from support.witness import Seen, Witness
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -250,7 +250,7 @@ class CrashHost:
     """A context manager; `run` is one act in one child."""
 
     def __enter__(self) -> Self:
-        environment = dict(os.environ, PYTHONPATH=tests_importable())
+        environment = dict(os.environ, PYTHONPATH=importable_tests())
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,

@@ -51,7 +51,7 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return kept | dict(extra or {})
 
 
-def tests_importable() -> str:
+def importable_tests() -> str:
     """PYTHONPATH for a process that imports `support`."""
     given = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join([str(REPOSITORY / "tests"), *filter(None, [given])])
