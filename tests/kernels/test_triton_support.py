@@ -1,0 +1,73 @@
+"""How Triton's kernels are tested without a GPU: interpreted in this process, compiled ahead of time in another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.triton_aot import Variant, check, compile_variants
+from support.triton_sample import row_sums
+
+SAMPLE = "support.triton_sample:"
+SUMS = Variant(
+    "row sums",
+    SAMPLE + "row_sums",
+    {"x_ptr": "*bf16", "y_ptr": "*fp32", "num_columns": "i32"},
+    {"BLOCK": 128},
+)
+PRODUCT = Variant(
+    "product",
+    SAMPLE + "product",
+    dict.fromkeys(("x_ptr", "y_ptr"), "*fp16") | {"z_ptr": "*fp32"},
+    {"SIZE": 16},
+)
+FAT = Variant(
+    "too much for a warp",
+    SAMPLE + "centred",
+    {"x_ptr": "*fp32", "y_ptr": "*fp32"},
+    {"SIZE": 16384},
+    num_warps=1,
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_kernels_are_interpreted_where_there_is_no_gpu() -> None:
+    x, y = torch.randn(3, 300), torch.full((3,), float("nan"))
+    row_sums[(3,)](x, y, 300, BLOCK=128)
+    torch.testing.assert_close(y, x.sum(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_what_a_kernel_takes_is_read_off_the_compiler_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, kernels = tmp_path / "record.json", [SUMS, PRODUCT, FAT]
+    monkeypatch.setenv("RECORD_AOT", "1")
+    report = check(kernels, record)
+    monkeypatch.delenv("RECORD_AOT")
+    for arch in ("sm_80", "sm_90"):
+        assert report["row sums"][arch].registers > 8
+        assert report["row sums"][arch].spill_bytes == report["row sums"][arch].tensor_cores == 0
+        assert report["product"][arch].tensor_cores > 0
+        assert report["too much for a warp"][arch].spill_bytes > 0
+    recorded = json.loads(record.read_text())
+    recorded["kernels"]["too much for a warp"]["sm_80"]["spill_bytes"] = 0
+    recorded["kernels"]["row sums"]["sm_90"]["registers"] = 4
+    recorded["kernels"]["product"]["sm_80"]["tensor_cores"] = 0
+    record.write_text(json.dumps(recorded))
+    with pytest.raises(AssertionError) as refused:
+        check(kernels, record)
+    assert [line.split(":")[0] for line in str(refused.value).splitlines() if " on sm_" in line] == [
+        "row sums on sm_90",
+        "product on sm_80",
+        "too much for a warp on sm_80",
+    ]
+
+
+def test_a_variant_must_name_every_parameter() -> None:
+    bad = Variant("bad", SUMS.kernel, {"x_ptr": "*bf16", "y_ptr": "*fp32"}, {"BLOCK": 128})
+    with pytest.raises(AssertionError, match="num_columns"):
+        compile_variants([bad], [80])
