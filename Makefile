@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
-DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy import-linter types-PyYAML openai psutil peft schemathesis
+DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy import-linter types-PyYAML openai psutil peft schemathesis triton
 CLIENTS := .clients
 ARGS ?=
 
@@ -15,7 +15,7 @@ quickstart: $(STAMP)
 
 # Fast tests first: a broken one shows within a minute.
 test: $(STAMP)-dev
-	$(BIN)/python -m pytest -q -m "not slow and not soak" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not soak" $(ARGS)
 	$(BIN)/python -m pytest -q -m "slow and not soak" $(ARGS)
 
 soak: $(STAMP)-dev
