@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,7 +212,22 @@ def test_a_scaling_that_overflows_is_refused(rig: Rig) -> None:
     for name in draft.tensors:
         if "lora_B" in name:
             draft.tensors[name] = (draft.tensors[name] * 1e34).astype(NUMPY_DTYPES["F32"])
-    assert "not finite" in rig.error_of(rig.put(draft))
+    ref = rig.put(draft)
+    assert "not finite" in rig.error_of(ref)
+    assert rig.fetch(ref) is Residency.FAILED
+    assert rig.cache.take_damaged() == ()  # it is what was uploaded
+
+
+def test_magnitudes_that_no_norm_fits_are_refused_and_harm_nobody(rig: Rig) -> None:
+    draft, good = draft_adapter(ARCH, dora=True), rig.put(draft_adapter(ARCH, dora=True, seed=2))
+    for name in draft.tensors:
+        if "magnitude" in name:
+            draft.tensors[name] = np.full_like(draft.tensors[name], 3e38)
+    bad = rig.put(draft)
+    assert rig.fetch(bad) is Residency.FAILED
+    assert "not all finite: a row is zero or too large" in rig.cache.failure(bad.digest)
+    assert rig.cache.take_damaged() == ()
+    assert rig.fetch(good) is Residency.READY
 
 
 def test_an_unforeseen_error_fails_the_load_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

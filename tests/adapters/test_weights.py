@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.adapters.errors import ArtifactCorrupt
+from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt
 from loraplex.adapters.layout import MAX_PAGE_BYTES, MIN_PAGE_BYTES, ArenaLayout
 from loraplex.adapters.weights import HostImage, build_image
 from loraplex.kernels.groups import SiteGroup
@@ -111,7 +111,7 @@ def test_pages_that_cannot_hold_a_tile_are_refused() -> None:
 def test_values_that_overflow_are_refused(tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "a", GROUPS, rank=4, layers=[0], std=300, scaling=1000)
     build_image(adapter.spec, adapter.path, layout_of())
-    with pytest.raises(ArtifactCorrupt, match="not finite once they are scaled and in float16"):
+    with pytest.raises(AdapterRefused, match="not finite once they are scaled and in float16"):
         build_image(adapter.spec, adapter.path, layout_of(dtype=torch.float16))
 
 

@@ -75,6 +75,12 @@ class ArtifactUnreadable(LoraplexError):
     code = "adapter_unavailable"
 
 
+class LoadAbandoned(LoraplexError):
+    """Whoever asked for an adapter's load has given it up meanwhile."""
+
+    code = "adapter_unavailable"
+
+
 class StoreFailed(LoraplexError):
     """The disk failed under an upload; nothing of it was kept."""
 

@@ -37,7 +37,7 @@ class ThreadedTransport:
     A load hashes the stored bytes again, parses them as an upload is parsed, and lays them out; whatever is wrong
     becomes the ticket's error. A copy runs on a stream of its own where the device is a GPU, and its ticket is done
     when the stream is. `wake` is called from those threads after each ticket that is done. A load that is cancelled
-    while a thread hangs in it gets that thread a replacement.
+    stops at its next site; while a thread hangs in it, that thread has a replacement.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ThreadedTransport:
     def load(self, ref: AdapterRef) -> Ticket[HostImage]:
         def work() -> None:
             try:
-                ticket.succeed(self._load(ref))
+                ticket.succeed(self._load(ref, lambda: not job.abandoned))
             except Exception as error:
                 damaged = isinstance(error, ArtifactCorrupt | ArtifactMissing)
                 ticket.fail(_reason(error, f"loading adapter {ref.digest[:12]}"), damaged=damaged)
@@ -98,7 +98,7 @@ class ThreadedTransport:
         self._loaders.close()
         self._copiers.close()
 
-    def _load(self, ref: AdapterRef) -> HostImage:
+    def _load(self, ref: AdapterRef, wanted: Callable[[], bool]) -> HostImage:
         layout = self._arena.layout
         self._store.verify(ref.digest)
         folder = self._store.path(ref.digest)
@@ -116,6 +116,7 @@ class ThreadedTransport:
             layout,
             base=self._base_weights,
             pin=self._stream is not None,
+            wanted=wanted,
         )
 
     def _copy(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.base import BaseWeights
 from loraplex.adapters.dora import dora_vectors
-from loraplex.adapters.errors import ArtifactCorrupt
+from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, LoadAbandoned
 from loraplex.adapters.layout import ArenaLayout, Tile, place_tiles
 from loraplex.adapters.spec import AdapterSpec, SiteWeights
 from loraplex.adapters.tensors import NUMPY_DTYPES, read_tensor
@@ -59,13 +60,15 @@ def build_image(
     *,
     base: BaseWeights | None = None,
     pin: bool = False,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> HostImage:
     """Read an adapter's tensors and lay them out.
 
     The scaling, and DoRA's gain, are folded into B in float32; A and B are rounded once, to the layout's dtype. Ranks
     are filled up to whole chunks with zeros. DoRA needs `base`, whose weights are read in slices. Holds one site's
-    tensors in float32 beside the image. Raises ArtifactCorrupt where the adapter does not fit the layout or a value
-    is not finite in its dtype, BaseModelInvalid where the base's weights can't be read as they were, OSError.
+    tensors in float32 beside the image. `wanted` is asked before each site: where it says no, LoadAbandoned.
+    Raises ArtifactCorrupt where the adapter does not fit the layout, AdapterRefused("non_finite") where a value is
+    not finite in its dtype, BaseModelInvalid where the base's weights can't be read as they were, OSError.
     """
     _check_fits(spec, layout)
     tiles = layout.tiles(spec)
@@ -80,6 +83,8 @@ def build_image(
     for tile, offset in zip(tiles, offsets, strict=True):
         site = spec.sites[tile.index]
         if tile.index != current:
+            if not wanted():
+                raise LoadAbandoned("nobody waits for this adapter any more")
             current, weights = tile.index, _read_site(site, tensors_path, layout, base)
         values = weights.part(tile)
         into = exact if tile.kind == "vectors" else rounded
@@ -87,9 +92,10 @@ def build_image(
         with np.errstate(over="ignore", invalid="ignore"):
             into[start : start + values.size] = values.reshape(-1)
         if not np.isfinite(into[start : start + values.size]).all():
-            raise ArtifactCorrupt(
+            raise AdapterRefused(
+                "non_finite",
                 f"{site.site} of layer {site.layer} has values that are not finite once they are scaled and in "
-                f"{str(layout.dtype).removeprefix('torch.')}"
+                f"{str(layout.dtype).removeprefix('torch.')}",
             )
         tables.put(tile, offset // GRANULE_BYTES)
     return HostImage(spec.digest, spec.rank, pages, tables.sites(), tables.vectors())
