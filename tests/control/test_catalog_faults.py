@@ -11,7 +11,6 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from loraplex.control.errors import (
 )
 from loraplex.control.types import Removal, VersionInfo
 from support.control import ControlPlane, caller, digests
+from support.dying_plane import die_at
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -163,32 +163,6 @@ async def test_resolving_while_versions_come_and_go_gives_a_version_or_none(plan
     assert missing
 
 
-def _die(root: Path, point: str, tenant: str, name: str) -> None:
-    """In a process of its own: an upload or a deletion that is killed at a point."""
-    plane = ControlPlane(root)
-
-    def kill(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    store: Any = plane.store
-    if point == "before commit":
-        store.commit = kill
-        plane.add(tenant, name, seed=5)
-    elif point == "between commit and row":
-        real = store.commit
-
-        def commit_and_die(*args: Any) -> None:
-            real(*args)
-            kill()
-
-        store.commit = commit_and_die
-        plane.add(tenant, name, seed=5)
-    elif point == "between row and bytes of a deletion":
-        store.delete = kill
-        plane.catalog.delete_adapter(tenant, name)
-    raise AssertionError("it should be dead")
-
-
 @pytest.mark.parametrize(
     ("point", "survives"),
     [
@@ -202,7 +176,7 @@ def test_a_kill_at_any_point_is_swept_at_the_next_start(
 ) -> None:
     before = plane.add("acme", "pirate", seed=1)
     process = multiprocessing.get_context("spawn").Process(
-        target=_die, args=(plane.root, point, "acme", "pirate")
+        target=die_at, args=(plane.root, point, "acme", "pirate")
     )
     process.start()
     process.join(60)
