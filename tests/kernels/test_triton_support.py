@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from support.triton_aot import Variant, check, compile_variants
-from support.triton_sample import row_sums
+from support.triton_interpreter import repair_bfloat16
+from support.triton_sample import product, rounded, row_sums
 
 SAMPLE = "support.triton_sample:"
 SUMS = Variant(
@@ -40,6 +41,21 @@ def test_kernels_are_interpreted_where_there_is_no_gpu() -> None:
     torch.testing.assert_close(y, x.sum(1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_the_interpreter_computes_in_bfloat16_once_it_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = (torch.randn(16, 16) for _ in range(2))
+    short_x, short_y, z = x.bfloat16(), torch.empty(16, 16, dtype=torch.bfloat16), torch.empty(16, 16)
+
+    def is_right() -> tuple[bool, bool]:
+        product[(1,)](short_x, short_x, z, SIZE=16)
+        rounded[(1,)](y, short_y, SIZE=256)
+        return torch.allclose(z, short_x.float() @ short_x.float()), torch.equal(short_y, y.bfloat16())
+
+    assert is_right() == (False, False), "the interpreter has been repaired: repair_bfloat16 can go"
+    repair_bfloat16(monkeypatch)
+    assert is_right() == (True, True)
+
+
 @pytest.mark.slow
 def test_what_a_kernel_takes_is_read_off_the_compiler_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -52,6 +68,7 @@ def test_what_a_kernel_takes_is_read_off_the_compiler_and_compared(
         assert report["row sums"][arch].registers > 8
         assert report["row sums"][arch].spill_bytes == report["row sums"][arch].tensor_cores == 0
         assert report["product"][arch].tensor_cores > 0
+        assert report["too much for a warp"][arch].wide_loads > 0
         assert report["too much for a warp"][arch].spill_bytes > 0
     recorded = json.loads(record.read_text())
     recorded["kernels"]["too much for a warp"]["sm_80"]["spill_bytes"] = 0

@@ -52,13 +52,15 @@ class Variant:
 @dataclass(frozen=True)
 class Usage:
     """Registers a thread, shared memory a block, and bytes that registers spill to memory (stores and loads), for the
-    stack likewise. `tensor_cores` counts the matrix instructions of the machine code."""
+    stack likewise. `tensor_cores` counts the matrix instructions of the machine code, `wide_loads` the loads of 16
+    bytes a thread from global memory."""
 
     registers: int
     shared_bytes: int
     spill_bytes: int
     stack_bytes: int
     tensor_cores: int
+    wide_loads: int
 
 
 Report = dict[str, dict[str, Usage]]
@@ -98,8 +100,9 @@ def compile_variants(
 
 def check(variants: Sequence[Variant], recorded: Path, *, slack: float = 0.15) -> Report:
     """Compile everything and compare it with a committed record. Nothing may spill unless the record says so, and
-    then no more than that; what fits no block of an architecture fails; with the recorded version of Triton registers
-    and shared memory may not grow by more than `slack`. With RECORD_AOT set, write the record instead.
+    then no more than that; what fits no block of an architecture fails, and so does a kernel that no longer uses the
+    tensor cores, or wide loads, or begins to; with the recorded version of Triton registers and shared memory may not
+    grow by more than `slack`. With RECORD_AOT set, write the record instead.
     """
     assert len({variant.name for variant in variants}) == len(variants)
     version, report = compile_variants(variants)
@@ -135,8 +138,10 @@ def _faults(arch: str, usage: Usage, before: Usage, slack: float) -> list[str]:
     limit = MAX_SHARED_BYTES[int(arch.removeprefix("sm_"))]
     if usage.shared_bytes > limit:
         faults.append(f"{usage.shared_bytes} bytes of shared memory, {limit} are the most")
-    if bool(usage.tensor_cores) != bool(before.tensor_cores):
-        faults.append(f"{usage.tensor_cores} matrix instructions, recorded are {before.tensor_cores}")
+    for name in ("tensor_cores", "wide_loads"):
+        now, then = getattr(usage, name), getattr(before, name)
+        if bool(now) != bool(then):
+            faults.append(f"{name} {now}, recorded are {then}")
     return faults
 
 
@@ -214,6 +219,7 @@ def _read_usage(ptx: str, arch: int) -> dict[str, int]:
         "spill_bytes": _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log),
         "stack_bytes": _number(r"(\d+) bytes stack frame", log),
         "tensor_cores": len(re.findall(r"\b[HQ]G?MMA\b", code.stdout)),
+        "wide_loads": len(re.findall(r"\bLDG(?:STS)?\.[A-Z0-9.]*128\b|\bUBLKCP|\bUTMALDG", code.stdout)),
     }
 
 

@@ -30,3 +30,10 @@ def centred(x_ptr, y_ptr, SIZE: tl.constexpr):
     """y = x less its sum, all of it held at once: more than a warp has registers for."""
     x = tl.load(x_ptr + tl.arange(0, SIZE))
     tl.store(y_ptr + tl.arange(0, SIZE), x - tl.sum(x))
+
+
+@triton.jit
+def rounded(x_ptr, y_ptr, SIZE: tl.constexpr):
+    """y = x, in y's dtype."""
+    at = tl.arange(0, SIZE)
+    tl.store(y_ptr + at, tl.load(x_ptr + at).to(y_ptr.dtype.element_ty))
