@@ -109,14 +109,15 @@ def attention_program(
         )  # fmt: skip
 
     # A row that saw nothing, as padding's do: 0. One whose scores are NaN must stay NaN.
-    answer = acc / tl.where(total == 0, 1.0, total)[:, None]
+    divisor = tl.where(total == 0, 1.0, total)
+    answer = acc / divisor[:, None]
     stored = row_ok[:, None] & (d < HEAD_DIM)[None, :]
     if part_row < 0:
         out_at = ((first_row + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
         tl.store(out_ptr + out_at[:, None] + d[None, :], answer.to(out_ptr.dtype.element_ty), mask=stored)
     else:
         lse_at = (part_row + query).to(tl.int64) * NUM_HEADS + head
-        lse = tl.where(total == 0, float("-inf"), best + tl.log2(total))
+        lse = tl.where(total == 0, float("-inf"), best + tl.log2(divisor))
         tl.store(lse_ptr + lse_at, lse, mask=row_ok)
         tl.store(part_ptr + lse_at[:, None] * HEAD_DIM + d[None, :], answer, mask=stored)
 
