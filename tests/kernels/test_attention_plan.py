@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -67,7 +68,7 @@ def check(plan, num_rows, lens, tables, padded, window):
         covered = sorted(pieces)
         assert covered[0][0] <= first
         assert covered[-1][1] > position
-        assert all(before[1] == after[0] for before, after in zip(covered, covered[1:], strict=False))
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(covered))
     merged = {int(e[0]): [int(e[1]) + k * int(e[2]) for k in range(int(e[3]))] for e in entries}
     assert len(merged) == len(entries)
     assert merged == {row: [at for _, at in sorted(found.items())] for row, found in parts.items() if found}
