@@ -119,6 +119,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
         adapter_memory=settings.adapter_memory,
         adapter_cpu_memory=settings.adapter_cpu_memory,
         max_adapter_rank=settings.max_adapter_rank,
+        adapter_load_timeout=settings.adapter_load_timeout,
         lookahead=cast(Literal[-1, 0, 1], lookahead),
         num_threads=settings.threads,
         cache_dir=str(settings.data_dir.resolve()),

@@ -103,6 +103,9 @@ class Settings(BaseSettings):
     kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, such as 2GiB")
     adapter_memory: Bytes = Field(0, ge=0, description="Device bytes for adapters")
     adapter_cpu_memory: Bytes = Field(0, ge=0, description="Host bytes for adapters")
+    adapter_load_timeout: float = Field(
+        60.0, gt=0, le=3600, description="Seconds that an adapter's way from disk to host memory may take"
+    )
     max_adapter_rank: int = Field(64, ge=1, le=512, description="Largest rank of an adapter")
     max_adapter_upload: Bytes = Field(
         1 << 30, ge=1 << 10, description="Largest upload of an adapter in bytes"

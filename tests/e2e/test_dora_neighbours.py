@@ -1,0 +1,124 @@
+"""Somebody's DoRA adapters are prepared from the base's weights while others' streams go on."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from support.adapters import ALL_SITES
+from support.live_server import SERVED_NAME, LiveServer, checked, sse_events, write_real_adapter
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+
+COUNT = 20
+RANK = 16
+
+
+class Neighbour:
+    """A stream without an end, and when each of its events came."""
+
+    def __init__(self, server: LiveServer, key: str) -> None:
+        self._server = server
+        self._key = key
+        self._enough = threading.Event()
+        self.times: list[float] = []
+        self._thread = threading.Thread(target=self._read)
+
+    def _read(self) -> None:
+        body = {
+            "model": SERVED_NAME,
+            "prompt": "The sea",
+            "max_tokens": 1500,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with self._server.client(self._key) as client:
+            while not self._enough.is_set():
+                with client.stream("POST", "/v1/completions", json=body) as answer:
+                    assert answer.status_code == 200
+                    for event in sse_events(answer.iter_lines()):
+                        assert isinstance(event, str) or "error" not in event
+                        self.times.append(time.monotonic())
+                        if self._enough.is_set():
+                            return
+
+    def __enter__(self) -> Neighbour:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self._thread.join(60)
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        times = [at for at in self.times if since <= at <= until]
+        return [later - at for at, later in itertools.pairwise(times)]
+
+
+@pytest.fixture
+def server(real_model_dir: Path, tmp_path: Path) -> Iterator[LiveServer]:
+    with LiveServer(
+        real_model_dir,
+        tmp_path / "data",
+        served_model_name=SERVED_NAME,
+        kv_cache_memory="256MiB",
+        adapter_memory="640MiB",
+        adapter_cpu_memory="64MiB",
+    ) as made:
+        yield made
+
+
+def test_twenty_activations_beside_a_stream(server: LiveServer, tmp_path: Path) -> None:
+    server.create_tenant("acme")
+    server.create_tenant("rival")
+    keys = {tenant: server.create_key(tenant) for tenant in ("acme", "rival")}
+    for kind, dora in (("plain", False), ("dora", True)):
+        for number in range(COUNT):
+            folder = write_real_adapter(
+                tmp_path / "made", rank=RANK, targets=ALL_SITES, dtype="BF16", dora=dora, seed=number
+            )
+            server.upload("rival", f"{kind}-{number}", folder)
+
+    def activate(name: str) -> float:
+        began = time.monotonic()
+        with server.client(keys["rival"]) as client:
+            body = {"model": name, "prompt": "One", "max_tokens": 1}
+            answer = client.post("/v1/completions", json=body)
+        checked(answer)
+        assert answer.headers["x-loraplex-adapter-state"] == "cold"
+        return time.monotonic() - began
+
+    with Neighbour(server, keys["acme"]) as neighbour:
+        server.wait(lambda: len(neighbour.times) > 20)
+        began = time.monotonic()
+        time.sleep(10)
+        quiet = neighbour.gaps(began, time.monotonic())
+        _print("quiet", quiet)
+        for kind in ("plain", "dora"):
+            began = time.monotonic()
+            with ThreadPoolExecutor(COUNT) as pool:
+                waits = list(pool.map(activate, (f"{kind}-{number}" for number in range(COUNT))))
+            ended = time.monotonic()
+            gaps = neighbour.gaps(began, ended)
+            _print(
+                f"{COUNT} activations of {kind}, done after {ended - began:.1f} s (the first after {min(waits):.2f} s)",
+                gaps,
+            )
+            assert gaps, "the stream stood still"
+            assert max(gaps) < 10
+    assert server.stats()["num_leases"] == 0
+
+
+def _print(what: str, gaps: list[float]) -> None:
+    ordered = sorted(gaps)
+    print(
+        f"{what}: {len(gaps)} events, gaps p50 {1e3 * statistics.median(ordered):.0f} ms, "
+        f"p99 {1e3 * ordered[int(0.99 * len(ordered))]:.0f} ms, max {1e3 * ordered[-1]:.0f} ms"
+    )
