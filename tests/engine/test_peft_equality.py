@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from support.local_engine import LocalEngine
-from support.peft_zoo import PeftReference, make_zoo
+from support.peft_zoo import KINDS, STORED, PeftReference, make_zoo
 
 pytestmark = pytest.mark.slow
 
@@ -73,9 +73,15 @@ def mixed_run(
     """Every adapter and the base on every prompt, in one engine at once: (tokens, [outputs, V] logits)."""
     refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
     rows: dict[str, list[torch.Tensor]] = {}
-    for name in (None, *adapters):
-        for number, prompt in enumerate(prompts):
-            engine.add(f"{name}/{number}", prompt, None if name is None else refs[name], **sampling)
+    asked = [
+        (name, number)
+        for name in (None, *adapters)
+        for number in range(len(prompts))
+        # PEFT's own DoRA takes several times as long: of the further kinds, one prompt in chunks each.
+        if number == len(prompts) - 1 or name not in {**KINDS, **STORED}
+    ]
+    for name, number in asked:
+        engine.add(f"{name}/{number}", prompts[number], None if name is None else refs[name], **sampling)
     submit = engine.built.runner.submit
 
     def noting_submit(plan: Any) -> Any:
@@ -94,8 +100,7 @@ def mixed_run(
     engine.core.check_integrity()
     return {
         (name, number): (engine.tokens(f"{name}/{number}"), torch.stack(rows[f"{name}/{number}"]))
-        for name in (None, *adapters)
-        for number in range(len(prompts))
+        for name, number in asked
     }
 
 
@@ -141,8 +146,10 @@ def test_float32_tokens_and_logits_equal_peft(
     worst = 0.0
     for (name, number), (tokens, logits) in results.items():
         prompt = prompts[number]
-        assert tokens == reference32.greedy(name, prompt, NUM_OUTPUTS), f"{name} on prompt {number}"
         expected = reference32.logits(name, prompt + tokens)[len(prompt) - 1 : -1]
+        # Each the likeliest after those before it: what PEFT would have generated, token by token.
+        assert len(tokens) == NUM_OUTPUTS
+        assert tokens == expected.argmax(-1).tolist(), f"{name} on prompt {number}"
         worst = max(worst, float((logits - expected).abs().max()))
     print(f"float32, lookahead {lookahead}: worst logit error {worst:.2e} over {len(results)} sequences")
     assert worst <= 1e-3

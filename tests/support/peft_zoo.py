@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 ALL_SITES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -39,19 +41,62 @@ ZOO: dict[str, dict[str, Any]] = {
     },
 }
 
+KINDS: dict[str, dict[str, Any]] = {
+    "dora": {"r": 8, "lora_alpha": 16, "use_dora": True, "target_modules": ALL_SITES},
+    "dora-rslora-qkv": {
+        "r": 20,
+        "lora_alpha": 8,
+        "use_dora": True,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "v_proj"],
+        "layers_to_transform": [0, 5, 29],
+        "fan_in_fan_out": True,
+    },
+    "head": {"r": 6, "lora_alpha": 12, "target_modules": ["lm_head"]},
+    "head-dora-and-layers": {
+        "r": 4,
+        "lora_alpha": 8,
+        "use_dora": True,
+        "target_modules": [*ALL_SITES, "lm_head"],
+        "layers_to_transform": [0, 14, 29],
+        "rank_pattern": {"lm_head": 9},
+    },
+    "expression": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": r".*\.layers\.1?[05]\..*(q|v|down)_proj",
+        "exclude_modules": r".*\.0\..*",
+    },
+}
+"""What adapters may be beside plain LoRA in the layers by a list of names."""
+
+STORED: dict[str, torch.dtype] = {
+    "in-float64": torch.float64,
+    "in-float16": torch.float16,
+    "in-bfloat16": torch.bfloat16,
+    "in-float8": torch.float8_e4m3fn,
+}
+"""Dtypes that PEFT loads: a copy of "some-layers" each."""
+
 
 def make_zoo(base: Path, out: Path, *, std: float = 0.02) -> dict[str, Path]:
-    """One directory an adapter of `ZOO`, with random A and B, saved by PEFT in float32."""
+    """One directory an adapter of `ZOO`, `KINDS` and `STORED`, with random A and B: saved by PEFT in float32, and
+    copied in other dtypes."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     made: dict[str, Path] = {}
-    for number, (name, options) in enumerate(ZOO.items()):
+    for number, (name, options) in enumerate((ZOO | KINDS).items()):
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
         train(model, number, std)
         made[name] = out / name
         model.save_pretrained(made[name], save_embedding_layers=False)
+    for name, dtype in STORED.items():
+        made[name] = out / name
+        shutil.copytree(made["some-layers"], made[name])
+        path = made[name] / "adapter_model.safetensors"
+        save_file({key: tensor.to(dtype) for key, tensor in load_file(path).items()}, path)
     return made
 
 
@@ -96,20 +141,6 @@ class PeftReference:
         """[len(token_ids), V] float32: teacher-forced logits of every position."""
         with self._using(name) as model:
             return model(torch.tensor([token_ids])).logits[0].float()
-
-    @torch.no_grad()
-    def greedy(self, name: str | None, prompt: list[int], count: int) -> list[int]:
-        """`count` greedy tokens after `prompt`, end-of-sequence tokens taken as ordinary ones."""
-        ids = torch.tensor([prompt])
-        out: list[int] = []
-        past = None
-        with self._using(name) as model:
-            for _ in range(count):
-                answer = model(ids, past_key_values=past, use_cache=True)
-                past = answer.past_key_values
-                out.append(int(answer.logits[0, -1].argmax()))
-                ids = torch.tensor([[out[-1]]])
-        return out
 
 
 def _safe(name: str) -> str:
