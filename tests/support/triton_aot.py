@@ -36,7 +36,7 @@ class Variant:
     `kernel` is "module:function". `signature` gives every parameter that is no constant its type, such as "*bf16",
     "*fp32", "i32", "i64", "fp32"; `constants` gives the others their values. `unaligned` names pointers that may not
     be a multiple of 16 bytes; all others are taken to be, as torch's are. `multiples_of_16` names integers that
-    are, in the launches meant here.
+    are, in the launches meant here. `archs`: those that it is launched on.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Variant:
     num_stages: int = 3
     unaligned: tuple[str, ...] = ()
     multiples_of_16: tuple[str, ...] = ()
+    archs: tuple[int, ...] = ARCHS
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,12 @@ def _growth(usage: Usage, before: Usage, slack: float) -> list[str]:
 def _compile_all(request: dict[str, Any]) -> dict[str, Any]:
     import triton
 
-    jobs = [(variant, arch) for variant in request["variants"] for arch in request["archs"]]
+    jobs = [
+        (variant, arch)
+        for variant in request["variants"]
+        for arch in request["archs"]
+        if arch in variant["archs"]
+    ]
     # The compiler lets go of the interpreter's lock in its long parts, and the assembler is a process.
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda job: _compile(*job), jobs))
@@ -171,6 +177,12 @@ def _compile_all(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile(variant: dict[str, Any], arch: int) -> dict[str, int]:
+    compiled = compile_variant(variant, arch)
+    return {"shared_bytes": compiled.metadata.shared, **_read_usage(compiled.asm["ptx"], arch)}
+
+
+def compile_variant(variant: dict[str, Any], arch: int) -> Any:
+    """What Triton made of a variant, given as a dict. Only where kernels are not interpreted."""
     from importlib import import_module
 
     import triton
@@ -194,8 +206,7 @@ def _compile(variant: dict[str, Any], arch: int) -> dict[str, int]:
     }
     source = ASTSource(kernel, signature, dict(constants), attrs)
     options = {"num_warps": variant["num_warps"], "num_stages": variant["num_stages"]}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return {"shared_bytes": compiled.metadata.shared, **_read_usage(compiled.asm["ptx"], arch)}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def _read_usage(ptx: str, arch: int) -> dict[str, int]:
