@@ -16,6 +16,7 @@ import pytest
 
 from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, StoreFailed, StoreFull
 from loraplex.adapters.format import digest_upload
+from loraplex.adapters.steps import Step
 from loraplex.adapters.store import ArtifactStore, Staging
 
 
@@ -226,6 +227,35 @@ def test_a_crash_at_any_step_leaves_a_whole_artifact_or_an_orphan(
     assert list(reborn.digests()) == []
     assert leftovers(root) == []
     assert put(reborn) == digest
+
+
+class FaultAt:
+    """Raises in place of the step with this number."""
+
+    def __init__(self, number: int, error: BaseException) -> None:
+        self.taken: list[Step] = []
+        self._number = number
+        self._error = error
+
+    def __call__(self, step: Step, path: Path | None = None, to: Path | None = None, /) -> None:
+        if len(self.taken) == self._number:
+            raise self._error
+        self.taken.append(step)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_store_whose_making_broke_off_is_made_by_the_next_start(root: Path, number: int) -> None:
+    whole = FaultAt(-1, Crash())
+    ArtifactStore(root.with_name("another"), whole)
+    assert sorted(whole.taken) == sorted([Step.MAKE_STORE, Step.FLUSH_STORE] * 3)
+    with pytest.raises(Crash):
+        ArtifactStore(root, FaultAt(number, Crash()))
+    with pytest.raises(StoreFull):
+        ArtifactStore(root, FaultAt(0, OSError(errno.ENOSPC, "No space left on device")))
+    reborn = ArtifactStore(root)
+    digest = put(reborn)
+    assert list(reborn.digests()) == [digest]
+    assert leftovers(root) == []
 
 
 def test_everything_is_on_the_disk_before_it_is_published_and_the_shelf_after(
