@@ -142,6 +142,10 @@ def test_long_contexts_are_split_and_added_up():
 
 def test_more_parts_than_are_added_at_a_time():
     step = paged_step([1], [600], heads=1, kv_heads=1, head_dim=8, device=DEVICE)
+    # The last ones outweigh all that were added before.
+    step.keys[0][590:] = step.q[0]
+    for position in range(590, 600):
+        step.cache[step.tables[0][position // 4], position % 4, 0] = step.q[0]
     batch, got = attend(step, num_programs=16)
     assert batch.counts[None].decode > 16
     close(got, step)

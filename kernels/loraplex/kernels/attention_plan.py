@@ -25,7 +25,8 @@ _Int64 = NDArray[np.int64]
 
 ITEM_INTS = 8
 """A work item: first row, number of rows, position of the first row, first position to read, position where to stop,
-where the block table begins, row of the partial results (-1: straight into the output), 0."""
+where the block table begins, row of the partial results (-1: straight into the output), 0. It stops a multiple of the
+tiling's `block_n` behind where it begins, or where its last row's sight ends."""
 ENTRY_INTS = 4
 """A row whose parts are to be added: row, row of its first partial result, rows between two, number of parts."""
 _ALIGN = 4

@@ -167,7 +167,8 @@ def _attend(
     else:
         scores = scores * (scale * 1.4426950408889634)
     if MASKED:
-        seen = (j < end)[None, :] & (j[None, :] <= position[:, None])
+        # `end` needs no mask of its own: it is a tile's, or behind every row's position.
+        seen = j[None, :] <= position[:, None]
         if HAS_WINDOW:
             seen = seen & (j[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
