@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,31 @@ def test_a_load_that_nobody_waits_for_stops_at_the_next_site(tmp_path: Path) -> 
     assert asked == [True, True, False]
     assert base.num_read == 2
     assert build_image(replace(adapter), files.tensors, layout, base=base).num_pages
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [16, 64])
+def test_its_cost_and_exactness_on_the_real_model(real_model_dir: Path, rank: int) -> None:
+    spec = load_base_spec(real_model_dir)
+    base = BaseWeights(spec)
+    rng = np.random.default_rng(0)
+    seconds, count, worst = 0.0, 0, 0.0
+    for (layer, site), shape in spec.sites.items():
+        if site == "lm_head":
+            continue
+        a = rng.standard_normal((rank, shape.in_features)).astype(np.float32) * np.float32(0.02)
+        b = rng.standard_normal((shape.out_features, rank)).astype(np.float32) * np.float32(0.02)
+        where = SiteWeights(layer, site, rank, 1.0, NOWHERE, NOWHERE, NOWHERE)
+        before = time.process_time()
+        gain, _ = dora_vectors(
+            np.ones(shape.out_features, np.float32), a, b, base, where, NUMPY_DTYPES["BF16"]
+        )
+        seconds += time.process_time() - before
+        count += shape.in_features * shape.out_features
+        exact = np.concatenate([rows.astype(np.float64) for rows in base.rows(layer, site)])
+        exact += b.astype(np.float64) @ a.astype(np.float64)
+        worst = max(worst, float(np.abs(gain * np.linalg.norm(exact, axis=1) - 1).max()))
+    print(
+        f"rank {rank}: {seconds:.2f} s of a processor for {count / 1e6:.0f} million weights, error {worst:.1e}"
+    )
+    assert worst < 2e-6
