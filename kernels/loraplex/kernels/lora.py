@@ -28,7 +28,15 @@ import torch
 from loraplex.kernels.backend import Backend
 from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora_torch import TorchLoraPass
-from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment
+from loraplex.kernels.lora_types import (
+    CHUNK,
+    GRANULE_BYTES,
+    LoraPass,
+    LoraWeights,
+    Scratch,
+    Segment,
+    segments_by_slot,
+)
 
 __all__ = [
     "CHUNK",
@@ -50,18 +58,7 @@ def begin_pass(
 
     Raises ValueError for a segment outside the rows, an overlap, or an empty slot.
     """
-    by_slot: dict[int, list[Segment]] = {}
-    covered = 0
-    for slot, first, count in sorted(segments, key=lambda segment: segment[1]):
-        if count < 1 or first < covered or first + count > num_rows:
-            raise ValueError(
-                f"rows {first} … {first + count - 1} overlap others or exceed the {num_rows} of the step"
-            )
-        covered = first + count
-        if slot >= 0:
-            if slot >= len(weights.num_chunks) or not weights.num_chunks[slot]:
-                raise ValueError(f"slot {slot} holds no adapter")
-            by_slot.setdefault(slot, []).append((slot, first, count))
+    by_slot = segments_by_slot(segments, weights.num_chunks, num_rows)
     if not by_slot:
         return None
     return _PASSES[backend](weights, scratch, by_slot, num_rows)

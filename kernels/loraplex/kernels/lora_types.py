@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,26 @@ GRANULE_BYTES = 64
 
 Segment = tuple[int, int, int]
 """(slot, first_row, num_rows): adjacent rows that use the adapter in a slot; slot -1 is the base model."""
+
+
+def segments_by_slot(
+    segments: Sequence[Segment], num_chunks: NDArray[np.int32], num_rows: int
+) -> dict[int, list[Segment]]:
+    """A step's segments with adapters, by slot, each slot's in the order of their rows. `num_chunks` as in
+    LoraWeights. Raises ValueError for a segment outside the rows, an overlap, or an empty slot."""
+    found: dict[int, list[Segment]] = {}
+    covered = 0
+    for slot, first, count in sorted(segments, key=lambda segment: segment[1]):
+        if count < 1 or first < covered or first + count > num_rows:
+            raise ValueError(
+                f"rows {first} … {first + count - 1} overlap others or exceed the {num_rows} of the step"
+            )
+        covered = first + count
+        if slot >= 0:
+            if slot >= len(num_chunks) or not num_chunks[slot]:
+                raise ValueError(f"slot {slot} holds no adapter")
+            found.setdefault(slot, []).append((slot, first, count))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
