@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.engine import sampler
+from loraplex.engine.inputs import PlainInputs
 from loraplex.engine.sampler import sample
 from loraplex.engine.sampling_batch import TokenHistory, build_sampling_batch
 from loraplex.engine.sampling_noise import uniform
@@ -36,7 +37,9 @@ def draw(
     logits: Any, rows: list[ScheduledSequence], pending: list[int] | None = None
 ) -> tuple[list[int], list[bool]]:
     x = torch.tensor(np.asarray(logits), dtype=torch.float32)
-    batch = build_sampling_batch(rows, vocab_size=x.shape[1], eos_ids=EOS, history=TokenHistory(), device=CPU)
+    batch = build_sampling_batch(
+        rows, vocab_size=x.shape[1], eos_ids=EOS, history=TokenHistory(), upload=PlainInputs(CPU, 1, None)
+    )
     last = torch.tensor(pending if pending is not None else [0] * len(rows))
     tokens, ok = sample(x, batch, last)
     return tokens.tolist(), ok.tolist()

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.inputs import StepInputs
 from loraplex.engine.types import ScheduledSequence, StepPlan
-from loraplex.kernels.attention import AttentionBatch, build_attention_batch
-
-_MAX_GATHER_BYTES = 64 << 20
-"""Bound of a decode gather's K and V of one layer, unless one sequence alone needs more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class FlatStep:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionBatch
+    attention: Any
     fresh_blocks: torch.Tensor
     logits_rows: torch.Tensor
     sampled_rows: torch.Tensor
@@ -59,8 +57,8 @@ class FlatStep:
     num_rows: int
 
 
-def flatten(plan: StepPlan, *, vocab_size: int, layer_block_bytes: int, device: torch.device) -> FlatStep:
-    """`layer_block_bytes`: the size of one KV block of one layer."""
+def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
+    """`inputs` takes the step's numbers to the device."""
     scheduled = plan.scheduled
     order = sorted(range(len(scheduled)), key=lambda i: scheduled[i].slot)
     token_ids: list[int] = []
@@ -105,26 +103,21 @@ def flatten(plan: StepPlan, *, vocab_size: int, layer_block_bytes: int, device: 
                 segments[-1] = (slot, start, length + count)
             else:
                 segments.append((item.slot, first, count))
-    attention = build_attention_batch(
+    attention = inputs.attention(
         [scheduled[i].num_tokens for i in order],
         [scheduled[i].start + scheduled[i].num_tokens for i in order],
         [scheduled[i].block_ids for i in order],
-        block_size=BLOCK_SIZE,
-        max_gather_blocks=max(1, _MAX_GATHER_BYTES // layer_block_bytes),
-        device=device,
     )
-    all_rows = _int64(logits_rows, device)
+    all_rows = inputs.ints(logits_rows)
     sampled_rows, prompt_rows = all_rows, None
     if slices:
-        sampled_rows = _int64([logits_rows[row] for row in drawn], device)
-        prompt_rows = PromptRows(
-            _int64(drawn, device), _int64(scored, device), _int64(targets, device), tuple(slices)
-        )
+        sampled_rows = inputs.ints([logits_rows[row] for row in drawn])
+        prompt_rows = PromptRows(inputs.ints(drawn), inputs.ints(scored), inputs.ints(targets), tuple(slices))
     return FlatStep(
-        token_ids=_int64(token_ids, device),
-        positions=_int64(positions, device),
+        token_ids=inputs.rows("token_ids", token_ids),
+        positions=inputs.rows("positions", positions),
         attention=attention,
-        fresh_blocks=_int64(fresh, device),
+        fresh_blocks=inputs.ints(fresh),
         logits_rows=all_rows,
         sampled_rows=sampled_rows,
         prompt_rows=prompt_rows,
@@ -153,7 +146,3 @@ def _fresh_blocks(item: ScheduledSequence) -> tuple[int, ...]:
     """The blocks whose first position this slice writes."""
     first = -(-item.start // BLOCK_SIZE)
     return item.block_ids[first : -(-(item.start + item.num_tokens) // BLOCK_SIZE)]
-
-
-def _int64(values: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

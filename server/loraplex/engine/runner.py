@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -12,6 +12,7 @@ import torch
 
 from loraplex.engine.batch import FlatStep, flatten
 from loraplex.engine.executor import Executor
+from loraplex.engine.inputs import LoraSource, PlainInputs, StepInputs, Upload
 from loraplex.engine.logprobs import Scores
 from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
 from loraplex.engine.sampler import sample
@@ -20,16 +21,22 @@ from loraplex.engine.scoring import TokenScores, pack, score_tokens
 from loraplex.engine.types import StepPlan, StepResult
 
 
-class LoraSource(Protocol):
-    """Where a step's adapters come from: the adapter arena."""
+class InputSource(Protocol):
+    """Where a step's inputs begin."""
 
-    def lora_pass(self, segments: Sequence[tuple[int, int, int]], num_rows: int) -> LoraPass | None:
-        """The adapters of a step's rows; segments are (slot, first_row, num_rows), base rows on none."""
+    def begin(self, plan: StepPlan) -> StepInputs:
+        """For the planning thread, once a step."""
         ...
 
-    def head_pass(self, segments: Sequence[tuple[int, int, int]], num_rows: int) -> LoraPass | None:
-        """What they change in the head, likewise for the rows whose logits are wanted."""
-        ...
+
+class _Plain:
+    """An InputSource that prepares nothing."""
+
+    def __init__(self, device: torch.device, layer_block_bytes: int, lora: LoraSource | None) -> None:
+        self._arguments = (device, layer_block_bytes, lora)
+
+    def begin(self, plan: StepPlan) -> StepInputs:
+        return PlainInputs(*self._arguments)
 
 
 @dataclass(slots=True)
@@ -40,6 +47,14 @@ class _Drawn:
 
     row_of: dict[str, int]
     tokens: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """Rows [P] int64 of a step whose input the step before it draws, and the sampled rows [P] int64 of that one."""
+
+    rows: torch.Tensor
+    sources: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,42 +97,37 @@ class ModelRunner:
         *,
         eos_ids: frozenset[int],
         lora: LoraSource | None = None,
+        inputs: InputSource | None = None,
     ) -> None:
+        """`inputs` is where a model's steps begin that takes other inputs than plain tensors; it knows the adapters
+        itself."""
         self._model = model
         self._kv = kv
         self._executor = executor
         self._eos_ids = eos_ids
-        self._lora = lora
+        block = kv.layer(0)[:1]
+        self._inputs = inputs or _Plain(model.device, block.numel() * block.element_size(), lora)
         self._history = TokenHistory()
         self._previous = _Drawn({})
-        block = kv.layer(0)[:1]
-        self._layer_block_bytes = block.numel() * block.element_size()
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Begin a step. Raises if the plan is not one that this model can run, or an adapter in it is not there;
         then nothing of it is computed."""
-        model = self._model
-        vocab_size = model.shape.vocab_size
-        step = flatten(
-            plan, vocab_size=vocab_size, layer_block_bytes=self._layer_block_bytes, device=model.device
-        )
+        vocab_size = self._model.shape.vocab_size
+        inputs = self._inputs.begin(plan)
+        step = flatten(plan, vocab_size=vocab_size, inputs=inputs)
         rows = [plan.scheduled[index] for index in step.sampled]
         sampling = build_sampling_batch(
-            rows,
-            vocab_size=vocab_size,
-            eos_ids=self._eos_ids,
-            history=self._history,
-            device=model.device,
+            rows, vocab_size=vocab_size, eos_ids=self._eos_ids, history=self._history, upload=inputs
         )
-        lora = head_lora = None
-        if step.segments:
-            if self._lora is None:
-                raise RuntimeError("a row names an adapter slot, and this runner has no adapters")
-            lora = self._lora.lora_pass(step.segments, step.num_rows)
-            head_lora = self._lora.head_pass(step.logits_segments, step.logits_rows.shape[0])
+        lora = inputs.adapters(step.segments, step.num_rows)
+        head_lora = inputs.head_adapters(step.logits_segments, step.logits_rows.shape[0])
         previous = self._previous
         drawn = _Drawn({row.seq.request_id: s for s, row in enumerate(rows)})
-        future = self._executor.submit(lambda: self._run(step, sampling, lora, head_lora, previous, drawn))
+        pending = _pending(step, previous, inputs)
+        future = self._executor.submit(
+            lambda: self._run(inputs, step, sampling, lora, head_lora, pending, previous, drawn)
+        )
         self._previous = drawn
         slices = () if step.prompt_rows is None else step.prompt_rows.slices
         return StepHandle(
@@ -154,14 +164,20 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(
         self,
+        inputs: StepInputs,
         step: FlatStep,
         sampling: SamplingBatch,
         lora: LoraPass | None,
         head_lora: LoraPass | None,
+        pending: _Pending | None,
         previous: _Drawn,
         drawn: _Drawn,
     ) -> _OnHost:
-        token_ids = _fill_pending(step, previous)
+        inputs.send()
+        token_ids = step.token_ids
+        if pending is not None and previous.tokens is not None:
+            # In place: a recorded step reads its tokens there.
+            token_ids.index_copy_(0, pending.rows, previous.tokens.index_select(0, pending.sources))
         logits = self._model.forward(
             ForwardBatch(
                 token_ids=token_ids,
@@ -189,17 +205,14 @@ class ModelRunner:
         return _to_host(tokens, ok, output, prompt)
 
 
-def _fill_pending(step: FlatStep, previous: _Drawn) -> torch.Tensor:
-    """The input tokens, with those that the previous step drew. A request that it drew nothing for has failed
-    there, and nobody wants its row: it keeps the harmless 0."""
-    if not step.pending or previous.tokens is None:
-        return step.token_ids
+def _pending(step: FlatStep, previous: _Drawn, upload: Upload) -> _Pending | None:
+    """A request that the previous step drew nothing for has failed there, and nobody wants its row: it keeps the
+    harmless 0."""
     found = [(row, previous.row_of[name]) for row, name in step.pending if name in previous.row_of]
-    rows, sources = zip(*found, strict=True) if found else ((), ())
-    device = step.token_ids.device
-    into = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-    source = torch.tensor(sources, dtype=torch.int64).to(device, non_blocking=True)
-    return step.token_ids.index_copy(0, into, previous.tokens.index_select(0, source))
+    if not found:
+        return None
+    rows, sources = zip(*found, strict=True)
+    return _Pending(upload.ints(rows), upload.ints(sources))
 
 
 def _prompt_scores(

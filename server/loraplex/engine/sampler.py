@@ -89,37 +89,30 @@ def _thresholds(weights: torch.Tensor, ranking: Ranking) -> torch.Tensor:
     size, vocab_size = weights.shape
     if weights.device.type != "cpu" or vocab_size <= _CANDIDATES:
         return _ranked_thresholds(weights, ranking.top_k, ranking.top_p, vocab_size)[0]
-    shallow = [f for f in range(size) if ranking.top_k[f] <= _CANDIDATES or ranking.top_k[f] == vocab_size]
+    shallow = [f for f in range(size) if ranking.depths[f] <= _CANDIDATES or ranking.depths[f] == vocab_size]
     answer = torch.zeros(size, dtype=weights.dtype)
     undecided = set(range(size)) - set(shallow)
     if shallow:
         thresholds, decided = _ranked_thresholds(
-            weights[shallow],
-            tuple(ranking.top_k[f] for f in shallow),
-            tuple(ranking.top_p[f] for f in shallow),
-            _CANDIDATES,
+            weights[shallow], ranking.top_k[shallow], ranking.top_p[shallow], _CANDIDATES
         )
         answer[shallow] = thresholds
         undecided |= {f for f, done in zip(shallow, decided.tolist(), strict=True) if not done}
     if undecided:
         deep = sorted(undecided)
         answer[deep] = _ranked_thresholds(
-            weights[deep],
-            tuple(ranking.top_k[f] for f in deep),
-            tuple(ranking.top_p[f] for f in deep),
-            vocab_size,
+            weights[deep], ranking.top_k[deep], ranking.top_p[deep], vocab_size
         )[0]
     return answer
 
 
 def _ranked_thresholds(
-    weights: torch.Tensor, top_k: tuple[int, ...], top_p: tuple[float, ...], depth: int
+    weights: torch.Tensor, k: torch.Tensor, p: torch.Tensor, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[F] thresholds, and [F] bool: whether the best `depth` tokens decided the row."""
+    """k [F, 1] int64, p [F, 1] float64 → [F] thresholds, and [F] bool: whether the best `depth` tokens decided the
+    row."""
     vocab_size = weights.shape[1]
     ranked = (weights.topk(depth) if depth < vocab_size else weights.sort(descending=True)).values
-    k = torch.tensor(top_k, dtype=torch.int64).to(weights.device, non_blocking=True)[:, None]
-    p = torch.tensor(top_p, dtype=torch.float64).to(weights.device, non_blocking=True)[:, None]
     limited = k <= depth
     by_k = ranked.gather(1, (k - 1).clamp_max(depth - 1)) * limited
     # top_p shares out what top_k left.

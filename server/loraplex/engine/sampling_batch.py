@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loraplex.engine.inputs import Upload
 from loraplex.engine.sampling_noise import uniform
 from loraplex.engine.types import SamplingParams, ScheduledSequence
 from loraplex.engine.types import Sequence as EngineSequence
@@ -32,12 +33,13 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """For F of the drawn rows, positions `index` [F] among them: `top_k` (the vocabulary's size where it is off)
-    and `top_p`, on the host, because they decide how far a row must be sorted."""
+    """For F of the drawn rows, positions `index` [F] among them: `top_k` [F, 1] int64 (the vocabulary's size where it
+    is off) and `top_p` [F, 1] float64. `depths` is top_k on the host, where it decides how far a row must be sorted."""
 
     index: torch.Tensor
-    top_k: tuple[int, ...]
-    top_p: tuple[float, ...]
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    depths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +102,18 @@ def build_sampling_batch(
     vocab_size: int,
     eos_ids: frozenset[int],
     history: TokenHistory,
-    device: torch.device,
+    upload: Upload,
 ) -> SamplingBatch:
     """`rows` are the slices that sample, in the order of the logits. Token ids beyond the vocabulary are passed
     over: they can neither occur nor be drawn."""
     history.keep(row.seq.request_id for row in rows)
     return SamplingBatch(
         num_rows=len(rows),
-        penalties=_penalties(rows, vocab_size, history, device),
-        bias=_bias(rows, vocab_size, device),
-        banned=_banned(rows, vocab_size, eos_ids, device),
-        draws=_draws(rows, vocab_size, device),
-        scores=_scores(rows, device),
+        penalties=_penalties(rows, vocab_size, history, upload),
+        bias=_bias(rows, vocab_size, upload),
+        banned=_banned(rows, vocab_size, eos_ids, upload),
+        draws=_draws(rows, vocab_size, upload),
+        scores=_scores(rows, upload),
     )
 
 
@@ -120,7 +122,7 @@ def _has_penalty(p: SamplingParams) -> bool:
 
 
 def _penalties(
-    rows: Sequence[ScheduledSequence], vocab_size: int, history: TokenHistory, device: torch.device
+    rows: Sequence[ScheduledSequence], vocab_size: int, history: TokenHistory, upload: Upload
 ) -> Penalties | None:
     chosen = [(s, row) for s, row in enumerate(rows) if _has_penalty(row.seq.request.sampling)]
     if not chosen:
@@ -135,18 +137,18 @@ def _penalties(
     params = [row.seq.request.sampling for _, row in chosen]
     pending = [p for p, (_, row) in enumerate(chosen) if row.pending_input]
     return Penalties(
-        rows=_ints([s for s, _ in chosen], device),
-        repetition=_floats([p.repetition_penalty for p in params], device),
-        presence=_floats([p.presence_penalty for p in params], device),
-        frequency=_floats([p.frequency_penalty for p in params], device),
-        context=torch.from_numpy(np.concatenate(context)).to(device, non_blocking=True),
-        outputs=torch.from_numpy(np.concatenate(outputs)).to(device, non_blocking=True),
-        pending=_ints(pending, device),
+        rows=upload.ints([s for s, _ in chosen]),
+        repetition=upload.floats([p.repetition_penalty for p in params])[:, None],
+        presence=upload.floats([p.presence_penalty for p in params])[:, None],
+        frequency=upload.floats([p.frequency_penalty for p in params])[:, None],
+        context=upload.ints(np.concatenate(context)),
+        outputs=upload.ints(np.concatenate(outputs)),
+        pending=upload.ints(pending),
     )
 
 
 def _bias(
-    rows: Sequence[ScheduledSequence], vocab_size: int, device: torch.device
+    rows: Sequence[ScheduledSequence], vocab_size: int, upload: Upload
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     indices: list[int] = []
     values: list[float] = []
@@ -157,11 +159,11 @@ def _bias(
                 values.append(value)
     if not indices:
         return None
-    return _ints(indices, device), _floats(values, device)[:, 0]
+    return upload.ints(indices), upload.floats(values)
 
 
 def _banned(
-    rows: Sequence[ScheduledSequence], vocab_size: int, eos_ids: frozenset[int], device: torch.device
+    rows: Sequence[ScheduledSequence], vocab_size: int, eos_ids: frozenset[int], upload: Upload
 ) -> torch.Tensor | None:
     indices: set[int] = set()
     for s, row in enumerate(rows):
@@ -169,10 +171,10 @@ def _banned(
         if row.output_index < params.min_tokens:
             ends = set(params.stop_token_ids) if params.ignore_eos else eos_ids.union(params.stop_token_ids)
             indices.update(s * vocab_size + token for token in ends if 0 <= token < vocab_size)
-    return _ints(sorted(indices), device) if indices else None
+    return upload.ints(sorted(indices)) if indices else None
 
 
-def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, device: torch.device) -> Draws | None:
+def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, upload: Upload) -> Draws | None:
     chosen = [(s, row) for s, row in enumerate(rows) if row.seq.request.sampling.temperature > 0.0]
     if not chosen:
         return None
@@ -181,29 +183,23 @@ def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, device: torch.dev
     ranked = [r for r, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
     ranking = None
     if ranked:
-        top_k = tuple(params[r].top_k if 0 < params[r].top_k < vocab_size else vocab_size for r in ranked)
-        ranking = Ranking(_ints(ranked, device), top_k, tuple(params[r].top_p for r in ranked))
+        depths = tuple(params[r].top_k if 0 < params[r].top_k < vocab_size else vocab_size for r in ranked)
+        top_p = upload.doubles([params[r].top_p for r in ranked])
+        ranking = Ranking(upload.ints(ranked), upload.ints(depths)[:, None], top_p[:, None], depths)
     return Draws(
-        rows=_ints([s for s, _ in chosen], device),
-        temperature=_floats([p.temperature for p in params], device),
-        uniform=torch.tensor(noise, dtype=torch.float64)[:, None].to(device, non_blocking=True),
-        min_p=_floats([p.min_p for p in params], device) if any(p.min_p > 0.0 for p in params) else None,
+        rows=upload.ints([s for s, _ in chosen]),
+        temperature=upload.floats([p.temperature for p in params])[:, None],
+        uniform=upload.doubles(noise)[:, None],
+        min_p=upload.floats([p.min_p for p in params])[:, None]
+        if any(p.min_p > 0.0 for p in params)
+        else None,
         ranking=ranking,
     )
 
 
-def _scores(rows: Sequence[ScheduledSequence], device: torch.device) -> AskedScores | None:
+def _scores(rows: Sequence[ScheduledSequence], upload: Upload) -> AskedScores | None:
     asked = [(s, row.seq.request.sampling.logprobs) for s, row in enumerate(rows)]
     chosen = {s: num_top for s, num_top in asked if num_top is not None}
     if not chosen:
         return None
-    return AskedScores(_ints(list(chosen), device), tuple(chosen), tuple(chosen.values()))
-
-
-def _ints(values: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
-
-
-def _floats(values: list[float], device: torch.device) -> torch.Tensor:
-    """[n, 1] float32."""
-    return torch.tensor(values, dtype=torch.float32)[:, None].to(device, non_blocking=True)
+    return AskedScores(upload.ints(list(chosen)), tuple(chosen), tuple(chosen.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import embedding
@@ -12,12 +13,10 @@ from torch.nn.functional import embedding
 from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import Checkpoint, open_checkpoint
-from loraplex.kernels.activation import gelu_tanh_and_mul, silu_and_mul
-from loraplex.kernels.attention import AttentionBatch, paged_attention, write_kv
 from loraplex.kernels.dense import linear
 from loraplex.kernels.groups import HEAD, SiteGroup
-from loraplex.kernels.norm import add_rms_norm, add_rms_norm_float32, rms_norm, rms_norm_float32
-from loraplex.kernels.rope import apply_rope, rope_cos_sin
+from loraplex.kernels.ops import Ops, resolve_ops
+from loraplex.kernels.rope import rope_cos_sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,11 @@ class FusedDecoder:
         embed: torch.Tensor,
         norm: torch.Tensor,
         head: torch.Tensor,
+        *,
+        ops: Ops | None = None,
     ) -> None:
         self._spec = spec
+        self._ops = ops or resolve_ops("torch")
         self._layers = tuple(layers)
         self._embed = embed
         self._norm = norm
@@ -73,12 +75,12 @@ class FusedDecoder:
         # What differs between families is chosen here, so that the loop over the layers asks nothing.
         if spec.gemma:
             self._run_layers = self._gemma_layers
-            self._rms_norm, self._add_rms_norm = rms_norm_float32, add_rms_norm_float32
+            self._add_rms_norm = self._ops.add_rms_norm_float32
             # As transformers rounds it: in the embeddings' dtype.
             self._embed_scale = float(torch.tensor(spec.hidden_size**0.5).to(embed.dtype))
         else:
             self._run_layers = self._llama_layers
-            self._rms_norm, self._add_rms_norm = rms_norm, add_rms_norm
+            self._add_rms_norm = self._ops.add_rms_norm
             self._embed_scale = 1.0
 
     @property
@@ -127,7 +129,8 @@ class FusedDecoder:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         spec = self._spec
-        batch.kv.begin(batch.fresh_blocks)
+        if self._ops.reads_unwritten:
+            batch.kv.begin(batch.fresh_blocks)
         cos_sin = [
             rope_cos_sin(batch.positions, inv_freq, rope.attention_factor)
             for inv_freq, rope in zip(self._inv_freqs, spec.rope.ropes, strict=True)
@@ -153,17 +156,17 @@ class FusedDecoder:
         self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
     ) -> torch.Tensor:
         """A norm before each half of a layer. Returns what is still to be added to `residual`."""
-        eps, lora = self._spec.rms_norm_eps, batch.lora
+        eps, lora, ops = self._spec.rms_norm_eps, batch.lora, self._ops
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             if x is None:
-                x = rms_norm(residual, layer.input_norm, eps)
+                x = ops.rms_norm(residual, layer.input_norm, eps)
             else:
-                x = add_rms_norm(x, residual, layer.input_norm, eps)
+                x = ops.add_rms_norm(x, residual, layer.input_norm, eps)
             x = self._attention(index, layer, x, cos_sin[index], batch.attention, batch.kv, lora)
-            x = add_rms_norm(x, residual, layer.mlp_norm, eps)
+            x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = _apply(layer.gate_up, x, index, "gate_up", lora)
-            x = _apply(layer.down, silu_and_mul(x), index, "down", lora)
+            x = _apply(layer.down, ops.silu_and_mul(x), index, "down", lora)
         assert x is not None
         return x
 
@@ -171,21 +174,21 @@ class FusedDecoder:
         self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
     ) -> torch.Tensor:
         """A norm before each half of a layer and one behind it, in float32. Returns as `_llama_layers` does."""
-        eps, lora = self._spec.rms_norm_eps, batch.lora
+        eps, lora, ops = self._spec.rms_norm_eps, batch.lora, self._ops
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             assert layer.attention_out_norm is not None
             assert layer.mlp_out_norm is not None
             if x is None:
-                x = rms_norm_float32(residual, layer.input_norm, eps)
+                x = ops.rms_norm_float32(residual, layer.input_norm, eps)
             else:
-                x = add_rms_norm_float32(x, residual, layer.input_norm, eps)
+                x = ops.add_rms_norm_float32(x, residual, layer.input_norm, eps)
             x = self._attention(index, layer, x, cos_sin[index], batch.attention, batch.kv, lora)
-            x = rms_norm_float32(x, layer.attention_out_norm, eps)
-            x = add_rms_norm_float32(x, residual, layer.mlp_norm, eps)
+            x = ops.rms_norm_float32(x, layer.attention_out_norm, eps)
+            x = ops.add_rms_norm_float32(x, residual, layer.mlp_norm, eps)
             x = _apply(layer.gate_up, x, index, "gate_up", lora)
-            x = _apply(layer.down, gelu_tanh_and_mul(x), index, "down", lora)
-            x = rms_norm_float32(x, layer.mlp_out_norm, eps)
+            x = _apply(layer.down, ops.gelu_tanh_and_mul(x), index, "down", lora)
+            x = ops.rms_norm_float32(x, layer.mlp_out_norm, eps)
         assert x is not None
         return x
 
@@ -195,7 +198,7 @@ class FusedDecoder:
         layer: LayerWeights,
         x: torch.Tensor,
         cos_sin: _CosSin,
-        attention: AttentionBatch,
+        attention: Any,
         kv: KVCache,
         lora: LoraPass | None,
     ) -> torch.Tensor:
@@ -203,18 +206,19 @@ class FusedDecoder:
         num_rows = x.shape[0]
         qkv = _apply(layer.qkv, x, index, "qkv", lora)
         heads = qkv.view(num_rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        q, k = heads[:, : spec.num_heads], heads[:, spec.num_heads : spec.num_heads + spec.num_kv_heads]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q.copy_(self._rms_norm(q, layer.q_norm, spec.rms_norm_eps))
-            k.copy_(self._rms_norm(k, layer.k_norm, spec.rms_norm_eps))
-        # q and k lie side by side: one rotation for both, and k beside v: one write for both.
-        apply_rope(heads[:, : spec.num_heads + spec.num_kv_heads], *cos_sin)
         cache = kv.layer(index)
-        write_kv(
-            heads[:, spec.num_heads :].view(num_rows, 2, spec.num_kv_heads, spec.head_dim), cache, attention
+        self._ops.rotate_and_write(
+            heads,
+            spec.num_heads,
+            *cos_sin,
+            cache,
+            attention,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=spec.rms_norm_eps,
         )
-        out = paged_attention(
-            q,
+        out = self._ops.paged_attention(
+            heads[:, : spec.num_heads],
             cache,
             attention,
             scale=spec.attention_scale,

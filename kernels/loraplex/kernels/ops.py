@@ -1,0 +1,144 @@
+"""The kernels that a decoder's layers are made of, chosen once for a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from loraplex.kernels import activation, attention, norm, rope
+from loraplex.kernels.backend import Backend
+
+Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+class RotateAndWrite(Protocol):
+    def __call__(
+        self,
+        heads: torch.Tensor,
+        num_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        batch: Any,
+        *,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> None:
+        """Norm the queries and keys of `heads` [T, Hq + 2·Hkv, D] by head where there are weights [D] for it, rotate
+        them by cos and sin [T, 1, R/2], and write keys and values into one layer's cache [N, P, 2, Hkv, D]. Queries
+        are changed in place; what `heads` holds of keys afterwards is not said."""
+        ...
+
+
+class PagedAttention(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        batch: Any,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """The formula of `loraplex.kernels.attention`; `batch` is what the backend lays a step out as."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation of each, with the shapes and the rounding of `loraplex.kernels.norm`, `.activation`,
+    `.rope` and `.attention`. `reads_unwritten`: whether attention reads positions of a block that its sequence has
+    not written, so that a block must be cleared before it is begun."""
+
+    rms_norm: Norm
+    add_rms_norm: AddNorm
+    rms_norm_float32: Norm
+    add_rms_norm_float32: AddNorm
+    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    rotate_and_write: RotateAndWrite
+    paged_attention: PagedAttention
+    reads_unwritten: bool
+
+
+def resolve_ops(backend: Backend) -> Ops:
+    """The implementations of a backend that `resolve_backend` returned."""
+    return _torch_ops() if backend == "torch" else _triton_ops()
+
+
+def _torch_ops() -> Ops:
+    return Ops(
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        rms_norm_float32=norm.rms_norm_float32,
+        add_rms_norm_float32=norm.add_rms_norm_float32,
+        silu_and_mul=activation.silu_and_mul,
+        gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
+        rotate_and_write=_rotate_and_write,
+        paged_attention=attention.paged_attention,
+        reads_unwritten=True,
+    )
+
+
+def _triton_ops() -> Ops:
+    # Triton need not be there where it does not run.
+    from loraplex.kernels import activation_triton, attention_triton, norm_triton, rope_triton
+
+    def rotate_and_write(
+        heads: torch.Tensor,
+        num_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        batch: attention_triton.TritonAttentionBatch,
+        *,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> None:
+        rope_triton.rope_and_write_kv(
+            heads, num_heads, cos, sin, cache, batch.slots, q_norm=q_norm, k_norm=k_norm, eps=eps
+        )
+
+    return Ops(
+        rms_norm=norm_triton.rms_norm,
+        add_rms_norm=norm_triton.add_rms_norm,
+        rms_norm_float32=norm_triton.rms_norm_float32,
+        add_rms_norm_float32=norm_triton.add_rms_norm_float32,
+        silu_and_mul=activation_triton.silu_and_mul,
+        gelu_tanh_and_mul=activation_triton.gelu_tanh_and_mul,
+        rotate_and_write=rotate_and_write,
+        paged_attention=attention_triton.paged_attention,
+        reads_unwritten=False,
+    )
+
+
+def _rotate_and_write(
+    heads: torch.Tensor,
+    num_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    batch: attention.AttentionBatch,
+    *,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> None:
+    num_rows, _, head_dim = heads.shape
+    num_kv_heads = cache.shape[3]
+    if q_norm is not None and k_norm is not None:
+        q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+        # A weight in float32 is one that must not be rounded first.
+        rms_norm = norm.rms_norm if q_norm.dtype is heads.dtype else norm.rms_norm_float32
+        q.copy_(rms_norm(q, q_norm, eps))
+        k.copy_(rms_norm(k, k_norm, eps))
+    # q and k lie side by side: one rotation for both, and k beside v: one write for both.
+    rope.apply_rope(heads[:, : num_heads + num_kv_heads], cos, sin)
+    attention.write_kv(heads[:, num_heads:].view(num_rows, 2, num_kv_heads, head_dim), cache, batch)
