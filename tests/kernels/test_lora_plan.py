@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_every_row_with_an_adapter_is_listed_once_and_no_other(step, fixed: bool
             assert not shrunk
         assert sorted(expanded) == sorted(wanted)
         hidden.sort()
-        assert all(end <= start for (_, end), (start, _) in zip(hidden, hidden[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in pairwise(hidden))
         assert not hidden or hidden[-1][1] <= work.hidden
     if fixed:
         assert not any(map(any, work.pieces[LARGE]))

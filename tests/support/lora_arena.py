@@ -96,7 +96,7 @@ def make_arena(
         ]
         for rank in ranks
     ]
-    max_chunks = max(max(map(max, chunks)), -(-(max_rank or 0) // CHUNK))
+    max_chunks = max(*map(max, chunks), -(-(max_rank or 0) // CHUNK))
     size = dtype.itemsize
     granule = GRANULE_BYTES // size
     shape = (len(ranks), num_layers, len(sites))

@@ -50,6 +50,16 @@ class AdapterArena:
         self._last_head: tuple[object, LoraPass | None] = (None, None)
 
     @property
+    def layers(self) -> LoraWeights:
+        """Where the tiles of each slot lie, but for the head's."""
+        return self._layers
+
+    @property
+    def head(self) -> LoraWeights | None:
+        """The same of the head, as a model of one layer. None where adapters can't change it."""
+        return self._head
+
+    @property
     def num_bytes(self) -> int:
         """Device memory that it takes."""
         return self._pages.numel()
