@@ -143,9 +143,8 @@ def test_equals_the_formula(arenas, name: str, batch: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ["float32", "odd"])
-def test_equals_the_formula_over_every_kind_of_batch(arenas, name: str, batch: str) -> None:
-    run_all(arenas[name], BATCHES[batch], torch.float32, range(LAYERS))
+def test_equals_the_formula_over_every_kind_of_batch(arenas, batch: str) -> None:
+    run_all(arenas["odd"], BATCHES[batch], torch.float32, range(LAYERS))
 
 
 @pytest.mark.parametrize("batch", FEW)
