@@ -170,6 +170,8 @@ class TestKeys:
             {"expires_at": "2001-01-01T00:00:00Z"},
             {"expires_at": "2099-01-01T00:00:00"},
             {"expires_at": 4070908800},
+            {"expires_at": "9999-12-31T23:59:59-14:00"},
+            {"expires_at": "0001-01-01T00:00:00+14:00"},
             {"models": [""]},
             {"models": ["a\u0000b"]},
             {"limits": {"max_adapters": 3}},

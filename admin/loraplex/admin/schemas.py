@@ -21,7 +21,10 @@ def _rfc3339(value: datetime) -> str:
 def _with_zone(value: datetime) -> datetime:
     if value.tzinfo is None:
         raise ValueError("a time needs its zone, such as 2030-01-31T00:00:00Z")
-    return value.astimezone(UTC)
+    try:
+        return value.astimezone(UTC)
+    except OverflowError:
+        raise ValueError("a time must lie in the years 1 to 9999 in UTC too") from None
 
 
 def _plain_text(value: str) -> str:
