@@ -36,6 +36,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "max_body": ("1MiB", 1 << 20),
     "lookahead": ("1", "1"),
     "threads": ("3", 3),
+    "kernels": ("torch", "torch"),
     "database_url": ("sqlite:////x/y.db", "sqlite:////x/y.db"),
     "database_staleness": ("60", 60.0),
     "artifact_url": ("file:///x", "file:///x"),

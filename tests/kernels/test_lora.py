@@ -271,9 +271,14 @@ def test_bad_shapes_are_refused(zoos: dict[str, Zoo]) -> None:
         lora.apply(0, "qkv", torch.zeros(2, 40), torch.zeros(2, 80))
 
 
-def test_backends_are_resolved_and_never_replaced_silently() -> None:
+def test_backends_are_resolved_and_never_replaced_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert resolve_backend("auto", cpu) == "torch"
     assert resolve_backend("torch", cpu) == "torch"
-    with pytest.raises(BackendUnavailable, match="triton"):
+    assert resolve_backend("triton", cpu) == "triton"  # interpreted, in tests
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert resolve_backend("auto", cpu) == "torch"
+    with pytest.raises(BackendUnavailable, match="the device is 'cpu'"):
         resolve_backend("triton", cpu)
+    with pytest.raises(BackendUnavailable, match="no 'cuda' kernels"):
+        resolve_backend("cuda", cpu)

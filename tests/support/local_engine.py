@@ -14,6 +14,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.store import ArtifactStore
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.factory import build_engine
+from loraplex.engine.inputs import Recorder
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 
 
@@ -26,6 +27,7 @@ class LocalEngine:
         work_dir: Path,
         *,
         wrap_model: Callable[[Any], Any] | None = None,
+        recorder: Recorder | None = None,
         **settings: Any,
     ) -> None:
         self.store = ArtifactStore(work_dir / "artifacts")
@@ -33,7 +35,7 @@ class LocalEngine:
         config = EngineConfig(
             model_path=str(model_dir), artifact_dir=str(work_dir / "artifacts"), device="cpu", **settings
         )
-        self.built = build_engine(config, lambda: None, wrap_model=wrap_model)
+        self.built = build_engine(config, lambda: None, wrap_model=wrap_model, recorder=recorder)
         self.core = self.built.core
         self.events: dict[str, list[TokenEvent]] = {}
 

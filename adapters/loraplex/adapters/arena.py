@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loraplex.adapters.device_lora import DeviceLora, effective_segments
 from loraplex.adapters.layout import ArenaLayout
 from loraplex.adapters.weights import HEAD_LAYER, HostImage
 from loraplex.kernels.backend import resolve_backend
@@ -34,7 +35,7 @@ class AdapterArena:
     ) -> None:
         self.layout = layout
         self.device = device
-        self._backend = resolve_backend(kernels, device)
+        self.backend = resolve_backend(kernels, device)
         self._num_pages = num_pages
         self._pages = torch.empty(num_pages + 1, layout.page_bytes, dtype=torch.uint8, device=device)
         self._pages[0].zero_()
@@ -48,6 +49,7 @@ class AdapterArena:
         self._writes = [0] * num_slots
         self._last: tuple[object, LoraPass | None] = (None, None)
         self._last_head: tuple[object, LoraPass | None] = (None, None)
+        self._device_lora: DeviceLora | None = None
 
     @property
     def layers(self) -> LoraWeights:
@@ -107,14 +109,19 @@ class AdapterArena:
             self._last_head = (key, self._begin(self._head, segments, num_rows))
         return self._last_head[1]
 
+    def device_lora(self, max_rows: int, max_sequences: int) -> DeviceLora:
+        """Passes whose lists travel with a step's other inputs, for steps of up to so many rows of so many sequences.
+        To be called once, by whoever runs the steps, and before the first `write`; for the backend "triton"."""
+        assert self._device_lora is None
+        assert not self._filled.any()
+        self._device_lora = DeviceLora(
+            self._layers, self._head, self._filled, max_rows=max_rows, max_sequences=max_sequences
+        )
+        return self._device_lora
+
     def _begin(self, weights: LoraWeights, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
-        chosen = []
-        for slot, first, count in segments:
-            if slot >= 0 and (slot >= len(self._filled) or not self._filled[slot]):
-                raise ValueError(f"slot {slot} holds no adapter")
-            # One that changes nothing here is the base model's, here.
-            chosen.append((slot if slot >= 0 and weights.num_chunks[slot] else -1, first, count))
-        return begin_pass(self._backend, weights, self._scratch, chosen, num_rows)
+        chosen = effective_segments(segments, weights, self._filled)
+        return begin_pass(self.backend, weights, self._scratch, chosen, num_rows)
 
     def _empty_tables(self, groups: tuple[SiteGroup, ...], num_layers: int, num_slots: int) -> LoraWeights:
         places = (num_layers, sum(len(group.sites) for group in groups))
@@ -165,3 +172,5 @@ class AdapterArena:
             weights.vectors[slot] = 0
             weights.vectors[slot, np.zeros_like(layers) if of_head else layers, numbers] = place(tile)
         self._filled[slot] = True
+        if self._device_lora is not None:
+            self._device_lora.write(slot)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Literal
 
 import torch
 
-Backend = Literal["torch"]
-AVAILABLE: tuple[Backend, ...] = ("torch",)
-"""The implementations that this version has, by name. "torch" runs on any device."""
+Backend = Literal["torch", "triton"]
+"""The implementations, by name. "torch" runs on any device, "triton" on GPUs, and where its kernels are interpreted,
+as in tests (TRITON_INTERPRET=1)."""
+_MIN_CAPABILITY = (8, 0)
+"""Of a GPU: what the kernels' tiles and types are made for."""
 
 
 class BackendUnavailable(ValueError):
@@ -20,11 +24,26 @@ def resolve_backend(choice: str, device: torch.device) -> Backend:
 
     Raises BackendUnavailable rather than fall back where an explicit choice can't be had.
     """
-    if choice == "auto":
+    if choice == "torch":
         return "torch"
-    for name in AVAILABLE:
-        if name == choice:
-            return name
-    raise BackendUnavailable(
-        f"there are no {choice!r} kernels for {device.type!r}; choose auto or {', '.join(AVAILABLE)}"
-    )
+    obstacle = _obstacle_to_triton(device)
+    if choice == "auto":
+        return "triton" if device.type == "cuda" and obstacle is None else "torch"
+    if choice == "triton":
+        if obstacle is None:
+            return "triton"
+        raise BackendUnavailable(f"the triton kernels can't run here: {obstacle}; choose auto or torch")
+    raise BackendUnavailable(f"there are no {choice!r} kernels; choose auto, torch or triton")
+
+
+def _obstacle_to_triton(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"the device is {device.type!r}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and 8.0 is needed"
+    return None

@@ -61,7 +61,11 @@ def begin_pass(
     by_slot = segments_by_slot(segments, weights.num_chunks, num_rows)
     if not by_slot:
         return None
-    return _PASSES[backend](weights, scratch, by_slot, num_rows)
+    if backend == "torch":
+        return TorchLoraPass(weights, scratch, by_slot, num_rows)
+    from loraplex.kernels.lora_triton import TritonLoraPass  # need not be there where it does not run
+
+    return TritonLoraPass(weights, scratch, by_slot, num_rows)
 
 
 def lora_reference(
@@ -89,6 +93,3 @@ def lora_reference(
                 out[t, column : column + width] += scaling * (b.double() @ (a.double() @ x[t].double()))
             column += width
     return out
-
-
-_PASSES = {"torch": TorchLoraPass}

@@ -122,6 +122,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
         adapter_load_timeout=settings.adapter_load_timeout,
         lookahead=cast(Literal[-1, 0, 1], lookahead),
         num_threads=settings.threads,
+        kernels=settings.kernels,
         cache_dir=str(settings.data_dir.resolve()),
     )
 

@@ -13,7 +13,8 @@ BLOCK_SIZE = 16
 class EngineConfig:
     """What an engine process is started with. Sizes in bytes, tokens or sequences as named; 0 means "choose
     from the machine" for the memory sizes and "what the model allows" for `max_model_len`. `lookahead` -1 is 1
-    on a GPU and 0 elsewhere. `cache_dir` keeps what is costly to find out about a base model."""
+    on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device runs. `cache_dir` keeps what is costly to
+    find out about a base model."""
 
     model_path: str
     artifact_dir: str
@@ -29,6 +30,7 @@ class EngineConfig:
     max_adapter_rank: int = 64
     lookahead: Literal[-1, 0, 1] = -1
     num_threads: int = 0
+    kernels: Literal["auto", "torch", "triton"] = "auto"
     adapter_load_timeout: float = 60.0
     cache_dir: str | None = None
     model_name: str = ""

@@ -22,6 +22,7 @@ from loraplex.adapters.weights import HostImage
 from loraplex.engine.config import BLOCK_SIZE, EngineConfig, SchedulerConfig
 from loraplex.engine.core import EngineCore
 from loraplex.engine.executor import Executor
+from loraplex.engine.inputs import Recorder, StepLimits
 from loraplex.engine.kv_memory import WatchedKVCache, available_memory, block_bytes, size_kv_cache
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.fused import FusedDecoder
@@ -29,6 +30,7 @@ from loraplex.engine.model.loading import eos_token_ids, load_model
 from loraplex.engine.progress import Progress
 from loraplex.engine.protocol import EngineInfo
 from loraplex.engine.runner import ModelRunner
+from loraplex.kernels.backend import BackendUnavailable, resolve_backend
 from loraplex.kernels.lora import CHUNK
 
 MAX_SLOTS = 1024
@@ -47,7 +49,7 @@ class AdapterMemoryTooSmall(LoraplexError):
 
 
 class DeviceUnavailable(LoraplexError):
-    """The device that was asked for is not there."""
+    """The device that was asked for is not there, or can't run the kernels that were."""
 
     code = "device_unavailable"
 
@@ -68,19 +70,30 @@ class BuiltEngine:
 
 
 def build_engine(
-    config: EngineConfig, wake: Callable[[], None], *, wrap_model: Callable[[Model], Model] | None = None
+    config: EngineConfig,
+    wake: Callable[[], None],
+    *,
+    wrap_model: Callable[[Model], Model] | None = None,
+    recorder: Recorder | None = None,
 ) -> BuiltEngine:
     """Load the base model, size the KV cache and the arena, and put an engine around them.
 
     `wake` is called from loader threads when the core should look again. `wrap_model` may put something around
-    the model, such as a recorder of its logits. Raises LoraplexError with what is wrong and what to do.
+    the model, such as a recorder of its logits. `recorder` records decoding steps where the model's kernels allow it;
+    CUDA graphs do on a GPU unless another one is given. Raises LoraplexError with what is wrong and what to do.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = _device(config.device)
+    try:
+        resolve_backend(config.kernels, device)
+    except BackendUnavailable as error:
+        raise DeviceUnavailable(f"--kernels {config.kernels}: {error}") from error
     model_dir = Path(config.model_path)
     base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
-    model = load_model(model_dir, device, config.dtype, max_model_len=config.max_model_len)
+    model = load_model(
+        model_dir, device, config.dtype, max_model_len=config.max_model_len, kernels=config.kernels
+    )
     layout = ArenaLayout(
         model.site_groups,
         model.num_layers,
@@ -92,7 +105,7 @@ def build_engine(
     host_bytes = config.adapter_cpu_memory or _share_of(torch.device("cpu"), _MAX_ADAPTER_CPU_MEMORY)
     _require_room("--adapter-memory", num_pages * layout.page_bytes, layout)
     _require_room("--adapter-cpu-memory", host_bytes, layout)
-    arena = AdapterArena(layout, num_pages, num_slots, device)
+    arena = AdapterArena(layout, num_pages, num_slots, device, kernels=config.kernels)
     size = size_kv_cache(
         model.shape,
         model.dtype,
@@ -117,7 +130,15 @@ def build_engine(
     )
     eos_ids = eos_token_ids(model_dir)
     served = model if wrap_model is None else wrap_model(model)
-    runner = ModelRunner(served, kv, Executor(), eos_ids=eos_ids, lora=arena)
+    inputs = None
+    if model.attention_needs is not None:
+        # Triton need not be there where it does not run.
+        from loraplex.engine.graphs import prepare_inputs
+
+        max_blocks = -(-size.max_model_len // BLOCK_SIZE)
+        limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
+        inputs = prepare_inputs(served, model.attention_needs, kv, arena, limits, recorder)
+    runner = ModelRunner(served, kv, Executor(), eos_ids=eos_ids, lora=arena, inputs=inputs)
     core = EngineCore(
         SchedulerConfig(
             num_blocks=size.num_blocks,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,15 +49,11 @@ class Upload(Protocol):
 
 
 class StepInputs(Upload, Protocol):
-    """The inputs of one step, which the planning thread fills and the worker sends.
-
-    `num_padded`: rows that the pass computes; those beyond the step's own are nobody's. None where there are none.
-    """
-
-    num_padded: int | None
+    """The inputs of one step, which the planning thread fills and the worker sends."""
 
     def rows(self, name: str, values: Sequence[int]) -> torch.Tensor:
-        """One number a row, [T] int64, or [num_padded] with zeros behind."""
+        """One number a row: [T] int64. Where a recorded pass is to be replayed, as long as that one is, with zeros
+        behind the step's own rows."""
         ...
 
     def attention(
@@ -78,11 +75,31 @@ class StepInputs(Upload, Protocol):
         """Queue the copies. For the worker, before anything that reads them."""
         ...
 
+    def replay(self, with_adapters: bool) -> torch.Tensor | None:
+        """For the worker: run the recorded pass that the step is laid out for, and return its logits, a row for each
+        of its rows. None where there is none, and the model must be run."""
+        ...
+
+
+class Recorder(Protocol):
+    """Makes something that can be replayed of work that is queued on a device."""
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """What is returned does the same work again over the same memory, and returns what `work` returned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step. `max_blocks`: KV blocks of one sequence."""
+
+    max_rows: int
+    max_sequences: int
+    max_blocks: int
+
 
 class PlainInputs:
     """A tensor each, copied as it is made: what a CPU wants, where nothing is copied, and what runs anywhere."""
-
-    num_padded: int | None = None
 
     def __init__(self, device: torch.device, layer_block_bytes: int, lora: LoraSource | None) -> None:
         """`layer_block_bytes`: the size of one KV block of one layer."""
@@ -122,6 +139,9 @@ class PlainInputs:
 
     def send(self) -> None:
         """There is nothing left to do."""
+
+    def replay(self, with_adapters: bool) -> None:
+        return None
 
     def _source(self, segments: Segments) -> LoraSource:
         if self._lora is None:

@@ -178,18 +178,22 @@ class ModelRunner:
         if pending is not None and previous.tokens is not None:
             # In place: a recorded step reads its tokens there.
             token_ids.index_copy_(0, pending.rows, previous.tokens.index_select(0, pending.sources))
-        logits = self._model.forward(
-            ForwardBatch(
-                token_ids=token_ids,
-                positions=step.positions,
-                attention=step.attention,
-                fresh_blocks=step.fresh_blocks,
-                logits_rows=step.logits_rows,
-                kv=self._kv,
-                lora=lora,
-                head_lora=head_lora,
+        logits = inputs.replay(lora is not None or head_lora is not None)
+        if logits is not None:
+            logits = logits[: step.num_rows]
+        else:
+            logits = self._model.forward(
+                ForwardBatch(
+                    token_ids=token_ids,
+                    positions=step.positions,
+                    attention=step.attention,
+                    fresh_blocks=step.fresh_blocks,
+                    logits_rows=step.logits_rows,
+                    kv=self._kv,
+                    lora=lora,
+                    head_lora=head_lora,
+                )
             )
-        )
         output = prompt = None
         if (asked_prompt := step.prompt_rows) is not None:
             prompt_logits = logits.index_select(0, asked_prompt.rows)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import BLOCK_SIZE
-from loraplex.kernels.attention import AttentionBatch
+from loraplex.kernels.attention_tiling import AttentionShape
 from loraplex.kernels.groups import SiteGroup
 
 
@@ -17,6 +17,14 @@ class ModelUnsupported(LoraplexError):
     """This checkpoint can't be served; the message says which property of it, and what to do."""
 
     code = "model_unsupported"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What attention over lists of work must know of a model: its sizes, and the windows of its layers, each once."""
+
+    shape: AttentionShape
+    windows: tuple[int | None, ...]
 
 
 class LoraPass(Protocol):
@@ -43,8 +51,9 @@ class ModelShape:
 class KVCache:
     """One preallocated pool of KV blocks for all layers: [layers, N, 16, 2, Hkv, D], K before V.
 
-    Invariant: where a block belongs to a sequence, its positions beyond the sequence's end hold zeros. A block's
-    last owner may have left anything there, NaN included, and a masked NaN still spoils a sum.
+    Invariant, for kernels that read what is not written yet (`Ops.reads_unwritten`): where a block belongs to a
+    sequence, its positions beyond the sequence's end hold zeros. A block's last owner may have left anything there,
+    NaN included, and a masked NaN still spoils a sum.
     """
 
     def __init__(self, shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -73,15 +82,16 @@ class KVCache:
 class ForwardBatch:
     """The rows of one step, T in all, flat: sequences one after another, each with its next positions.
 
-    `token_ids`, `positions` [T] int64. `attention` knows where each sequence's KV lies. `fresh_blocks` [n] int64
-    are those that the step begins. `logits_rows` [S] int64 are the rows whose logits are wanted. `lora` is None
+    `token_ids`, `positions` [T] int64. `attention` knows where each sequence's KV lies, in the form that the model
+    takes. `fresh_blocks` [n] int64 are those that the step begins. `logits_rows` [S] int64 are the rows whose logits
+    are wanted. `lora` is None
     where no row has an adapter that changes a layer; `head_lora`, over the rows of `logits_rows`, where none has one
     that changes the head.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionBatch
+    attention: Any
     fresh_blocks: torch.Tensor
     logits_rows: torch.Tensor
     kv: KVCache
@@ -102,6 +112,11 @@ class Model(Protocol):
 
     @property
     def head_group(self) -> SiteGroup | None: ...
+
+    @property
+    def attention_needs(self) -> AttentionNeeds | None:
+        """None where attention takes an `AttentionBatch` (`loraplex.kernels.attention`)."""
+        ...
 
     @property
     def num_layers(self) -> int: ...

@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding
 
-from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, ModelShape, ModelUnsupported
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.model.base import (
+    AttentionNeeds,
+    ForwardBatch,
+    KVCache,
+    LoraPass,
+    ModelShape,
+    ModelUnsupported,
+)
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import Checkpoint, open_checkpoint
+from loraplex.kernels.attention_tiling import AttentionShape
 from loraplex.kernels.dense import linear
 from loraplex.kernels.groups import HEAD, SiteGroup
 from loraplex.kernels.ops import Ops, resolve_ops
@@ -89,6 +98,14 @@ class FusedDecoder:
         return ModelShape(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.vocab_size, spec.rope.max_positions
         )
+
+    @property
+    def attention_needs(self) -> AttentionNeeds | None:
+        if self._ops.reads_unwritten:
+            return None
+        spec = self._spec
+        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE)
+        return AttentionNeeds(shape, tuple(dict.fromkeys(spec.windows)))
 
     @property
     def num_layers(self) -> int:
@@ -242,13 +259,14 @@ def load_fused(
     device: torch.device,
     *,
     unread: tuple[str, ...] = (),
+    ops: Ops | None = None,
 ) -> FusedDecoder:
     """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the
     checkpoint. Tensors whose names begin with one of `unread` belong to other parts of a larger model. Raises
     ModelUnsupported for a tensor that is missing, of another shape, or unknown to the family: it would change the
     computation."""
     with open_checkpoint(model_dir) as checkpoint:
-        reader = _Reader(checkpoint, spec, dtype, device)
+        reader = _Reader(checkpoint, spec, dtype, device, ops)
         decoder = reader.decoder()
         leftover = [name for name in checkpoint.leftover() if not name.startswith(unread)]
     if leftover:
@@ -262,8 +280,14 @@ def load_fused(
 
 class _Reader:
     def __init__(
-        self, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Ops | None,
     ) -> None:
+        self._ops = ops
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype
@@ -278,7 +302,7 @@ class _Reader:
         embed = self._tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         layers = [self._layer(f"{self._root}layers.{i}.") for i in range(spec.num_layers)]
         norm = self._norm(f"{self._root}norm", spec.hidden_size)
-        return FusedDecoder(spec, layers, embed, norm, self._head(embed))
+        return FusedDecoder(spec, layers, embed, norm, self._head(embed), ops=self._ops)
 
     def _head(self, embed: torch.Tensor) -> torch.Tensor:
         if self._spec.tied and "lm_head.weight" not in self._checkpoint:

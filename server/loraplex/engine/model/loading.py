@@ -18,6 +18,8 @@ from loraplex.engine.model.probe import probe
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 from loraplex.engine.model.text_part import TextPart, text_part
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
+from loraplex.kernels.backend import resolve_backend
+from loraplex.kernels.ops import resolve_ops
 
 _log = logging.getLogger(__name__)
 
@@ -40,12 +42,14 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     *,
     max_model_len: int = 0,
+    kernels: str = "auto",
 ) -> Model:
     """Load a checkpoint of safetensors files: `FusedDecoder` for its families, `TransformersDecoder` for others.
 
     `dtype` "auto" is the checkpoint's own. `max_model_len` is the length that was asked for, 0 if none was: where
     RoPE depends on the length, it decides for all sequences (ADR 0013). Nothing in the directory is executed. Raises
-    ModelUnsupported with the reason if it can't be served exactly as transformers would.
+    ModelUnsupported with the reason if it can't be served exactly as transformers would, BackendUnavailable for
+    `kernels` that can't run there.
     """
     device = torch.device(device)
     config, part = _read(model_dir)
@@ -61,7 +65,8 @@ def load_model(
                 trained,
                 spec.rope.max_positions,
             )
-        return load_fused(model_dir, spec, chosen, device, unread=part.unread)
+        ops = resolve_ops(resolve_backend(kernels, device))
+        return load_fused(model_dir, spec, chosen, device, unread=part.unread, ops=ops)
     decoder = load_wrapped(model_dir, config, chosen, device)
     if config.model_type not in TESTED:
         probe(decoder)

@@ -53,6 +53,10 @@ class TransformersDecoder:
         return self._shape
 
     @property
+    def attention_needs(self) -> None:
+        return None
+
+    @property
     def num_layers(self) -> int:
         return self._shape.num_layers
 
