@@ -105,13 +105,18 @@ def inputs(
     return x.to(DEVICE, dtype), y.to(DEVICE, dtype)
 
 
+def poisoned() -> Scratch:
+    """Memory for hidden values that is full of NaN."""
+    scratch = Scratch(DEVICE)
+    scratch.take("lora hidden", (1 << 20,), torch.float32).fill_(float("nan"))
+    return scratch
+
+
 def one_pass(
     arena: ManualArena, segments: list[Segment], num_rows: int, tiling: LoraTiling = TILING
 ) -> TritonLoraPass:
-    scratch = Scratch(DEVICE)
-    scratch.take("lora hidden", (1 << 20,), torch.float32).fill_(float("nan"))
     by_slot = segments_by_slot(segments, arena.weights.num_chunks, num_rows)
-    return TritonLoraPass(arena.weights, scratch, by_slot, num_rows, tiling=tiling, programs=5)
+    return TritonLoraPass(arena.weights, poisoned(), by_slot, num_rows, tiling=tiling, programs=5)
 
 
 def check(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -238,7 +243,7 @@ def test_the_same_batch_gives_the_same_bits_however_many_programs_share_it(arena
 def test_recorded_launches_serve_any_set_of_adapters(arenas) -> None:
     """As a CUDA graph replays them: the same buffers at the same places, other lists in them."""
     arena, rows = arenas["float32"], 12
-    lora = TritonLora(arena.weights, max_rows=40, max_segments=12, tiling=TILING, programs=5)
+    lora = TritonLora(arena.weights, Scratch(DEVICE), max_rows=40, max_segments=12, tiling=TILING, programs=5)
     for slot in range(EMPTY):
         lora.write(slot)
     buffer = np.zeros(lora.work_size, np.int32)
@@ -277,7 +282,7 @@ def test_a_pass_over_the_device_s_own_tables(arenas) -> None:
     """Planned into the middle of a packed copy, with its two halves called apart."""
     arena, segments = arenas["float32"], BATCHES["prompts and decode"]
     num_rows = sum(count for _, _, count in segments)
-    lora = TritonLora(arena.weights, max_rows=80, max_segments=12, tiling=TILING, programs=5)
+    lora = TritonLora(arena.weights, poisoned(), max_rows=80, max_segments=12, tiling=TILING, programs=5)
     for slot in range(EMPTY):
         lora.write(slot)
     packed = np.zeros(32 + lora.work_size, np.int32)
@@ -294,7 +299,7 @@ def test_a_pass_over_the_device_s_own_tables(arenas) -> None:
 
 def test_a_slot_that_is_written_again_serves_the_new_adapter() -> None:
     first = make_arena(GROUPS, LAYERS, torch.float32, [64, 8], device=DEVICE)
-    lora = TritonLora(first.weights, max_rows=8, max_segments=4, tiling=TILING, programs=2)
+    lora = TritonLora(first.weights, poisoned(), max_rows=8, max_segments=4, tiling=TILING, programs=2)
     for slot in (0, 1):
         lora.write(slot)
     tables = first.weights
@@ -376,7 +381,7 @@ def test_bad_calls_are_refused(arenas) -> None:
         lora.apply(0, "qkv", x.T.contiguous().T, y)
     with pytest.raises(KeyError):
         lora.apply(0, "o", x, y)
-    whole = TritonLora(arena.weights, max_rows=4, max_segments=4, tiling=TILING, programs=2)
+    whole = TritonLora(arena.weights, Scratch(DEVICE), max_rows=4, max_segments=4, tiling=TILING, programs=2)
     into = np.zeros(whole.work_size, np.int32)
     with pytest.raises(ValueError, match="4 are the most"):
         whole.plan(decode([0]), 5, into)

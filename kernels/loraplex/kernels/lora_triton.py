@@ -43,6 +43,7 @@ from loraplex.kernels.lora_tiling import LoraTiling
 from loraplex.kernels.lora_types import GRANULE_BYTES, LoraWeights, Scratch, Segment, segments_by_slot
 
 _DEFAULT = LoraTiling()
+_HIDDEN = "lora hidden"
 _PROGRAMS_ON_HOST = 3
 """Where kernels are interpreted, one program after the other."""
 
@@ -196,13 +197,14 @@ class TritonLora:
     """Batched LoRA over an arena, whose tables it keeps a copy of on the device.
 
     Everything that a step needs is allocated here: memory for hidden values of up to `max_rows` rows of up to
-    `max_segments` runs with adapters. `programs` is the number of programs of a launch: as many as the device runs at
-    a time, unless given.
+    `max_segments` runs with adapters comes from `scratch`, which the passes of the layers and of the head may share.
+    `programs` is the number of programs of a launch: as many as the device runs at a time, unless given.
     """
 
     def __init__(
         self,
         weights: LoraWeights,
+        scratch: Scratch,
         *,
         max_rows: int,
         max_segments: int,
@@ -221,12 +223,17 @@ class TritonLora:
         self._widest = np.zeros((num_slots, len(weights.groups)), np.int32)
         self._units = [torch.from_numpy(units).to(device) for units in _units(self._planner)]
         size = self._planner.hidden_capacity(max_rows, max_segments, fixed=False)
-        self._hidden = torch.empty(size, dtype=torch.float32, device=device)
+        self._hidden = scratch.take(_HIDDEN, (size,), torch.float32)
 
     @property
     def work_size(self) -> int:
         """int32 that the list of work of any step can take."""
         return self._planner.capacity(self._max_rows, self._max_segments)
+
+    @property
+    def hidden_size(self) -> int:
+        """float32 that it takes of its scratch memory."""
+        return self._hidden.numel()
 
     def write(self, slot: int) -> None:
         """Take over what the tables say of a slot: after each write to it, before a step uses it. On a GPU the copy
@@ -318,7 +325,7 @@ class TritonLoraPass(LoraLauncher):
             records=views[0],
             units=views[1:],
             work=moved[int(starts[-1]) :],
-            hidden=scratch.take("lora hidden", (max(1, step.hidden),), torch.float32),
+            hidden=scratch.take(_HIDDEN, (max(1, step.hidden),), torch.float32),
             active=_active(records, planner),
             step=step,
         )
