@@ -423,6 +423,37 @@ def test_an_aged_request_gets_room_though_others_keep_theirs_in_use() -> None:
     assert engine.end("rare").finish_reason == "length"
 
 
+def test_a_flood_of_cold_adapters_delays_another_tenants_one_by_loads_not_by_all_of_them() -> None:
+    engine = Engine(num_pages=4)
+    engine.transport.load_fate = lambda digest: Fate(1.0)
+    for number in range(1, 31):
+        engine.add(f"flood{number}", adapter(number), max_tokens=1)
+    engine.step()
+    for number in (101, 102, 103):
+        engine.add(f"other{number}", adapter(number), tenant_id="globex", max_tokens=1)
+        while not any(event.request_id == f"other{number}" for event in engine.events):
+            engine.step(0.1)
+    ended = [event.request_id for event in engine.events if event.request_id.startswith("flood")]
+    assert len(ended) <= 12, "each of the other's loads waits for at most the two that are under way"
+    engine.transport.load_fate = lambda digest: Fate()
+    engine.run()
+    assert all(engine.end(f"flood{number}").finish_reason == "length" for number in range(1, 31))
+
+
+def test_tenants_take_turns_in_the_precedence_of_aged_requests() -> None:
+    engine = Engine(num_pages=1)
+    for number in range(1, 11):
+        engine.add(f"flood{number}", adapter(number), max_tokens=80)
+        engine.step()
+    engine.add("other", adapter(100), tenant_id="globex", max_tokens=1)
+    while not any(event.request_id == "other" for event in engine.events):
+        engine.step(0.1)
+    begun = {event.request_id for event in engine.events if event.request_id.startswith("flood")}
+    assert len(begun) <= 3, "what was there, what had precedence, and then the other tenant's turn"
+    engine.run()
+    assert all(engine.end(f"flood{number}").finish_reason == "length" for number in range(1, 11))
+
+
 def test_base_requests_pass_one_that_has_precedence() -> None:
     engine = Engine(num_pages=1)
     engine.add("long", adapter(1), max_tokens=200)
