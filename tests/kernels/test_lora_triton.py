@@ -248,7 +248,7 @@ def test_recorded_launches_serve_any_set_of_adapters(arenas) -> None:
         lora.write(slot)
     buffer = np.zeros(lora.work_size, np.int32)
     work = torch.zeros(lora.work_size, dtype=torch.int32, device=DEVICE)
-    recorded = lora.recorded(work)
+    recorded = lora.recorded(work, rows)
     group = GROUPS[1]
     x, y = inputs(group, rows, torch.float32)
     static_x, static_y = torch.empty_like(x), torch.empty_like(y)
@@ -342,31 +342,56 @@ def test_real_images_in_an_arena_of_pages(tmp_path: Path) -> None:
             torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
 
 
-def test_two_launches_a_group_whatever_the_batch(arenas, monkeypatch) -> None:
-    launched: list[str] = []
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, int]]]:
+    """What is launched, with its constants, instead of launching it."""
+    launched: list[tuple[str, dict[str, int]]] = []
 
     class Counting:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def __getitem__(self, grid: tuple[int]):  # type: ignore[no-untyped-def]
-            return lambda *args, **kwargs: launched.append(self.name)
+            return lambda *args, **constants: launched.append((self.name, constants))
 
     for name in ("shrink", "expand"):
         monkeypatch.setattr(f"loraplex.kernels.lora_triton.{name}", Counting(name))
+    return launched
+
+
+def test_two_launches_a_group_whatever_the_batch(arenas, monkeypatch) -> None:
+    launched = counted(monkeypatch)
     arena = arenas["float32"]
     for segments in (decode([0]), decode([0, 1, 2, 3, -1]), decode([1] * 8), lengths([(3, 60)])):
         launched.clear()
         rows = sum(count for _, _, count in segments)
         x, y = inputs(GROUPS[0], rows, torch.float32)
         one_pass(arena, segments, rows).apply(0, "qkv", x, y)
-        assert launched == ["shrink", "expand"]
+        assert [name for name, _ in launched] == ["shrink", "expand"]
     launched.clear()
     # An adapter without a site in this layer, and one without a site of this group.
     for layer, segments in ((1, decode([SPARSE])), (0, decode([7]))):
         x, y = inputs(GROUPS[0], 1, torch.float32)
         one_pass(arena, segments, 1).apply(layer, "qkv", x, y)
     assert launched == []
+
+
+def test_warming_up_launches_all_that_a_step_may_and_changes_nothing(arenas, monkeypatch) -> None:
+    arena = arenas["float32"]
+    lora = TritonLora(arena.weights, poisoned(), max_rows=80, max_segments=12, tiling=TILING, programs=2)
+    lora.warm_up(torch.float32)  # runs
+    launched = counted(monkeypatch)
+    lora.warm_up(torch.float32)
+    warm = {(name, *sorted(constants.items())) for name, constants in launched}
+    launched.clear()
+    for slot in range(EMPTY):
+        lora.write(slot)
+    packed = np.zeros(lora.work_size, np.int32)
+    for segments in ([(0, 0, 1), (1, 1, 70)], [(3, 0, 70)], [(5, 0, 33)]):
+        step = lora.plan(segments, 71, packed)
+        launcher = lora.launcher(torch.from_numpy(packed), step, [slot for slot, _, _ in segments])
+        for group in GROUPS:
+            launcher.apply(0, group.key, *inputs(group, 71, torch.float32))
+    assert {(name, *sorted(constants.items())) for name, constants in launched} == warm
 
 
 def test_bad_calls_are_refused(arenas) -> None:

@@ -98,7 +98,7 @@ class LoraPlanner:
         self, groups: Sequence[SiteGroup], max_chunks: int, tiling: LoraTiling, programs: int
     ) -> None:
         self.tiling = tiling
-        self._max_ranks = max_chunks * CHUNK
+        self.max_ranks = max_chunks * CHUNK
         self._programs = programs
         plans = []
         first = 0
@@ -108,7 +108,8 @@ class LoraPlanner:
             plans.append(GroupPlan(group, first, hidden_sites, split, splits))
             first += len(group.sites)
         self.groups = tuple(plans)
-        self._head = 2 * 4 * len(plans)
+        self.head_size = 2 * 4 * len(plans)
+        """Numbers at the buffer's beginning: the lists' places and lengths."""
 
     def list_number(self, kind: int, stage: int, group: int) -> int:
         return (2 * kind + stage) * len(self.groups) + group
@@ -121,12 +122,18 @@ class LoraPlanner:
         ]
         return np.stack(found, axis=1)
 
+    def present(self, records: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """[slots, layers, sites, …] → [slots, layers, groups]: whether there is any site of the group."""
+        starts = [plan.first_site for plan in self.groups]
+        found: NDArray[np.bool_] = np.logical_or.reduceat(records[..., 0] > 0, starts, axis=2)
+        return found
+
     def capacity(self, max_rows: int, max_segments: int) -> int:
         """int32 that the list of any step of so many rows, of so many sequences with adapters, can take."""
         # Each run of rows is cut into pieces of small_rows at least, but for its last.
         pieces = min(max_rows, max_rows // self.tiling.small_rows + max_segments)
-        blocks = -(-self._max_ranks // self.tiling.block_r)
-        return self._head + PIECE_FIELDS * len(self.groups) * pieces * (blocks + 1)
+        blocks = -(-self.max_ranks // self.tiling.block_r)
+        return self.head_size + PIECE_FIELDS * len(self.groups) * pieces * (blocks + 1)
 
     def hidden_capacity(self, max_rows: int, max_segments: int, *, fixed: bool) -> int:
         """float32 that the hidden values of any step of so many rows can take; `fixed` as for `write`."""
@@ -137,7 +144,7 @@ class LoraPlanner:
             if not fixed:
                 # Planes of large pieces are several only while there are fewer pieces than programs.
                 values += max(max_rows * plan.hidden_sites, 2 * self.tiling.large_rows * self._programs)
-            most = max(most, values * self._max_ranks)
+            most = max(most, values * self.max_ranks)
         return most
 
     def write(
@@ -163,26 +170,28 @@ class LoraPlanner:
             for chosen, height in ((small, self.tiling.small_rows), (~small, self.tiling.large_rows))
         ]
         block_r = self._block_r(widest, slots[~small])
+        steps = (self.tiling.block_r, block_r)
         lists: list[NDArray[np.int32]] = [np.empty((0, PIECE_FIELDS), np.int32)] * (4 * len(self.groups))
-        splits: list[tuple[int, int]] = []
+        splits = [(self.tiling.large_block_k, 1)] * len(self.groups)
         hidden = 0
         for g, plan in enumerate(self.groups):
             first = 0
             for kind, pieces in enumerate(kinds):
                 listed, chunks = _heaviest_first(pieces, widest[pieces[:, 2], g])
-                blocks = -(-chunks * CHUNK // (self.tiling.block_r if kind == SMALL else block_r))
+                if not len(listed):
+                    continue
+                blocks = -(-chunks * CHUNK // steps[kind])
                 planes = plan.splits
                 if kind == LARGE:
-                    splits.append(self._large_split(plan, int(blocks.sum())))
-                    planes = splits[-1][1]
+                    splits[g] = self._large_split(plan, int(blocks.sum()))
+                    planes = splits[g][1]
                 sizes = plan.hidden_sites * planes * listed[:, 1] * chunks * CHUNK
                 ends = first + np.cumsum(sizes, dtype=np.int64)
                 listed[:, 4] = ends - sizes
                 listed[:, 5] = chunks * CHUNK
-                first = int(ends[-1]) if len(ends) else first
+                first = int(ends[-1])
                 lists[self.list_number(kind, EXPAND, g)] = listed
-                step = (self.tiling.block_r if kind == SMALL else block_r) // CHUNK
-                lists[self.list_number(kind, SHRINK, g)] = _by_blocks(listed, blocks, step)
+                lists[self.list_number(kind, SHRINK, g)] = _by_blocks(listed, blocks, steps[kind] // CHUNK)
             hidden = max(hidden, first)
         if hidden >= 2**31:
             raise ValueError(
@@ -221,10 +230,10 @@ class LoraPlanner:
         return split, -(-features // split)
 
     def _fill(self, lists: Sequence[NDArray[np.int32]], into: NDArray[np.int32]) -> int:
-        size = self._head + sum(pieces.size for pieces in lists)
+        size = self.head_size + sum(pieces.size for pieces in lists)
         if size > len(into):
             raise ValueError(f"a list of work of {size} numbers does not fit into {len(into)}")
-        start = self._head
+        start = self.head_size
         for number, pieces in enumerate(lists):
             into[2 * number : 2 * number + 2] = start, len(pieces)
             into[start : start + pieces.size] = pieces.reshape(-1)

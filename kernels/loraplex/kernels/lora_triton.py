@@ -10,7 +10,7 @@ launches, no atomic addition and no barrier between programs: the same batch giv
 `TritonLora` belongs to an arena. For a step:
 
     work = lora.plan(segments, num_rows, buffer)       on the host, into a part of what is copied for the step
-    lora.launcher(device_buffer, work)                 a LoraPass
+    lora.launcher(device_buffer, work, slots)          a LoraPass
 
 and for recorded launches, once, `lora.recorded(device_buffer, max_rows)`, whose lists are planned with `fixed`.
 The A side of a group needs x alone: `shrink` may run on another stream beside the base's own product, if that stream
@@ -52,7 +52,8 @@ class LoraLauncher:
     """See `loraplex.kernels.lora.LoraPass`. Launches over buffers that stay where they are; what they hold may change.
 
     `work` int32 is the list, `records` those of the slots that it names, `units` of each group, `hidden` float32.
-    Without a `step` every group's small pieces are launched, whatever the list will say: for recording.
+    Without a `step` every group's small pieces are launched, whatever the list will say: for recording, with programs
+    for `most_pieces` of shrink and of expand.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class LoraLauncher:
         hidden: torch.Tensor,
         active: NDArray[np.bool_] | None = None,
         step: Work | None = None,
+        most_pieces: tuple[int, int] = (0, 0),
     ) -> None:
         self._storage = storage
         self._floats = storage.view(torch.float32)
@@ -78,6 +80,7 @@ class LoraLauncher:
         self._hidden = hidden
         self._active = active
         self._step = step
+        self._most_pieces = most_pieces
         self._numbers = {plan.group.key: g for g, plan in enumerate(planner.groups)}
 
     def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -118,9 +121,8 @@ class LoraLauncher:
         return tuple(kind for kind in (SMALL, LARGE) if pieces[kind][stage][g])
 
     def _grid(self, kind: int, stage: int, g: int, units: int) -> tuple[int]:
-        if self._step is None:
-            return (self._programs,)
-        return (max(1, min(self._programs, self._step.pieces[kind][stage][g] * units)),)
+        pieces = self._most_pieces[stage] if self._step is None else self._step.pieces[kind][stage][g]
+        return (max(1, min(self._programs, pieces * units)),)
 
     def _constants(self) -> dict[str, Any]:
         return {
@@ -221,6 +223,7 @@ class TritonLora:
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._records = torch.zeros(shape, dtype=torch.int32, device=device)
         self._widest = np.zeros((num_slots, len(weights.groups)), np.int32)
+        self._present = np.zeros((num_slots, layers, len(weights.groups)), np.bool_)
         self._units = [torch.from_numpy(units).to(device) for units in _units(self._planner)]
         size = self._planner.hidden_capacity(max_rows, max_segments, fixed=False)
         self._hidden = scratch.take(_HIDDEN, (size,), torch.float32)
@@ -242,6 +245,7 @@ class TritonLora:
         self._host[slot].numpy()[:] = records[0]
         self._records[slot].copy_(self._host[slot], non_blocking=True)
         self._widest[slot] = self._planner.widest(records)[0]
+        self._present[slot] = self._planner.present(records)[0]
 
     def plan(
         self, segments: Sequence[Segment], num_rows: int, into: NDArray[np.int32], *, fixed: bool = False
@@ -259,15 +263,37 @@ class TritonLora:
 
     def launcher(self, work: torch.Tensor, step: Work, slots: Sequence[int]) -> LoraLauncher:
         """The pass of a step that `plan` planned, and whose list `work` holds on the device."""
-        return self._launcher(work, step, _active(self._host.numpy()[list(slots)], self._planner))
+        active: NDArray[np.bool_] = np.logical_or.reduce(self._present[list(slots)], axis=0)
+        return self._launcher(work, step, active)
 
-    def recorded(self, work: torch.Tensor) -> LoraLauncher:
-        """Launches to be recorded, as a CUDA graph, that serve every step planned with `fixed` whose list is in
-        `work` when they run."""
-        return self._launcher(work, None, None)
+    def recorded(self, work: torch.Tensor, max_rows: int) -> LoraLauncher:
+        """Launches to be recorded, as a CUDA graph, that serve every step of up to `max_rows` rows that is planned
+        with `fixed` and whose list is in `work` when they run."""
+        blocks = -(-self._planner.max_ranks // self._planner.tiling.block_r)
+        return self._launcher(work, None, None, (max_rows * blocks, max_rows))
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile all that a step may launch, for x and y of this dtype: seconds each, which no step should take.
+        Launches everything once with empty lists."""
+        planner, device = self._planner, self._weights.storage.device
+        n = len(planner.groups)
+        empty = torch.zeros(planner.head_size, dtype=torch.int32, device=device)
+        once = ((1,) * n,) * 2
+        for block_r in planner.tiling.large_blocks_r:
+            splits = (planner.tiling.large_block_k,) * n
+            step = Work(1, 0, 0, (once, once), block_r, splits, (1,) * n)
+            launcher = self._launcher(empty, step, None)
+            for plan in planner.groups:
+                x = torch.empty(1, plan.group.in_features, dtype=dtype, device=device)
+                y = torch.empty(1, sum(plan.group.out_features), dtype=dtype, device=device)
+                launcher.apply(0, plan.group.key, x, y)
 
     def _launcher(
-        self, work: torch.Tensor, step: Work | None, active: NDArray[np.bool_] | None
+        self,
+        work: torch.Tensor,
+        step: Work | None,
+        active: NDArray[np.bool_] | None,
+        most_pieces: tuple[int, int] = (0, 0),
     ) -> LoraLauncher:
         return LoraLauncher(
             self._weights.storage,
@@ -279,6 +305,7 @@ class TritonLora:
             hidden=self._hidden,
             active=active,
             step=step,
+            most_pieces=most_pieces,
         )
 
 
@@ -318,6 +345,7 @@ class TritonLoraPass(LoraLauncher):
             moved[start : start + part.size].view(part.shape)
             for start, part in zip(starts.tolist(), fixed_parts, strict=False)
         ]
+        active: NDArray[np.bool_] = np.logical_or.reduce(planner.present(records), axis=0)
         super().__init__(
             weights.storage,
             planner,
@@ -326,7 +354,7 @@ class TritonLoraPass(LoraLauncher):
             units=views[1:],
             work=moved[int(starts[-1]) :],
             hidden=scratch.take(_HIDDEN, (max(1, step.hidden),), torch.float32),
-            active=_active(records, planner),
+            active=active,
             step=step,
         )
 
@@ -335,14 +363,6 @@ def _units(planner: LoraPlanner) -> list[NDArray[np.int32]]:
     """Of each group those of small and of large pieces."""
     sizes = (planner.tiling.block_n, planner.tiling.large_block_n)
     return [plan.units(size) for plan in planner.groups for size in sizes]
-
-
-def _active(records: NDArray[np.int32], planner: LoraPlanner) -> NDArray[np.bool_]:
-    """[layers, groups]: whether any of these slots has a site of the group in the layer."""
-    any_slot = (records[..., 0] > 0).any(axis=0)
-    starts = [plan.first_site for plan in planner.groups]
-    found: NDArray[np.bool_] = np.logical_or.reduceat(any_slot, starts, axis=1)
-    return found
 
 
 def _rounded(size: int) -> int:

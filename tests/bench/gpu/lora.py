@@ -240,7 +240,7 @@ class _Batch:
 
     def replay(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The same by launches recorded while the list was empty. Without a GPU, those launches themselves."""
-        launcher = self.lora.recorded(self.recorded)
+        launcher = self.lora.recorded(self.recorded, self.case.num_rows)
         static = y.clone()
         graph = None
         self.recorded.zero_()
