@@ -266,11 +266,12 @@ class TritonLora:
         active: NDArray[np.bool_] = np.logical_or.reduce(self._present[list(slots)], axis=0)
         return self._launcher(work, step, active)
 
-    def recorded(self, work: torch.Tensor, max_rows: int) -> LoraLauncher:
-        """Launches to be recorded, as a CUDA graph, that serve every step of up to `max_rows` rows that is planned
-        with `fixed` and whose list is in `work` when they run."""
+    def recorded(self, work: torch.Tensor, max_rows: int | None = None) -> LoraLauncher:
+        """Launches to be recorded, as a CUDA graph, that serve every step of up to `max_rows` rows (or as many as
+        there is room for) that is planned with `fixed` and whose list is in `work` when they run."""
+        rows = max_rows or self._max_rows
         blocks = -(-self._planner.max_ranks // self._planner.tiling.block_r)
-        return self._launcher(work, None, None, (max_rows * blocks, max_rows))
+        return self._launcher(work, None, None, (rows * blocks, rows))
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile all that a step may launch, for x and y of this dtype: seconds each, which no step should take.
