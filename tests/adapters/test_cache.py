@@ -363,6 +363,38 @@ def test_pins_that_do_not_fit_are_refused_and_what_they_leave_no_room_for_fails(
         rig.cache.pin(make_ref("e"))
 
 
+def test_pins_leave_a_place_for_loads_to_requests() -> None:
+    rig = Rig()
+    for pinned in (A, B, C):
+        rig.cache.pin(pinned)
+    rig.step()
+    assert [move.digest for move in rig.transport.loads] == ["a"]
+    assert rig.step(D) == [Residency.LOADING]
+    rig.transport.finish_load("a")
+    rig.step(D)
+    assert [move.digest for move in rig.transport.loads] == ["d", "b"]
+
+
+def test_what_has_no_room_is_not_read_again_to_learn_it() -> None:
+    """Hundreds of pins that do not fit, or requests for them, would keep the loaders busy for ever."""
+    rig = Rig(num_pages=4, sizes={"b": 3, "c": 2})
+    rig.bring(B)
+    rig.cache.pin(B)
+    rig.cache.pin(C)
+    rig.transport.finish_load("c")
+    for _ in range(10):
+        assert rig.step(C) == [Residency.FAILED]
+        rig.clock.now += 20
+    assert rig.transport.num_loads == 2
+    assert "3 of them are pinned" in rig.failed("c")
+    with pytest.raises(PinRefused, match="needs 2 pages"):
+        rig.cache.unpin("c")
+        rig.cache.pin(C)
+    rig.cache.unpin("b")
+    rig.clock.now += 40
+    assert rig.step(C) == [Residency.LOADING]
+
+
 def test_a_dropped_version_is_forgotten_when_nothing_uses_it() -> None:
     rig = Rig()
     rig.bring(A)

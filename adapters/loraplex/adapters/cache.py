@@ -43,10 +43,13 @@ MAX_WISHES = 1024
 
 @dataclass(slots=True)
 class _Failure:
+    """`num_pages` is its size where it was loaded and had no place; 0 where it is not known."""
+
     ref: AdapterRef
     message: str
     retry_at: float
     backoff_s: float
+    num_pages: int = 0
 
 
 class AdapterCache(Generic[ImageT]):
@@ -104,7 +107,7 @@ class AdapterCache(Generic[ImageT]):
         self._trim_host()
         for ref in self._pinned.values():
             if self._retry_at(ref.digest) <= now:
-                self._ensure(ref, now)
+                self._bring_pinned(ref, now)
         self._grant_wish(now)
 
     def begin_pass(self) -> None:
@@ -181,15 +184,17 @@ class AdapterCache(Generic[ImageT]):
                 f"all {self._residents.num_slots} places on the device are pinned; unpin another version first"
             )
         entry = self._residents.get(ref.digest)
-        if entry is not None and (unfit := self._why_never(entry)):
+        now = self._clock()
+        unfit = self._why_never(ref.digest, entry.num_pages) if entry else self._known_unfit(ref.digest, now)
+        if unfit:
             raise PinRefused(unfit)
         self._pinned[ref.digest] = ref
         self._wishes.pop(ref.digest, None)
         self._residents.idle.pop(ref.digest, None)
         if entry is not None:
             entry.doomed = False
-        if self._retry_at(ref.digest) <= self._clock():
-            self._ensure(ref, self._clock())
+        if self._retry_at(ref.digest) <= now:
+            self._bring_pinned(ref, now)
 
     def unpin(self, digest: str) -> None:
         """Let a version be evicted again. Does nothing for one that is not pinned."""
@@ -274,12 +279,20 @@ class AdapterCache(Generic[ImageT]):
         """Begin the next stage of its way, if one can begin."""
         entry = self._residents.get(ref.digest)
         if entry is None:
-            return self._begin_load(ref, now)
+            return self._begin_load(ref, now) if not self._known_unfit(ref.digest, now) else Residency.FAILED
         if entry.stage is Stage.DEVICE:
             return Residency.READY
         if entry.stage is Stage.HOST:
             return self._begin_copy(entry, now)
         return Residency.LOADING
+
+    def _bring_pinned(self, ref: AdapterRef, now: float) -> None:
+        """Its next stage. Pins leave a place for loads to requests, which somebody waits for."""
+        if ref.digest not in self._residents.by_digest:
+            loading = sum(digest in self._pinned for digest in self._residents.loading)
+            if loading >= max(1, self._max_loads - 1):
+                return
+        self._ensure(ref, now)
 
     def _begin_load(self, ref: AdapterRef, now: float) -> Residency:
         if len(self._residents.loading) >= self._max_loads or not self._host_has_room():
@@ -288,7 +301,7 @@ class AdapterCache(Generic[ImageT]):
         return Residency.LOADING
 
     def _begin_copy(self, entry: Resident[ImageT], now: float) -> Residency:
-        if unfit := self._why_never(entry):
+        if unfit := self._why_never(entry.ref.digest, entry.num_pages):
             self._fail(entry, unfit, now)
             return Residency.FAILED
         victims = self._victims(entry)
@@ -317,7 +330,7 @@ class AdapterCache(Generic[ImageT]):
         self._took(entry, "disk", now)
         self._loads += 1
         # The back-off goes on where the same happens again: an adapter that has no place.
-        if unfit := self._why_never(entry):
+        if unfit := self._why_never(entry.ref.digest, entry.num_pages):
             self._fail(entry, unfit, now)
             return
         self._failures.pop(entry.ref.digest, None)
@@ -331,7 +344,10 @@ class AdapterCache(Generic[ImageT]):
             if now - entry.since >= self._timeout_s:
                 self._residents.strand(entry)
                 self._remember(
-                    entry.ref, f"its copy to the device took longer than {self._timeout_s:g} s", now
+                    entry.ref,
+                    f"its copy to the device took longer than {self._timeout_s:g} s",
+                    now,
+                    entry.num_pages,
                 )
             return
         if ticket.error is not None:
@@ -391,10 +407,20 @@ class AdapterCache(Generic[ImageT]):
         elif entry.ref.digest not in self._pinned:
             self._residents.make_idle(entry)
 
-    def _why_never(self, entry: Resident[ImageT]) -> str:
-        """Why it could not be copied even if no adapter were in use: for what is pinned, and for copies that hang.
-        Empty if it could."""
-        digest = entry.ref.digest
+    def _known_unfit(self, digest: str, now: float) -> str:
+        """Why an adapter that was loaded and had no place has none still: it need not be read again to learn it, and
+        is not asked about again before another wait. Empty if it has one, or was never loaded."""
+        failure = self._failures.get(digest)
+        if failure is None or not failure.num_pages:
+            return ""
+        unfit = self._why_never(digest, failure.num_pages)
+        if unfit:
+            failure.message, failure.retry_at = unfit, now + failure.backoff_s
+        return unfit
+
+    def _why_never(self, digest: str, num_pages: int) -> str:
+        """Why an adapter of so many pages could not be copied even if no adapter were in use: for what is pinned, and
+        for copies that hang. Empty if it could."""
         kept = list(self._residents.stuck)
         for other in self._pinned.keys() - {digest}:
             pinned = self._residents.get(other)
@@ -402,11 +428,11 @@ class AdapterCache(Generic[ImageT]):
                 kept.append(pinned)
         total = self._residents.num_pages
         room = total - sum(other.num_pages for other in kept)
-        if entry.num_pages > room:
+        if num_pages > room:
             has = f"the device memory for adapters has {total}"
             if kept:
                 has += f", and {total - room} of them are pinned"
-            return f"it does not fit: it needs {entry.num_pages} pages of device memory; {has}"
+            return f"it does not fit: it needs {num_pages} pages of device memory; {has}"
         if len(kept) >= self._residents.num_slots:
             return f"it does not fit: all {len(kept)} places on the device are pinned"
         return ""
@@ -470,14 +496,14 @@ class AdapterCache(Generic[ImageT]):
         return float("-inf") if failure is None else failure.retry_at
 
     def _fail(self, entry: Resident[ImageT], message: str, now: float) -> None:
-        self._remember(entry.ref, message, now)
+        self._remember(entry.ref, message, now, entry.num_pages)
         self._residents.forget(entry)
 
-    def _remember(self, ref: AdapterRef, message: str, now: float) -> None:
+    def _remember(self, ref: AdapterRef, message: str, now: float, num_pages: int) -> None:
         self._load_failures += 1
         last = self._failures.pop(ref.digest, None)
         backoff_s = FIRST_BACKOFF_S if last is None else min(2 * last.backoff_s, LAST_BACKOFF_S)
-        self._failures[ref.digest] = _Failure(ref, message, now + backoff_s, backoff_s)
+        self._failures[ref.digest] = _Failure(ref, message, now + backoff_s, backoff_s, num_pages)
         if len(self._failures) > MAX_FAILURES:
             self._failures.popitem(last=False)
         self._wishes.pop(ref.digest, None)
