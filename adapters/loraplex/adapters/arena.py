@@ -115,7 +115,12 @@ class AdapterArena:
         assert self._device_lora is None
         assert not self._filled.any()
         self._device_lora = DeviceLora(
-            self._layers, self._head, self._filled, max_rows=max_rows, max_sequences=max_sequences
+            self._layers,
+            self._head,
+            self._filled,
+            self._scratch,
+            max_rows=max_rows,
+            max_sequences=max_sequences,
         )
         return self._device_lora
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loraplex.kernels.lora import LoraPass, LoraWeights, Segment
+from loraplex.kernels.lora import LoraPass, LoraWeights, Scratch, Segment
 
 if TYPE_CHECKING:
     from loraplex.kernels.lora_triton import TritonLora
@@ -38,6 +38,7 @@ class DeviceLora:
         layers: LoraWeights,
         head: LoraWeights | None,
         filled: NDArray[np.bool_],
+        scratch: Scratch,
         *,
         max_rows: int,
         max_sequences: int,
@@ -47,9 +48,10 @@ class DeviceLora:
 
         self._weights = (layers, head)
         self._filled = filled
-        self.layers: TritonLora = TritonLora(layers, max_rows=max_rows, max_segments=max_sequences)
+        self.layers: TritonLora = TritonLora(layers, scratch, max_rows=max_rows, max_segments=max_sequences)
+        # Layers and head run one after the other, so that they may compute in the same memory.
         self.head: TritonLora | None = (
-            None if head is None else TritonLora(head, max_rows=max_rows, max_segments=max_sequences)
+            None if head is None else TritonLora(head, scratch, max_rows=max_rows, max_segments=max_sequences)
         )
 
     @property
@@ -86,8 +88,12 @@ class DeviceLora:
         step = lora.plan(chosen, num_rows, into, fixed=fixed)
         if not slots:
             return None, step.size
-        return (lora.recorded(work) if fixed else lora.launcher(work, step, slots)), step.size
+        return (lora.recorded(work, num_rows) if fixed else lora.launcher(work, step, slots)), step.size
 
-    def recorded(self, layers: torch.Tensor, head: torch.Tensor) -> tuple[LoraPass, LoraPass | None]:
-        """Passes to be recorded over the lists of the layers and of the head."""
-        return self.layers.recorded(layers), None if self.head is None else self.head.recorded(head)
+    def recorded(
+        self, layers: torch.Tensor, head: torch.Tensor, max_rows: int
+    ) -> tuple[LoraPass, LoraPass | None]:
+        """Passes to be recorded over the lists of the layers and of the head, for steps of up to so many rows."""
+        return self.layers.recorded(layers, max_rows), (
+            None if self.head is None else self.head.recorded(head, max_rows)
+        )

@@ -141,7 +141,7 @@ class PackedSource:
         assert self.lora is not None
         layout = self.layouts[size]
         layers, head = (self.view(*self.lora_place(layout, head=head), torch.int32) for head in (False, True))
-        return self.lora.recorded(layers, head)
+        return self.lora.recorded(layers, head, size)
 
     def view(self, start: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         """A part of the device's memory."""
