@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,10 @@ from loraplex.engine.inputs import PlainInputs
 from loraplex.engine.sampler import sample
 from loraplex.engine.sampling_batch import TokenHistory, build_sampling_batch
 from loraplex.engine.sampling_noise import uniform
-from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence
+from loraplex.engine.types import SamplingParams, ScheduledSequence
+from support.sampling import EOS, cuts, reference_weights, row, sampling_params, token_lists
 
-EOS = frozenset({2})
 CPU = torch.device("cpu")
-
-
-def row(
-    name: str, params: SamplingParams, *, prompt: tuple[int, ...] = (3, 4), output: tuple[int, ...] = (),
-    pending: int | None = None,
-) -> ScheduledSequence:  # fmt: skip
-    """A row about to draw its next token; `pending` is an output token that only the device knows."""
-    seq = Sequence(EngineRequest(name, "t", prompt, params), 0.0, 0, [*prompt, *output])
-    count = len(output) + (pending is not None)
-    start = len(prompt) + count - 1
-    return ScheduledSequence(seq, 0, start, 1, (0,), (0,), -1, True, pending is not None, count)
 
 
 def draw(
@@ -45,60 +33,12 @@ def draw(
     return tokens.tolist(), ok.tolist()
 
 
-def reference_weights(logits: np.ndarray, item: ScheduledSequence, pending: int | None) -> np.ndarray:
-    """The unnormalised distribution of one row, written down plainly in float64; one-hot if greedy."""
-    p = item.seq.request.sampling
-    x = logits.astype(np.float64).copy()
-    output = item.seq.token_ids[item.seq.num_prompt :] + ([] if pending is None else [pending])
-    context = [*item.seq.request.prompt_ids, *output]
-    for token in set(context):
-        x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
-    for token, count in Counter(output).items():
-        x[token] -= p.frequency_penalty * count + p.presence_penalty
-    for token, bias in p.logit_bias:
-        x[token] += bias
-    if item.output_index < p.min_tokens:
-        for token in (set() if p.ignore_eos else EOS) | set(p.stop_token_ids):
-            x[token] = -np.inf
-    if p.temperature == 0:
-        return (np.arange(len(x)) == x.argmax()).astype(np.float64)
-    w = np.exp((x - x.max()) / p.temperature)
-    if p.top_k:
-        w = np.where(w >= np.sort(w)[-min(p.top_k, len(w))], w, 0)
-    if p.top_p < 1:
-        ranked = np.sort(w)[::-1]
-        last = np.searchsorted(np.cumsum(ranked), p.top_p * w.sum())
-        w = np.where(w >= ranked[min(last, len(w) - 1)], w, 0)
-    return np.where(w >= p.min_p, w, 0)
-
-
-def cuts(w: np.ndarray) -> np.ndarray:
-    return np.concatenate(([0.0], np.cumsum(w))) / w.sum()
-
-
-params = st.builds(
-    SamplingParams,
-    max_tokens=st.just(9),
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
-    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.05]),
-    top_k=st.sampled_from([0, 1, 3, 40, 1000]),
-    min_p=st.sampled_from([0.0, 0.1, 0.9]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
-    presence_penalty=st.sampled_from([0.0, 0.7, -1.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.4, -0.3]),
-    seed=st.integers(0, 2**63),
-    logit_bias=st.sampled_from([(), ((5, 4.0),), ((0, -100.0), (7, 1.5))]),
-    stop_token_ids=st.sampled_from([(), (6, 7)]),
-    min_tokens=st.sampled_from([0, 2, 5]),
-    ignore_eos=st.booleans(),
-)
-token_lists = st.lists(st.integers(0, 59), max_size=6).map(tuple)
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(params, token_lists, token_lists, st.none() | st.integers(0, 59)), min_size=1, max_size=5
+        st.tuples(sampling_params, token_lists, token_lists, st.none() | st.integers(0, 59)),
+        min_size=1,
+        max_size=5,
     ),
     st.integers(0, 10**6),
 )

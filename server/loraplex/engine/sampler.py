@@ -10,14 +10,112 @@ it depends on neither batch-mates nor a generator's state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 
-from loraplex.engine.sampling_batch import Draws, Penalties, Ranking, SamplingBatch
+from loraplex.engine.inputs import Upload
+from loraplex.engine.sampling_batch import (
+    MIN_TEMPERATURE,
+    Draws,
+    Penalties,
+    Ranking,
+    SamplingBatch,
+    TokenHistory,
+    asked_scores,
+    build_sampling_batch,
+)
+from loraplex.engine.sampling_rows import TokenCounts, build_sample_rows
+from loraplex.engine.scoring import TokenScores, score_tokens
+from loraplex.engine.types import ScheduledSequence
+from loraplex.kernels.backend import Backend
 
 _CANDIDATES = 1024
 """How many of the best tokens a row is sorted by on a CPU before all of them are."""
-_MIN_TEMPERATURE = 1e-20
-"""Below it float32 would divide by zero. The largest logit has won long before."""
+
+
+class Sampler(Protocol):
+    """Draws a step's tokens: `plan` on the thread that plans, in the order of the steps, the rest on the worker."""
+
+    def plan(
+        self, rows: Sequence[ScheduledSequence], *, eos_ids: frozenset[int], upload: Upload
+    ) -> SamplingBatch:
+        """What is needed of the slices that sample, given in the order of the logits."""
+        ...
+
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, last_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `sample` of this module."""
+        ...
+
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> TokenScores:
+        """See `scoring.score_tokens`."""
+        ...
+
+
+def make_sampler(backend: Backend, *, vocab_size: int, max_rows: int, device: torch.device) -> Sampler:
+    """For a backend that `resolve_backend` returned. `max_rows`: the most that a step samples. Raises ValueError for a
+    vocabulary that the backend's kernels can't take."""
+    if backend == "torch":
+        return TorchSampler(vocab_size)
+    return TritonSampler(vocab_size, max_rows, device)
+
+
+class TorchSampler:
+    """A Sampler of torch operations, on any device."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._history = TokenHistory()
+
+    def plan(
+        self, rows: Sequence[ScheduledSequence], *, eos_ids: frozenset[int], upload: Upload
+    ) -> SamplingBatch:
+        return build_sampling_batch(
+            rows, vocab_size=self._vocab_size, eos_ids=eos_ids, history=self._history, upload=upload
+        )
+
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, last_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sample(logits, batch, last_tokens)
+
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> TokenScores:
+        return score_tokens(logits, tokens, num_top)
+
+
+class TritonSampler:
+    """A Sampler that draws in a few launches whatever the rows' options; see `loraplex.kernels.sampling_triton` for
+    how its draws may differ from `sample`."""
+
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+        # Triton need not be there where it does not run.
+        from loraplex.kernels.logsumexp_triton import log_sum_exp
+        from loraplex.kernels.sampling_triton import TritonSampling
+
+        self._vocab_size = vocab_size
+        self._counts = TokenCounts(vocab_size)
+        self._sampling = TritonSampling(max_rows, vocab_size, device)
+        self._log_sum_exp = log_sum_exp
+
+    def plan(
+        self, rows: Sequence[ScheduledSequence], *, eos_ids: frozenset[int], upload: Upload
+    ) -> SamplingBatch:
+        options = build_sample_rows(
+            rows, vocab_size=self._vocab_size, eos_ids=eos_ids, counts=self._counts, upload=upload
+        )
+        return SamplingBatch(len(rows), scores=asked_scores(rows, upload), rows=options)
+
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, last_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert batch.rows is not None, "this batch was planned for another sampler"
+        return self._sampling.draw(logits, batch.rows, last_tokens)
+
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> TokenScores:
+        return score_tokens(logits, tokens, num_top, log_sum_exp=self._log_sum_exp)
 
 
 def sample(
@@ -64,7 +162,7 @@ def _penalise(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Ten
 
 def _draw(x: torch.Tensor, best: torch.Tensor, draws: Draws) -> torch.Tensor:
     """x: [R, V] logits, overwritten; best: [R] their maxima. Returns [R] int64."""
-    x.sub_(best[:, None]).div_(draws.temperature.clamp_min(_MIN_TEMPERATURE))
+    x.sub_(best[:, None]).div_(draws.temperature.clamp_min(MIN_TEMPERATURE))
     weights = x.exp_()  # the best token has weight 1
     if draws.ranking is not None:
         ranking = draws.ranking

@@ -14,6 +14,10 @@ from loraplex.engine.inputs import Upload
 from loraplex.engine.sampling_noise import uniform
 from loraplex.engine.types import SamplingParams, ScheduledSequence
 from loraplex.engine.types import Sequence as EngineSequence
+from loraplex.kernels.sampling_types import SampleRows
+
+MIN_TEMPERATURE = 1e-20
+"""Below it float32 would divide by zero. The largest logit has won long before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,8 @@ class AskedScores:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """One step's S sampled rows; a part is None where no row needs it. Flat indices are s·V + token."""
+    """One step's S sampled rows; a part is None where no row needs it. Flat indices are s·V + token. `rows`: the same
+    for drawing in Triton, instead of `penalties`, `bias`, `banned` and `draws`."""
 
     num_rows: int
     penalties: Penalties | None = None
@@ -74,6 +79,7 @@ class SamplingBatch:
     banned: torch.Tensor | None = None
     draws: Draws | None = None
     scores: AskedScores | None = None
+    rows: SampleRows | None = None
 
 
 class TokenHistory:
@@ -113,18 +119,19 @@ def build_sampling_batch(
         bias=_bias(rows, vocab_size, upload),
         banned=_banned(rows, vocab_size, eos_ids, upload),
         draws=_draws(rows, vocab_size, upload),
-        scores=_scores(rows, upload),
+        scores=asked_scores(rows, upload),
     )
 
 
-def _has_penalty(p: SamplingParams) -> bool:
+def has_penalty(p: SamplingParams) -> bool:
+    """Whether any token that occurred counts for the next."""
     return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
 
 def _penalties(
     rows: Sequence[ScheduledSequence], vocab_size: int, history: TokenHistory, upload: Upload
 ) -> Penalties | None:
-    chosen = [(s, row) for s, row in enumerate(rows) if _has_penalty(row.seq.request.sampling)]
+    chosen = [(s, row) for s, row in enumerate(rows) if has_penalty(row.seq.request.sampling)]
     if not chosen:
         return None
     context: list[NDArray[np.int64]] = []
@@ -165,13 +172,21 @@ def _bias(
 def _banned(
     rows: Sequence[ScheduledSequence], vocab_size: int, eos_ids: frozenset[int], upload: Upload
 ) -> torch.Tensor | None:
-    indices: set[int] = set()
-    for s, row in enumerate(rows):
-        params = row.seq.request.sampling
-        if row.output_index < params.min_tokens:
-            ends = set(params.stop_token_ids) if params.ignore_eos else eos_ids.union(params.stop_token_ids)
-            indices.update(s * vocab_size + token for token in ends if 0 <= token < vocab_size)
-    return upload.ints(sorted(indices)) if indices else None
+    indices = [
+        s * vocab_size + token
+        for s, row in enumerate(rows)
+        for token in barred_tokens(row, vocab_size, eos_ids)
+    ]
+    return upload.ints(indices) if indices else None
+
+
+def barred_tokens(row: ScheduledSequence, vocab_size: int, eos_ids: frozenset[int]) -> list[int]:
+    """The tokens that would end a row before its `min_tokens`, in ascending order."""
+    params = row.seq.request.sampling
+    if row.output_index >= params.min_tokens:
+        return []
+    ends = set(params.stop_token_ids) if params.ignore_eos else eos_ids.union(params.stop_token_ids)
+    return sorted(token for token in ends if 0 <= token < vocab_size)
 
 
 def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, upload: Upload) -> Draws | None:
@@ -197,7 +212,8 @@ def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, upload: Upload) -
     )
 
 
-def _scores(rows: Sequence[ScheduledSequence], upload: Upload) -> AskedScores | None:
+def asked_scores(rows: Sequence[ScheduledSequence], upload: Upload) -> AskedScores | None:
+    """Whose log probabilities are wanted, if anybody's."""
     asked = [(s, row.seq.request.sampling.logprobs) for s, row in enumerate(rows)]
     chosen = {s: num_top for s, num_top in asked if num_top is not None}
     if not chosen:

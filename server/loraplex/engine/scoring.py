@@ -6,6 +6,7 @@ on the draw, as OpenAI's API has it. Nothing here runs in a step in which nobody
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,19 @@ class TokenScores:
     ids: torch.Tensor
 
 
-def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> TokenScores:
+def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+    return logits.logsumexp(dim=-1, keepdim=True)
+
+
+def score_tokens(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    num_top: int,
+    *,
+    log_sum_exp: Callable[[torch.Tensor], torch.Tensor] = _log_sum_exp,
+) -> TokenScores:
     """logits [L, V] float32, L ≥ 1, left as they are; tokens [L] int64, below V. `num_top` k is cut to V. Values are
-    not finite where a row's logits are not."""
+    not finite where a row's logits are not. `log_sum_exp`: [L, V] → [L, 1]."""
     vocab_size = logits.shape[1]
     num_top = min(num_top, vocab_size)
     size = max(1, _MAX_BYTES // (4 * vocab_size))
@@ -41,7 +52,7 @@ def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> To
         # topk leaves the order of equals open.
         found, order = found.sort(dim=-1)
         best, by_value = best.gather(1, order).sort(dim=-1, descending=True, stable=True)
-        values.append(torch.cat((own, best), dim=1) - x.logsumexp(dim=-1, keepdim=True))
+        values.append(torch.cat((own, best), dim=1) - log_sum_exp(x))
         ids.append(found.gather(1, by_value).to(torch.int32))
     return TokenScores(torch.cat(values), torch.cat(ids))
 
