@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from loraplex.kernels.lora import LoraPass, LoraWeights, Scratch, Segment
 
 if TYPE_CHECKING:
-    from loraplex.kernels.lora_triton import TritonLora
+    from loraplex.kernels.lora_triton import LoraLauncher, TritonLora
 
 
 def effective_segments(
@@ -92,8 +92,14 @@ class DeviceLora:
 
     def recorded(
         self, layers: torch.Tensor, head: torch.Tensor, max_rows: int
-    ) -> tuple[LoraPass, LoraPass | None]:
+    ) -> tuple[LoraLauncher, LoraLauncher | None]:
         """Passes to be recorded over the lists of the layers and of the head, for steps of up to so many rows."""
         return self.layers.recorded(layers, max_rows), (
             None if self.head is None else self.head.recorded(head, max_rows)
         )
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what steps of this dtype may launch. While no step is in flight."""
+        self.layers.warm_up(dtype)
+        if self.head is not None:
+            self.head.warm_up(dtype)

@@ -139,6 +139,10 @@ def build_engine(
         limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
         inputs = prepare_inputs(served, model.attention_needs, kv, arena, limits, recorder)
     runner = ModelRunner(served, kv, Executor(), eos_ids=eos_ids, lora=arena, inputs=inputs)
+    if inputs is not None:
+        from loraplex.engine.warm_up import warm_up
+
+        warm_up(runner, inputs)
     core = EngineCore(
         SchedulerConfig(
             num_blocks=size.num_blocks,

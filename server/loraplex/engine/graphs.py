@@ -16,8 +16,9 @@ import torch
 
 from loraplex.adapters.arena import AdapterArena
 from loraplex.engine.inputs import Recorder, StepLimits
-from loraplex.engine.model.base import AttentionNeeds, ForwardBatch, KVCache, LoraPass, Model
+from loraplex.engine.model.base import AttentionNeeds, ForwardBatch, KVCache, Model
 from loraplex.engine.packed import PackedSource
+from loraplex.kernels.lora_beside import BesideLora, Lane
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -81,8 +82,11 @@ def prepare_inputs(
 
 
 @torch.inference_mode()
-def record_decoding(model: Model, kv: KVCache, source: PackedSource, recorder: Recorder) -> None:
-    """Record a pass of `model` for each of the sizes of `source`, and give it to it. While no step is in flight.
+def record_decoding(
+    model: Model, kv: KVCache, source: PackedSource, recorder: Recorder, *, lane: Lane | None = None
+) -> None:
+    """Record a pass of `model` for each of the sizes of `source`, and give it to it. While no step is in flight. With
+    a `lane`, the adapters' A sides run on it, beside the base's products.
 
     The largest goes first: the others fit into the memory that it takes.
     """
@@ -90,11 +94,6 @@ def record_decoding(model: Model, kv: KVCache, source: PackedSource, recorder: R
         rows, attention = source.empty_batch(size)
         every_row = torch.arange(size, device=source.device)
         no_blocks = torch.empty(0, dtype=torch.int64, device=source.device)
-        passes = [(None, None)] if source.lora is None else [(None, None), source.recorded_adapters(size)]
-
-        def work(lora: LoraPass | None, head_lora: LoraPass | None, batch: ForwardBatch) -> torch.Tensor:
-            return model.forward(replace(batch, lora=lora, head_lora=head_lora))
-
         batch = ForwardBatch(
             token_ids=rows["token_ids"],
             positions=rows["positions"],
@@ -103,7 +102,19 @@ def record_decoding(model: Model, kv: KVCache, source: PackedSource, recorder: R
             logits_rows=every_row,
             kv=kv,
         )
-        variants = tuple(recorder.record(partial(work, *found, batch)) for found in passes)
+        batches = [batch]
+        if source.lora is not None:
+            layers, head = source.recorded_adapters(size)
+            beside = None if lane is None else BesideLora(layers, lane)
+            batches.append(
+                replace(
+                    batch,
+                    lora=beside or layers,
+                    head_lora=head,
+                    begin_lora=None if beside is None else beside.begin,
+                )
+            )
+        variants = tuple(recorder.record(partial(model.forward, found)) for found in batches)
         source.replays[size] = partial(_replay, variants)
     source.replays = dict(sorted(source.replays.items()))
 

@@ -25,6 +25,7 @@ from loraplex.engine.types import StepPlan
 from loraplex.kernels.attention_plan import AttentionCapacity, AttentionPlan
 from loraplex.kernels.attention_tiling import choose_tilings
 from loraplex.kernels.attention_triton import AttentionScratch, TritonAttentionBatch, graph_batch
+from loraplex.kernels.lora_triton import LoraLauncher
 
 _ALIGN = 64
 _FREE_BYTES = 256 << 10
@@ -96,6 +97,7 @@ class PackedSource:
             return AttentionPlan(needs.shape, capacity, tilings, num_programs=programs, windows=needs.windows)
 
         self.device = device
+        self.dtype = dtype
         self.limits = limits
         self.lora = lora
         self.replays: dict[int, Replay] = {}
@@ -136,7 +138,7 @@ class PackedSource:
         array = self.view(layout.attention, 4 * layout.plan.num_ints, torch.int32)
         return rows, graph_batch(layout.plan, array, self.scratch)
 
-    def recorded_adapters(self, size: int) -> tuple[LoraPass, LoraPass | None]:
+    def recorded_adapters(self, size: int) -> tuple[LoraLauncher, LoraLauncher | None]:
         """The passes that read the adapters' lists of a recorded size."""
         assert self.lora is not None
         layout = self.layouts[size]

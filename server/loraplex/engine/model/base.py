@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,9 +85,10 @@ class ForwardBatch:
 
     `token_ids`, `positions` [T] int64. `attention` knows where each sequence's KV lies, in the form that the model
     takes. `fresh_blocks` [n] int64 are those that the step begins. `logits_rows` [S] int64 are the rows whose logits
-    are wanted. `lora` is None
-    where no row has an adapter that changes a layer; `head_lora`, over the rows of `logits_rows`, where none has one
-    that changes the head.
+    are wanted. `lora` is None where no row has an adapter that changes a layer; `head_lora`, over the rows of
+    `logits_rows`, where none has one that changes the head. `begin_lora` (layer, group, x) is told of each x that
+    `lora.apply` will get, before the base's product of it: what needs x alone may run beside that. A model need not
+    call it.
     """
 
     token_ids: torch.Tensor
@@ -97,6 +99,7 @@ class ForwardBatch:
     kv: KVCache
     lora: LoraPass | None = None
     head_lora: LoraPass | None = None
+    begin_lora: Callable[[int, str, torch.Tensor], None] | None = None
 
 
 class Model(Protocol):

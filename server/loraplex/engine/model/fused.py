@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.nn.functional import embedding
@@ -14,13 +14,11 @@ from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.model.base import (
     AttentionNeeds,
     ForwardBatch,
-    KVCache,
-    LoraPass,
     ModelShape,
     ModelUnsupported,
 )
 from loraplex.engine.model.family import DecoderSpec
-from loraplex.engine.model.weights import Checkpoint, open_checkpoint
+from loraplex.engine.model.weights import open_checkpoint
 from loraplex.kernels.attention_tiling import AttentionShape
 from loraplex.kernels.dense import linear
 from loraplex.kernels.groups import HEAD, SiteGroup
@@ -173,17 +171,17 @@ class FusedDecoder:
         self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
     ) -> torch.Tensor:
         """A norm before each half of a layer. Returns what is still to be added to `residual`."""
-        eps, lora, ops = self._spec.rms_norm_eps, batch.lora, self._ops
+        eps, ops = self._spec.rms_norm_eps, self._ops
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             if x is None:
                 x = ops.rms_norm(residual, layer.input_norm, eps)
             else:
                 x = ops.add_rms_norm(x, residual, layer.input_norm, eps)
-            x = self._attention(index, layer, x, cos_sin[index], batch.attention, batch.kv, lora)
+            x = self._attention(index, layer, x, cos_sin[index], batch)
             x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = _apply(layer.gate_up, x, index, "gate_up", lora)
-            x = _apply(layer.down, ops.silu_and_mul(x), index, "down", lora)
+            x = _apply(layer.gate_up, x, index, "gate_up", batch)
+            x = _apply(layer.down, ops.silu_and_mul(x), index, "down", batch)
         assert x is not None
         return x
 
@@ -191,7 +189,7 @@ class FusedDecoder:
         self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
     ) -> torch.Tensor:
         """A norm before each half of a layer and one behind it, in float32. Returns as `_llama_layers` does."""
-        eps, lora, ops = self._spec.rms_norm_eps, batch.lora, self._ops
+        eps, ops = self._spec.rms_norm_eps, self._ops
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             assert layer.attention_out_norm is not None
@@ -200,11 +198,11 @@ class FusedDecoder:
                 x = ops.rms_norm_float32(residual, layer.input_norm, eps)
             else:
                 x = ops.add_rms_norm_float32(x, residual, layer.input_norm, eps)
-            x = self._attention(index, layer, x, cos_sin[index], batch.attention, batch.kv, lora)
+            x = self._attention(index, layer, x, cos_sin[index], batch)
             x = ops.rms_norm_float32(x, layer.attention_out_norm, eps)
             x = ops.add_rms_norm_float32(x, residual, layer.mlp_norm, eps)
-            x = _apply(layer.gate_up, x, index, "gate_up", lora)
-            x = _apply(layer.down, ops.gelu_tanh_and_mul(x), index, "down", lora)
+            x = _apply(layer.gate_up, x, index, "gate_up", batch)
+            x = _apply(layer.down, ops.gelu_tanh_and_mul(x), index, "down", batch)
             x = ops.rms_norm_float32(x, layer.mlp_out_norm, eps)
         assert x is not None
         return x
@@ -215,21 +213,19 @@ class FusedDecoder:
         layer: LayerWeights,
         x: torch.Tensor,
         cos_sin: _CosSin,
-        attention: Any,
-        kv: KVCache,
-        lora: LoraPass | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
         spec = self._spec
         num_rows = x.shape[0]
-        qkv = _apply(layer.qkv, x, index, "qkv", lora)
+        qkv = _apply(layer.qkv, x, index, "qkv", batch)
         heads = qkv.view(num_rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        cache = kv.layer(index)
+        cache = batch.kv.layer(index)
         self._ops.rotate_and_write(
             heads,
             spec.num_heads,
             *cos_sin,
             cache,
-            attention,
+            batch.attention,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             eps=spec.rms_norm_eps,
@@ -237,19 +233,31 @@ class FusedDecoder:
         out = self._ops.paged_attention(
             heads[:, : spec.num_heads],
             cache,
-            attention,
+            batch.attention,
             scale=spec.attention_scale,
             window=spec.windows[index],
             softcap=spec.attention_softcap,
         )
-        return _apply(layer.o, out.view(num_rows, spec.num_heads * spec.head_dim), index, "o", lora)
+        return _apply(layer.o, out.view(num_rows, spec.num_heads * spec.head_dim), index, "o", batch)
 
 
-def _apply(layer: Linear, x: torch.Tensor, index: int, group: str, lora: LoraPass | None) -> torch.Tensor:
+def _apply(layer: Linear, x: torch.Tensor, index: int, group: str, batch: ForwardBatch) -> torch.Tensor:
+    if batch.begin_lora is not None:
+        batch.begin_lora(index, group, x)
     y = linear(x, layer.weight, layer.bias)
-    if lora is not None:
-        lora.apply(index, group, x, y)
+    if batch.lora is not None:
+        batch.lora.apply(index, group, x, y)
     return y
+
+
+class TensorSource(Protocol):
+    """The weights of a model by their names in its checkpoint, such as a `Checkpoint`."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`. Raises ModelUnsupported where there is no such tensor of this shape."""
+        ...
 
 
 def load_fused(
@@ -266,8 +274,7 @@ def load_fused(
     ModelUnsupported for a tensor that is missing, of another shape, or unknown to the family: it would change the
     computation."""
     with open_checkpoint(model_dir) as checkpoint:
-        reader = _Reader(checkpoint, spec, dtype, device, ops)
-        decoder = reader.decoder()
+        decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops)
         leftover = [name for name in checkpoint.leftover() if not name.startswith(unread)]
     if leftover:
         shown = ", ".join(leftover[:4]) + (", …" if len(leftover) > 4 else "")
@@ -278,10 +285,22 @@ def load_fused(
     return decoder
 
 
+def fused_decoder(
+    tensors: TensorSource,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    ops: Ops | None = None,
+) -> FusedDecoder:
+    """The same of tensors that come from anywhere."""
+    return _Reader(tensors, spec, dtype, device, ops).decoder()
+
+
 class _Reader:
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: TensorSource,
         spec: DecoderSpec,
         dtype: torch.dtype,
         device: torch.device,
