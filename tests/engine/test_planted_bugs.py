@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from loraplex.engine.blocks import BlockManager
 from loraplex.engine.core import EngineCore
 from loraplex.engine.fairness import FairQueue
 from loraplex.engine.scheduler import Scheduler
+from loraplex.engine.step_size import StepSize
 from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan, StepResult
 from support.fake_runner import FakeRunner
 from support.simulator import Violation, play
@@ -221,6 +222,116 @@ def deadline_ignored_while_running(patch: pytest.MonkeyPatch) -> None:
 @bug
 def failed_step_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "_fail_step", lambda self, flight, error: self._land(flight))
+
+
+@bug
+def spoilt_kv_still_found(patch: pytest.MonkeyPatch) -> None:
+    finish = Scheduler.finish
+    patch.setattr(Scheduler, "finish", lambda self, seq, *, spoilt=False: finish(self, seq))
+
+
+@bug
+def failed_row_registered_as_a_prefix(patch: pytest.MonkeyPatch) -> None:
+    take = EngineCore._take_row
+
+    def register(self: EngineCore, scheduled: ScheduledSequence, *rest: Any) -> None:
+        self._scheduler.computed(scheduled)
+        take(self, scheduled, *rest)
+
+    patch.setattr(EngineCore, "_take_row", register)
+    spoilt_kv_still_found(patch)
+
+
+@bug
+def blocks_leaked_by_a_failed_row(patch: pytest.MonkeyPatch) -> None:
+    finish = Scheduler.finish
+
+    def leak(self: Scheduler, seq: Sequence, *, spoilt: bool = False) -> None:
+        if spoilt:
+            seq.block_ids = []
+        finish(self, seq, spoilt=spoilt)
+
+    patch.setattr(Scheduler, "finish", leak)
+
+
+@bug
+def tokens_lost_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
+    start_over = Scheduler.start_over
+
+    def lose(self: Scheduler, sequences: Iterable[Sequence]) -> None:
+        chosen = list(sequences)
+        for seq in chosen:
+            if seq.num_outputs:
+                del seq.token_ids[-1]
+        start_over(self, chosen)
+
+    patch.setattr(Scheduler, "start_over", lose)
+
+
+@bug
+def token_of_a_lost_step_still_expected(patch: pytest.MonkeyPatch) -> None:
+    start_over = Scheduler.start_over
+
+    def expect(self: Scheduler, sequences: Iterable[Sequence]) -> None:
+        pending = {seq: seq.num_pending for seq in sequences}
+        start_over(self, pending)
+        for seq, count in pending.items():
+            seq.num_pending = count
+
+    patch.setattr(Scheduler, "start_over", expect)
+
+
+@bug
+def step_behind_a_lost_one_believed(patch: pytest.MonkeyPatch) -> None:
+    take = EngineCore._take_step
+    patch.setattr(EngineCore, "_take_step", lambda self, flight, void: take(self, flight, ()))
+
+
+@bug
+def leases_of_a_lost_step_kept(patch: pytest.MonkeyPatch) -> None:
+    start_over = EngineCore._start_over
+
+    def keep(self: EngineCore, flight: Any, error: Any) -> None:
+        leases, flight.leases = flight.leases, []
+        start_over(self, flight, error)
+        flight.leases = leases
+
+    patch.setattr(EngineCore, "_start_over", keep)
+
+
+@bug
+def lack_of_memory_ends_all_requests_of_a_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EngineCore, "_start_over", EngineCore._fail_step)
+
+
+@bug
+def lack_of_memory_ends_a_request_at_once(patch: pytest.MonkeyPatch) -> None:
+    ran_out = StepSize.ran_out
+    patch.setattr(StepSize, "ran_out", lambda self, num_tokens, now: ran_out(self, num_tokens, now) and False)
+
+
+@bug
+def steps_as_large_as_before_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
+    ran_out = StepSize.ran_out
+
+    def forget(self: StepSize, num_tokens: int, now: float) -> bool:
+        goes_on = ran_out(self, num_tokens, now)
+        self.limit = self._most
+        return goes_on
+
+    patch.setattr(StepSize, "ran_out", forget)
+
+
+@bug
+def aborted_prompt_still_scored(patch: pytest.MonkeyPatch) -> None:
+    abort = EngineCore.abort
+
+    def later(self: EngineCore, request_id: str) -> None:
+        seq = self._live.get(request_id)
+        if seq is None or not 0 < seq.num_scored < seq.num_to_score:
+            abort(self, request_id)
+
+    patch.setattr(EngineCore, "abort", later)
 
 
 @bug

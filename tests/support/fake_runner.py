@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.faults import DeviceOutOfMemory
 from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.types import SamplingParams, ScheduledSequence, SequenceState, StepPlan, StepResult
 from support.logprobs import Row, pack_logprobs
@@ -23,6 +24,8 @@ BASE = 0
 """What a base row leaves in place of a digest."""
 GARBAGE = 1_000_003
 """A token that no vocabulary holds: what uninitialised or broken memory reads as."""
+POISON = -1_000_003
+"""KV that is not finite: whoever reads it computes nothing that is."""
 
 
 def adapter_mark(digest: str | None) -> int:
@@ -88,10 +91,17 @@ class StepFailed(RuntimeError):
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong with a step: raise at `submit` or `collect` (its KV is garbage then), or single rows."""
+    """What goes wrong with a step: raise at `submit` or `collect` (its KV is garbage then), for want of memory or for
+    no known reason; or single rows. The rows in `poisoned` answer once more, but leave KV that is not finite."""
 
     at: str = ""  # "submit", "collect" or "" for none
     rows: frozenset[int] = frozenset()
+    memory: bool = False
+    poisoned: frozenset[int] = frozenset()
+
+    def error(self) -> Exception:
+        what = f"{self.at} was told to fail"
+        return DeviceOutOfMemory(what) if self.memory else StepFailed(what)
 
 
 @dataclass(slots=True)
@@ -127,6 +137,9 @@ class FakeRunner:
         self.keep_plans = False
         self.complaints: list[str] = []  # what no engine may do; the core would take an exception for a fault
         self.faulted: set[str] = set()  # requests that a fault has hit
+        self._num_submitted = 0
+        self._first_submitted: dict[tuple[str, int], int] = {}  # by request and epoch
+        self._noticed: dict[int, int] = {}  # steps submitted when the poison at a place was first read
 
     @property
     def num_in_flight(self) -> int:
@@ -141,9 +154,13 @@ class FakeRunner:
             self.plans.append(plan)
         handle = _Handle(plan, self.fault(plan))
         hit = plan.scheduled if handle.fault.at else [plan.scheduled[index] for index in handle.fault.rows]
-        self.faulted.update(row.seq.request_id for row in hit)
+        if not handle.fault.memory:
+            self.faulted.update(row.seq.request_id for row in hit)
+        self._num_submitted += 1
+        for row in plan.scheduled:
+            self._first_submitted.setdefault((row.seq.request_id, row.epoch), self._num_submitted)
         if handle.fault.at == "submit":
-            raise StepFailed("submit was told to fail")
+            raise handle.fault.error()
         self._queue.append(handle)
         return handle
 
@@ -162,7 +179,8 @@ class FakeRunner:
             for row in plan.scheduled:
                 self._write(row, (GARBAGE,) * row.num_tokens)
             self._drawn = drawn
-            raise StepFailed("collect was told to fail")
+            raise fault.error()
+        failed = dict.fromkeys(fault.rows, "told to fail")
         for index, row in enumerate(plan.scheduled):
             request_id = row.seq.request_id
             tokens = row.token_ids
@@ -176,6 +194,13 @@ class FakeRunner:
             self._write(row, tokens)
             self.num_tokens += row.num_tokens
             seen = self._read(row)
+            if POISON in seen:
+                self._notice(row, seen)
+                failed[index] = "not finite"
+                answers.append(())
+                continue
+            if index in fault.poisoned:
+                self._values[self._place(row, row.start + row.num_tokens - 1)] = POISON
             sampling = row.seq.request.sampling
             of_prompt = [
                 score(seen[:position], target, sampling.prompt_logprobs or 0)
@@ -200,7 +225,22 @@ class FakeRunner:
                     scores.get(index, Scores()), output=pack_logprobs(of_output, sampling.logprobs)
                 )
         self._drawn = drawn
-        return StepResult(plan.step_id, tuple(answers), dict.fromkeys(fault.rows, "told to fail"), scores)
+        return StepResult(plan.step_id, tuple(answers), failed, scores)
+
+    def _notice(self, row: ScheduledSequence, seen: tuple[int, ...]) -> None:
+        """A row has read poison. From now on no sequence may begin with it."""
+        name = row.seq.request_id
+        if row.seq.state is SequenceState.FINISHED:
+            return
+        self.faulted.add(name)
+        for position, value in enumerate(seen):
+            noticed = (
+                self._noticed.setdefault(self._place(row, position), self._num_submitted)
+                if value == POISON
+                else None
+            )
+            if noticed is not None and self._first_submitted[name, row.epoch] > noticed:
+                self.complaints.append(f"{name} was given KV that was known to be spoilt")
 
     def _write(self, row: ScheduledSequence, tokens: tuple[int, ...]) -> None:
         if len(tokens) != row.num_tokens or len(row.block_ids) * BLOCK_SIZE < row.start + row.num_tokens:
@@ -211,8 +251,10 @@ class FakeRunner:
         value = self._values[self._place(row, row.start - 1)] if row.start else 0
         for position, token in enumerate(tokens, row.start):
             place = self._place(row, position)
-            value = GARBAGE if token == GARBAGE else attend(value, mark, token)
+            if value != POISON:
+                value = GARBAGE if token == GARBAGE else attend(value, mark, token)
             self._values[place] = value
+            self._noticed.pop(place, None)
             self._tenants[place] = tenant
 
     def _mark(self, row: ScheduledSequence) -> int:

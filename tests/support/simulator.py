@@ -3,8 +3,9 @@
     play(seed) -> Summary         raises Violation, with the seed and the last things that happened
 
 A history has tenants with weights, adapters (some with the same bytes under two tenants), prompts with common
-starts, bursts of arrivals, aborts, deadlines, loads and copies that take time, fail, hang or come too late, steps
-and rows that fail, pins and drops, and never quite enough blocks, pages, slots or host memory. The core, the
+starts, bursts of arrivals, aborts (in the middle of a scored prompt too), deadlines, loads and copies that take time,
+fail, hang or come too late, steps and rows that fail, KV that is not finite and is noticed late, a device that has
+too little memory for a while, pins and drops, and never quite enough blocks, pages, slots or host memory. The core, the
 scheduler, the blocks and the adapter cache are the real ones; the runner, the transport and the clock are fakes.
 
 What is checked, after every step or at the end:
@@ -21,6 +22,7 @@ import logging
 import random
 from collections import deque
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
@@ -41,7 +43,7 @@ MIN_EVENTS = 200
 VOCAB_SIZE = 61
 EOS_IDS = frozenset({0, 1})
 LOAD_TIMEOUT_S = 4.0
-MAX_DRAIN_STEPS = 4000
+MAX_DRAIN_STEPS = 10_000
 FAIR_EVERY = 8
 
 
@@ -61,6 +63,9 @@ class Summary:
     preemptions: int = 0
     prefix_hits: int = 0
     loads: int = 0
+    out_of_memory: int = 0
+    poisoned: int = 0
+    cut_prompts: int = 0
     endings: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Summary) -> None:
@@ -73,6 +78,9 @@ class Summary:
             "preemptions",
             "prefix_hits",
             "loads",
+            "out_of_memory",
+            "poisoned",
+            "cut_prompts",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for ending, count in other.endings.items():
@@ -83,7 +91,8 @@ class Summary:
         return (
             f"{self.histories} histories, {self.events} events, {self.steps} steps, {self.requests} requests "
             f"({endings}), {self.tokens} tokens, {self.preemptions} preemptions, {self.prefix_hits} tokens found in "
-            f"the prefix cache, {self.loads} loads"
+            f"the prefix cache, {self.loads} loads, {self.out_of_memory} steps out of memory, {self.poisoned} rows "
+            f"with KV that is not finite, {self.cut_prompts} prompts aborted while they were scored"
         )
 
 
@@ -98,6 +107,7 @@ class _Record:
     scores: list[Scores] = field(default_factory=list)
     told_state: bool = False
     aborted: bool = False
+    room: float = inf  # the least memory that the device had in its time
     terminal: TokenEvent | None = None
 
 
@@ -113,6 +123,7 @@ class History:
     def __init__(self, seed: int, *, fair: bool | None = None) -> None:
         self.rng = rng = random.Random(seed)
         self.asking = random.Random(seed)  # for log probabilities
+        self.mishaps = random.Random(seed)  # of memory and numbers
         self.seed = seed
         self.fair = seed % FAIR_EVERY == 0 if fair is None else fair
         self.now = 100.0
@@ -121,7 +132,8 @@ class History:
         self.trail: deque[str] = deque(maxlen=40)
         self.records: dict[str, _Record] = {}
         self.live: dict[str, _Record] = {}
-        self.last_faults = 0
+        self.room = inf  # for a step, see `_needs`
+        self.num_poisoned = self.num_cut_prompts = 0
         self.lookahead = rng.randint(0, 1)
         self._draw_sizes()
         self._draw_world()
@@ -184,6 +196,8 @@ class History:
         self.p_bad_load = rng.choice((0.0, 0.05, 0.3))
         self.p_operator = rng.choice((0.0, 0.0, 0.05))
         self.speculates = rng.random() < 0.25
+        self.p_shortage = self.mishaps.choice((0.0, 0.005, 0.02))
+        self.p_poison = self.mishaps.choice((0.0, 0.0, 0.02, 0.1))
         self.slow = rng.choice((0.05, 0.5, 2.0))
 
     def _draw_world(self) -> None:
@@ -237,6 +251,14 @@ class History:
                 return Fault(("submit", "collect")[kind])
             count = len(plan.scheduled)
             return Fault(rows=frozenset(rng.sample(range(count), rng.randint(1, count))))
+        mishaps = self.mishaps
+        if sum(_needs(row.num_tokens, row.start + row.num_tokens) for row in plan.scheduled) > self.room:
+            self._happened("a step does not fit")
+            return Fault(mishaps.choice(("submit", "collect")), memory=True)
+        if self.p_poison and not self.fair and mishaps.random() < self.p_poison:
+            self._happened("what a row leaves is not finite")
+            self.num_poisoned += 1
+            return Fault(poisoned=frozenset({mishaps.randrange(len(plan.scheduled))}))
         return Fault()
 
     def _tokens_per_row(self, row: ScheduledSequence) -> int:
@@ -259,9 +281,11 @@ class History:
         endings: dict[str, int] = {}
         for record in self.records.values():
             assert record.terminal is not None
+            error = record.terminal.error
             ending = (
-                record.terminal.error.code if record.terminal.error else str(record.terminal.finish_reason)
+                "too_large" if _too_large(error) else error.code if error else record.terminal.finish_reason
             )
+            assert ending is not None
             endings[ending] = endings.get(ending, 0) + 1
         return Summary(
             1,
@@ -272,6 +296,9 @@ class History:
             stats.num_preemptions,
             stats.prefix_cache_hits,
             self.transport.num_loads,
+            stats.num_out_of_memory,
+            self.num_poisoned,
+            self.num_cut_prompts,
             endings,
         )
 
@@ -282,6 +309,8 @@ class History:
             while self.num_events < MIN_EVENTS:
                 self._act()
                 self._step()
+        if self.mishaps.random() < 0.7:
+            self.room = inf
         first = self.num_steps
         while self.core.has_work:
             if self.num_steps - first > MAX_DRAIN_STEPS:
@@ -298,10 +327,23 @@ class History:
                 self._arrive()
         if self.live and rng.random() < self.p_abort:
             self._abort(rng.choice(list(self.live)))
+        self._mishap()
         if rng.random() < 0.02:
             self._jump(10 ** rng.uniform(-1, 1))
         if self.p_operator and rng.random() < self.p_operator:
             self._operate()
+
+    def _mishap(self) -> None:
+        mishaps = self.mishaps
+        scored = [name for name, record in self.live.items() if record.scores and not record.tokens]
+        if scored and mishaps.random() < 0.1:
+            self.num_cut_prompts += 1
+            self._abort(mishaps.choice(scored))
+        if mishaps.random() < (self.p_shortage if self.room == inf else 0.05):
+            self.room = mishaps.choice((1, 2, 3, 4, 8, 16)) if self.room == inf else inf
+            self._happened(f"a step may need {self.room} of the device's memory")
+            for record in self.live.values():
+                record.room = min(record.room, self.room)
 
     def _arrive(self) -> None:
         rng, asking = self.rng, self.asking
@@ -330,7 +372,7 @@ class History:
         crowded = len(self.live) >= self.config.max_waiting
         for other in self.live.values():
             other.crowded |= crowded
-        record = _Record(request, self.now, crowded)
+        record = _Record(request, self.now, crowded, room=self.room)
         self.records[request.request_id] = self.live[request.request_id] = record
         self._happened(f"{request.request_id} arrives")
         self.core.add(request)
@@ -483,6 +525,9 @@ class History:
                 # A copy past its time keeps its pages; others may not fit beside them, or may not have for a while.
                 crowded = bool(self.suspects) and error.message.startswith("it does not fit")
                 return digest in self.suspects or self.operated or crowded
+            case "server_overloaded" if _too_large(error):
+                # What fits alone, token by token, is never lost.
+                return _needs(1, total) > record.room
             case "server_overloaded":
                 return record.crowded and not record.tokens
             case "context_length_exceeded":
@@ -566,6 +611,15 @@ class History:
                         f"{2 * largest}, while both were waiting"
                     )
         self.pairs = pairs
+
+
+def _too_large(error: EngineError | None) -> bool:
+    return error is not None and error.message.startswith("the device has too little memory")
+
+
+def _needs(num_tokens: int, position: int) -> int:
+    """Device memory that a slice up to this position needs, beside the KV."""
+    return num_tokens + position // BLOCK_SIZE
 
 
 def _scores(record: _Record) -> Scores:

@@ -16,11 +16,10 @@ from loraplex.engine.types import ScheduledSequence, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """What a step must tell of prompts. `drawn` [S] and `rows` [P] int64 say which of the logits' rows are sampled and
-    which are of prompts, `targets` [P] int64 the token behind each of the latter. `slices` are (index in
-    `plan.scheduled`, number of its rows, most likely tokens wanted for each), in the order of `rows`."""
+    """What a step must tell of prompts. `rows` [P] int64 says which of the logits' rows are of prompts, `targets` [P]
+    int64 the token behind each. `slices` are (index in `plan.scheduled`, number of its rows, most likely tokens wanted
+    for each), in the order of `rows`."""
 
-    drawn: torch.Tensor
     rows: torch.Tensor
     targets: torch.Tensor
     slices: tuple[tuple[int, int, int], ...]
@@ -31,15 +30,26 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchedRows:
+    """Slices that nothing is drawn or told of. Their last rows' logits are computed all the same: `rows` [W] int64 says
+    which those are, `slices` the indices in `plan.scheduled`. KV that is not finite shows there, before it could be
+    found as a prefix."""
+
+    rows: torch.Tensor
+    slices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FlatStep:
     """A plan, flattened. Sequences are ordered by adapter slot, base rows first, so that each adapter's rows are
     adjacent.
 
-    `logits_rows` are those whose logits are wanted: `sampled_rows`, and those of `prompt_rows` where it is not None.
-    `sampled[s]` is the index in `plan.scheduled` that sampled row s belongs to. `pending` pairs a row with the id
-    of the request whose token the previous step samples. `segments` are (slot, first_row, num_rows),
-    `logits_segments` likewise over the rows of `logits_rows`. `failed` maps an index in `plan.scheduled` to what is
-    wrong with its input; its rows hold harmless tokens.
+    `logits_rows` are those whose logits are wanted: `sampled_rows`, and those of `prompt_rows` and of `watched` where
+    they are not None. Then `drawn` [S] int64 says which of them are sampled; where it is None all are. `sampled[s]` is
+    the index in `plan.scheduled` that sampled row s belongs to. `pending` pairs a row with the id of the request whose
+    token the previous step samples. `segments` are (slot, first_row, num_rows), `logits_segments` likewise over the
+    rows of `logits_rows`. `failed` maps an index in `plan.scheduled` to what is wrong with its input; its rows hold
+    harmless tokens.
     """
 
     token_ids: torch.Tensor
@@ -48,7 +58,9 @@ class FlatStep:
     fresh_blocks: torch.Tensor
     logits_rows: torch.Tensor
     sampled_rows: torch.Tensor
+    drawn: torch.Tensor | None
     prompt_rows: PromptRows | None
+    watched: WatchedRows | None
     sampled: tuple[int, ...]
     pending: tuple[tuple[int, str], ...]
     segments: tuple[tuple[int, int, int], ...]
@@ -66,7 +78,9 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
     fresh: list[int] = []
     logits_rows: list[int] = []
     drawn: list[int] = []  # which of them are sampled
-    scored: list[int] = []  # and which are of prompts
+    scored: list[int] = []  # which are of prompts
+    watched: list[int] = []  # and which are neither
+    unseen: list[int] = []
     targets: list[int] = []
     slices: list[tuple[int, int, int]] = []
     sampled: list[int] = []
@@ -97,6 +111,10 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
             drawn.append(len(logits_rows))
             logits_rows.append(first + count - 1)
             sampled.append(index)
+        elif not item.targets or item.score_start + len(item.targets) < item.start + count:
+            watched.append(len(logits_rows))
+            logits_rows.append(first + count - 1)
+            unseen.append(index)
         if item.slot >= 0:
             if segments and segments[-1][0] == item.slot:
                 slot, start, length = segments[-1]
@@ -109,18 +127,17 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
         [scheduled[i].block_ids for i in order],
     )
     all_rows = inputs.ints(logits_rows)
-    sampled_rows, prompt_rows = all_rows, None
-    if slices:
-        sampled_rows = inputs.ints([logits_rows[row] for row in drawn])
-        prompt_rows = PromptRows(inputs.ints(drawn), inputs.ints(scored), inputs.ints(targets), tuple(slices))
+    all_drawn = len(drawn) == len(logits_rows)
     return FlatStep(
         token_ids=inputs.rows("token_ids", token_ids),
         positions=inputs.rows("positions", positions),
         attention=attention,
         fresh_blocks=inputs.ints(fresh),
         logits_rows=all_rows,
-        sampled_rows=sampled_rows,
-        prompt_rows=prompt_rows,
+        sampled_rows=all_rows if all_drawn else inputs.ints([logits_rows[row] for row in drawn]),
+        drawn=None if all_drawn else inputs.ints(drawn),
+        prompt_rows=PromptRows(inputs.ints(scored), inputs.ints(targets), tuple(slices)) if slices else None,
+        watched=WatchedRows(inputs.ints(watched), tuple(unseen)) if watched else None,
         sampled=tuple(sampled),
         pending=tuple(pending),
         segments=tuple(segments),

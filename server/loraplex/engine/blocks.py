@@ -101,6 +101,15 @@ class BlockManager:
         self._block_of[key] = block
         self._key_of[block] = key
 
+    def disown(self, keys: Iterable[BlockKey]) -> None:
+        """Nobody shall find what has these names; who holds such a block keeps it."""
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is not None:
+                self._forget(block)
+                if not self._refs[block]:
+                    self._free.move_to_end(block, last=False)
+
     def _forget(self, block: int) -> None:
         key = self._key_of[block]
         if key is not None:

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
 
-from loraplex.adapters.cache import AdapterCache, Lease
+from loraplex.adapters.cache import AdapterCache
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.admission import MAX_TOKEN_ID, why_not
 from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.faults import DeviceLost, DeviceOutOfMemory
+from loraplex.engine.gauges import cache_entries, gauges
 from loraplex.engine.logprobs import Scores, cut_scores, wrong_scores
 from loraplex.engine.progress import Progress
-from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
+from loraplex.engine.protocol import CacheEntry, EngineStats
 from loraplex.engine.scheduler import Scheduler
+from loraplex.engine.step_size import StepSize
+from loraplex.engine.steps import Flight, Runner
 from loraplex.engine.types import (
     AdapterState,
     EngineError,
@@ -32,35 +36,12 @@ from loraplex.engine.types import (
     Sequence,
     SequenceState,
     StepPlan,
-    StepResult,
     Timing,
     TokenEvent,
     Usage,
 )
 
 _log = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    """Computes steps, in the order in which they are submitted."""
-
-    def submit(self, plan: StepPlan) -> object:
-        """Begin a step; returns a handle to collect it by. At most `lookahead` + 1 steps are in flight."""
-        ...
-
-    def collect(self, handle: object) -> StepResult:
-        """Wait for the oldest step in flight. May raise: then all requests of that step end with an error."""
-        ...
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A submitted step, and its leases on the adapters that it reads: their pages stay until it is collected,
-    whatever becomes of its sequences."""
-
-    plan: StepPlan
-    handle: object
-    leases: list[Lease]
 
 
 class EngineCore:
@@ -88,8 +69,9 @@ class EngineCore:
         self._clock = clock
         self._progress = progress or Progress(clock)
         self._scheduler = Scheduler(config, cache)
+        self._step_size = StepSize(config.max_num_batched_tokens)
         self._live: dict[str, Sequence] = {}
-        self._in_flight: deque[_Flight] = deque()
+        self._in_flight: deque[Flight] = deque()
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._events: list[TokenEvent] = []
         self._num_added = 0
@@ -101,19 +83,25 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """One turn: notice finished loads and passed deadlines, plan, submit, collect. With lookahead 1 the step
-        that is collected is the one before, so that the device works while the host plans."""
+        that is collected is the one before, so that the device works while the host plans. Raises DeviceLost: then
+        the engine is of no use any more."""
         now = self._clock()
         self._cache.poll()
         self._expire(now)
-        plan = self._scheduler.plan(now)
+        moving = self._step_size.pause_s(now) <= 0 and self._move(now)
+        events, self._events = self._events, []
+        self._at_rest = self._cache_is_still() and not (moving or events)
+        return events
+
+    def _move(self, now: float) -> bool:
+        """Plan, submit, collect. False if there was nothing to do."""
+        plan = self._scheduler.plan(now, self._step_size.limit)
         self._fail_unavailable()
         moving = bool(plan.scheduled or plan.loads or self._in_flight)
         submitted = bool(plan.scheduled) and self._submit(plan)
         if self._in_flight and (len(self._in_flight) > self._config.lookahead or not submitted):
             self._collect()
-        events, self._events = self._events, []
-        self._at_rest = self._cache_is_still() and not (moving or events)
-        return events
+        return moving
 
     def _cache_is_still(self) -> bool:
         """No load and no copy has ended since this was last asked. If one has, another pass may do what the last
@@ -205,42 +193,87 @@ class EngineCore:
         self._num_steps += 1
         try:
             handle = self._runner.submit(plan)
-        except Exception as error:
-            self._fail_step(_Flight(plan, None, leases), error)
+        except DeviceLost:
+            raise
+        except DeviceOutOfMemory as error:
+            while self._in_flight:  # they went before
+                self._collect()
+            self._start_over(Flight(plan, None, leases), error)
             return False
-        self._in_flight.append(_Flight(plan, handle, leases))
+        except Exception as error:
+            self._fail_step(Flight(plan, None, leases), error)
+            return False
+        self._in_flight.append(Flight(plan, handle, leases))
         self._progress.begin(plan.num_tokens)
         return True
 
     def _collect(self) -> None:
         flight = self._in_flight.popleft()
+        error = self._take_step(flight, frozenset())
+        if error is not None:
+            self._start_over(flight, error)
+
+    def _take_step(self, flight: Flight, void: Collection[Sequence]) -> DeviceOutOfMemory | None:
+        """Wait for a step, and take what it brings but for the `void` sequences: a step before this one has not
+        computed what it builds on. Returns what was raised if it did not fit into memory; its leases are kept then."""
         try:
             result = self._runner.collect(flight.handle)
             if result.step_id != flight.plan.step_id or len(result.token_ids) != len(flight.plan.scheduled):
                 raise RuntimeError(f"the answer to step {flight.plan.step_id} is one to another step")
+        except DeviceLost:
+            raise
+        except DeviceOutOfMemory as error:
+            self._progress.end(computed=False)
+            return error
         except Exception as error:
             self._progress.end(computed=False)
-            self._fail_step(flight, error)
-            return
+            self._fail_step(flight, error, void)
+            return None
         self._progress.end(computed=True)
+        self._step_size.computed()
         now = self._clock()
         for index, (scheduled, token_ids) in enumerate(
             zip(flight.plan.scheduled, result.token_ids, strict=True)
         ):
-            scores = result.scores.get(index)
-            self._take_row(scheduled, token_ids, scores, result.failed.get(index), now)
+            if scheduled.seq not in void:
+                scores = result.scores.get(index)
+                self._take_row(scheduled, token_ids, scores, result.failed.get(index), now)
         self._land(flight)
+        return None
 
-    def _fail_step(self, flight: _Flight, error: Exception) -> None:
+    def _start_over(self, flight: Flight, error: DeviceOutOfMemory) -> None:
+        """A step did not fit into the device's memory. Its sequences, and they alone, lose their blocks, and what it
+        was to compute is computed anew in smaller steps: no token is lost, and none changes. One that does not fit
+        even alone and token by token ends."""
+        void = dict.fromkeys(flight.sequences)
+        self._land(flight)
+        while self._in_flight:
+            later = self._in_flight.popleft()
+            if self._take_step(later, void) is not None:
+                void |= dict.fromkeys(later.sequences)
+                self._land(later)
+        self._scheduler.start_over(seq for seq in void if seq.state is not SequenceState.FINISHED)
+        num_tokens = flight.plan.num_tokens
+        goes_on = self._step_size.ran_out(num_tokens, self._clock())
+        limit = self._step_size.limit
+        _log.warning("a step of %d tokens: %s; steps are of %d at most now", num_tokens, error, limit)
+        if not goes_on:
+            for row in flight.plan.scheduled:
+                if row.seq.state is not SequenceState.FINISHED:
+                    self._error(
+                        row.seq, "server_overloaded", "the device has too little memory for this request now"
+                    )
+
+    def _fail_step(self, flight: Flight, error: Exception, void: Collection[Sequence] = ()) -> None:
         """Every request of a step that raised ends here. Nothing of the step was registered, so what it may have
         left in the blocks can't be found; later steps overwrite it before they read."""
         _log.error("step %d failed", flight.plan.step_id, exc_info=error)
         for scheduled in flight.plan.scheduled:
-            if scheduled.seq.state is not SequenceState.FINISHED:
+            if scheduled.seq.state is not SequenceState.FINISHED and scheduled.seq not in void:
                 self._error(scheduled.seq, "internal_error", "the step that computed this request failed")
         self._land(flight)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         for lease in flight.leases:
             self._cache.release(lease)
 
@@ -266,7 +299,7 @@ class EngineCore:
             failure = wrong_scores(scores, len(token_ids) if asked else 0, len(scheduled.targets))
         if failure is not None:
             _log.error("request %s failed in step: %s", seq.request_id, failure)
-            self._error(seq, "internal_error", "computing this request failed")
+            self._error(seq, "internal_error", "computing this request failed", spoilt=True)
             return
         self._scheduler.computed(scheduled)
         seq.num_scored += len(scheduled.targets)
@@ -322,8 +355,8 @@ class EngineCore:
 
     # Endings.
 
-    def _error(self, seq: Sequence, code: ErrorCode, message: str) -> None:
-        self._end(seq, "error", error=EngineError(code, message))
+    def _error(self, seq: Sequence, code: ErrorCode, message: str, *, spoilt: bool = False) -> None:
+        self._end(seq, "error", error=EngineError(code, message), spoilt=spoilt)
 
     def _end(
         self,
@@ -334,10 +367,11 @@ class EngineCore:
         error: EngineError | None = None,
         stop_token_id: int | None = None,
         scores: Scores | None = None,
+        spoilt: bool = False,
     ) -> None:
-        """The one way out for every request that was taken in."""
+        """The one way out for every request that was taken in. `spoilt`: none of its KV is good for others."""
         del self._live[seq.request_id]
-        self._scheduler.finish(seq)
+        self._scheduler.finish(seq, spoilt=spoilt)
         now = self._clock()
         self._events.append(
             TokenEvent(
@@ -375,67 +409,37 @@ class EngineCore:
     def idle_s(self) -> float | None:
         """0 if a step can do something at once; else the seconds until the next deadline or time-out; None if
         there is none, and only a new request, an abort or a finished load can change anything."""
-        if self._events or self._in_flight or self._scheduler.running or self._scheduler.queue:
+        scheduler, now = self._scheduler, self._clock()
+        pause_s = self._step_size.pause_s(now)
+        if self._events or self._in_flight:
             return 0.0
-        if self._scheduler.parked and not self._at_rest:
+        if pause_s <= 0 and (
+            scheduler.running or scheduler.queue or (scheduler.parked and not self._at_rest)
+        ):
             return 0.0
         while self._deadlines and self._deadlines[0][2].state is SequenceState.FINISHED:
             heapq.heappop(self._deadlines)
-        times = [self._deadlines[0][0] - self._clock()] if self._deadlines else []
+        times = [self._deadlines[0][0] - now] if self._deadlines else []
+        if pause_s > 0 and self._live:
+            times.append(pause_s)
         if (timeout := self._cache.next_timeout_s()) is not None:
             times.append(timeout)
         return max(0.0, min(times)) if times else None
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start."""
-        scheduler = self._scheduler
-        usage = self._cache.usage()
-        running = Counter(seq.request.tenant_id for seq in scheduler.running)
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            num_kv_blocks=scheduler.blocks.num_blocks,
-            num_kv_blocks_used=scheduler.blocks.num_used,
-            num_preemptions=scheduler.num_preemptions,
+        return replace(
+            gauges(self._scheduler, self._cache, self._live.values()),
             num_steps=self._num_steps,
+            num_out_of_memory=self._step_size.num_ran_out,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            prefix_cache_queries=scheduler.prefix_queries,
-            prefix_cache_hits=scheduler.prefix_hits,
-            num_arena_pages=usage.num_pages,
-            num_arena_pages_used=usage.num_pages_used,
-            host_bytes=usage.host_bytes,
-            host_bytes_used=usage.host_bytes_used,
-            num_leases=usage.num_leases,
-            running_adapters=_digests(scheduler.running),
-            waiting_adapters=_digests(
-                seq for seq in self._live.values() if seq.state is SequenceState.WAITING
-            ),
-            tenants={
-                tenant: TenantStats(running[tenant], requests - running[tenant], counter)
-                for tenant, requests, counter in scheduler.queue.tenants()
-            },
         )
 
     # The adapter cache belongs to the step thread as well: this is how others reach it.
 
     def cache_entries(self) -> list[CacheEntry]:
-        now = self._clock()
-        return [
-            CacheEntry(
-                ref=entry.ref,
-                state=entry.state,
-                loading=entry.loading,
-                pinned=entry.pinned,
-                leases=entry.leases,
-                device_bytes=entry.device_bytes,
-                host_bytes=entry.host_bytes,
-                idle_s=None if entry.last_used is None else max(0.0, now - entry.last_used),
-                load_seconds=entry.load_seconds,
-                error=entry.error,
-            )
-            for entry in self._cache.entries()
-        ]
+        return cache_entries(self._cache, self._clock())
 
     def residency(self) -> dict[str, AdapterState]:
         """The versions on the device or in host memory."""
@@ -468,7 +472,3 @@ class EngineCore:
         held = {id(lease) for lease in leases}
         assert len(held) == len(leases) == self._cache.usage().num_leases, "a lease is lost or held twice"
         self._cache.check_integrity()
-
-
-def _digests(sequences: Iterable[Sequence]) -> tuple[str, ...]:
-    return tuple(sorted({ref.digest for seq in sequences if (ref := seq.request.adapter) is not None}))

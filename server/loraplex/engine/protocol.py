@@ -78,6 +78,8 @@ class EngineStats:
     num_kv_blocks: int = 0
     num_kv_blocks_used: int = 0
     num_preemptions: int = 0
+    num_out_of_memory: int = 0
+    """Steps that did not fit into the device's memory."""
     num_steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

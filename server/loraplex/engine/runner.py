@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from loraplex.engine.batch import FlatStep, flatten
+from loraplex.engine.device_faults import as_device_fault, give_back_memory
 from loraplex.engine.executor import Executor
 from loraplex.engine.inputs import LoraSource, PlainInputs, StepInputs, Upload
 from loraplex.engine.logprobs import Scores
@@ -59,11 +61,12 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _OnHost:
-    """Tokens [S] int64, flags [S] bool and the log probabilities that were asked for, of drawn and of prompt tokens, on
-    their way to the host; `arrived` is None on a CPU."""
+    """Tokens [S] int64, flags [S] bool, flags [W] bool of the watched rows, and the log probabilities that were asked
+    for, of drawn and of prompt tokens, on their way to the host; `arrived` is None on a CPU."""
 
     tokens: torch.Tensor
     ok: torch.Tensor
+    watched_ok: torch.Tensor | None
     output: TokenScores | None
     prompt: TokenScores | None
     arrived: torch.cuda.Event | None
@@ -78,6 +81,7 @@ class StepHandle:
     sampled: tuple[int, ...]
     asked: AskedScores | None
     prompt_slices: tuple[tuple[int, int, int], ...]
+    watched: tuple[int, ...]
     failed: dict[int, str] = field(repr=False)
     future: Future[_OnHost] = field(repr=False)
 
@@ -111,8 +115,17 @@ class ModelRunner:
         self._previous = _Drawn({})
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Begin a step. Raises if the plan is not one that this model can run, or an adapter in it is not there;
-        then nothing of it is computed."""
+        """Begin a step. Raises if the plan is not one that this model can run, or an adapter in it is not there, and
+        DeviceOutOfMemory and DeviceLost as `collect` does; then nothing of it is computed."""
+        try:
+            return self._submit(plan)
+        except Exception as error:
+            fault = as_device_fault(error, self._model.device)
+            if fault is error:
+                raise
+        raise fault
+
+    def _submit(self, plan: StepPlan) -> StepHandle:
         vocab_size = self._model.shape.vocab_size
         inputs = self._inputs.begin(plan)
         step = flatten(plan, vocab_size=vocab_size, inputs=inputs)
@@ -125,22 +138,26 @@ class ModelRunner:
         previous = self._previous
         drawn = _Drawn({row.seq.request_id: s for s, row in enumerate(rows)})
         pending = _pending(step, previous, inputs)
-        future = self._executor.submit(
-            lambda: self._run(inputs, step, sampling, lora, head_lora, pending, previous, drawn)
-        )
+        work = partial(self._compute, inputs, step, sampling, lora, head_lora, pending, previous, drawn)
+        future = self._executor.submit(lambda: self._run(work))
         self._previous = drawn
-        slices = () if step.prompt_rows is None else step.prompt_rows.slices
         return StepHandle(
-            plan.step_id, len(plan.scheduled), step.sampled, sampling.scores, slices, step.failed, future
+            plan.step_id,
+            len(plan.scheduled),
+            step.sampled,
+            sampling.scores,
+            () if step.prompt_rows is None else step.prompt_rows.slices,
+            () if step.watched is None else step.watched.slices,
+            step.failed,
+            future,
         )
 
     def collect(self, handle: object) -> StepResult:
-        """Wait for a step that `submit` gave this handle for. Raises what its forward pass raised; later steps are
-        computed all the same."""
+        """Wait for a step that `submit` gave this handle for. Raises DeviceOutOfMemory if it did not fit, DeviceLost if
+        the device will compute nothing any more, else what its forward pass raised; later steps are computed all the
+        same."""
         assert isinstance(handle, StepHandle)
-        answer = handle.future.result()
-        if answer.arrived is not None:
-            answer.arrived.synchronize()
+        answer = self._wait(handle.future)
         token_ids: list[tuple[int, ...]] = [()] * handle.num_scheduled
         failed = dict(handle.failed)
         scores = _prompt_scores(handle, answer.prompt, failed)
@@ -151,9 +168,25 @@ class ModelRunner:
                 token_ids[index] = (token,)
             else:
                 failed[index] = "the logits of this row are not finite, or its options left no token to draw"
+        if answer.watched_ok is not None:
+            for index, ok in zip(handle.watched, answer.watched_ok.tolist(), strict=True):
+                if not ok:
+                    failed.setdefault(index, "what was computed of its prompt is not finite")
         if answer.output is not None and handle.asked is not None:
             _add_output_scores(scores, handle.asked, answer.output, handle.sampled, failed)
         return StepResult(handle.step_id, tuple(token_ids), failed, scores)
+
+    def _wait(self, future: Future[_OnHost]) -> _OnHost:
+        try:
+            answer = future.result()
+            if answer.arrived is not None:
+                answer.arrived.synchronize()
+            return answer
+        except Exception as error:
+            fault = as_device_fault(error, self._model.device)
+            if fault is error:
+                raise
+        raise fault
 
     def close(self) -> None:
         """Finish what was submitted, and end the worker."""
@@ -161,8 +194,19 @@ class ModelRunner:
 
     # The worker.
 
+    def _run(self, work: Callable[[], _OnHost]) -> _OnHost:
+        try:
+            return work()
+        except Exception as error:
+            fault = as_device_fault(error, self._model.device)
+            if fault is error:
+                raise
+        # Only now nothing holds the step's activations any more.
+        give_back_memory(self._model.device)
+        raise fault
+
     @torch.inference_mode()
-    def _run(
+    def _compute(
         self,
         inputs: StepInputs,
         step: FlatStep,
@@ -194,11 +238,14 @@ class ModelRunner:
                     head_lora=head_lora,
                 )
             )
-        output = prompt = None
+        output = prompt = watched_ok = None
+        if step.watched is not None:
+            watched_ok = _finite(logits.index_select(0, step.watched.rows))
         if (asked_prompt := step.prompt_rows) is not None:
             prompt_logits = logits.index_select(0, asked_prompt.rows)
             prompt = score_tokens(prompt_logits, asked_prompt.targets, asked_prompt.num_top)
-            logits = logits.index_select(0, asked_prompt.drawn)
+        if step.drawn is not None:
+            logits = logits.index_select(0, step.drawn)
         # The sampler overwrites them.
         kept = None if sampling.scores is None else logits.index_select(0, sampling.scores.rows)
         tokens, ok = sample(logits, sampling, token_ids.index_select(0, step.sampled_rows))
@@ -206,7 +253,13 @@ class ModelRunner:
         if kept is not None and sampling.scores is not None:
             chosen = tokens.index_select(0, sampling.scores.rows)
             output = score_tokens(kept, chosen, max(sampling.scores.num_top))
-        return _to_host(tokens, ok, output, prompt)
+        return _to_host(tokens, ok, watched_ok, output, prompt)
+
+
+def _finite(logits: torch.Tensor) -> torch.Tensor:
+    """[W, V] → [W] bool: whether all of a row is."""
+    least, most = torch.aminmax(logits, dim=-1)
+    return least.isfinite() & most.isfinite()
 
 
 def _pending(step: FlatStep, previous: _Drawn, upload: Upload) -> _Pending | None:
@@ -255,11 +308,16 @@ def _add_output_scores(
 
 
 def _to_host(
-    tokens: torch.Tensor, ok: torch.Tensor, output: TokenScores | None, prompt: TokenScores | None
+    tokens: torch.Tensor,
+    ok: torch.Tensor,
+    watched_ok: torch.Tensor | None,
+    output: TokenScores | None,
+    prompt: TokenScores | None,
 ) -> _OnHost:
     if tokens.device.type == "cpu":
-        return _OnHost(tokens, ok, output, prompt, None)
-    answer = _OnHost(_pinned(tokens), _pinned(ok), _on_host(output), _on_host(prompt), None)
+        return _OnHost(tokens, ok, watched_ok, output, prompt, None)
+    watched_ok = None if watched_ok is None else _pinned(watched_ok)
+    answer = _OnHost(_pinned(tokens), _pinned(ok), watched_ok, _on_host(output), _on_host(prompt), None)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
     return replace(answer, arrived=arrived)

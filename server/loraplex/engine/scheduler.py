@@ -34,6 +34,7 @@ class _Draft:
     now: float
     budget: int  # tokens that still fit into the step
     score_budget: int  # positions whose logits may still be kept
+    max_running: int
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     loading: dict[str, None] = field(default_factory=dict)  # digests that are on their way
@@ -72,14 +73,17 @@ class Scheduler:
         self.queue.enter(seq.request.tenant_id, seq.request.weight)
         self.queue.push(seq)
 
-    def finish(self, seq: Sequence) -> None:
-        """Take a sequence out, wherever it is, with all that it holds.
+    def finish(self, seq: Sequence, *, spoilt: bool = False) -> None:
+        """Take a sequence out, wherever it is, with all that it holds. If its KV may be `spoilt`, none of it is found
+        again, whenever it was computed.
 
         Its blocks may be given out again while a step that uses them is in flight. Steps run one after the other
         in the order of submission: that step has read and written them before any later one gets them. What it
         wrote can't be found under a wrong name either: a block is registered only for the steps that were
         collected while its sequence held it, and the position that is still in flight lies behind those.
         """
+        if spoilt:
+            self.blocks.disown(seq.block_keys)
         if seq in self.running:
             self._stop(seq)
         elif seq in self.queue:
@@ -103,15 +107,26 @@ class Scheduler:
             for index in range(first, end):
                 self.blocks.register(scheduled.block_ids[index], keys[index])
 
+    def start_over(self, sequences: Iterable[Sequence]) -> None:
+        """Steps that were submitted for these were not computed. Whoever runs goes back to the queue; tokens that those
+        steps should have drawn will be drawn anew, as what they are does not depend on the step."""
+        for seq in sequences:
+            seq.num_pending = 0
+            if seq in self.running:
+                self._requeue(seq)
+
     def delivered(self, seq: Sequence, num_tokens: int) -> None:
         """Output tokens have been drawn: charge them."""
         self.queue.charge(seq.request.tenant_id, num_tokens * fairness.DECODE_COST)
 
-    def plan(self, now: float) -> StepPlan:
-        """The next step; its `scheduled` is empty if nothing can be computed now. Sequences whose adapter turned
-        out not to be available are put into `failed` for the caller to end."""
-        draft = _Draft(now, self._max_tokens, self._max_scored)
+    def plan(self, now: float, max_tokens: int | None = None) -> StepPlan:
+        """The next step, of at most `max_tokens` (None: as configured); its `scheduled` is empty if nothing can be
+        computed now. Sequences whose adapter turned out not to be available are put into `failed` for the caller to
+        end."""
+        budget = self._max_tokens if max_tokens is None else max_tokens
+        draft = _Draft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
         self._cache.begin_pass()
+        self._keep_to(draft)
         self._catch_up(draft, [seq for seq in self.running if seq.num_tokens - seq.num_computed == 1])
         self._catch_up(draft, [seq for seq in self.running if seq.num_tokens - seq.num_computed > 1])
         barrier = self._unpark(draft)
@@ -123,6 +138,14 @@ class Scheduler:
         return StepPlan(self._step_id, tuple(draft.scheduled.values()), tuple(draft.preempted), loads)
 
     # Running sequences.
+
+    def _keep_to(self, draft: _Draft) -> None:
+        """Fewer may run since steps have become smaller: preempt those who are too many."""
+        excess = len(self.running) - draft.max_running
+        if excess > 0:
+            victims = [seq for seq in self.running if not _all_sampled(seq)]
+            for seq in sorted(victims, key=self._expendability, reverse=True)[:excess]:
+                self._preempt(draft, seq)
 
     def _catch_up(self, draft: _Draft, behind: list[Sequence]) -> None:
         if self.blocks.num_free < len(behind):
@@ -200,13 +223,16 @@ class Scheduler:
         the adapter's slot were the sequence's own, and nothing later can reach back into it. It is collected
         before the next plan is made, so that the sequence never resumes with a token missing.
         """
+        self._requeue(seq)
+        draft.preempted.append(seq.request_id)
+
+    def _requeue(self, seq: Sequence) -> None:
         self._stop(seq)
         seq.state = SequenceState.WAITING
         seq.num_computed = 0
         seq.epoch += 1
         self.queue.push(seq)
         self.num_preemptions += 1
-        draft.preempted.append(seq.request_id)
 
     def _stop(self, seq: Sequence) -> None:
         lease = self.running.pop(seq)
@@ -258,7 +284,7 @@ class Scheduler:
         """
         promised = sum(self._blocks_missing(seq) for seq in self.running)
         first = self.parked.precedence(draft.now)
-        while draft.budget and len(self.running) < self._max_running:
+        while draft.budget and len(self.running) < draft.max_running:
             seq = first if first is not None and first in self.queue else self.queue.head()
             if seq is None:
                 return

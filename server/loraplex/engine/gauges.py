@@ -1,0 +1,61 @@
+"""What the engine tells of itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from loraplex.adapters.cache import AdapterCache
+from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
+from loraplex.engine.scheduler import Scheduler
+from loraplex.engine.types import Sequence, SequenceState
+
+
+def gauges(scheduler: Scheduler, cache: AdapterCache[Any], live: Collection[Sequence]) -> EngineStats:
+    """What scheduler and cache know. `live` are all requests that have not ended."""
+    usage = cache.usage()
+    running = Counter(seq.request.tenant_id for seq in scheduler.running)
+    return EngineStats(
+        num_running=len(scheduler.running),
+        num_waiting=scheduler.num_waiting,
+        num_kv_blocks=scheduler.blocks.num_blocks,
+        num_kv_blocks_used=scheduler.blocks.num_used,
+        num_preemptions=scheduler.num_preemptions,
+        prefix_cache_queries=scheduler.prefix_queries,
+        prefix_cache_hits=scheduler.prefix_hits,
+        num_arena_pages=usage.num_pages,
+        num_arena_pages_used=usage.num_pages_used,
+        host_bytes=usage.host_bytes,
+        host_bytes_used=usage.host_bytes_used,
+        num_leases=usage.num_leases,
+        running_adapters=_digests(scheduler.running),
+        waiting_adapters=_digests(seq for seq in live if seq.state is SequenceState.WAITING),
+        tenants={
+            tenant: TenantStats(running[tenant], requests - running[tenant], counter)
+            for tenant, requests, counter in scheduler.queue.tenants()
+        },
+    )
+
+
+def cache_entries(cache: AdapterCache[Any], now: float) -> list[CacheEntry]:
+    """Where the adapter versions are; `now` by the cache's clock."""
+    return [
+        CacheEntry(
+            ref=entry.ref,
+            state=entry.state,
+            loading=entry.loading,
+            pinned=entry.pinned,
+            leases=entry.leases,
+            device_bytes=entry.device_bytes,
+            host_bytes=entry.host_bytes,
+            idle_s=None if entry.last_used is None else max(0.0, now - entry.last_used),
+            load_seconds=entry.load_seconds,
+            error=entry.error,
+        )
+        for entry in cache.entries()
+    ]
+
+
+def _digests(sequences: Iterable[Sequence]) -> tuple[str, ...]:
+    return tuple(sorted({ref.digest for seq in sequences if (ref := seq.request.adapter) is not None}))
