@@ -20,7 +20,7 @@ from loraplex.engine.model.base import (
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import open_checkpoint
 from loraplex.kernels.attention_tiling import AttentionShape
-from loraplex.kernels.dense import linear
+from loraplex.kernels.dense import linear, pack_weight
 from loraplex.kernels.groups import HEAD, SiteGroup
 from loraplex.kernels.ops import Ops, resolve_ops
 from loraplex.kernels.rope import rope_cos_sin
@@ -28,7 +28,7 @@ from loraplex.kernels.rope import rope_cos_sin
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """weight [N, K] and bias [N] or None: the linears of a site group, stacked by rows."""
+    """weight [N, K], as `pack_weight` made it, and bias [N] or None: the linears of a site group, stacked by rows."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -321,7 +321,9 @@ class _Reader:
         embed = self._tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         layers = [self._layer(f"{self._root}layers.{i}.") for i in range(spec.num_layers)]
         norm = self._norm(f"{self._root}norm", spec.hidden_size)
-        return FusedDecoder(spec, layers, embed, norm, self._head(embed), ops=self._ops)
+        return FusedDecoder(
+            spec, layers, embed, norm, pack_weight(self._head(embed)), ops=self._ops
+        )
 
     def _head(self, embed: torch.Tensor) -> torch.Tensor:
         if self._spec.tied and "lm_head.weight" not in self._checkpoint:
@@ -368,7 +370,7 @@ class _Reader:
             if packed_bias is not None:
                 self._checkpoint.read_into(f"{name}.bias", packed_bias[first : first + rows])
             first += rows
-        return Linear(weight, packed_bias)
+        return Linear(pack_weight(weight), packed_bias)
 
     def _norm(self, module: str, size: int) -> torch.Tensor:
         if not self._spec.gemma:
