@@ -340,27 +340,66 @@ def test_a_pinned_adapter_is_tried_again_after_a_failure() -> None:
     )
 
 
-def test_pins_that_do_not_fit_are_refused_and_what_they_leave_no_room_for_fails() -> None:
-    rig = Rig(num_pages=4, num_slots=3, sizes={"b": 3, "c": 2})
+def test_pins_hold_half_of_the_device_and_one_tenants_a_quarter() -> None:
+    rig = Rig(num_pages=16, num_slots=12, sizes={"a": 3, "b": 2, "c": 3, "d": 3, "big": 9, "huge": 16})
+    rig.bring(A)
     rig.bring(B)
-    rig.cache.pin(B)
-    rig.step(C)
-    rig.transport.finish_load()
-    assert rig.step(C) == [Residency.FAILED]
-    assert (
-        "needs 2 pages of device memory; the device memory for adapters has 4, and 3 of them are pinned"
-        in rig.failed("c")
-    )
-    rig.cache.unpin("b")
-    rig.clock.now += 5
-    rig.bring(C)
-    rig.cache.pin(C)
-    with pytest.raises(PinRefused, match="needs 3 pages"):
-        rig.cache.pin(B)
     rig.cache.pin(A)
-    rig.cache.pin(D)
-    with pytest.raises(PinRefused, match="all 3 places"):
-        rig.cache.pin(make_ref("e"))
+    with pytest.raises(
+        PinRefused, match=r"one tenant's pins may hold 4 of the device's 16 pages .* 3 are held"
+    ):
+        rig.cache.pin(B)
+    others = [make_ref(name, tenant=f"other-{name}") for name in ("c", "d")]
+    rig.bring(others[0])
+    rig.cache.pin(others[0])
+    rig.bring(others[1])
+    with pytest.raises(PinRefused, match=r"all pins may hold 8 .* 6 are held, and it needs 3"):
+        rig.cache.pin(others[1])
+    # Whatever is pinned, the other half is everybody's.
+    rig.bring(make_ref("big"))
+    assert rig.cache.state("big") == "hot"
+    rig.clock.now += 5
+    rig.step(make_ref("huge"))
+    rig.transport.finish_load()
+    assert rig.step(make_ref("huge")) == [Residency.FAILED]
+    assert (
+        "it needs 16 pages of device memory; the device memory for adapters has 16, and 6 of them are pinned"
+        in (rig.failed("huge"))
+    )
+
+
+def test_places_are_shared_like_pages() -> None:
+    rig = Rig(num_pages=40, num_slots=4)
+    rig.bring(A)
+    rig.bring(B)
+    rig.cache.pin(A)
+    with pytest.raises(PinRefused, match="one tenant's pins may hold 1 of the 4 places"):
+        rig.cache.pin(B)
+    rig.cache.unpin("a")
+    rig.cache.pin(B)
+
+
+def test_a_pin_whose_adapter_turns_out_too_large_holds_nothing_and_the_adapter_is_served() -> None:
+    rig = Rig(num_pages=16, num_slots=12, sizes={"a": 3, "b": 3})
+    rig.bring(A)
+    rig.cache.pin(A)
+    rig.cache.pin(B)  # nobody knows its size yet
+    rig.transport.finish_load("b")
+    for _ in range(5):
+        rig.step()
+        rig.clock.now += 40
+    assert not rig.transport.copies
+    assert rig.transport.num_loads == 2
+    assert rig.cache.state("b") == "warm"
+    rig.bring(B)
+    assert rig.cache.state("b") == "hot"
+    rig.bring(make_ref("c"), make_ref("d"))
+    rig.cache.unpin("a")
+    rig.step()
+    # Now its pin holds it: others that need all the room do not drive it out.
+    rig.bring(*(make_ref(str(n)) for n in range(30)))
+    assert rig.cache.state("b") == "hot"
+    assert rig.cache.state("a") != "hot"
 
 
 def test_pins_leave_a_place_for_loads_to_requests() -> None:
@@ -376,19 +415,18 @@ def test_pins_leave_a_place_for_loads_to_requests() -> None:
 
 
 def test_what_has_no_room_is_not_read_again_to_learn_it() -> None:
-    """Hundreds of pins that do not fit, or requests for them, would keep the loaders busy for ever."""
-    rig = Rig(num_pages=4, sizes={"b": 3, "c": 2})
+    """Hundreds of requests for what has no room would keep the loaders busy for ever."""
+    rig = Rig(num_pages=16, sizes={"b": 3, "c": 14})
     rig.bring(B)
     rig.cache.pin(B)
-    rig.cache.pin(C)
+    rig.step(C)
     rig.transport.finish_load("c")
     for _ in range(10):
         assert rig.step(C) == [Residency.FAILED]
         rig.clock.now += 20
     assert rig.transport.num_loads == 2
     assert "3 of them are pinned" in rig.failed("c")
-    with pytest.raises(PinRefused, match="needs 2 pages"):
-        rig.cache.unpin("c")
+    with pytest.raises(PinRefused, match="needs 14 pages"):
         rig.cache.pin(C)
     rig.cache.unpin("b")
     rig.clock.now += 40

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic
 
+from loraplex.adapters.failures import MAX_FAILURES, Failures
+from loraplex.adapters.pins import Pins
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.residency import (
     AdapterState,
@@ -33,23 +34,8 @@ from loraplex.adapters.residents import Resident, Residents, Stage
 
 __all__ = ["AdapterCache", "CacheEntry", "CacheUsage", "Lease", "LeaseError", "PinRefused", "Residency"]
 
-FIRST_BACKOFF_S = 1.0
-LAST_BACKOFF_S = 30.0
-"""A failed load is answered from memory for so long before it is tried again: the first time, and at most."""
-MAX_FAILURES = 4096
 MAX_WISHES = 1024
-"""Bounds on what is remembered of failed loads, and of prefetches not begun yet."""
-
-
-@dataclass(slots=True)
-class _Failure:
-    """`num_pages` is its size where it was loaded and had no place; 0 where it is not known."""
-
-    ref: AdapterRef
-    message: str
-    retry_at: float
-    backoff_s: float
-    num_pages: int = 0
+"""Bound on what is remembered of prefetches not begun yet."""
 
 
 class AdapterCache(Generic[ImageT]):
@@ -81,15 +67,15 @@ class AdapterCache(Generic[ImageT]):
         self._max_loads = max_loads
 
         self._residents = Residents(transport, num_pages, num_slots)
-        self._pinned: dict[str, AdapterRef] = {}
+        self._pins = Pins(num_pages, num_slots)
         self._wishes: OrderedDict[str, AdapterRef] = OrderedDict()
-        self._failures: OrderedDict[str, _Failure] = OrderedDict()
+        self._failures = Failures()
         self._damaged: dict[str, None] = {}
 
         self._pass = 0
         self._wanted: dict[str, None] = {}
         self._host_full = False  # found in this pass
-        self._loads = self._load_failures = self._copies = 0
+        self._loads = self._copies = 0
         self._device_evictions = self._host_evictions = 0
         self._seconds = {"disk": 0.0, "copy": 0.0}
 
@@ -105,8 +91,8 @@ class AdapterCache(Generic[ImageT]):
             self._poll_copy(entry, now)
         self._residents.clear_stuck()
         self._trim_host()
-        for ref in self._pinned.values():
-            if self._retry_at(ref.digest) <= now:
+        for ref in self._pins.refs.values():
+            if self._failures.retry_at(ref.digest) <= now:
                 self._bring_pinned(ref, now)
         self._grant_wish(now)
 
@@ -123,7 +109,7 @@ class AdapterCache(Generic[ImageT]):
         moving = (*self._residents.loading.values(), *self._residents.copying.values())
         times = [entry.since + self._timeout_s for entry in moving]
         # A time that has passed waits for something else by now, such as room.
-        times += [at for digest in self._pinned if (at := self._retry_at(digest)) > now]
+        times += [at for digest in self._pins.refs if (at := self._failures.retry_at(digest)) > now]
         return max(0.0, min(times) - now) if times else None
 
     # Requests and leases.
@@ -134,7 +120,7 @@ class AdapterCache(Generic[ImageT]):
         now = self._clock()
         digest = ref.digest
         self._wanted[digest] = None
-        if self._retry_at(digest) > now and digest not in self._residents.by_digest:
+        if self._failures.retry_at(digest) > now and digest not in self._residents.by_digest:
             return Residency.FAILED
         residency = self._ensure(ref, now)
         entry = self._residents.get(digest)
@@ -147,8 +133,7 @@ class AdapterCache(Generic[ImageT]):
 
     def failure(self, digest: str) -> str:
         """Why `request` answered FAILED, in one line; empty where it did not."""
-        failure = self._failures.get(digest)
-        return "" if failure is None else failure.message
+        return self._failures.message(digest)
 
     def take_damaged(self) -> tuple[str, ...]:
         """The digests whose stored bytes loads have found damaged or lost since this was last called."""
@@ -175,38 +160,40 @@ class AdapterCache(Generic[ImageT]):
     # What an operator may ask.
 
     def pin(self, ref: AdapterRef) -> None:
-        """Keep an adapter on the device from now on; bring it there if it is not. Raises PinRefused where the
-        pinned ones would not all fit (its size is known once it has been loaded)."""
-        if ref.digest in self._pinned:
+        """Keep an adapter on the device from now on; bring it there if it is not. Raises PinRefused where it could
+        never be copied, or pins hold as much as they may (see `pins`; its size is known once it has been loaded)."""
+        digest = ref.digest
+        if digest in self._pins.refs:
             return
-        if len(self._pinned) >= self._residents.num_slots:
-            raise PinRefused(
-                f"all {self._residents.num_slots} places on the device are pinned; unpin another version first"
-            )
-        entry = self._residents.get(ref.digest)
         now = self._clock()
-        unfit = self._why_never(ref.digest, entry.num_pages) if entry else self._known_unfit(ref.digest, now)
+        entry = self._residents.get(digest)
+        failure = self._failures.get(digest)
+        num_pages = entry.num_pages if entry is not None else 0 if failure is None else failure.num_pages
+        unfit = self._why_never(digest, num_pages) if entry else self._known_unfit(digest, now)
+        unfit = unfit or self._pins.why_not(ref, num_pages)
         if unfit:
-            raise PinRefused(unfit)
-        self._pinned[ref.digest] = ref
-        self._wishes.pop(ref.digest, None)
-        self._residents.idle.pop(ref.digest, None)
+            raise PinRefused(f"{unfit}; unpin another version first")
+        self._pins.add(ref)
+        self._wishes.pop(digest, None)
         if entry is not None:
             entry.doomed = False
-        if self._retry_at(ref.digest) <= now:
+            if entry.num_pages:
+                self._pins.learn(digest, entry.num_pages)
+        if self._failures.retry_at(digest) <= now:
             self._bring_pinned(ref, now)
 
     def unpin(self, digest: str) -> None:
         """Let a version be evicted again. Does nothing for one that is not pinned."""
-        if self._pinned.pop(digest, None) is not None and digest in self._residents.by_digest:
+        held = digest in self._pins.held
+        if self._pins.remove(digest) and held and digest in self._residents.by_digest:
             self._on_idle(self._residents.by_digest[digest])
 
     def drop(self, digest: str) -> None:
         """The version was deleted: forget it, its pin and its failures, as soon as no lease and no copy needs it.
         A later request brings it back if its files are still there."""
-        self._pinned.pop(digest, None)
+        self._pins.remove(digest)
         self._wishes.pop(digest, None)
-        self._failures.pop(digest, None)
+        self._failures.forget(digest)
         entry = self._residents.get(digest)
         if entry is None:
             return
@@ -219,7 +206,7 @@ class AdapterCache(Generic[ImageT]):
     def prefetch(self, ref: AdapterRef) -> None:
         """Bring an adapter into host memory when the disk is free, and on to the device if there is room without
         evicting any. A hint: it promises nothing and fails silently."""
-        if ref.digest not in self._pinned:
+        if ref.digest not in self._pins.refs:
             self._wishes[ref.digest] = ref
             self._wishes.move_to_end(ref.digest)
             if len(self._wishes) > MAX_WISHES:
@@ -245,11 +232,10 @@ class AdapterCache(Generic[ImageT]):
     def entries(self) -> tuple[CacheEntry, ...]:
         """Every version that is somewhere, on its way, pinned, or whose load failed of late."""
         listed = [self._entry_of(entry) for entry in self._residents.by_digest.values()]
-        for digest in (self._pinned | self._failures).keys() - self._residents.by_digest.keys():
-            failure = self._failures.get(digest)
-            ref = failure.ref if failure is not None else self._pinned[digest]
-            error = failure.message if failure is not None else None
-            listed.append(CacheEntry(ref, "cold", pinned=digest in self._pinned, error=error))
+        others = self._pins.refs | self._failures.refs
+        for digest in others.keys() - self._residents.by_digest.keys():
+            error = self._failures.message(digest) or None
+            listed.append(CacheEntry(others[digest], "cold", pinned=digest in self._pins.refs, error=error))
         return tuple(listed)
 
     def usage(self) -> CacheUsage:
@@ -261,12 +247,12 @@ class AdapterCache(Generic[ImageT]):
             host_bytes=self._host_limit,
             host_bytes_used=self._residents.host_bytes,
             num_leases=self._residents.num_leases,
-            num_pinned=len(self._pinned),
+            num_pinned=len(self._pins.refs),
             num_device=sum(entry.stage is Stage.DEVICE for entry in self._residents.by_digest.values()),
             num_host=len(self._residents.hosted),
             num_loading=len(self._residents.loading),
             loads=self._loads,
-            load_failures=self._load_failures,
+            load_failures=self._failures.count,
             copies=self._copies,
             device_evictions=self._device_evictions,
             host_evictions=self._host_evictions,
@@ -288,10 +274,17 @@ class AdapterCache(Generic[ImageT]):
 
     def _bring_pinned(self, ref: AdapterRef, now: float) -> None:
         """Its next stage. Pins leave a place for loads to requests, which somebody waits for."""
-        if ref.digest not in self._residents.by_digest:
-            loading = sum(digest in self._pinned for digest in self._residents.loading)
+        if not self._pins.may_come(ref):
+            return
+        entry = self._residents.get(ref.digest)
+        if entry is None:
+            loading = sum(digest in self._pins.refs for digest in self._residents.loading)
             if loading >= max(1, self._max_loads - 1):
                 return
+        elif entry.stage is Stage.DEVICE:
+            if self._pins.hold(ref.digest, entry.num_pages):
+                self._residents.idle.pop(ref.digest, None)
+            return
         self._ensure(ref, now)
 
     def _begin_load(self, ref: AdapterRef, now: float) -> Residency:
@@ -311,6 +304,7 @@ class AdapterCache(Generic[ImageT]):
             self._device_evictions += 1
             self._residents.evict(victim)
         self._residents.copy(entry, now)
+        self._pins.hold(entry.ref.digest, entry.num_pages)
         return Residency.LOADING
 
     def _poll_load(self, entry: Resident[ImageT], now: float) -> None:
@@ -329,11 +323,12 @@ class AdapterCache(Generic[ImageT]):
         self._residents.loaded(entry, ticket.value)
         self._took(entry, "disk", now)
         self._loads += 1
+        self._pins.learn(entry.ref.digest, entry.num_pages)
         # The back-off goes on where the same happens again: an adapter that has no place.
         if unfit := self._why_never(entry.ref.digest, entry.num_pages):
             self._fail(entry, unfit, now)
             return
-        self._failures.pop(entry.ref.digest, None)
+        self._failures.forget(entry.ref.digest)
         if entry.prefetched:
             self._place_if_free(entry, now)
 
@@ -364,7 +359,7 @@ class AdapterCache(Generic[ImageT]):
         while self._wishes and not self._residents.loading:
             digest, ref = next(iter(self._wishes.items()))
             entry = self._residents.get(digest)
-            if entry is None and self._retry_at(digest) <= now:
+            if entry is None and self._failures.retry_at(digest) <= now:
                 if self._begin_load(ref, now) is Residency.NO_ROOM:
                     return
                 self._residents.by_digest[digest].prefetched = True
@@ -404,7 +399,7 @@ class AdapterCache(Generic[ImageT]):
             return
         if entry.doomed:
             self._residents.forget(entry)
-        elif entry.ref.digest not in self._pinned:
+        elif entry.ref.digest not in self._pins.held:
             self._residents.make_idle(entry)
 
     def _known_unfit(self, digest: str, now: float) -> str:
@@ -415,17 +410,14 @@ class AdapterCache(Generic[ImageT]):
             return ""
         unfit = self._why_never(digest, failure.num_pages)
         if unfit:
-            failure.message, failure.retry_at = unfit, now + failure.backoff_s
+            failure.again(unfit, now)
         return unfit
 
     def _why_never(self, digest: str, num_pages: int) -> str:
         """Why an adapter of so many pages could not be copied even if no adapter were in use: for what is pinned, and
         for copies that hang. Empty if it could."""
         kept = list(self._residents.stuck)
-        for other in self._pinned.keys() - {digest}:
-            pinned = self._residents.get(other)
-            if pinned is not None and pinned.slot >= 0:
-                kept.append(pinned)
+        kept += [self._residents.by_digest[other] for other in self._pins.held.keys() - {digest}]
         total = self._residents.num_pages
         room = total - sum(other.num_pages for other in kept)
         if num_pages > room:
@@ -491,21 +483,13 @@ class AdapterCache(Generic[ImageT]):
     def _is_wanted(self, entry: Resident[ImageT]) -> bool:
         return entry.wanted_in == self._pass
 
-    def _retry_at(self, digest: str) -> float:
-        failure = self._failures.get(digest)
-        return float("-inf") if failure is None else failure.retry_at
-
     def _fail(self, entry: Resident[ImageT], message: str, now: float) -> None:
         self._remember(entry.ref, message, now, entry.num_pages)
         self._residents.forget(entry)
 
     def _remember(self, ref: AdapterRef, message: str, now: float, num_pages: int) -> None:
-        self._load_failures += 1
-        last = self._failures.pop(ref.digest, None)
-        backoff_s = FIRST_BACKOFF_S if last is None else min(2 * last.backoff_s, LAST_BACKOFF_S)
-        self._failures[ref.digest] = _Failure(ref, message, now + backoff_s, backoff_s, num_pages)
-        if len(self._failures) > MAX_FAILURES:
-            self._failures.popitem(last=False)
+        self._failures.add(ref, message, now, num_pages)
+        self._pins.let_go(ref.digest)
         self._wishes.pop(ref.digest, None)
 
     def _entry_of(self, entry: Resident[ImageT]) -> CacheEntry:
@@ -514,7 +498,7 @@ class AdapterCache(Generic[ImageT]):
             ref=entry.ref,
             state=self.state(digest),
             loading=entry.stage in (Stage.LOADING, Stage.COPYING),
-            pinned=digest in self._pinned,
+            pinned=digest in self._pins.refs,
             leases=len(entry.leases),
             pages=len(entry.pages),
             device_bytes=entry.num_bytes if entry.pages else 0,
@@ -527,5 +511,12 @@ class AdapterCache(Generic[ImageT]):
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page, slot, lease and byte has one owner and each adapter is in the
         lists of its stage alone (see `Residents`). For tests; costs O(pages + adapters)."""
-        self._residents.check_integrity(self._pinned)
+        self._residents.check_integrity(self._pins.held)
+        for digest, num_pages in self._pins.held.items():
+            entry = self._residents.get(digest)
+            assert entry is not None, "a pin holds what is not there"
+            assert (len(entry.pages), entry.slot >= 0) == (num_pages, True), "a pin holds what is not there"
+        held = self._pins.held.values()
+        assert sum(held) <= max(1, self._residents.num_pages // 2), "pins hold too many pages"
+        assert len(held) <= max(1, self._residents.num_slots // 2), "pins hold too many places"
         assert len(self._residents.loading) <= self._max_loads, "too many loads at a time"
