@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loraplex.kernels.dense import linear
+from loraplex.kernels.dense import linear, pack_weight
 
 
 class Products(TorchDispatchMode):
@@ -40,6 +40,27 @@ def test_the_product(dtype: torch.dtype, with_bias: bool) -> None:
         torch.testing.assert_close(y, torch_linear(x, weight, bias))
     stacked = torch.randn(1, 7, 16, generator=generator).to(dtype)
     torch.testing.assert_close(linear(stacked, weight, bias), torch_linear(stacked, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_packed_weight_gives_the_same_product(dtype: torch.dtype, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(80, 48, generator=generator).to(dtype)
+    bias = torch.randn(80, generator=generator).to(dtype) if with_bias else None
+    packed = pack_weight(weight.clone())
+    assert packed.shape == (80, 48)
+    if dtype is torch.float32:
+        assert not packed.is_mkldnn
+    with torch.inference_mode():
+        for rows in (0, 1, 4, 5, 17, 64, 200):
+            x = torch.randn(rows, 48, generator=generator).to(dtype)
+            y = linear(x, packed, bias)
+            assert y.shape == (rows, 80)
+            assert y.is_contiguous()
+            exact = x.double() @ weight.double().T
+            exact = exact if bias is None else exact + bias.double()
+            torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
 
 
 def test_sixteen_bit_products_come_in_few_shapes() -> None:
