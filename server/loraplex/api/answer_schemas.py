@@ -8,7 +8,8 @@ from loraplex.api.errors import ANSWERS
 
 _STRING = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
-_MAYBE_OBJECT = {"type": ["object", "null"]}
+_LOGPROB = {"type": "number", "maximum": 0}
+_BYTES = {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0, "maximum": 255}}
 _FINISH = {"enum": ["stop", "length"]}
 
 
@@ -23,6 +24,10 @@ def _ref(name: str) -> dict[str, str]:
 
 def _list(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
+
+
+def _maybe(name: str) -> dict[str, Any]:
+    return {"anyOf": [_ref(name), {"type": "null"}]}
 
 
 def _answer(kind: str, choice: str) -> dict[str, Any]:
@@ -65,12 +70,43 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
         {
             "index": _COUNT,
             "message": _object({"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}}),
-            "logprobs": _MAYBE_OBJECT,
+            "logprobs": _maybe("ChatLogprobs"),
             "finish_reason": _FINISH,
         }
     ),
     "CompletionChoice": _object(
-        {"index": _COUNT, "text": _STRING, "logprobs": _MAYBE_OBJECT, "finish_reason": _FINISH}
+        {
+            "index": _COUNT,
+            "text": _STRING,
+            "logprobs": _maybe("CompletionLogprobs"),
+            "finish_reason": _FINISH,
+        }
+    ),
+    "LikelyToken": _object({"token": _STRING, "logprob": _LOGPROB, "bytes": _BYTES}),
+    "ChatLogprobs": _object(
+        {
+            "content": _list(
+                _object(
+                    {
+                        "token": _STRING,
+                        "logprob": _LOGPROB,
+                        "bytes": _BYTES,
+                        "top_logprobs": _list(_ref("LikelyToken")),
+                    }
+                )
+            ),
+            "refusal": {"type": "null"},
+        }
+    ),
+    "CompletionLogprobs": _object(
+        {
+            "tokens": _list(_STRING),
+            "token_logprobs": _list({"anyOf": [_LOGPROB, {"type": "null"}]}),
+            "top_logprobs": _list(
+                {"type": ["object", "null"], "additionalProperties": _LOGPROB},
+            ),
+            "text_offset": _list(_COUNT),
+        }
     ),
     "ChatCompletion": _answer("chat.completion", "ChatChoice"),
     "Completion": _answer("text_completion", "CompletionChoice"),
