@@ -9,86 +9,12 @@ from typing import Any, Literal
 
 import pytest
 
-from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.residency import PinRefused
-from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core import EngineCore
-from loraplex.engine.types import EngineRequest, SamplingParams, StepPlan, StepResult, TokenEvent
-from support.fake_runner import FakeRunner, Fault, reference
-from support.fake_transport import FakeTransport, Fate, make_cache
-
-VOCAB_SIZE = 997
-EOS = 0
-
-
-class Engine:
-    def __init__(
-        self, *, num_pages: int = 4, num_slots: int = 4, host_pages: int = 64, **config: Any
-    ) -> None:
-        self.now = 0.0
-        self.transport = FakeTransport(lambda: self.now, num_pages)
-        self.cache = make_cache(self.transport, num_slots=num_slots, host_pages=host_pages)
-        sizes = SchedulerConfig(64, 512, 16, 64, 100, adapter_wait_aging_s=5.0)
-        self.config = replace(sizes, **config)
-        self.runner = FakeRunner(
-            self.config.num_blocks,
-            self.transport.mark_in_slot,
-            VOCAB_SIZE,
-            max_in_flight=1 + self.config.lookahead,
-        )
-        self.core = EngineCore(
-            self.config, self.runner, self.cache, eos_ids=frozenset({EOS}), clock=lambda: self.now
-        )
-        self.events: list[TokenEvent] = []
-
-    def add(self, name: str, adapter: AdapterRef | None = None, **changes: Any) -> EngineRequest:
-        sampling = {
-            key: changes.pop(key) for key in list(changes) if key in SamplingParams.__dataclass_fields__
-        }
-        values: dict[str, Any] = {"tenant_id": "acme", "prompt_ids": tuple(range(1, 21)), **changes}
-        request = EngineRequest(
-            name, sampling=SamplingParams(**{"max_tokens": 5, **sampling}), adapter=adapter, **values
-        )
-        self.core.add(request)
-        return request
-
-    def step(self, seconds: float = 0.0) -> list[TokenEvent]:
-        self.now += seconds
-        self.transport.settle()
-        events = self.core.step()
-        self.core.check_integrity()
-        assert not self.runner.complaints
-        self.events += events
-        return events
-
-    def run(self) -> list[TokenEvent]:
-        """Until nothing is left to do; returns every event so far."""
-        for _ in range(1000):
-            if not self.core.has_work:
-                return self.events
-            self.step(0.01)
-        raise AssertionError("the core does not come to an end")
-
-    def tokens(self, name: str) -> list[int]:
-        return [token for event in self.events if event.request_id == name for token in event.token_ids]
-
-    def end(self, name: str) -> TokenEvent:
-        (event,) = (e for e in self.events if e.request_id == name and e.finish_reason is not None)
-        return event
-
-    def error(self, name: str) -> str:
-        error = self.end(name).error
-        assert error is not None
-        return error.code
-
-
-def adapter(number: int, tenant: str = "acme") -> AdapterRef:
-    return AdapterRef(tenant, f"adapter-{number}", 1, f"{number:064x}", 8)
-
-
-def expected(request: EngineRequest, count: int) -> list[int]:
-    digest = None if request.adapter is None else request.adapter.digest
-    return reference(digest, request.prompt_ids, count, VOCAB_SIZE)
+from loraplex.engine.types import StepPlan, StepResult
+from support.core_engine import EOS, VOCAB_SIZE, CoreEngine, adapter, expected
+from support.fake_runner import FakeRunner, Fault
+from support.fake_transport import Fate
 
 
 @pytest.fixture(params=[0, 1], ids=["lookahead-0", "lookahead-1"])
@@ -97,7 +23,7 @@ def lookahead(request: pytest.FixtureRequest) -> Literal[0, 1]:
 
 
 def test_base_and_adapters_run_in_one_step_with_their_own_tokens(lookahead: Literal[0, 1]) -> None:
-    engine = Engine(lookahead=lookahead)
+    engine = CoreEngine(lookahead=lookahead)
     requests = [engine.add("base"), engine.add("one", adapter(1)), engine.add("two", adapter(2))]
     engine.runner.keep_plans = True
     engine.run()
@@ -109,7 +35,7 @@ def test_base_and_adapters_run_in_one_step_with_their_own_tokens(lookahead: Lite
 
 
 def test_the_events_of_a_request_from_first_to_last() -> None:
-    engine = Engine()
+    engine = CoreEngine()
     engine.add("r", adapter(1), max_tokens=3)
     engine.run()
     first, second, last = engine.events
@@ -128,7 +54,7 @@ def test_the_events_of_a_request_from_first_to_last() -> None:
 
 
 def test_with_lookahead_the_host_is_one_step_behind_the_device() -> None:
-    engine = Engine(lookahead=1)
+    engine = CoreEngine(lookahead=1)
     engine.add("r", max_tokens=3)
     assert engine.step() == []
     assert engine.runner.num_in_flight == 1
@@ -140,7 +66,7 @@ def test_with_lookahead_the_host_is_one_step_behind_the_device() -> None:
 
 
 def test_stop_ids_end_a_sequence_and_a_token_in_flight_is_dropped(lookahead: Literal[0, 1]) -> None:
-    engine = Engine(lookahead=lookahead)
+    engine = CoreEngine(lookahead=lookahead)
     chain = expected(engine.add("probe", max_tokens=8), 8)
     engine.run()
     engine.add("r", max_tokens=8, stop_token_ids=(chain[3],))
@@ -157,7 +83,7 @@ def test_eos_ends_a_sequence_unless_it_is_ignored() -> None:
             result = super().collect(handle)
             return replace(result, token_ids=tuple((EOS,) if tokens else () for tokens in result.token_ids))
 
-    engine = Engine()
+    engine = CoreEngine()
     engine.runner = EosRunner(64, engine.transport.mark_in_slot, VOCAB_SIZE)
     engine.core = EngineCore(
         engine.config, engine.runner, engine.cache, eos_ids=frozenset({EOS}), clock=lambda: engine.now
@@ -175,7 +101,7 @@ def test_eos_ends_a_sequence_unless_it_is_ignored() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_a_step_may_bring_several_tokens_for_a_sequence(count: int, lookahead: Literal[0, 1]) -> None:
-    engine = Engine(lookahead=lookahead)
+    engine = CoreEngine(lookahead=lookahead)
     engine.runner.tokens_per_row = lambda row: count
     request = engine.add("r", max_tokens=10)
     engine.run()
@@ -186,7 +112,7 @@ def test_a_step_may_bring_several_tokens_for_a_sequence(count: int, lookahead: L
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_abort_at_any_moment_frees_everything_at_once(steps: int, lookahead: Literal[0, 1]) -> None:
-    engine = Engine(lookahead=lookahead)
+    engine = CoreEngine(lookahead=lookahead)
     engine.add("r", adapter(1), max_tokens=50)
     engine.add("other", max_tokens=6)
     for _ in range(steps):
@@ -202,7 +128,7 @@ def test_abort_at_any_moment_frees_everything_at_once(steps: int, lookahead: Lit
 
 
 def test_deadlines_end_running_and_waiting_requests() -> None:
-    engine = Engine(max_num_seqs=1)
+    engine = CoreEngine(max_num_seqs=1)
     engine.add("runs", deadline=2.0, max_tokens=100)
     engine.add("waits", deadline=1.0)
     engine.add("patient")
@@ -237,7 +163,7 @@ def test_deadlines_end_running_and_waiting_requests() -> None:
 def test_a_request_that_cannot_be_served_is_answered_and_harms_nobody(
     changes: dict[str, Any], code: str
 ) -> None:
-    engine = Engine(num_blocks=16)
+    engine = CoreEngine(num_blocks=16)
     engine.add("good")
     engine.add("bad", **changes)
     engine.run()
@@ -247,14 +173,14 @@ def test_a_request_that_cannot_be_served_is_answered_and_harms_nobody(
 
 
 def test_the_largest_request_that_fits_is_served(lookahead: Literal[0, 1]) -> None:
-    engine = Engine(num_blocks=16, lookahead=lookahead)
+    engine = CoreEngine(num_blocks=16, lookahead=lookahead)
     request = engine.add("r", prompt_ids=(7,) * 250, max_tokens=7)
     engine.run()
     assert engine.tokens("r") == expected(request, 7)
 
 
 def test_a_full_queue_answers_at_once() -> None:
-    engine = Engine(max_waiting=2)
+    engine = CoreEngine(max_waiting=2)
     for name in "abc":
         engine.add(name)
     (event,) = engine.step()[:1]
@@ -263,12 +189,12 @@ def test_a_full_queue_answers_at_once() -> None:
     assert engine.end("a").finish_reason == engine.end("b").finish_reason == "length"
 
 
-def failed(engine: Engine, name: str) -> bool:
+def failed(engine: CoreEngine, name: str) -> bool:
     return any(event.error is not None for event in engine.events if event.request_id == name)
 
 
 def test_nobody_can_fill_the_queue_against_others() -> None:
-    engine = Engine(max_waiting=4)
+    engine = CoreEngine(max_waiting=4)
     for number in range(6):
         engine.add(f"greedy-{number}", tenant_id="greedy")
     engine.add("modest", tenant_id="modest")
@@ -280,7 +206,7 @@ def test_nobody_can_fill_the_queue_against_others() -> None:
 
 
 def test_a_full_queue_of_equals_refuses_who_comes_last() -> None:
-    engine = Engine(max_waiting=4)
+    engine = CoreEngine(max_waiting=4)
     for number in range(4):
         engine.add(f"r{number}", tenant_id=f"t{number % 2}")
     for tenant in ("t0", "t1"):
@@ -291,7 +217,7 @@ def test_a_full_queue_of_equals_refuses_who_comes_last() -> None:
 
 
 def test_an_id_in_flight_is_refused_to_a_second_request_and_the_first_goes_on() -> None:
-    engine = Engine()
+    engine = CoreEngine()
     request = engine.add("r")
     engine.step()
     engine.add("r", prompt_ids=(1, 2, 3))
@@ -312,7 +238,7 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(
     at: str, lookahead: Literal[0, 1], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    engine = Engine(lookahead=lookahead, max_num_seqs=2)
+    engine = CoreEngine(lookahead=lookahead, max_num_seqs=2)
     first, second = engine.add("a", adapter(1)), engine.add("b")
     for _ in range(4):
         engine.step(0.01)
@@ -342,7 +268,7 @@ def test_a_runners_nonsense_ends_the_request_and_not_the_engine(
     spoil: Callable[[StepResult], StepResult], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    engine = Engine()
+    engine = CoreEngine()
     collect = engine.runner.collect
     engine.runner.collect = lambda handle: spoil(collect(handle))  # type: ignore[method-assign]
     engine.add("r")
@@ -355,7 +281,7 @@ def test_a_runners_nonsense_ends_the_request_and_not_the_engine(
 
 
 def test_a_loading_adapter_holds_nobody_up() -> None:
-    engine = Engine()
+    engine = CoreEngine()
     engine.transport.load_fate = lambda digest: Fate(3.0)
     engine.add("cold", adapter(1), tenant_id="acme")
     engine.add("same-tenant")
@@ -370,7 +296,7 @@ def test_a_loading_adapter_holds_nobody_up() -> None:
 
 
 def test_an_adapter_that_cannot_be_loaded_ends_its_requests_alone() -> None:
-    engine = Engine()
+    engine = CoreEngine()
     engine.transport.load_fate = lambda digest: Fate(0.1, "its bytes are not those that its digest names")
     for name in "ab":
         engine.add(name, adapter(1))
@@ -382,7 +308,7 @@ def test_an_adapter_that_cannot_be_loaded_ends_its_requests_alone() -> None:
 
 
 def test_a_load_that_hangs_is_given_up_in_time_and_the_core_says_when_to_look() -> None:
-    engine = Engine()
+    engine = CoreEngine()
     engine.transport.load_fate = lambda digest: Fate(None)
     engine.add("r", adapter(1))
     engine.step()
@@ -394,7 +320,7 @@ def test_a_load_that_hangs_is_given_up_in_time_and_the_core_says_when_to_look() 
 
 
 def test_a_deadline_bounds_the_sleep_of_an_engine_that_waits_for_a_load() -> None:
-    engine = Engine()
+    engine = CoreEngine()
     engine.transport.load_fate = lambda digest: Fate(8.0)
     engine.add("r", adapter(1), deadline=2.0)
     engine.step()
@@ -403,7 +329,7 @@ def test_a_deadline_bounds_the_sleep_of_an_engine_that_waits_for_a_load() -> Non
 
 
 def test_an_aged_request_gets_room_though_others_keep_theirs_in_use() -> None:
-    engine = Engine(num_pages=1)
+    engine = CoreEngine(num_pages=1)
     popular, rare = adapter(1), adapter(2)
     engine.add("p0", popular, max_tokens=20)
     engine.step()
@@ -424,7 +350,7 @@ def test_an_aged_request_gets_room_though_others_keep_theirs_in_use() -> None:
 
 
 def test_a_flood_of_cold_adapters_delays_another_tenants_one_by_loads_not_by_all_of_them() -> None:
-    engine = Engine(num_pages=4)
+    engine = CoreEngine(num_pages=4)
     engine.transport.load_fate = lambda digest: Fate(1.0)
     for number in range(1, 31):
         engine.add(f"flood{number}", adapter(number), max_tokens=1)
@@ -441,7 +367,7 @@ def test_a_flood_of_cold_adapters_delays_another_tenants_one_by_loads_not_by_all
 
 
 def test_tenants_take_turns_in_the_precedence_of_aged_requests() -> None:
-    engine = Engine(num_pages=1)
+    engine = CoreEngine(num_pages=1)
     for number in range(1, 11):
         engine.add(f"flood{number}", adapter(number), max_tokens=80)
         engine.step()
@@ -455,7 +381,7 @@ def test_tenants_take_turns_in_the_precedence_of_aged_requests() -> None:
 
 
 def test_base_requests_pass_one_that_has_precedence() -> None:
-    engine = Engine(num_pages=1)
+    engine = CoreEngine(num_pages=1)
     engine.add("long", adapter(1), max_tokens=200)
     engine.step()
     engine.step()
@@ -473,7 +399,7 @@ def test_base_requests_pass_one_that_has_precedence() -> None:
 
 
 def test_pages_of_an_ended_request_stay_until_its_step_in_flight_is_collected() -> None:
-    engine = Engine(num_pages=1, lookahead=1)
+    engine = CoreEngine(num_pages=1, lookahead=1)
     engine.add("r", adapter(1), max_tokens=50)
     engine.step()
     while not engine.runner.num_in_flight:
@@ -489,7 +415,7 @@ def test_pages_of_an_ended_request_stay_until_its_step_in_flight_is_collected() 
 
 
 def test_two_tenants_with_the_same_bytes_share_the_adapter_but_no_kv() -> None:
-    engine = Engine()
+    engine = CoreEngine()
     ours, theirs = adapter(1, "acme"), adapter(1, "umbrella")
     one = engine.add("one", ours)
     engine.run()
@@ -501,7 +427,7 @@ def test_two_tenants_with_the_same_bytes_share_the_adapter_but_no_kv() -> None:
 
 
 def test_preempted_sequences_resume_where_they_were(lookahead: Literal[0, 1]) -> None:
-    engine = Engine(num_blocks=6, lookahead=lookahead)
+    engine = CoreEngine(num_blocks=6, lookahead=lookahead)
     requests = [
         engine.add(f"r{index}", adapter(index), prompt_ids=(index,) * 17, max_tokens=60)
         for index in range(1, 4)
@@ -513,7 +439,7 @@ def test_preempted_sequences_resume_where_they_were(lookahead: Literal[0, 1]) ->
 
 
 def test_stats_tell_what_is_going_on() -> None:
-    engine = Engine(max_num_seqs=2)
+    engine = CoreEngine(max_num_seqs=2)
     engine.add("a", adapter(1), tenant_id="acme", max_tokens=9)
     while not engine.core.stats().num_running:
         engine.step()
@@ -536,7 +462,7 @@ def test_stats_tell_what_is_going_on() -> None:
 
 
 def test_an_operator_sees_and_moves_adapters_through_the_core() -> None:
-    engine = Engine(num_pages=2, num_slots=2)
+    engine = CoreEngine(num_pages=2, num_slots=2)
     engine.core.pin(adapter(1))
     engine.core.prefetch(adapter(2))
     for _ in range(8):
@@ -552,7 +478,7 @@ def test_an_operator_sees_and_moves_adapters_through_the_core() -> None:
 
 
 def test_an_engine_without_work_plans_nothing() -> None:
-    engine = Engine()
+    engine = CoreEngine()
     assert not engine.core.has_work
     assert engine.step() == []
     assert engine.core.idle_s() is None
@@ -560,7 +486,7 @@ def test_an_engine_without_work_plans_nothing() -> None:
 
 
 def test_plans_are_copies_that_later_changes_cannot_reach() -> None:
-    engine = Engine(lookahead=1)
+    engine = CoreEngine(lookahead=1)
     engine.runner.keep_plans = True
     engine.add("r", max_tokens=40)
     engine.step()
