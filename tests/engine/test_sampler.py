@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 
 from loraplex.engine import sampler
 from loraplex.engine.inputs import PlainInputs
-from loraplex.engine.sampler import sample
+from loraplex.engine.sampler import make_sampler, sample
 from loraplex.engine.sampling_batch import TokenHistory, build_sampling_batch
 from loraplex.engine.sampling_noise import uniform
 from loraplex.engine.types import SamplingParams, ScheduledSequence
-from support.sampling import EOS, cuts, reference_weights, row, sampling_params, token_lists
+from support.sampling import EOS, cuts, reference_weights, row
+from support.sampling_options import sampling_params, token_lists
 
 CPU = torch.device("cpu")
 
@@ -194,3 +196,31 @@ def test_all_greedy_needs_one_pass(monkeypatch):
     for name in ("_draw", "_penalise", "_thresholds"):
         monkeypatch.setattr(sampler, name, lambda *a: pytest.fail("not needed"))
     assert draw([[0.0, 1.0]], [row("a", SamplingParams(9, temperature=0.0))])[0] == [1]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_both_samplers_give_a_growing_sequence_the_same_tokens():
+    """Planned ahead: of each token the plan for the next knows only that there will be one."""
+    rng = np.random.default_rng(4)
+    options = {"repetition_penalty": 1.6, "frequency_penalty": 0.5, "presence_penalty": 0.2, "min_tokens": 3}
+    tables = [SamplingParams(9, seed=3, **options), SamplingParams(9, temperature=0.0, **options)]
+    logits = rng.normal(0, 1, (6, 2, 40)).astype(np.float32)
+    answers = []
+    for backend in ("torch", "triton"):
+        chosen = make_sampler(backend, vocab_size=40, max_rows=4, device=CPU)
+        seqs = [row(str(i), p, prompt=(1, 5)).seq for i, p in enumerate(tables)]
+        last, found = torch.zeros(2, dtype=torch.int64), []
+        for step, x in enumerate(logits):
+            rows = [replace(row("", p, pending=9), seq=seq, output_index=step, pending_input=step > 0)
+                    for p, seq in zip(tables, seqs, strict=True)]  # fmt: skip
+            batch = chosen.plan(rows, eos_ids=EOS, upload=PlainInputs(CPU, 1, None))
+            if step:
+                for seq, token in zip(seqs, last.tolist(), strict=True):
+                    seq.token_ids.append(token)
+            last, ok = chosen.sample(torch.tensor(x), batch, last)
+            assert ok.all()
+            found.append(last.tolist())
+        values = chosen.score(torch.tensor(logits[0]), last, 5)
+        answers.append((found, values.ids.tolist(), values.values.numpy().round(4).tolist()))
+    assert answers[0] == answers[1]
+    assert len({tuple(tokens) for tokens in answers[0][0]}) > 3

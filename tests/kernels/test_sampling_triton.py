@@ -15,10 +15,12 @@ from loraplex.engine.sampling_noise import uniform
 from loraplex.engine.sampling_rows import TokenCounts, build_sample_rows
 from loraplex.engine.scoring import score_tokens
 from loraplex.engine.types import SamplingParams
+from loraplex.kernels import sampling_triton
 from loraplex.kernels.logsumexp_triton import log_sum_exp
 from loraplex.kernels.sampling_triton import SamplingTiling, TritonSampling
 from loraplex.kernels.sampling_types import MAX_VOCAB, Biases, Draws, SampleRows
-from support.sampling import EOS, cuts, reference_weights, row, sampling_params, token_lists
+from support.sampling import EOS, cuts, reference_weights, row
+from support.sampling_options import sampling_params, token_lists
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ONE_TILE = SamplingTiling(tile=64, candidates=16, block=32)
@@ -307,6 +309,38 @@ def test_options_are_read_where_they_lie(monkeypatch):
         second, _ = sampling.draw(x.clone(), options, last)
     assert first[0] == logits[0].argmax()
     assert second.tolist() == [7, logits[1].argmax(), 8]
+
+
+def test_warming_up_launches_every_form_of_every_program(monkeypatch):
+    """Those with penalties, with biases, with both and with neither; greedy and drawn."""
+    launches = set()
+
+    def watched(name):
+        true = getattr(sampling_triton, name)
+
+        def launcher(grid):
+            def launch(*args, **options):
+                forms = {key: value for key, value in options.items() if key in ("EDITED", "DRAWN", "ADD")}
+                launches.add((name, *sorted(forms.items())))
+                true[grid](*args, **options)
+
+            return launch
+
+        return type("Watched", (), {"__class_getitem__": staticmethod(launcher)})
+
+    for name in ("penalise", "add_bias", "peaks", "weigh", "gather", "select", "sum_kept", "pick"):
+        monkeypatch.setattr(sampling_triton, name, watched(name))
+    TritonSampling(1, 70, DEVICE, tiling=ONE_TILE).warm_up()
+    warm = set(launches)
+    launches.clear()
+    for edits in ({}, {"presence_penalty": 1.0}, {"logit_bias": ((1, 1.0),)}):
+        for more in ({}, {"logit_bias": ((2, 1.0),)}):
+            for draws in ({"temperature": 0.0}, {"top_p": 0.9}):
+                draw(
+                    np.zeros((1, 70)), [row("0", SamplingParams(9, **edits | more | draws))], tiling=ONE_TILE
+                )
+    assert launches == warm
+    assert len(warm) == 16
 
 
 def test_what_does_not_fit_is_refused():

@@ -14,6 +14,18 @@ from loraplex.kernels.sampling_types import TOKEN_BITS as _TOKEN_BITS
 
 TOKEN_BITS = tl.constexpr(_TOKEN_BITS)
 TOKEN_MASK = tl.constexpr((1 << _TOKEN_BITS) - 1)
+# Where these lie in a step's one copy is another place in every step: nothing is compiled for it.
+_LISTS = (
+    "starts_ptr",
+    "entries_ptr",
+    "repetition_ptr",
+    "presence_ptr",
+    "frequency_ptr",
+    "pending_ptr",
+    "last_ptr",
+    "tokens_ptr",
+    "values_ptr",
+)
 
 
 @triton.jit
@@ -22,7 +34,7 @@ def _penalised(x, count, repetition, presence, frequency):
     return x - count.to(tl.float32) * frequency - (count > 0).to(tl.float32) * presence
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_LISTS)
 def penalise(
     logits_ptr,
     logits_row,
@@ -71,7 +83,7 @@ def penalise(
     tl.store(removed_ptr + row, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_LISTS)
 def add_bias(
     logits_ptr,
     logits_row,

@@ -29,6 +29,8 @@ _ONE = tl.constexpr(0x3F800000)
 _UNIT = tl.constexpr(2.0**44)
 _WRONG = tl.constexpr(1 << 20)
 """What a tile adds to a row's faults for NaN or +inf: more than a vocabulary has tokens to be -inf."""
+# Where in a step's one copy a row's options lie is another place in every step: nothing is compiled for it.
+_OPTIONS = ("temperature_ptr", "min_p_ptr", "top_k_ptr", "top_p_ptr", "uniform_ptr")
 
 
 @triton.jit
@@ -107,7 +109,7 @@ def peaks(
     tl.store(faults_ptr + row * SPLITS + split, faults)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
 def weigh(
     logits_ptr,
     logits_row,
@@ -174,7 +176,7 @@ def _bin(
     return number, count, reached, whole
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
 def gather(
     logits_ptr,
     logits_row,
@@ -238,7 +240,7 @@ def _tally(x_ptr, size, least, best, temperature, BLOCK: tl.constexpr):
     return tl.sum(count, 0), tl.sum(total, 0), tl.min(above, 0), tl.max(below, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
 def select(
     logits_ptr,
     logits_row,
@@ -301,7 +303,7 @@ def select(
         tl.store(least_ptr + row, low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
 def sum_kept(
     logits_ptr,
     logits_row,
@@ -335,7 +337,7 @@ def sum_kept(
         tl.store(kept_ptr + row * SPLITS + split, tl.sum(tl.where(kept, _fixed(w), 0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
 def pick(
     logits_ptr,
     logits_row,

@@ -9,6 +9,7 @@ float64. Of a row's logits that penalties and biases change, the product and the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import triton
 
 from loraplex.kernels.sampling_edits import add_bias, penalise
 from loraplex.kernels.sampling_programs import PIVOTS, gather, peaks, pick, select, sum_kept, weigh
-from loraplex.kernels.sampling_types import MAX_VOCAB, SampleRows
+from loraplex.kernels.sampling_types import MAX_VOCAB, Biases, Draws, History, SampleRows
 
 _EDIT_BLOCK = 1024
 
@@ -118,6 +119,20 @@ class TritonSampling:
             **shape, **tile, DRAWN=True,
         )  # fmt: skip
         return tokens, ok.view(torch.bool)
+
+    def warm_up(self) -> None:
+        """Launch every program in each of its forms, so that all are compiled before a step needs them. While no draw
+        is in flight."""
+        device = self._best.device
+        logits = torch.zeros(1, self._vocab_size, device=device)
+        starts, last = (torch.zeros(size, dtype=torch.int64, device=device) for size in (2, 1))
+        ones, doubles = torch.ones(1, device=device), torch.ones(1, dtype=torch.float64, device=device)
+        history = History(starts, last, ones, ones, ones, last)
+        biases = Biases(starts, last, ones)
+        draws = Draws(ones, ones, last, doubles, doubles * 0.5, True)
+        edits = ((None, None), (None, biases), (history, biases))
+        for (found, added), drawn in product(edits, (None, draws)):
+            self.draw(logits, SampleRows(1, found, added, drawn), last)
 
     def _edit(self, logits: torch.Tensor, rows: SampleRows, last_tokens: torch.Tensor) -> bool:
         grid = (logits.shape[0],)

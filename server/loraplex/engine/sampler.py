@@ -99,6 +99,9 @@ class TritonSampler:
         self._counts = TokenCounts(vocab_size)
         self._sampling = TritonSampling(max_rows, vocab_size, device)
         self._log_sum_exp = log_sum_exp
+        if device.type == "cuda":
+            # Compiling takes seconds, which no request should wait for.
+            self._sampling.warm_up()
 
     def plan(
         self, rows: Sequence[ScheduledSequence], *, eos_ids: frozenset[int], upload: Upload
