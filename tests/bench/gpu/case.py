@@ -1,0 +1,65 @@
+"""What the suite is made of."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bench.gpu.stopwatch import Stopwatch, measure_ceilings
+from bench.gpu.timing import Ceilings
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Bench:
+    """What the cases of one process share: the device, its ceilings, and the one large thing that is held."""
+
+    device: torch.device
+    watch: Stopwatch = field(init=False)
+    _ceilings: Ceilings | None = None
+    _held: tuple[object, Any] = (None, None)
+
+    def __post_init__(self) -> None:
+        self.watch = Stopwatch(self.device)
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """Measured when they are first asked for."""
+        if self._ceilings is None:
+            self._ceilings = measure_ceilings(self.watch)
+        return self._ceilings
+
+    def hold(self, key: object, make: Callable[[], Any]) -> Any:
+        """What `make` made for this key before, if nothing else was held since: a model that many cases use."""
+        if self._held[0] != key:
+            self.drop()
+            self._held = (key, make())
+        return self._held[1]
+
+    def drop(self) -> None:
+        """Give its memory back."""
+        self._held = (None, None)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run` gives a row or several, each with "ok" where something was compared. `limit_s`: after so long it hangs.
+    `alone`: it is timed, and nothing else may run meanwhile."""
+
+    section: str
+    name: str
+    run: Callable[[Bench], Row | list[Row]]
+    limit_s: float = 60.0
+    alone: bool = True
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}/{self.name}"

@@ -1,0 +1,171 @@
+"""The cases of the suite, in order of importance: what runs first counts where the rest is cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from bench.gpu import attention, equality, fused, lora
+from bench.gpu.case import Bench, Case, Row
+from bench.gpu.rig import GREEDY
+from bench.gpu.steps import FULL, FULL_256, MIXED, SMALL, StepBench, StepsShape
+from bench.gpu.stopwatch import launch_us
+
+
+def small() -> list[Case]:
+    """All kinds, on tiny shapes: for the interpreter."""
+    return [
+        Case("ceilings", "device", _ceilings),
+        *_checks(),
+        *_equality(equality.small_cases()),
+        *_steps(
+            SMALL,
+            [("steps", "decode", (2, 2, 8)), ("steps", "decode", (1, 0, 0)), ("beside", "beside", (2, 2, 8))],
+        ),
+        *_more(SMALL, hosts=[(2, 2, 8)], prompts=[(40, 8)], ranks=[16]),
+    ]
+
+
+def full() -> list[Case]:
+    """For a GPU."""
+    most = [
+        (64, 8, 16), (64, 64, 16), (16, 8, 16), (256, 8, 16), (256, 64, 16),
+        (256, 256, 16), (1, 1, 16), (64, 1, 16), (16, 1, 16), (256, 1, 16),
+    ]  # fmt: skip
+    other_ranks = [
+        (rows, adapters, rank)
+        for rank in (64, 8)
+        for rows, adapters in (
+            (64, 8),
+            (64, 64),
+            (16, 8),
+            (256, 8),
+            (256, 64),
+            (1, 1),
+            (64, 1),
+            (16, 1),
+            (256, 1),
+        )
+    ]
+    return [
+        Case("ceilings", "device", _ceilings),
+        *_checks(),
+        *_equality(equality.full_cases()[:4]),
+        *_steps(FULL, [("steps", "decode", row) for row in most[:5]]),
+        *_steps(FULL, [("beside", "beside", row) for row in most[:2]]),
+        *_steps(FULL, [("parts", "profile", row) for row in ((64, 64, 16), (64, 8, 16), (64, 0, 0))]),
+        *_more(FULL, hosts=[(64, 8, 16)], prompts=[(2048, 16), (512, 16)], ranks=[16]),
+        *_steps(FULL, [("steps", "decode", row) for row in [*most[5:], *other_ranks, (256, 256, 8)]]),
+        *_more(FULL, hosts=[(64, 64, 16), (256, 64, 16), (1, 1, 16)], prompts=[(2048, 64)], ranks=[64, 8]),
+        *_lora(lora.full_cases()),
+        *_attention(attention.full_cases()),
+        Case("fused", "all", lambda bench: fused.full_cases(bench.device, bench.ceilings), 90),
+        *_equality(equality.full_cases()[4:]),
+        *_steps(FULL_256, [("steps", "decode", (256, 256, 64))]),
+    ]
+
+
+def _ceilings(bench: Bench) -> Row:
+    found = bench.ceilings
+    return {
+        "copy_tb_per_s": found.bytes_per_s / 1e12,
+        "product_tflop_per_s": found.flops_per_s / 1e12,
+        "launch_us": launch_us(bench.watch),
+    }
+
+
+def _checks() -> list[Case]:
+    """Kernels against float64, on sizes that find mistakes rather than limits."""
+    return [
+        *(
+            Case("checks", f"lora: {case.name}", partial(_check, lora.run_case, case), 120, alone=False)
+            for case in lora.small_cases()
+        ),
+        *(
+            Case(
+                "checks",
+                f"attention: {case.name}",
+                partial(_check, attention.run_case, case),
+                120,
+                alone=False,
+            )
+            for case in attention.small_cases()
+        ),
+        Case("checks", "fused", lambda bench: fused.small_cases(bench.device), 120, alone=False),
+    ]
+
+
+def _lora(cases: Sequence[lora.LoraCase]) -> list[Case]:
+    return [Case("lora", case.name, partial(_run, lora.run_case, case)) for case in cases]
+
+
+def _attention(cases: Sequence[attention.AttentionCase]) -> list[Case]:
+    return [Case("attention", case.name, partial(_run, attention.run_case, case)) for case in cases]
+
+
+def _check(run: Callable[..., Row], case: Any, bench: Bench) -> Row:
+    return run(case, bench.device)  # its times say nothing beside other cases, nor would ceilings
+
+
+def _run(run: Callable[..., Row], case: Any, bench: Bench) -> Row:
+    return run(case, bench.device, bench.ceilings)
+
+
+def _equality(cases: Sequence[equality.EqualityCase]) -> list[Case]:
+    return [
+        Case(
+            "equality",
+            case.name,
+            lambda bench, case=case: equality.run_case(case, bench.device),
+            limit_s=120,
+            alone=False,
+        )
+        for case in cases
+    ]
+
+
+def _steps(shape: StepsShape, rows: Sequence[tuple[str, str, tuple[int, int, int]]]) -> list[Case]:
+    return [
+        Case(
+            section,
+            f"{of[0]} rows, {of[1]} adapters, rank {of[2]}" if of[1] else f"{of[0]} rows, base",
+            partial(_on_steps, shape, method, of),
+            limit_s=150,
+        )
+        for section, method, of in rows
+    ]
+
+
+def _more(
+    shape: StepsShape,
+    *,
+    hosts: Sequence[tuple[int, int, int]],
+    prompts: Sequence[tuple[int, int]],
+    ranks: Sequence[int],
+) -> list[Case]:
+    return [
+        *(
+            Case(
+                "host",
+                f"{of[0]} rows, {of[1]} adapters, {name}",
+                partial(_on_steps, shape, "host", (*of, sampling)),
+            )
+            for of in hosts
+            for name, sampling in (("greedy", GREEDY), ("top-k and top-p", MIXED))
+        ),
+        *(
+            Case("prompts", f"{of[0]} tokens, rank {of[1]}", partial(_on_steps, shape, "prompt", of))
+            for of in prompts
+        ),
+        *(
+            Case("activation", f"rank {rank}", partial(_on_steps, shape, "activation", (rank,)))
+            for rank in ranks
+        ),
+    ]
+
+
+def _on_steps(shape: StepsShape, method: str, arguments: tuple[Any, ...], bench: Bench) -> Row | list[Row]:
+    steps = bench.hold(shape, lambda: StepBench(shape, bench.device, bench.ceilings))
+    found: Row | list[Row] = getattr(steps, method)(*arguments)
+    return found

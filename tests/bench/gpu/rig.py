@@ -1,0 +1,193 @@
+"""The engine's forward pass with its inputs, recordings and adapters, and nothing around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench.gpu.models import Adapter
+from loraplex.adapters.arena import AdapterArena
+from loraplex.adapters.layout import ArenaLayout
+from loraplex.adapters.weights import HostImage
+from loraplex.engine.batch import flatten
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.graphs import CudaRecorder, record_decoding
+from loraplex.engine.inputs import StepLimits
+from loraplex.engine.model.base import ForwardBatch, KVCache
+from loraplex.engine.model.fused import FusedDecoder
+from loraplex.engine.packed import PackedSource
+from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
+from loraplex.engine.types import Sequence as EngineSequence
+from loraplex.kernels.lora_beside import Lane, StreamLane
+
+GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
+
+
+class Repeater:
+    """Where there are no CUDA graphs: the same work again."""
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        work()
+        return work
+
+
+class NoLane:
+    """Where there are no streams: the work at once."""
+
+    def fork(self, work: Callable[[], None]) -> None:
+        work()
+
+    def join(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class RigSize:
+    """`max_len`: positions of a sequence; `sizes`: numbers of rows that decoding is recorded for; `arena_bytes` and
+    `slots` for adapters."""
+
+    max_rows: int
+    max_sequences: int
+    max_len: int
+    sizes: tuple[int, ...]
+    arena_bytes: int
+    slots: int
+    max_rank: int = 64
+
+
+class Rig:
+    """A decoder over a KV cache with a place for each of `max_sequences` sequences; slot -1 is the base."""
+
+    def __init__(self, model: FusedDecoder, size: RigSize) -> None:
+        self.model = model
+        self.device = model.device
+        self.size = size
+        self.blocks_each = -(-size.max_len // BLOCK_SIZE)
+        self.kv = KVCache(model.shape, size.max_sequences * self.blocks_each, model.dtype, model.device)
+        self.layout = ArenaLayout(
+            model.site_groups, model.num_layers, model.dtype, max_rank=size.max_rank, head=model.head_group
+        )
+        self.num_pages = size.arena_bytes // self.layout.page_bytes
+        self.arena = AdapterArena(self.layout, self.num_pages, size.slots, self.device, kernels="triton")
+        assert model.attention_needs is not None
+        self.source = PackedSource(
+            model.attention_needs,
+            model.dtype,
+            self.device,
+            StepLimits(size.max_rows, size.max_sequences, self.blocks_each),
+            lora=self.arena.device_lora(size.max_rows, size.max_sequences),
+            sizes=size.sizes,
+        )
+        self.record()
+
+    def record(self, *, beside: bool = False) -> dict[int, Any]:
+        """Record decoding anew; `beside` with the adapters' A sides on a stream of their own. The former recordings are
+        forgotten, unless the caller keeps what this returned."""
+        cuda = self.device.type == "cuda"
+        lane: Lane | None = None
+        if beside:
+            lane = StreamLane(self.device) if cuda else NoLane()
+        self.source.replays = {}
+        record_decoding(self.model, self.kv, self.source, CudaRecorder() if cuda else Repeater(), lane=lane)
+        return self.source.replays
+
+    def put(self, slot: int, image: HostImage, first_page: int) -> int:
+        """Copy an adapter into adjacent pages. Returns the page behind them."""
+        end = first_page + image.num_pages
+        self.arena.write(image, slot, tuple(range(first_page, end)))
+        return end
+
+    def fill(self, adapters: Sequence[Adapter]) -> None:
+        """One adapter a slot, from slot 0 on."""
+        page = 0
+        for slot, adapter in enumerate(adapters):
+            page = self.put(slot, adapter.image, page)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def rows(
+        self,
+        place: int,
+        start: int,
+        tokens: Sequence[int],
+        slot: int = -1,
+        *,
+        samples: bool = True,
+        sampling: SamplingParams = GREEDY,
+    ) -> ScheduledSequence:
+        """The next rows of the sequence in a place of the KV cache."""
+        request = EngineRequest(f"{place}", "", (0,), sampling)
+        last = -(-(start + len(tokens)) // BLOCK_SIZE)
+        first = place * self.blocks_each
+        return ScheduledSequence(
+            seq=EngineSequence(request, 0.0, place, [0]),
+            epoch=0,
+            start=start,
+            num_tokens=len(tokens),
+            token_ids=tuple(tokens),
+            block_ids=tuple(range(first, first + last)),
+            slot=slot,
+            samples=samples,
+            pending_input=False,
+            output_index=0,
+        )
+
+    def begin(self, rows: Sequence[ScheduledSequence], *, eager: bool = False) -> Step:
+        """Plan a step; `eager`: without a recording, whatever there is."""
+        kept = self.source.replays
+        if eager:
+            self.source.replays = {}
+        try:
+            plan = StepPlan(0, tuple(rows))
+            inputs = self.source.begin(plan)
+            flat = flatten(plan, vocab_size=self.model.shape.vocab_size, inputs=inputs)
+            lora = inputs.adapters(flat.segments, flat.num_rows)
+            head = inputs.head_adapters(flat.logits_segments, flat.logits_rows.shape[0])
+        finally:
+            self.source.replays = kept
+        batch = ForwardBatch(
+            token_ids=flat.token_ids,
+            positions=flat.positions,
+            attention=flat.attention,
+            fresh_blocks=flat.fresh_blocks,
+            logits_rows=flat.logits_rows,
+            kv=self.kv,
+            lora=lora,
+            head_lora=head,
+        )
+        return Step(self, inputs, batch, flat.num_rows, flat.sampled)
+
+    def logits(self, rows: Sequence[ScheduledSequence], *, eager: bool = False) -> torch.Tensor:
+        """[S, V] float32 of the sampled rows, in the order of `rows`."""
+        step = self.begin(rows, eager=eager)
+        with torch.inference_mode():
+            step.inputs.send()
+            found = step.run(with_adapters=step.batch.lora is not None or step.batch.head_lora is not None)
+        wanted = [index for index, item in enumerate(rows) if item.samples]
+        order = {index: row for row, index in enumerate(step.sampled)}
+        return found[[order[index] for index in wanted]].clone()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A planned step. Its inputs lie on the host until they are sent."""
+
+    rig: Rig
+    inputs: Any
+    batch: ForwardBatch
+    num_rows: int
+    sampled: tuple[int, ...]
+
+    def run(self, *, with_adapters: bool) -> torch.Tensor:
+        """Logits [rows, V], by the recording that it is laid out for, else by the model."""
+        replayed = self.inputs.replay(with_adapters)
+        if replayed is not None:
+            return replayed[: self.num_rows]
+        batch = self.batch if with_adapters else replace(self.batch, lora=None, head_lora=None)
+        return self.rig.model.forward(batch)
