@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from bench.gpu import attention, equality, fused, lora
+from bench.gpu import attention, equality, fused, lora, sampling
 from bench.gpu.case import Bench, Case, Row
 from bench.gpu.rig import GREEDY
 from bench.gpu.steps import FULL, FULL_256, MIXED, SMALL, StepBench, StepsShape
@@ -58,9 +58,13 @@ def full() -> list[Case]:
         *_more(FULL, hosts=[(64, 8, 16)], prompts=[(2048, 16), (512, 16)], ranks=[16]),
         *_steps(FULL, [("steps", "decode", row) for row in [*most[5:], *other_ranks, (256, 256, 8)]]),
         *_more(FULL, hosts=[(64, 64, 16), (256, 64, 16), (1, 1, 16)], prompts=[(2048, 64)], ranks=[64, 8]),
-        *_lora(lora.full_cases()),
-        *_attention(attention.full_cases()),
+        *_sampling(sampling.full_cases()),
+        *_lora(lora.full_cases()[:11]),
+        *_attention(attention.full_cases()[:8]),
+        *_lora(lora.full_cases()[11:]),
+        *_attention(attention.full_cases()[8:]),
         Case("fused", "all", lambda bench: fused.full_cases(bench.device, bench.ceilings), 90),
+        Case("sampling", "log of sums", _log_sum_exp),
         *_equality(equality.full_cases()[4:]),
         *_steps(FULL_256, [("steps", "decode", (256, 256, 64))]),
     ]
@@ -73,6 +77,10 @@ def _ceilings(bench: Bench) -> Row:
         "product_tflop_per_s": found.flops_per_s / 1e12,
         "launch_us": launch_us(bench.watch),
     }
+
+
+def _log_sum_exp(bench: Bench) -> list[Row]:
+    return [sampling.log_sum_exp_case(rows, 128256, bench.device, bench.ceilings) for rows in (64, 256)]
 
 
 def _checks() -> list[Case]:
@@ -93,6 +101,12 @@ def _checks() -> list[Case]:
             for case in attention.small_cases()
         ),
         Case("checks", "fused", lambda bench: fused.small_cases(bench.device), 120, alone=False),
+        *(
+            Case(
+                "checks", f"sampling: {case.name}", partial(_check, sampling.run_case, case), 120, alone=False
+            )
+            for case in sampling.small_cases()
+        ),
     ]
 
 
@@ -106,6 +120,10 @@ def _attention(cases: Sequence[attention.AttentionCase]) -> list[Case]:
 
 def _check(run: Callable[..., Row], case: Any, bench: Bench) -> Row:
     return run(case, bench.device)  # its times say nothing beside other cases, nor would ceilings
+
+
+def _sampling(cases: Sequence[sampling.SamplingCase]) -> list[Case]:
+    return [Case("sampling", case.name, partial(_run, sampling.run_case, case)) for case in cases]
 
 
 def _run(run: Callable[..., Row], case: Any, bench: Bench) -> Row:

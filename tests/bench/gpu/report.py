@@ -68,6 +68,7 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
         [*_KERNEL, ("A side ms", "shrink_ms", ".4f"), ("B side ms", "expand_ms", ".4f"), ("plan µs", "plan_us", ".0f"),
          ("right", "ok", "s")],
     ),
+    "sampling": ("Sampling", [*_KERNEL, ("right", "ok", "s")]),
     "attention": ("Paged attention, one layer", [*_KERNEL, ("right", "ok", "s")]),
     "fused": ("Norms, activations, RoPE with the KV write", [*_KERNEL[:-1], ("right", "ok", "s")]),
 }  # fmt: skip
