@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import catalogue
+from bench.gpu import catalogue, lora, report
 from bench.gpu.profile import part_of
 from bench.gpu.suite import Suite
+from loraplex.adapters.layout import ArenaLayout, place_tiles
+from loraplex.kernels.lora import CHUNK
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("tests", "server", "adapters", "kernels")
@@ -77,13 +79,13 @@ def test_what_breaks_takes_nothing_with_it(broken):
 
 def test_the_report_tells_all(broken):
     out, _ = broken
-    report = (out / "results.md").read_text()
-    assert "cpu, interpreted" in report
-    assert "no time here says anything of a GPU" in report
-    assert "4 ok, 1 wrong, 1 failed, 2 lost, 0 not run" in report
-    assert "| b | **no** |" in report
-    assert "steps/hangs: lost, no answer within 1 s" in report
-    assert "out of \\| memory" in report
+    told = (out / "results.md").read_text()
+    assert "cpu, interpreted" in told
+    assert "no time here says anything of a GPU" in told
+    assert "4 ok, 1 wrong, 1 failed, 2 lost, 0 not run" in told
+    assert "| b | **no** |" in told
+    assert "steps/hangs: lost, no answer within 1 s" in told
+    assert "out of \\| memory" in told
     whole = json.loads((out / "results.json").read_text())
     assert len(whole["results"]) == 8
     assert whole["runs"][0]["identity"]["commit"] == "abc"
@@ -131,9 +133,9 @@ def test_all_kinds_of_cases_without_a_gpu_and_without_an_installation(tmp_path):
     found = {line["case"]: line for line in lines(out)[1:]}
     assert set(found) == {case.key for case in catalogue.small()}
     assert all(line["rows"] for line in found.values())
-    report = (out / "results.md").read_text()
+    told = (out / "results.md").read_text()
     for title in ("The engine beside transformers", "A decoding step, recorded", "The host's side of a step"):
-        assert f"## {title}" in report
+        assert f"## {title}" in told
 
 
 def test_the_whole_catalogue_is_in_order_of_importance():
@@ -156,6 +158,31 @@ def test_the_whole_catalogue_is_in_order_of_importance():
     }
     listed = {key for key in keys if key.startswith("steps/")}
     assert {f"steps/{r} rows, {a} adapters, rank {k}" for r, a, k in wanted} <= listed
+
+
+def test_what_is_aimed_at_is_held_against_what_was_measured(tmp_path):
+    """Its cases are there, and a figure that misses is told."""
+    assert {aim.case for aim in report._AIMS} <= {case.key for case in catalogue.full()}
+    rows = {"steps/64 rows, 8 adapters, rank 16": {"lora_to_base": 0.96, "base_times_floor": 1.5}}
+    results = {key: {"case": key, "status": "ok", "rows": [row]} for key, row in rows.items()}
+    run = {"identity": {"device": "a device", "commit": "abc"}, "started": "now", "command": "this"}
+    report.write_report(tmp_path, [run], [*results, "activation/rank 16"], results)
+    told = (tmp_path / "results.md").read_text()
+    assert "| LoRA ÷ base, 64 rows of 8 adapters | ≥ 0.95 | 0.960 | yes |" in told
+    assert "| base ÷ floor, 64 rows | ≤ 1.35 | 1.500 | **no** |" in told
+    assert "- activation/rank 16" in told
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in catalogue.full() if case.section == "steps"], ids=lambda c: c.name
+)
+def test_the_adapters_of_every_step_have_room(case):
+    shape, _, (_, adapters, rank) = case.run.args
+    layout = ArenaLayout(lora.LLAMA_8B, 32, shape.dtype, max_rank=shape.size.max_rank)
+    sizes = [layout.tile_bytes(features) for pair in layout.features for features in pair]
+    pages = place_tiles(sizes * 32 * (rank // CHUNK), layout.page_bytes)[1]
+    assert adapters <= shape.size.slots
+    assert adapters * pages * layout.page_bytes <= shape.size.arena_bytes
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,36 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Aim:
+    """A figure of the row `key` (of the case with that key, its first): at least, or at most, so much."""
+
+    what: str
+    case: str
+    key: str
+    least: float | None = None
+    most: float | None = None
+
+    def reached(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+
+_AIMS = (
+    _Aim(
+        "LoRA ÷ base, 64 rows of 8 adapters", "steps/64 rows, 8 adapters, rank 16", "lora_to_base", least=0.95
+    ),
+    _Aim(
+        "LoRA ÷ base, 64 rows of 64 adapters",
+        "steps/64 rows, 64 adapters, rank 16",
+        "lora_to_base",
+        least=0.75,
+    ),
+    _Aim("base ÷ floor, 64 rows", "steps/64 rows, 8 adapters, rank 16", "base_times_floor", most=1.35),
+    _Aim("activation of an adapter of rank 16, ms", "activation/rank 16", "ms", most=3.0),
+)
+"""On an H200, adapters on all seven linears of an 8B model."""
+
+
 def write_report(
     out: Path, runs: Sequence[dict[str, Any]], keys: Sequence[str], results: dict[str, dict[str, Any]]
 ) -> None:
@@ -100,6 +131,7 @@ def _markdown(runs: Sequence[dict[str, Any]], ran: list[dict[str, Any]], missing
     }
     told = ", ".join(f"{count} {status}" for status, count in counts.items())
     lines += [f"{told}, {len(missing)} not run. What the columns mean: docs/benchmarks/gpu.md."]
+    lines += _aims({result["case"]: result for result in ran if result["rows"]})
     sections: dict[str, list[dict[str, Any]]] = {}
     for result in ran:
         sections.setdefault(result["case"].partition("/")[0], []).append(result)
@@ -117,6 +149,22 @@ def _markdown(runs: Sequence[dict[str, Any]], ran: list[dict[str, Any]], missing
     if missing:
         lines += ["", "## Not run, for want of time", "", *(f"- {key}" for key in missing)]
     return lines
+
+
+def _aims(results: dict[str, dict[str, Any]]) -> list[str]:
+    rows = []
+    for aim in _AIMS:
+        value = results.get(aim.case, {"rows": [{}]})["rows"][0].get(aim.key)
+        if isinstance(value, float):
+            bound = f"≥ {aim.least}" if aim.least is not None else f"≤ {aim.most}"
+            rows.append({"what": aim.what, "bound": bound, "value": value, "reached": aim.reached(value)})
+    columns = [
+        ("", "what", "s"),
+        ("aimed at", "bound", "s"),
+        ("here", "value", ".3f"),
+        ("reached", "reached", "s"),
+    ]
+    return ["", "## What is aimed at on an H200", "", *_table(columns, rows)] if rows else []
 
 
 def _table(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> list[str]:
