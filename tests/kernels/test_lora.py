@@ -275,6 +275,9 @@ def test_backends_are_resolved_and_never_replaced_silently(monkeypatch: pytest.M
     cpu = torch.device("cpu")
     assert resolve_backend("auto", cpu) == "torch"
     assert resolve_backend("torch", cpu) == "torch"
+    assert resolve_backend("numba", cpu) == "numba"
+    with pytest.raises(BackendUnavailable, match="for CPUs"):
+        resolve_backend("numba", torch.device("cuda"))
     assert resolve_backend("triton", cpu) == "triton"  # interpreted, in tests
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert resolve_backend("auto", cpu) == "torch"

@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-Backend = Literal["torch", "triton"]
-"""The implementations, by name. "torch" runs on any device, "triton" on GPUs, and where its kernels are interpreted,
-as in tests (TRITON_INTERPRET=1)."""
+Backend = Literal["torch", "numba", "triton"]
+"""The implementations, by name. "torch" runs on any device, "numba" on CPUs, "triton" on GPUs, and where its kernels
+are interpreted, as in tests (TRITON_INTERPRET=1)."""
 _MIN_CAPABILITY = (8, 0)
 """Of a GPU: what the kernels' tiles and types are made for."""
 
@@ -26,6 +26,10 @@ def resolve_backend(choice: str, device: torch.device) -> Backend:
     """
     if choice == "torch":
         return "torch"
+    if choice == "numba":
+        if device.type == "cpu":
+            return "numba"
+        raise BackendUnavailable(f"the numba kernels are for CPUs, and the device is {device.type!r}")
     obstacle = _obstacle_to_triton(device)
     if choice == "auto":
         return "triton" if device.type == "cuda" and obstacle is None else "torch"
@@ -33,7 +37,7 @@ def resolve_backend(choice: str, device: torch.device) -> Backend:
         if obstacle is None:
             return "triton"
         raise BackendUnavailable(f"the triton kernels can't run here: {obstacle}; choose auto or torch")
-    raise BackendUnavailable(f"there are no {choice!r} kernels; choose auto, torch or triton")
+    raise BackendUnavailable(f"there are no {choice!r} kernels; choose auto, torch, numba or triton")
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:

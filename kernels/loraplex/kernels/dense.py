@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 _PACKED_FOR_ROWS = 16
-"""Rows that oneDNN chooses its layout for. What it chooses for one row is slow for many, and not the other way round."""
+"""Rows that oneDNN chooses its layout for. What it chooses for one row is slow for many, not the other way round."""
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -37,6 +37,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     padding = padded_rows(num_rows) - num_rows
     if padding:
         rows = functional.pad(rows, (0, 0, 0, padding))
+    y: torch.Tensor
     if weight.is_mkldnn:
         y = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     else:

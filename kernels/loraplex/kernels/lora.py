@@ -63,6 +63,11 @@ def begin_pass(
         return None
     if backend == "torch":
         return TorchLoraPass(weights, scratch, by_slot, num_rows)
+    if backend == "numba":
+        from loraplex.kernels.lora_numba import DTYPES, NumbaLoraPass  # takes a second to import
+
+        chosen = NumbaLoraPass if weights.storage.dtype in DTYPES else TorchLoraPass
+        return chosen(weights, scratch, by_slot, num_rows)
     from loraplex.kernels.lora_triton import TritonLoraPass  # need not be there where it does not run
 
     return TritonLoraPass(weights, scratch, by_slot, num_rows)

@@ -69,7 +69,7 @@ class Ops:
 
 def resolve_ops(backend: Backend) -> Ops:
     """The implementations of a backend that `resolve_backend` returned."""
-    return _torch_ops() if backend == "torch" else _triton_ops()
+    return _triton_ops() if backend == "triton" else _torch_ops()
 
 
 def _torch_ops() -> Ops:

@@ -120,8 +120,8 @@ class Settings(BaseSettings):
         "auto", description="Plan the next step while one runs: 0, 1 or auto (1 on cuda)"
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of the forward pass on CPU")
-    kernels: Literal["auto", "torch", "triton"] = Field(
-        "auto", description="Kernels of the forward pass: torch, triton or auto (triton on cuda)"
+    kernels: Literal["auto", "torch", "numba", "triton"] = Field(
+        "auto", description="Kernels of the forward pass: torch, numba, triton or auto (triton on cuda)"
     )
     database_url: str = Field(
         "",

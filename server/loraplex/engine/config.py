@@ -30,7 +30,7 @@ class EngineConfig:
     max_adapter_rank: int = 64
     lookahead: Literal[-1, 0, 1] = -1
     num_threads: int = 0
-    kernels: Literal["auto", "torch", "triton"] = "auto"
+    kernels: Literal["auto", "torch", "numba", "triton"] = "auto"
     adapter_load_timeout: float = 60.0
     cache_dir: str | None = None
     model_name: str = ""

@@ -106,6 +106,10 @@ def build_engine(
     _require_room("--adapter-memory", num_pages * layout.page_bytes, layout)
     _require_room("--adapter-cpu-memory", host_bytes, layout)
     arena = AdapterArena(layout, num_pages, num_slots, device, kernels=config.kernels)
+    if arena.backend == "numba":
+        from loraplex.kernels import lora_numba  # takes a second to import
+
+        lora_numba.warm_up(model.dtype, model.dtype)
     size = size_kv_cache(
         model.shape,
         model.dtype,

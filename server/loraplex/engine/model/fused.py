@@ -321,9 +321,7 @@ class _Reader:
         embed = self._tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         layers = [self._layer(f"{self._root}layers.{i}.") for i in range(spec.num_layers)]
         norm = self._norm(f"{self._root}norm", spec.hidden_size)
-        return FusedDecoder(
-            spec, layers, embed, norm, pack_weight(self._head(embed)), ops=self._ops
-        )
+        return FusedDecoder(spec, layers, embed, norm, pack_weight(self._head(embed)), ops=self._ops)
 
     def _head(self, embed: torch.Tensor) -> torch.Tensor:
         if self._spec.tied and "lm_head.weight" not in self._checkpoint:

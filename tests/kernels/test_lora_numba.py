@@ -1,0 +1,197 @@
+"""Batched LoRA compiled for a CPU against the formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from loraplex.kernels.groups import HEAD, SiteGroup
+from loraplex.kernels.lora import begin_pass
+from loraplex.kernels.lora_numba import NumbaLoraPass
+from loraplex.kernels.lora_torch import TorchLoraPass
+from loraplex.kernels.lora_types import Scratch, Segment, segments_by_slot
+from support.lora_arena import ManualArena, make_arena
+
+CPU = torch.device("cpu")
+GROUPS = (
+    SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 48, (48, 16, 16)),
+    SiteGroup("down", ("down_proj",), 80, (48,)),
+)
+ODD_GROUPS = (
+    SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 37, (41, 13, 7)),
+    SiteGroup("down", ("down_proj",), 101, (37,)),
+)
+HEAD_GROUP = SiteGroup(HEAD, (f"{HEAD}.0", f"{HEAD}.1", f"{HEAD}.2"), 40, (48, 48, 19))
+LAYERS = 2
+RANKS = (8, 16, 24, 64, 8, 256, {"q_proj": 8, "v_proj": 32, "down_proj": 16}, {"down_proj": 24}, 0)
+SPARSE = 4
+
+
+def lengths(slots_and_rows: Sequence[tuple[int, int]]) -> list[Segment]:
+    segments, first = [], 0
+    for slot, count in slots_and_rows:
+        segments.append((slot, first, count))
+        first += count
+    return segments
+
+
+def zipf(rows: int) -> list[tuple[int, int]]:
+    rng = np.random.default_rng(5)
+    weights = 1 / np.arange(1, 9)
+    slots = rng.choice(8, size=rows, p=weights / weights.sum())
+    return [(int(slot), 1) for slot in sorted(slots)]
+
+
+BATCHES: dict[str, list[Segment]] = {
+    "one row": lengths([(1, 1)]),
+    "distinct": lengths([(slot, 1) for slot in range(8)]),
+    "identical": lengths([(3, 1)] * 19),
+    "uniform": lengths([(row % 4, 1) for row in range(12)]),
+    "zipf": lengths(zipf(24)),
+    "skewed": lengths([(1, 17), (0, 1), (2, 1), (3, 1)]),
+    "mostly base": lengths([(-1, 9), (5, 1), (-1, 3)]),
+    "two, three and four rows": lengths([(0, 2), (3, 3), (2, 4), (1, 5), (6, 6), (5, 7)]),
+    "prompts and decode": lengths([(2, 33), (1, 1), (-1, 1), (6, 1), (-1, 5), (0, 17), (7, 2)]),
+}
+
+
+@pytest.fixture(scope="module")
+def arenas() -> dict[str, ManualArena]:
+    def arena_of(dtype: torch.dtype, groups: Sequence[SiteGroup] = GROUPS) -> ManualArena:
+        return make_arena(
+            groups, LAYERS, dtype, RANKS, has=lambda slot, layer, _: slot != SPARSE or layer == 0, dora=(2, 6)
+        )
+
+    return {
+        "float32": arena_of(torch.float32),
+        "bfloat16": arena_of(torch.bfloat16),
+        "odd": arena_of(torch.bfloat16, ODD_GROUPS),
+    }
+
+
+def make_inputs(group: SiteGroup, num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, group.in_features, generator=generator)
+    y = torch.randn(num_rows, sum(group.out_features), generator=generator)
+    return x.to(dtype), y.to(dtype)
+
+
+def one_pass(arena: ManualArena, segments: list[Segment], num_rows: int) -> NumbaLoraPass:
+    return NumbaLoraPass(
+        arena.weights, Scratch(CPU), segments_by_slot(segments, arena.weights.num_chunks, num_rows), num_rows
+    )
+
+
+def check(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Rounded once: as near to the float64 sum as a number of this dtype is, but for what float32 sums lose."""
+    rounding = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}[got.dtype]
+    error = (got.double() - want).abs()
+    assert bool(got.isfinite().all())
+    assert bool((error <= rounding * want.abs() + 2e-5 * want.abs().max()).all()), float(error.max())
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("float32", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("odd", torch.bfloat16),
+        ("odd", torch.float32),
+        ("bfloat16", torch.float16),
+    ],
+)
+def test_equals_the_formula(
+    arenas: dict[str, ManualArena], name: str, dtype: torch.dtype, batch: str
+) -> None:
+    arena, segments = arenas[name], BATCHES[batch]
+    num_rows = sum(count for _, _, count in segments)
+    lora = one_pass(arena, segments, num_rows)
+    for layer in range(LAYERS):
+        for group in arena.weights.groups:
+            x, y = make_inputs(group, num_rows, dtype)
+            want = arena.expected(layer, group, segments, x, y)
+            lora.apply(layer, group.key, x, y)
+            check(y, want)
+
+
+def test_the_head_has_rows_of_its_own() -> None:
+    arena = make_arena([HEAD_GROUP], 1, torch.bfloat16, [8, 40, 16], dora=[2])
+    segments = lengths([(0, 1), (-1, 2), (1, 3), (2, 1)])
+    x, y = make_inputs(HEAD_GROUP, 7, torch.bfloat16)
+    want = arena.expected(0, HEAD_GROUP, segments, x, y)
+    one_pass(arena, segments, 7).apply(0, HEAD, x, y)
+    check(y, want)
+
+
+def test_rows_of_the_base_and_sites_that_an_adapter_lacks_keep_their_bits(
+    arenas: dict[str, ManualArena],
+) -> None:
+    arena, qkv = arenas["bfloat16"], GROUPS[0]
+    segments = [(6, 1, 2), (7, 4, 1), (SPARSE, 5, 1)]
+    x, y = make_inputs(qkv, 7, torch.bfloat16)
+    before = y.clone()
+    x[0] = y[0] = before[0] = float("nan")
+    one_pass(arena, segments, 7).apply(1, "qkv", x, y)
+    for row in (3, 4, 5, 6):  # the base, one without these sites, one without this layer, the base
+        assert torch.equal(y[row], before[row])
+    assert torch.equal(y[1:3, 48:64], before[1:3, 48:64])  # k_proj
+    assert not torch.equal(y[1:3, :48], before[1:3, :48])
+    assert bool(y[0].isnan().all())
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row(arenas: dict[str, ManualArena], poison: float) -> None:
+    arena, group = arenas["bfloat16"], GROUPS[1]
+    segments = lengths([(1, 4), (2, 1), (0, 3)])
+    x, y = make_inputs(group, 8, torch.bfloat16)
+    clean = y.clone()
+    one_pass(arena, segments, 8).apply(0, "down", x, clean)
+    x[2, 17] = poison
+    one_pass(arena, segments, 8).apply(0, "down", x, y)
+    assert not y[2].isfinite().any()
+    keep = [0, 1, 3, 4, 5, 6, 7]
+    assert torch.equal(y[keep], clean[keep])
+
+
+def test_what_a_row_gets_depends_on_no_other(arenas: dict[str, ManualArena]) -> None:
+    arena, group = arenas["bfloat16"], GROUPS[0]
+    x, y = make_inputs(group, 12, torch.bfloat16)
+    together, alone = y.clone(), y.clone()
+    one_pass(arena, lengths([(1, 7), (3, 5)]), 12).apply(0, "qkv", x, together)
+    for row in range(12):
+        own, out = x[row : row + 1].clone(), alone[row : row + 1].clone()
+        one_pass(arena, [(1 if row < 7 else 3, 0, 1)], 1).apply(0, "qkv", own, out)
+        alone[row] = out[0]
+    torch.testing.assert_close(together, alone, rtol=2**-7, atol=1e-6)
+
+
+def test_columns_and_rows_that_are_not_adjacent(arenas: dict[str, ManualArena]) -> None:
+    arena, group = arenas["bfloat16"], GROUPS[1]
+    segments = lengths([(1, 2), (0, 1)])
+    x, y = make_inputs(group, 3, torch.bfloat16)
+    wide_x, wide_y = torch.zeros(3, 160, dtype=x.dtype), torch.zeros(3, 96, dtype=y.dtype)
+    wide_x[:, ::2], wide_y[:, :48] = x, y
+    want = arena.expected(0, group, segments, x, y)
+    one_pass(arena, segments, 3).apply(0, "down", wide_x[:, ::2], wide_y[:, :48])
+    check(wide_y[:, :48], want)
+    assert not wide_y[:, 48:].any()
+
+
+def test_shapes_that_are_not_the_groups_are_refused(arenas: dict[str, ManualArena]) -> None:
+    lora = one_pass(arenas["float32"], [(1, 0, 2)], 2)
+    with pytest.raises(ValueError, match="rows got"):
+        lora.apply(0, "qkv", torch.zeros(3, 48), torch.zeros(3, 80))
+    with pytest.raises(ValueError, match="rows got"):
+        lora.apply(0, "qkv", torch.zeros(2, 48), torch.zeros(2, 81))
+    with pytest.raises(KeyError):
+        lora.apply(0, "gate_up", torch.zeros(2, 48), torch.zeros(2, 80))
+
+
+def test_it_is_chosen_where_it_reads_the_weights(arenas: dict[str, ManualArena]) -> None:
+    half = make_arena(GROUPS, 1, torch.float16, [8])
+    for arena, kind in ((arenas["bfloat16"], NumbaLoraPass), (half, TorchLoraPass)):
+        assert isinstance(begin_pass("numba", arena.weights, Scratch(CPU), [(0, 0, 1)], 1), kind)
