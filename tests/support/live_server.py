@@ -28,6 +28,7 @@ from support.byte_tokenizer import write_byte_tokenizer
 
 SERVE = (sys.executable, "-m", "loraplex.app.cli", "serve")
 ENGINE_MODULE = "loraplex.engine.process"
+SPARE_NAME = "engine-spare"
 START_TIMEOUT_S = 240.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE_ADAPTERS = REPOSITORY / "examples" / "adapters"
@@ -217,12 +218,26 @@ class LiveServer:
         return []
 
     def engine_pid(self) -> int | None:
-        """The engine process, while there is one."""
+        """The engine process, while there is one: the last that got ready, else one that starts."""
+        alive: dict[int, list[str]] = {}
         for child in self._family():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if ENGINE_MODULE in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
-                    return child.pid
-        return None
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    alive[child.pid] = child.cmdline()
+        for started in reversed(self.logged("engine_started")):
+            if started["pid"] in alive:
+                return int(started["pid"])
+        return next(
+            (pid for pid, given in alive.items() if ENGINE_MODULE in given and "--socket" in given), None
+        )
+
+    def spare_is_ready(self) -> bool:
+        """A process stands by to become the next engine, and has imported what it needs."""
+        for child in self._family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.name() == SPARE_NAME:
+                    return True
+        return False
 
     def kill_engine(self) -> int:
         """SIGKILL to the engine process; the process id that it had."""

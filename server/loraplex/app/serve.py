@@ -78,6 +78,7 @@ async def _serve(installation: Installation, ports: Ports) -> int:
             log=lambda event, **fields: log.info(event, **fields),
             on_progress=_StartLog(),
             on_damaged=damage.put,
+            keep_spare=True,
         )
         # The ports first: what starts is told from what is not there, and nobody has to wait to be told.
         data, admin = create_starting_apps(installation, engine)

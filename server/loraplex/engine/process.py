@@ -1,4 +1,6 @@
-"""The engine process: `python -m loraplex.engine.process --socket PATH`, an EngineConfig as JSON on stdin.
+"""The engine process: `python -m loraplex.engine.process --socket PATH`, an EngineConfig as JSON on stdin. With
+`--spare` instead, it imports what an engine needs and waits, until a line with PATH, and the EngineConfig behind it,
+come on stdin.
 
 The main thread does the socket and the signals, one step thread runs `EngineLoop`. The process lives for its
 one client: when the client's end of the socket closes, it exits. SIGINT is ignored (a Ctrl-C at the terminal
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib
 import json
 import logging
 import os
@@ -39,6 +42,7 @@ ORPHAN_GRACE_S = 1.0
 MAX_EVENTS_PER_FRAME = 4096
 MAX_TOKENS_PER_FRAME = 1 << 20
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 
 BuildEngine = Callable[[EngineConfig, Callable[[], None]], BuiltEngineLike]
 
@@ -228,23 +232,44 @@ def _split(events: Sequence[TokenEvent]) -> Iterator[tuple[TokenEvent, ...]]:
 
 def die_with_parent() -> None:
     """On Linux, have the kernel kill this process when its parent dies. Elsewhere the socket's end does."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def show_as(name: str) -> None:
+    """On Linux, what `ps -o comm` and `top` call this process."""
+    _prctl(PR_SET_NAME, name.encode())
+
+
+def _prctl(option: int, value: int | bytes) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def run(build: BuildEngine, argv: list[str] | None = None) -> int:
-    """The whole process with the given way to build an engine. Returns the exit status."""
+def run(build: BuildEngine, argv: list[str] | None = None, prepare: Callable[[], None] = lambda: None) -> int:
+    """The whole process with the given way to build an engine, and what a spare does ahead. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="loraplex-engine")
-    parser.add_argument("--socket", required=True, help="the Unix socket that the client listens on")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--socket", help="the Unix socket that the client listens on")
+    which.add_argument(
+        "--spare", action="store_true", help="get ready, and wait for the socket's path on stdin"
+    )
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(handlers=[JsonLogs()], level=logging.WARNING)
     die_with_parent()
+    path = arguments.socket
+    if arguments.spare:
+        prepare()
+        show_as("engine-spare")
+        path = os.fsdecode(sys.stdin.buffer.readline(4096).removesuffix(b"\n"))
+        if not path:
+            return 0  # it was not needed
+        show_as("engine")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         config = msgspec.json.decode(sys.stdin.buffer.read(1 << 20), type=EngineConfig)
-        connection.connect(arguments.socket)
+        connection.connect(path)
     except (OSError, msgspec.MsgspecError) as error:
         log("engine_start_failed", error=str(error))
         connection.close()
@@ -262,8 +287,13 @@ def main() -> None:
 
         return build_engine(config, wake)
 
+    def prepare() -> None:
+        # The config of any family brings most of what transformers needs for reading one.
+        importlib.import_module("loraplex.engine.factory")
+        importlib.import_module("transformers").LlamaConfig  # noqa: B018 - names are imported when they are looked up
+
     # Threads of numerical libraries may outlive the loop; nothing of theirs is worth waiting for.
-    status = run(build)
+    status = run(build, prepare=prepare)
     sys.stderr.flush()
     os._exit(status)
 

@@ -21,20 +21,21 @@ class Shares:
     def held(self, owner: str) -> int:
         return self._held.get(owner, 0)
 
-    def take(self, owner: str, capacity: int) -> bool:
-        """One more for `owner` of a room for `capacity`; False where it has its share already, or nothing is free."""
+    def take(self, owner: str, capacity: int, amount: int = 1) -> bool:
+        """So many more (1 or more) for `owner` of a room for `capacity`, as if taken one by one, or none: False where
+        that is more than its share, or than is free."""
         held = self.held(owner)
-        if held >= capacity - self._total:
+        if held + 2 * (amount - 1) >= capacity - self._total:
             return False
-        self._held[owner] = held + 1
-        self._total += 1
+        self._held[owner] = held + amount
+        self._total += amount
         return True
 
-    def give_back(self, owner: str) -> None:
-        """One that `owner` has taken."""
-        held = self._held[owner] - 1
+    def give_back(self, owner: str, amount: int = 1) -> None:
+        """So many that `owner` has taken."""
+        held = self._held[owner] - amount
         if held:
             self._held[owner] = held
         else:
             del self._held[owner]
-        self._total -= 1
+        self._total -= amount

@@ -16,10 +16,11 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.loop import Log
 from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
 from loraplex.engine.types import AdapterState, EngineRequest
+from loraplex.serving.child import Child
 from loraplex.serving.client import RequestStream
 from loraplex.serving.errors import EngineDraining, EngineStartError, EngineUnavailable, TextTooLong
 from loraplex.serving.session import EngineSession
-from loraplex.serving.supervisor import EngineProcess, RestartPolicy
+from loraplex.serving.supervisor import KILL_WAIT_S, EngineProcess, RestartPolicy, spawn_spare
 from loraplex.serving.watchdog import WatchdogPolicy
 
 ENGINE_COMMAND = (sys.executable, "-m", "loraplex.engine.process")
@@ -38,7 +39,8 @@ Phase = Literal["new", "starting", "ready", "restarting", "failed", "closing", "
 class SocketEngineClient:
     """An `EngineClient` over an engine process. `start_timeout_s` bounds a start, the loading of the model
     included; `on_progress(stage, seconds)` is called about once a second during it. `on_damaged(digests)` is called
-    when loads found the stored bytes of versions damaged or lost."""
+    when loads found the stored bytes of versions damaged or lost. With `keep_spare`, a second process stands by,
+    without a model, from which the next engine begins."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class SocketEngineClient:
         *,
         command: Sequence[str] = ENGINE_COMMAND,
         start_timeout_s: float = 900.0,
+        keep_spare: bool = False,
         restart: RestartPolicy | None = None,
         watchdog: WatchdogPolicy | None = None,
         on_progress: Callable[[str, float], None] = lambda stage, seconds: None,
@@ -63,6 +66,8 @@ class SocketEngineClient:
         self._clock = clock
         self._session = EngineSession(self._send, on_damaged)
         self._process: EngineProcess | None = None
+        self._keep_spare = keep_spare
+        self._spare: Child | None = None
         self._info: EngineInfo | None = None
         self._phase: Phase = "new"
         self._reason: str | None = "the engine has not been started"
@@ -137,6 +142,8 @@ class SocketEngineClient:
         finally:
             if process is not None:
                 await process.kill()
+            if self._spare is not None:
+                await self._spare.kill(KILL_WAIT_S)
             self._session.fail("draining", "the server shut down before it ended")
             self._phase = "closed"
 
@@ -192,6 +199,7 @@ class SocketEngineClient:
     # Supervision.
 
     async def _start_process(self) -> None:
+        spare, self._spare = self._spare, None
         process = EngineProcess(
             self._command,
             self._config,
@@ -199,6 +207,7 @@ class SocketEngineClient:
             on_lost=self._on_lost,
             on_progress=self._on_progress,
             watchdog=self._watchdog,
+            spare=spare,
         )
         self._process = process
         started = self._clock()
@@ -208,6 +217,11 @@ class SocketEngineClient:
         self._phase, self._reason = "ready", None
         self._ready_at = self._clock()
         self._session.restore(self._hot)
+        if self._keep_spare:
+            try:
+                self._spare = spawn_spare(self._command)
+            except OSError as error:
+                self._log("engine_spare_failed", error=str(error))
 
     def _on_lost(self) -> None:
         """The process is gone: tell its requests at once, then see to a new one."""

@@ -7,9 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,6 +17,7 @@ import msgspec
 from loraplex.engine import protocol as wire
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.protocol import EngineInfo
+from loraplex.serving.child import Child
 from loraplex.serving.errors import EngineStartError
 from loraplex.serving.watchdog import TICK_S, Watchdog, WatchdogPolicy
 
@@ -26,6 +25,9 @@ MAX_SOCKET_PATH_BYTES = 100
 """Below what any Unix takes for sun_path (104 on macOS, 108 on Linux)."""
 CONNECT_TIMEOUT_S = 60.0
 """For a process to start up to its connection; the model is loaded after that."""
+SPARE_CONNECT_TIMEOUT_S = 15.0
+"""For a spare, which should have imported by now what takes long; then it is given up for a fresh process."""
+LAST_WORDS_S = 0.2
 KILL_WAIT_S = 5.0
 
 
@@ -53,8 +55,9 @@ class EngineProcess(asyncio.Protocol):
 
     The parent listens on a Unix socket in a fresh directory of mode 0700, which is gone as soon as the child has
     connected. `on_event` gets every event after `Ready`; `on_lost` is called once, when the connection ends, the
-    process exits, or the watchdog takes it for hung, whichever is first; nothing comes after it. Call from one event
-    loop's thread only; on Linux the child also dies with the thread that spawned it.
+    process says that it ends or exits, or the watchdog takes it for hung, whichever is first; nothing comes after it.
+    `spare` is a process of `spawn_spare` that becomes this one, if it can. Call from one event loop's thread only; on
+    Linux the child also dies with the thread that spawned it.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class EngineProcess(asyncio.Protocol):
         on_lost: Callable[[], None],
         on_progress: Callable[[str, float], None],
         watchdog: WatchdogPolicy,
+        spare: Child | None = None,
     ) -> None:
         self._command = command
         self._config = config
@@ -74,7 +78,7 @@ class EngineProcess(asyncio.Protocol):
         self._on_progress = on_progress
         self._reader = wire.FrameReader()
         self._transport: asyncio.Transport | None = None
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._child = spare
         self._fatal: str | None = None
         self._broken: str | None = None
         self._started = False
@@ -86,12 +90,11 @@ class EngineProcess(asyncio.Protocol):
         self._watchdog = Watchdog(watchdog, loop.time())
         self._connected: asyncio.Future[None] = loop.create_future()
         self._ready: asyncio.Future[EngineInfo] = loop.create_future()
-        self._exited: asyncio.Future[int] = loop.create_future()
 
     @property
     def pid(self) -> int:
-        assert self._popen is not None
-        return self._popen.pid
+        assert self._child is not None
+        return self._child.pid
 
     async def start(self, timeout_s: float) -> EngineInfo:
         """Returns when the engine is ready. Raises EngineStartError with one line; the process is dead then."""
@@ -117,33 +120,30 @@ class EngineProcess(asyncio.Protocol):
 
     async def wait_exit(self, timeout_s: float) -> bool:
         """Whether the process has exited within the time."""
-        await asyncio.wait([self._exited], timeout=timeout_s)
-        return self._exited.done()
+        return self._child is None or await self._child.wait_exit(timeout_s)
 
     async def kill(self) -> str:
         """End the process, if it has not ended: SIGKILL at once. Returns how it died, in one line."""
         # A process that broke off by itself says more by its own exit status: leave it a moment.
         leave = self._was_lost and not self._hung
-        if self._popen is not None and not (leave and await self.wait_exit(0.5)):
-            self.signal(signal.SIGKILL)
-            await self.wait_exit(KILL_WAIT_S)
+        if self._child is not None and not (leave and await self._child.wait_exit(0.5)):
+            await self._child.kill(KILL_WAIT_S)
         if self._transport is not None:
             self._transport.abort()
         return self.cause_of_death()
 
     def signal(self, number: int) -> None:
-        if self._popen is not None and not self._exited.done():
-            with contextlib.suppress(ProcessLookupError):
-                self._popen.send_signal(number)
+        if self._child is not None:
+            self._child.signal(number)
 
     def cause_of_death(self) -> str:
         if self._fatal is not None:
             return self._fatal
         if self._broken is not None:
             return self._broken
-        if not self._exited.done():
+        if self._child is None or not self._child.exited.done():
             return "the engine process broke its connection"
-        status = self._exited.result()
+        status = self._child.exited.result()
         if status < 0:
             with contextlib.suppress(ValueError):
                 return f"the engine process was killed by {signal.Signals(-status).name}"
@@ -155,21 +155,20 @@ class EngineProcess(asyncio.Protocol):
             directory = _private_dir()
             path = os.path.join(directory, "s")
             server = await self._loop.create_unix_server(self._accept, path, backlog=1)
-            # A fork and exec, about a millisecond; the command is the operator's own.
-            self._popen = subprocess.Popen(  # noqa: ASYNC220, S603
-                [*self._command, "--socket", path],
-                stdin=subprocess.PIPE,
-                process_group=0,  # a Ctrl-C at the terminal is the parent's to handle
-            )
-            threading.Thread(target=self._reap, name="engine-reaper", daemon=True).start()
-            assert self._popen.stdin is not None
-            with contextlib.suppress(BrokenPipeError), self._popen.stdin as stdin:
-                stdin.write(msgspec.json.encode(self._config))
-            either: tuple[asyncio.Future[Any], ...] = (self._connected, self._exited)
-            await asyncio.wait(either, timeout=CONNECT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-            if not self._connected.done():
-                self._broken = None if self._exited.done() else "the engine process never connected"
-                raise EngineStartError(self.cause_of_death())
+            config = msgspec.json.encode(self._config)
+            if self._child is not None:
+                self._child.tell(os.fsencode(path) + b"\n" + config)
+                if not await self._connects(self._child, SPARE_CONNECT_TIMEOUT_S):
+                    await self._child.kill(KILL_WAIT_S)
+                    self._child = None
+            if self._child is None:
+                self._child = Child([*self._command, "--socket", path])
+                self._child.tell(config)
+                if not await self._connects(self._child, CONNECT_TIMEOUT_S):
+                    if not self._child.exited.done():
+                        self._broken = "the engine process never connected"
+                    raise EngineStartError(self.cause_of_death())
+            self._child.exited.add_done_callback(self._on_exit)
         except OSError as error:
             raise EngineStartError(f"the engine process could not be started: {error}") from error
         finally:
@@ -178,27 +177,29 @@ class EngineProcess(asyncio.Protocol):
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)
 
+    async def _connects(self, child: Child, timeout_s: float) -> bool:
+        """Whether it comes within the time; it does not if it exits first."""
+        either: tuple[asyncio.Future[Any], ...] = (self._connected, child.exited)
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return self._connected.done()
+
     def _accept(self) -> asyncio.BaseProtocol:
         # The directory is ours alone, so only the child comes; it comes once.
         return asyncio.Protocol() if self._connected.done() else self
 
-    def _reap(self) -> None:
-        """In a thread of its own, as only wait() tells of an exit on every platform and event loop."""
-        assert self._popen is not None
-        status = self._popen.wait()
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._on_exit, status)
-
-    def _on_exit(self, status: int) -> None:
-        self._exited.set_result(status)
+    def _on_exit(self, _: asyncio.Future[int]) -> None:
         if self._transport is None:
             self._lost()
         else:
-            # What it sent last is still to be read; a descendant may hold the socket open for ever.
-            self._loop.call_later(0.2, self._transport.abort)
+            self._end_soon()  # a descendant may hold the socket open for ever
+
+    def _end_soon(self) -> None:
+        """What it sent last is still to be read."""
+        if self._transport is not None:
+            self._loop.call_later(LAST_WORDS_S, self._transport.abort)
 
     def _watch(self) -> None:
-        if self._was_lost or self._exited.done():
+        if self._was_lost or (self._child is not None and self._child.exited.done()):
             return
         self._broken = self._watchdog.verdict(self._loop.time())
         if self._broken is None:
@@ -257,8 +258,16 @@ class EngineProcess(asyncio.Protocol):
                 self._fatal = message
                 if not self._ready.done():
                     self._ready.set_exception(EngineStartError(message))
+                else:
+                    self._end_soon()  # it may never get to its exit, for threads that it waits for
             case _:
                 self._on_event(event)
+
+
+def spawn_spare(command: Sequence[str]) -> Child:
+    """A process that imports what an engine needs, which takes most of a small model's start, and waits to become
+    one. Raises OSError."""
+    return Child([*command, "--spare"])
 
 
 def _private_dir() -> str:
