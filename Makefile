@@ -8,7 +8,7 @@ DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy im
 CLIENTS := .clients
 ARGS ?=
 
-.PHONY: quickstart test check soak fmt clean clients
+.PHONY: quickstart test check soak gpu gpu-wheels fmt clean clients
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -20,6 +20,15 @@ test: $(STAMP)-dev
 
 soak: $(STAMP)-dev
 	$(BIN)/python -m pytest -q -s --soak -m soak --timeout 0 $(ARGS)
+
+# For a machine with a GPU and torch, triton and transformers in its own Python; nothing is installed beside them but
+# what 'make gpu-wheels' fetched, on a machine that has the network.
+gpu:
+	@if ls gpu-wheels/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target build/gpu-site gpu-wheels/*.whl; fi
+	PYTHONPATH=tests:server:adapters:kernels:build/gpu-site $(PYTHON) -m bench.gpu.suite --budget 540 --out build/gpu $(ARGS)
+
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest gpu-wheels ml-dtypes==0.6.0
 
 check: $(STAMP)-dev
 	$(BIN)/ruff check .
