@@ -256,6 +256,12 @@ def test_greedy_takes_the_first_of_the_largest():
     assert draw(logits, rows) == ([250, 599], [True, True])
 
 
+def test_a_pending_token_that_occurred_counts_once_more():
+    params = SamplingParams(9, temperature=0.0, frequency_penalty=1.0)
+    rows = [row("0", params, output=(1,), pending=1), row("1", params, output=(1,))]
+    assert draw([[0.0, 1.5, -1.0, 0.2]] * 2, rows, [1, 0], ONE_TILE)[0] == [3, 1]
+
+
 def test_long_histories_and_many_biases():
     """More than a program takes at a time, with the pending token among them or not."""
     rng = np.random.default_rng(5)
