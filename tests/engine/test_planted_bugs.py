@@ -256,29 +256,39 @@ def blocks_leaked_by_a_failed_row(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def tokens_lost_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
-    start_over = Scheduler.start_over
+    roll_back = Scheduler.roll_back
 
-    def lose(self: Scheduler, sequences: Iterable[Sequence]) -> None:
-        chosen = list(sequences)
-        for seq in chosen:
+    def lose(self: Scheduler, rows: Iterable[ScheduledSequence]) -> None:
+        chosen = list(rows)
+        for seq in {row.seq for row in chosen}:
             if seq.num_outputs:
                 del seq.token_ids[-1]
-        start_over(self, chosen)
+        roll_back(self, chosen)
 
-    patch.setattr(Scheduler, "start_over", lose)
+    patch.setattr(Scheduler, "roll_back", lose)
 
 
 @bug
 def token_of_a_lost_step_still_expected(patch: pytest.MonkeyPatch) -> None:
-    start_over = Scheduler.start_over
+    roll_back = Scheduler.roll_back
 
-    def expect(self: Scheduler, sequences: Iterable[Sequence]) -> None:
-        pending = {seq: seq.num_pending for seq in sequences}
-        start_over(self, pending)
-        for seq, count in pending.items():
-            seq.num_pending = count
+    def expect(self: Scheduler, rows: Iterable[ScheduledSequence]) -> None:
+        pending = {row: row.seq.num_pending for row in rows}
+        roll_back(self, pending)
+        for row, count in pending.items():
+            row.seq.num_pending = count
 
-    patch.setattr(Scheduler, "start_over", expect)
+    patch.setattr(Scheduler, "roll_back", expect)
+
+
+@bug
+def lost_step_taken_for_computed(patch: pytest.MonkeyPatch) -> None:
+    roll_back = Scheduler.roll_back
+
+    def skip(self: Scheduler, rows: Iterable[ScheduledSequence]) -> None:
+        roll_back(self, [row for row in rows if row.samples])
+
+    patch.setattr(Scheduler, "roll_back", skip)
 
 
 @bug
@@ -307,15 +317,27 @@ def lack_of_memory_ends_all_requests_of_a_step(patch: pytest.MonkeyPatch) -> Non
 @bug
 def lack_of_memory_ends_a_request_at_once(patch: pytest.MonkeyPatch) -> None:
     ran_out = StepSize.ran_out
-    patch.setattr(StepSize, "ran_out", lambda self, num_tokens, now: ran_out(self, num_tokens, now) and False)
+    patch.setattr(StepSize, "ran_out", lambda self, plan, now: ran_out(self, plan, now) and False)
+
+
+@bug
+def request_that_never_fits_tried_for_ever(patch: pytest.MonkeyPatch) -> None:
+    ran_out = StepSize.ran_out
+
+    def hope(self: StepSize, plan: StepPlan, now: float) -> bool:
+        if plan.num_tokens == 1:
+            plan.scheduled[0].seq.num_starved = 0
+        return ran_out(self, plan, now)
+
+    patch.setattr(StepSize, "ran_out", hope)
 
 
 @bug
 def steps_as_large_as_before_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
     ran_out = StepSize.ran_out
 
-    def forget(self: StepSize, num_tokens: int, now: float) -> bool:
-        goes_on = ran_out(self, num_tokens, now)
+    def forget(self: StepSize, plan: StepPlan, now: float) -> bool:
+        goes_on = ran_out(self, plan, now)
         self.limit = self._most
         return goes_on
 

@@ -242,21 +242,24 @@ class EngineCore:
         return None
 
     def _start_over(self, flight: Flight, error: DeviceOutOfMemory) -> None:
-        """A step did not fit into the device's memory. Its sequences, and they alone, lose their blocks, and what it
-        was to compute is computed anew in smaller steps: no token is lost, and none changes. One that does not fit
-        even alone and token by token ends."""
-        void = dict.fromkeys(flight.sequences)
+        """A step did not fit into the device's memory. What it was to compute is computed anew in smaller steps, for
+        which the scheduler preempts those that are too many: no token is lost, and none changes. A request that does
+        not fit even alone and token by token ends."""
+        rows, void = list(flight.plan.scheduled), set(flight.sequences)
         self._land(flight)
         while self._in_flight:
             later = self._in_flight.popleft()
-            if self._take_step(later, void) is not None:
-                void |= dict.fromkeys(later.sequences)
+            fits = self._take_step(later, void) is None
+            rows += [row for row in later.plan.scheduled if not fits or row.seq in void]
+            if not fits:
+                void.update(later.sequences)
                 self._land(later)
-        self._scheduler.start_over(seq for seq in void if seq.state is not SequenceState.FINISHED)
-        num_tokens = flight.plan.num_tokens
-        goes_on = self._step_size.ran_out(num_tokens, self._clock())
+        self._scheduler.roll_back(rows)
+        goes_on = self._step_size.ran_out(flight.plan, self._clock())
         limit = self._step_size.limit
-        _log.warning("a step of %d tokens: %s; steps are of %d at most now", num_tokens, error, limit)
+        _log.warning(
+            "a step of %d tokens: %s; steps are of %d at most now", flight.plan.num_tokens, error, limit
+        )
         if not goes_on:
             for row in flight.plan.scheduled:
                 if row.seq.state is not SequenceState.FINISHED:

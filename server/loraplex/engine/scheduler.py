@@ -107,13 +107,14 @@ class Scheduler:
             for index in range(first, end):
                 self.blocks.register(scheduled.block_ids[index], keys[index])
 
-    def start_over(self, sequences: Iterable[Sequence]) -> None:
-        """Steps that were submitted for these were not computed. Whoever runs goes back to the queue; tokens that those
-        steps should have drawn will be drawn anew, as what they are does not depend on the step."""
-        for seq in sequences:
+    def roll_back(self, rows: Iterable[ScheduledSequence]) -> None:
+        """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks;
+        tokens that they should have drawn will be the same."""
+        for row in rows:
+            seq = row.seq
             seq.num_pending = 0
-            if seq in self.running:
-                self._requeue(seq)
+            if seq.state is SequenceState.RUNNING and seq.epoch == row.epoch:
+                seq.num_computed = min(seq.num_computed, row.start)
 
     def delivered(self, seq: Sequence, num_tokens: int) -> None:
         """Output tokens have been drawn: charge them."""
@@ -223,16 +224,13 @@ class Scheduler:
         the adapter's slot were the sequence's own, and nothing later can reach back into it. It is collected
         before the next plan is made, so that the sequence never resumes with a token missing.
         """
-        self._requeue(seq)
-        draft.preempted.append(seq.request_id)
-
-    def _requeue(self, seq: Sequence) -> None:
         self._stop(seq)
         seq.state = SequenceState.WAITING
         seq.num_computed = 0
         seq.epoch += 1
         self.queue.push(seq)
         self.num_preemptions += 1
+        draft.preempted.append(seq.request_id)
 
     def _stop(self, seq: Sequence) -> None:
         lease = self.running.pop(seq)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from loraplex.engine.types import StepPlan
+
 PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Before a step of one token is tried again: who else took the memory may give it back."""
+"""Before a step of one token is tried again: whoever else took the memory may give it back."""
 FIRST_CALM = 32
 LAST_CALM = 4096
 """Steps that must be computed before larger ones are tried again: at first, and at most."""
@@ -24,16 +26,19 @@ class StepSize:
         self._calm = 0
         self._calm_needed = FIRST_CALM
         self._grown = False
-        self._tries = 0
+        self._barren = (
+            False  # the last request that had the device alone ended for it, and nothing was computed since
+        )
         self._resume_at = float("-inf")
 
     def pause_s(self, now: float) -> float:
         """Seconds for which no step should be tried; 0 or less if one may be."""
         return self._resume_at - now
 
-    def ran_out(self, num_tokens: int, now: float) -> bool:
-        """A step of so many tokens did not fit. False if it was of one token, and that has been tried often enough:
-        until something is computed again, the next ones are not tried twice."""
+    def ran_out(self, plan: StepPlan, now: float) -> bool:
+        """A step did not fit. False if it was of one token, and that has been tried often enough for its request to
+        end: once if another has just ended so."""
+        num_tokens = plan.num_tokens
         self.num_ran_out += 1
         self._calm = 0
         if self._grown:
@@ -42,15 +47,22 @@ class StepSize:
         self.limit = max(1, min(self.limit, num_tokens) // 2)
         if num_tokens > 1:
             return True
-        self._tries += 1
-        if self._tries > len(PAUSES_S):
+        (row,) = plan.scheduled
+        seq = row.seq
+        if (
+            row.start > seq.starved_at
+        ):  # what it lost meanwhile is computed again and again, and is no progress
+            seq.starved_at, seq.num_starved = row.start, 0
+        seq.num_starved += 1
+        if self._barren or seq.num_starved > len(PAUSES_S):
+            self._barren = True
             return False
-        self._resume_at = now + PAUSES_S[self._tries - 1]
+        self._resume_at = now + PAUSES_S[seq.num_starved - 1]
         return True
 
     def computed(self) -> None:
         """A step was computed."""
-        self._tries = 0
+        self._barren = False
         if self.limit == self._most:
             if self._grown and self._calm < LAST_CALM:
                 self._calm += 1

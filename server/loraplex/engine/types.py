@@ -141,7 +141,8 @@ class Sequence:
     `num_tokens`. `block_ids[i]` holds positions 16·i … 16·i+15. `epoch` grows at each preemption, so that a
     result of an older life can be told apart. `num_charged` is the highest position that was ever charged to the
     tenant, so that recomputation is free. `block_keys[i]` names the content of the i-th full block. `num_scored`
-    prompt positions have told the log probability of the token behind them.
+    prompt positions have told the log probability of the token behind them. `num_starved` times in a row the step that
+    was to compute position `starved_at`, and nothing else, did not fit into the device's memory.
     """
 
     request: EngineRequest
@@ -162,6 +163,8 @@ class Sequence:
     adapter_wait_since: float | None = None  # when it was first passed by for want of its adapter
     num_charged: int = 0
     num_scored: int = 0
+    starved_at: int = -1
+    num_starved: int = 0
     block_keys: list[BlockKey] = field(default_factory=list)
 
     @property
