@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from loraplex.api.schemas import UNSUPPORTED_CHAT
 from support.client_answers import refusals
 from support.live_server import EXAMPLES, SERVED_NAME, Shop
 from support.outside_clients import COMMANDS, converse, skip_unless_installed
@@ -66,13 +65,43 @@ def test_an_adapter_answers_every_way_alike(
         assert told["router"] == chat["text"]
 
 
-@pytest.mark.skipif("logprobs" in UNSUPPORTED_CHAT, reason="the server has no log probabilities")
+def near(value: Any) -> Any:
+    """Equal to it but for a rounding."""
+    if isinstance(value, dict):
+        return {name: near(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [near(item) for item in value]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+
+
 @pytest.mark.parametrize("client", COMMANDS)
-def test_log_probabilities_are_of_the_answers_own_tokens(
-    conversation: Callable[[str], dict[str, Any]], client: str
+def test_log_probabilities_are_those_that_the_openai_client_gets(
+    real: Shop, conversation: Callable[[str], dict[str, Any]], client: str
 ) -> None:
-    told = conversation(client)
-    assert told["logprobs"] == {"text": told["chat"]["text"], "alternatives": [2], "negative": True}
+    """Which test_openai_logprobs.py holds against transformers and PEFT."""
+    told, create = conversation(client), real.openai().chat.completions.create
+    messages: Any = [{"role": "user", "content": "What do you think of the sea?"}]
+    answer = create(
+        model="pirate", messages=messages, max_tokens=16, temperature=0, logprobs=True, top_logprobs=2
+    )
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    expected = [entry.model_dump() for entry in choice.logprobs.content or []]
+    expected = [{"top": entry.pop("top_logprobs"), **entry} for entry in expected]
+    assert len(expected) == 16
+    assert told["logprobs"] == {"whole": near(expected), "streamed": near(expected)}
+    assert "".join(entry["token"] for entry in expected) == told["chat"]["text"]
+    echo = real.openai().completions.create(
+        model="pirate", prompt="The sea is", max_tokens=16, temperature=0, echo=True, logprobs=1
+    )
+    (expected_echo,) = echo.choices
+    assert expected_echo.logprobs is not None
+    assert expected_echo.logprobs.token_logprobs is not None
+    assert expected_echo.logprobs.token_logprobs[0] is None
+    assert told["echo"] == {
+        "text": f"The sea is{told['completion']}",
+        "logprobs": near(expected_echo.logprobs.model_dump()),
+    }
 
 
 @pytest.mark.parametrize("client", COMMANDS)

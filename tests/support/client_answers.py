@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from support.fake_engine import fake_row
+
 BAD = {"langchain": "OpenAIInvalidRequestError", "litellm": "BadRequestError", "node": "BadRequestError"}
 TOO_LONG = {
     "langchain": "OpenAIContextOverflowError",
@@ -61,6 +63,36 @@ def refusals(client: str) -> Mapping[str, Any]:
     return found
 
 
+def _name(byte: int) -> str:
+    return chr(byte) if byte < 128 else f"\\x{byte:02x}"
+
+
+def chat_logprobs(text: str, num_prompt: int) -> list[dict[str, Any]]:
+    """What the scripted engine tells of an answer, a token a byte, with two alternatives each."""
+
+    def one(byte: int, logprob: float) -> dict[str, Any]:
+        return {"token": _name(byte), "logprob": logprob, "bytes": [byte]}
+
+    told = []
+    for place, byte in enumerate(text.encode(), num_prompt):
+        own, top = fake_row(byte, place, 2)
+        told.append({**one(byte, own), "top": [one(*likely) for likely in top]})
+    return told
+
+
+def echo_logprobs(text: str) -> dict[str, Any]:
+    """What it tells of a prompt and its answer, with one alternative each: the token itself. Nothing of the first."""
+    data = text.encode()
+    names = [_name(byte) if byte < 128 else f"bytes:{_name(byte)}" for byte in data]
+    own = [fake_row(byte, place, 1)[0] if place else None for place, byte in enumerate(data)]
+    return {
+        "tokens": names,
+        "token_logprobs": own,
+        "top_logprobs": [value and {name: value} for name, value in zip(names, own, strict=True)],
+        "text_offset": [index for index, char in enumerate(text) for _ in char.encode()],
+    }
+
+
 def scripted(client: str, text: str, num_prompt: int) -> Mapping[str, Any]:
     """Every check over a scripted engine that always says `text` to a question of `num_prompt` tokens, a token a
     byte."""
@@ -92,6 +124,8 @@ def scripted(client: str, text: str, num_prompt: int) -> Mapping[str, Any]:
         "completion": text,
         "completion_stream": text,
         "n": [text, text],
+        "logprobs": {how: chat_logprobs(text, num_prompt) for how in ("whole", "streamed")},
+        "echo": {"text": f"The sea is{text}", "logprobs": echo_logprobs(f"The sea is{text}")},
         "sampling": {
             "prompt": "user\nWhat do you think of the sea?\nassistant\n",
             "temperature": 0.5,

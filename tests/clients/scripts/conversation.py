@@ -56,6 +56,17 @@ def refused(function: Callable[[], Any]) -> dict[str, Any]:
     return {"not refused": repr(answer)}
 
 
+def as_told(entries: list[Any]) -> list[Any]:
+    """Log probabilities of a chat's tokens, whatever the client made of them, as dicts of ours."""
+
+    def one(entry: Any) -> dict[str, Any]:
+        entry = entry if isinstance(entry, dict) else entry.model_dump()
+        return {name: entry[name] for name in ("token", "logprob", "bytes")}
+
+    tops = [entry["top_logprobs"] if isinstance(entry, dict) else entry.top_logprobs for entry in entries]
+    return [{**one(entry), "top": [*map(one, top)]} for entry, top in zip(entries, tops, strict=True)]
+
+
 def timed(function: Callable[[], Any]) -> dict[str, Any]:
     """The answer, and whether the second was waited that the server asked for: clients would wait half of one by
     themselves, and their timers may be early by a little."""

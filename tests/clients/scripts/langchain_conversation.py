@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from conversation import BASE, FAKE, KEY, MODEL, URL, ask, check, refused, timed
+from conversation import BASE, FAKE, KEY, MODEL, URL, as_told, ask, check, refused, timed
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
@@ -86,13 +86,20 @@ def n() -> list[str]:
 
 
 def logprobs() -> dict[str, Any]:
-    answer = chat(logprobs=True, top_logprobs=2).invoke(QUESTION)
-    content = answer.response_metadata["logprobs"]["content"]
-    return {
-        "text": "".join(entry["token"] for entry in content),
-        "alternatives": sorted({len(entry["top_logprobs"]) for entry in content}),
-        "negative": all(entry["logprob"] <= 0 for entry in content),
-    }
+    asked, streamed = chat(logprobs=True, top_logprobs=2), None
+    whole = asked.invoke(QUESTION)
+    for chunk in asked.stream(QUESTION):
+        streamed = chunk if streamed is None else streamed + chunk
+    assert streamed is not None
+    answers = {"whole": whole, "streamed": streamed}
+    return {how: as_told(answer.response_metadata["logprobs"]["content"]) for how, answer in answers.items()}
+
+
+def echo() -> dict[str, Any]:
+    asked = completion(logprobs=1, model_kwargs={"echo": True})
+    answer = asked.generate(["The sea is"]).generations[0][0]
+    assert answer.generation_info is not None
+    return {"text": answer.text, "logprobs": answer.generation_info["logprobs"]}
 
 
 def completion(**options: Any) -> OpenAI:
@@ -180,6 +187,8 @@ def answers() -> None:
     check("completion", lambda: completion().invoke("The sea is"))
     check("completion_stream", lambda: "".join(completion().stream("The sea is")))
     check("n", n)
+    check("logprobs", logprobs)
+    check("echo", echo)
     check("fallbacks", fallbacks)
     check("wrong_key", lambda: refused(lambda: chat(api_key="lpx_wrong").invoke(QUESTION)))
     check("unknown_model", lambda: refused(lambda: chat("nothing").invoke(QUESTION)))
@@ -218,5 +227,3 @@ def faults() -> None:
 answers()
 if FAKE:
     faults()
-else:
-    check("logprobs", logprobs)

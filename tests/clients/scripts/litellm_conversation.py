@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import litellm
-from conversation import BASE, FAKE, KEY, MODEL, URL, ask, check, refused, timed
+from conversation import BASE, FAKE, KEY, MODEL, URL, as_told, ask, check, refused, timed
 
 QUESTION = "What do you think of the sea?"
 TOOL = {
@@ -91,12 +91,17 @@ def n() -> list[str]:
 
 
 def logprobs() -> dict[str, Any]:
-    content = chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    return {
-        "text": "".join(entry.token for entry in content),
-        "alternatives": sorted({len(entry.top_logprobs) for entry in content}),
-        "negative": all(entry.logprob <= 0 for entry in content),
-    }
+    whole = chat(logprobs=True, top_logprobs=2).choices[0].logprobs
+    streamed = []
+    for chunk in chat(logprobs=True, top_logprobs=2, stream=True):
+        found = getattr(chunk.choices[0], "logprobs", None)
+        streamed += [] if found is None else found.content
+    return {"whole": as_told(whole.content), "streamed": as_told(streamed)}
+
+
+def echo() -> dict[str, Any]:
+    (choice,) = completion(logprobs=1, echo=True).choices
+    return {"text": choice.text, "logprobs": choice.logprobs.model_dump()}
 
 
 def completion(**more: Any) -> Any:
@@ -185,6 +190,8 @@ def answers() -> None:
         lambda: "".join(chunk.choices[0].text or "" for chunk in completion(stream=True)),
     )
     check("n", n)
+    check("logprobs", logprobs)
+    check("echo", echo)
     check("fallbacks", fallbacks)
     check("router", router)
     check("wrong_key", lambda: refused(lambda: chat(api_key="lpx_wrong")))
@@ -223,5 +230,3 @@ def faults() -> None:
 answers()
 if FAKE:
     faults()
-else:
-    check("logprobs", logprobs)

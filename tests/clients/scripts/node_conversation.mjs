@@ -100,12 +100,20 @@ async function developer() {
 }
 
 async function logprobs() {
-  const { content } = (await chat({ logprobs: true, top_logprobs: 2 })).choices[0].logprobs;
-  return {
-    text: content.map((entry) => entry.token).join(""),
-    alternatives: [...new Set(content.map((entry) => entry.top_logprobs.length))].sort(),
-    negative: content.every((entry) => entry.logprob <= 0),
-  };
+  const asked = { logprobs: true, top_logprobs: 2 };
+  const asTold = (entries) => entries.map(({ top_logprobs: top, ...entry }) => ({ ...entry, top }));
+  const whole = (await chat(asked)).choices[0].logprobs.content;
+  const streamed = [];
+  for await (const chunk of await chat({ stream: true, ...asked })) {
+    streamed.push(...(chunk.choices[0].logprobs?.content ?? []));
+  }
+  return { whole: asTold(whole), streamed: asTold(streamed) };
+}
+
+async function echo() {
+  const request = { model, prompt: "The sea is", max_tokens: 16, temperature: 0, echo: true, logprobs: 1 };
+  const [{ text, logprobs }] = (await client().completions.create(request)).choices;
+  return { text, logprobs };
 }
 
 async function completionStream() {
@@ -206,6 +214,8 @@ await check("completion_stream", completionStream);
 await check("n", async () =>
   (await chat({ n: 2, temperature: 1, seed: 7 })).choices.map((choice) => choice.message.content),
 );
+await check("logprobs", logprobs);
+await check("echo", echo);
 await check("wrong_key", () => refused(() => chat({}, { apiKey: "lpx_wrong" })));
 await check("unknown_model", () => refused(() => chat({ model: "nothing" })));
 await check("tools", () => refused(() => chat({ tools: [TOOL] })));
@@ -234,8 +244,6 @@ if (fake) {
   await check("hang_up", hangUp);
   await check("abort", abortWhole);
   await check("breaks", breaks);
-} else {
-  await check("logprobs", logprobs);
 }
 answersIn.return?.();
 process.stdin.destroy();
