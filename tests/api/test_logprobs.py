@@ -6,8 +6,11 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loraplex.api.echo import Echo
+from loraplex.api.logprobs import ScoredToken
 from loraplex.api.planning import MAX_LOGPROBS
 from support.byte_tokenizer import EOS_ID, START_ID
 from support.data_plane import BASE, MAX_MODEL_LEN, DataPlane
@@ -276,9 +279,23 @@ def test_equally_likely_tokens_begin_with_the_one_that_came(plane: DataPlane) ->
     told, tokens = echo.take(pack_logprobs(rows, 2))
     assert (told, echo.complete) == ("ABC", True)
     assert tokens is not None
-    assert [token.alternatives for token in tokens] == [
+    assert [list(token.alternatives) for token in tokens] == [
         [], [(66, -0.5), (1, -0.5)], [(67, -0.25), (2, -0.5)],
     ]  # fmt: skip
+
+
+@given(st.lists(st.integers(-3, 0), min_size=1, max_size=6), st.integers(0, 8), st.integers(-4, 0))
+def test_the_likely_ones_stay_in_order_whoever_came(values: list[int], token_id: int, own: int) -> None:
+    """Tokens 0, 1, … with falling values; the one that came is among them, or no likelier than the last."""
+    values.sort(reverse=True)
+    top = tuple((index, float(value)) for index, value in enumerate(values))
+    logprob = float(values[token_id]) if token_id < len(top) else float(min(own, values[-1]))
+    found = list(ScoredToken(token_id, logprob, top, 0).alternatives)
+    assert [value for _, value in found] == values
+    assert len({other for other, _ in found}) == len(top)
+    if logprob >= values[-1]:
+        assert found[values.index(int(logprob))][0] == token_id
+    assert {other for other, _ in found} - {token_id} <= set(range(len(top)))
 
 
 @pytest.mark.parametrize("cuts", [[1], [2, 3], [4, 5], [1, 2, 3, 4, 5, 6], []])

@@ -21,7 +21,7 @@ KEY = {"Authorization": "Bearer lpx_acme"}
 
 
 async def test_a_tenant_has_half_of_the_threads() -> None:
-    places = Places(max_in_flight=100, threads=4)
+    places = Places(max_in_flight=100, max_kept_logprobs=0, threads=4)
     gate = threading.Event()
     running: list[str] = []
 

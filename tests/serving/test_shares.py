@@ -38,6 +38,23 @@ def test_shares_even_out_as_room_comes_back() -> None:
     assert abs(shares.held("greedy") - shares.held("late")) <= 1
 
 
+@given(st.integers(0, 20), st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 6)), max_size=50))
+def test_many_at_once_are_as_many_one_by_one(capacity: int, wanted: list[tuple[str, int]]) -> None:
+    shares, singles = Shares(), Shares()
+    for owner, amount in wanted:
+        taken = shares.take(owner, capacity, amount)
+        one_by_one = [singles.take(owner, capacity) for _ in range(amount)]
+        assert taken == all(one_by_one)
+        if not taken:
+            for _ in range(sum(one_by_one)):
+                singles.give_back(owner)
+        assert shares.held(owner) == singles.held(owner)
+    for owner in "abc":
+        if held := shares.held(owner):
+            shares.give_back(owner, held)
+    assert len(shares) == 0
+
+
 @given(st.integers(0, 20), st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
 def test_the_room_is_never_overfull(capacity: int, moves: list[tuple[str, bool]]) -> None:
     shares = Shares()

@@ -49,7 +49,11 @@ def create_data_app(
 ) -> ASGIApp:
     """The app for the data port. `extra_routes` (the tenants' own admin routes) are served beside ours and
     make their own error answers, but for a path that none of them has; `extra_document` is their OpenAPI document."""
-    places = Places(max_in_flight=services.drain.max_in_flight, threads=services.tokenizer_threads)
+    places = Places(
+        max_in_flight=services.drain.max_in_flight,
+        max_kept_logprobs=services.max_kept_logprobs,
+        threads=services.tokenizer_threads,
+    )
     routes: list[Route] = [
         Route("/v1/chat/completions", GenerationEndpoint(services, CHAT, places), methods=["POST"]),
         Route("/v1/completions", GenerationEndpoint(services, COMPLETION, places), methods=["POST"]),

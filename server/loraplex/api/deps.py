@@ -81,7 +81,8 @@ def _access_log() -> AccessLog:
 @dataclass(frozen=True)
 class ApiServices:
     """`max_model_len` in tokens, `max_body` in bytes, times in seconds. `stall_timeout`: a client that reads
-    nothing for so long is cut, and one that sends nothing of its body for so long is answered 408."""
+    nothing for so long is cut, and one that sends nothing of its body for so long is answered 408.
+    `max_kept_logprobs`: in all answers together that are sent when they are whole; some 80 bytes of JSON each."""
 
     engine: EngineClient
     text: Text
@@ -93,6 +94,7 @@ class ApiServices:
     served_model_name: str
     max_model_len: int
     default_max_tokens: int = 256
+    max_kept_logprobs: int = 1 << 22
     max_body: int = 4 << 20
     stall_timeout: float = 30.0
     tokenizer_threads: int = 4

@@ -30,6 +30,7 @@ from loraplex.control.types import Principal, Reservation, ResolvedModel
 from loraplex.serving.errors import ServingError
 from loraplex.serving.text import Spelling
 
+PIECE_BYTES = 256 << 10
 INLINE_BYTES = 64 << 10
 """A body up to so large is parsed and checked on the event loop; a larger one, in a thread."""
 
@@ -99,6 +100,7 @@ class GenerationEndpoint:
         self._services = services
         self._kind = kind
         self._places = places
+        self._logprobs = kind.logprobs(services.text.token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         principal = await authenticate(scope, self._services.authenticator)
@@ -124,7 +126,9 @@ class GenerationEndpoint:
                 default_max_tokens=services.default_max_tokens,
                 echoes=prompts.echoes,
             )
-            await self._reserved(client, context, principal, model, plan)
+            kept = 0 if request.stream else plan.max_logprobs
+            with self._places.kept_logprobs(principal.tenant_id or "", kept):
+                await self._reserved(client, context, principal, model, plan)
 
     async def _parse(self, body: bytes, principal: Principal) -> ChatRequest | CompletionRequest:
         def parse() -> ChatRequest | CompletionRequest:
@@ -222,7 +226,7 @@ class GenerationEndpoint:
             f"{self._kind.id_prefix}{context.internal_id}",
             int(time.time()),
             plan.request.model,
-            self._kind.logprobs(self._services.text.token),
+            self._logprobs,
             plan.request.include_usage,
         )
         if plan.request.stream:
@@ -249,7 +253,11 @@ class GenerationEndpoint:
         headers = _headers(model, reservation, generation)
         headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await client.send({"type": "http.response.start", "status": 200, "headers": headers})
-        await client.send({"type": "http.response.body", "body": body})
+        # In pieces, so that this ends when the client has read nearly all: what is kept for it is counted until then.
+        for start in range(0, len(body), PIECE_BYTES):
+            end = start + PIECE_BYTES
+            piece = {"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)}
+            await client.send(piece)
 
     async def _stream(
         self,

@@ -10,7 +10,7 @@ import msgspec
 
 from loraplex.api.codec import dumps
 from loraplex.api.generation import Delta
-from loraplex.api.logprobs import ChatLogprobs, CompletionLogprobs, Rendered
+from loraplex.api.logprobs import ChatLogprobs, CompletionLogprobs, Rendered, ScoredToken
 from loraplex.engine.types import Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -49,6 +49,7 @@ class AnswerFormat:
     model: str
     logprobs: ChatLogprobs | CompletionLogprobs
     include_usage: bool = False
+    _rendered: list[tuple[Sequence[ScoredToken], Rendered]] = field(default_factory=list)  # the last ones
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -66,11 +67,18 @@ class AnswerFormat:
         choice.finish_reason = delta.finish_reason
         if delta.tokens is not None:
             choice.logprobs = choice.logprobs or []
-            choice.logprobs.append(self.logprobs.render(delta.tokens))
+            if delta.tokens:
+                choice.logprobs.append(self._render(delta.tokens))
+
+    def _render(self, tokens: Sequence[ScoredToken]) -> Rendered:
+        """Once, where all choices of a prompt repeat it."""
+        if not self._rendered or self._rendered[0][0] is not tokens:
+            self._rendered[:] = [(tokens, self.logprobs.render(tokens))]
+        return self._rendered[0][1]
 
     def _logprobs(self, delta: Delta) -> msgspec.Raw | None:
         """Of a chunk."""
-        return self.logprobs.whole([self.logprobs.render(delta.tokens)]) if delta.tokens else None
+        return self.logprobs.whole([self._render(delta.tokens)]) if delta.tokens else None
 
     def _all_logprobs(self, choice: WholeChoice) -> msgspec.Raw | None:
         return None if choice.logprobs is None else self.logprobs.whole(choice.logprobs)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from loraplex.api.codec import dumps
 from loraplex.serving.text import TokenText
+
+REMEMBERED_TOKENS = 1 << 14
+"""How many tokens' names as JSON are remembered; some 200 bytes each."""
 
 TokenOf = Callable[[int], TokenText]
 Rendered = tuple[bytes, ...]
@@ -31,51 +35,67 @@ class ScoredToken:
     offset: int
 
     @property
-    def alternatives(self) -> list[tuple[int, float]]:
+    def alternatives(self) -> Sequence[tuple[int, float]]:
         """`top`, where of equally likely ones the token itself is the first."""
-        if self.logprob is None or not self.top:
-            return []
-        top = list(self.top)
-        if self.logprob >= top[-1][1] and all(token_id != self.token_id for token_id, _ in top):
-            top[-1] = (self.token_id, self.logprob)
-        return sorted(top, key=lambda entry: (-entry[1], entry[0] != self.token_id))
+        if self.logprob is None:
+            return ()
+        if not self.top or self.logprob < self.top[-1][1] or self.top[0][0] == self.token_id:
+            return self.top
+        more = [entry for entry in self.top if entry[1] > self.logprob]
+        rest = [entry for entry in self.top[len(more) :] if entry[0] != self.token_id]
+        return [*more, (self.token_id, self.logprob), *rest][: len(self.top)]
+
+
+class _Likely(msgspec.Struct):
+    token: msgspec.Raw
+    logprob: float | None
+    bytes: msgspec.Raw
+
+
+class _Entry(_Likely):
+    top_logprobs: list[_Likely]
 
 
 class ChatLogprobs:
     """`{"content": [{token, logprob, bytes, top_logprobs}, …], "refusal": null}`."""
 
     def __init__(self, token_of: TokenOf) -> None:
-        self._token_of = token_of
+        def named(token_id: int) -> tuple[msgspec.Raw, msgspec.Raw]:
+            token = token_of(token_id)
+            data = None if token.data is None else list(token.data)
+            return msgspec.Raw(dumps(token.text)), msgspec.Raw(dumps(data))
+
+        self._named = lru_cache(REMEMBERED_TOKENS)(named)
 
     def render(self, tokens: Iterable[ScoredToken]) -> Rendered:
-        return (_items(map(self._entry, tokens)),)
+        return (_items([self._entry(token) for token in tokens]),)
 
     def whole(self, parts: Sequence[Rendered]) -> msgspec.Raw:
         return msgspec.Raw(b'{"content":' + _list(parts, 0) + b',"refusal":null}')
 
-    def _entry(self, token: ScoredToken) -> dict[str, Any]:
-        top = [self._one(token_id, logprob) for token_id, logprob in token.alternatives]
-        return {**self._one(token.token_id, token.logprob), "top_logprobs": top}
-
-    def _one(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        token = self._token_of(token_id)
-        data = None if token.data is None else list(token.data)
-        return {"token": token.text, "logprob": logprob, "bytes": data}
+    def _entry(self, token: ScoredToken) -> _Entry:
+        named = self._named
+        top = []
+        for token_id, logprob in token.alternatives:
+            text, data = named(token_id)
+            top.append(_Likely(text, logprob, data))
+        text, data = named(token.token_id)
+        return _Entry(text, token.logprob, data, top)
 
 
 class CompletionLogprobs:
     """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`, each a list with an item a token. Tokens that are
-    no whole characters are written as `bytes:\\\\xe2`, as OpenAI has it."""
+    no whole characters are written as `bytes:\\xe2`, as OpenAI has it."""
 
     def __init__(self, token_of: TokenOf) -> None:
-        self._token_of = token_of
+        self._name = lru_cache(REMEMBERED_TOKENS)(lambda token_id: _name(token_of(token_id)))
 
     def render(self, tokens: Sequence[ScoredToken]) -> Rendered:
         return (
-            _items(self._name(token.token_id) for token in tokens),
-            _items(token.logprob for token in tokens),
-            _items(map(self._top, tokens)),
-            _items(token.offset for token in tokens),
+            _items([self._name(token.token_id) for token in tokens]),
+            _items([token.logprob for token in tokens]),
+            _items([self._top(token) for token in tokens]),
+            _items([token.offset for token in tokens]),
         )
 
     def whole(self, parts: Sequence[Rendered]) -> msgspec.Raw:
@@ -84,26 +104,28 @@ class CompletionLogprobs:
         return msgspec.Raw(b"{" + b",".join(lists) + b"}")
 
     def _top(self, token: ScoredToken) -> dict[str, float] | None:
-        """The token itself is always among them, so that there may be one more than was asked for."""
+        """The token itself is always among them, so that there may be one more than was asked for. Of several that
+        are written alike, the likeliest is told."""
         if token.logprob is None:
             return None
         top: dict[str, float] = {}
-        for token_id, logprob in (*token.alternatives, (token.token_id, token.logprob)):
+        for token_id, logprob in token.alternatives:
             top.setdefault(self._name(token_id), logprob)
+        top.setdefault(self._name(token.token_id), token.logprob)
         return top
 
-    def _name(self, token_id: int) -> str:
-        token = self._token_of(token_id)
-        if token.data is None:
-            return token.text
-        try:
-            return token.data.decode()
-        except UnicodeDecodeError:
-            return f"bytes:{token.text}"
+
+def _name(token: TokenText) -> str:
+    if token.data is None:
+        return token.text
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{token.text}"
 
 
-def _items(values: Iterable[Any]) -> bytes:
-    return dumps(list(values))[1:-1]
+def _items(values: list[Any]) -> bytes:
+    return dumps(values)[1:-1]
 
 
 def _list(parts: Sequence[Rendered], index: int) -> bytes:

@@ -17,11 +17,14 @@ T = TypeVar("T")
 
 
 class Places:
-    """Requests in flight, shared as `Shares` does, and threads, of which no tenant has more than half at a time."""
+    """Requests in flight and log probabilities of answers that are kept until they are whole, shared as `Shares`
+    does, and threads, of which no tenant has more than half at a time."""
 
-    def __init__(self, *, max_in_flight: int, threads: int) -> None:
+    def __init__(self, *, max_in_flight: int, max_kept_logprobs: int, threads: int) -> None:
         self._max_in_flight = max_in_flight
         self._in_flight = Shares()
+        self._max_kept_logprobs = max_kept_logprobs
+        self._kept_logprobs = Shares()
         self._threads = anyio.CapacityLimiter(threads)
         self._share = max(1, threads // 2)
         self._of_tenant: WeakValueDictionary[str, anyio.CapacityLimiter] = WeakValueDictionary()
@@ -37,6 +40,23 @@ class Places:
             yield
         finally:
             self._in_flight.give_back(tenant_id)
+
+    @contextmanager
+    def kept_logprobs(self, tenant_id: str, number: int) -> Iterator[None]:
+        """Around the making and the reading of an answer that is sent when it is whole, and may have so many log
+        probabilities. Raises ApiError (503)."""
+        if number and not self._kept_logprobs.take(tenant_id, self._max_kept_logprobs, number):
+            held = self._kept_logprobs.held(tenant_id)
+            message = (
+                f"The server has too many log probabilities to keep at once, {held} of them yours. Please try again, "
+                'ask for fewer tokens or likely tokens, or say "stream": true.'
+            )
+            raise ApiError("server_overloaded", message)
+        try:
+            yield
+        finally:
+            if number:
+                self._kept_logprobs.give_back(tenant_id, number)
 
     async def in_thread(self, tenant_id: str, function: Callable[..., T], *args: object) -> T:
         """`function(*args)` in a worker thread, in its tenant's turn."""

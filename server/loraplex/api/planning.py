@@ -44,6 +44,13 @@ class GenerationPlan:
     def num_choices(self) -> int:
         return self.n * len(self.prompts)
 
+    @property
+    def max_logprobs(self) -> int:
+        """As many log probabilities as the answer may hold at most, the most likely tokens' included."""
+        if (wanted := self.request.wanted_logprobs) is None:
+            return 0
+        return self.n * (sum(self.max_tokens) + (self.prompt_tokens if self.echoes else 0)) * (1 + wanted)
+
 
 def make_plan(
     request: ChatRequest | CompletionRequest,
@@ -85,15 +92,12 @@ def make_plan(
 
 
 def _check_logprobs(plan: GenerationPlan) -> None:
-    wanted = plan.request.wanted_logprobs
-    if wanted is None:
-        return
-    num_tokens = plan.n * (sum(plan.max_tokens) + (plan.prompt_tokens if plan.echoes else 0))
-    if num_tokens * (1 + wanted) > MAX_LOGPROBS:
+    if plan.max_logprobs > MAX_LOGPROBS:
+        likely = isinstance(plan.request, ChatRequest) and plan.request.wanted_logprobs
         raise invalid(
-            "top_logprobs" if isinstance(plan.request, ChatRequest) and wanted else "logprobs",
-            f"The answer could have {num_tokens} tokens with {1 + wanted} log probabilities each, more than "
-            f"{MAX_LOGPROBS} in all. Ask for fewer tokens, choices, prompts or likely tokens.",
+            "top_logprobs" if likely else "logprobs",
+            f"The answer could have {plan.max_logprobs} log probabilities, those of likely tokens included, more "
+            f"than {MAX_LOGPROBS}. Ask for fewer tokens, choices, prompts or likely tokens.",
         )
 
 
