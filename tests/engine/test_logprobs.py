@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loraplex.engine import runner as runner_module
-from loraplex.engine import scoring
+from loraplex.engine import sampler, scoring
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core import EngineCore
 from loraplex.engine.executor import Executor
@@ -252,7 +251,7 @@ def test_what_nobody_asks_for_costs_nothing(
     assert plain["logsumexp"] == plain["topk"] == plain["gather"] == 0
     assert plain.total() < one.total()
     # A step without them is the forward pass, one look-up of the rows' input tokens, and the draw.
-    monkeypatch.setattr(runner_module, "score_tokens", None)
+    monkeypatch.setattr(sampler, "score_tokens", None)
     parts = {name: Ops() for name in ("forward", "sample", "_run")}
 
     def watched(name: str, function: Any) -> Any:
@@ -262,7 +261,7 @@ def test_what_nobody_asks_for_costs_nothing(
 
         return call
 
-    for place, name in ((CountedModel, "forward"), (runner_module, "sample"), (ModelRunner, "_run")):
+    for place, name in ((CountedModel, "forward"), (sampler, "sample"), (ModelRunner, "_run")):
         monkeypatch.setattr(place, name, watched(name, getattr(place, name)))
     count({}, {}, {}, {})
     assert parts["forward"].seen

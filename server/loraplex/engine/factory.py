@@ -30,6 +30,7 @@ from loraplex.engine.model.loading import eos_token_ids, load_model
 from loraplex.engine.progress import Progress
 from loraplex.engine.protocol import EngineInfo
 from loraplex.engine.runner import ModelRunner
+from loraplex.engine.sampler import make_sampler
 from loraplex.kernels.backend import BackendUnavailable, resolve_backend
 from loraplex.kernels.lora import CHUNK
 
@@ -86,7 +87,7 @@ def build_engine(
         torch.set_num_threads(config.num_threads)
     device = _device(config.device)
     try:
-        resolve_backend(config.kernels, device)
+        backend = resolve_backend(config.kernels, device)
     except BackendUnavailable as error:
         raise DeviceUnavailable(f"--kernels {config.kernels}: {error}") from error
     model_dir = Path(config.model_path)
@@ -142,7 +143,10 @@ def build_engine(
         max_blocks = -(-size.max_model_len // BLOCK_SIZE)
         limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
         inputs = prepare_inputs(served, model.attention_needs, kv, arena, limits, recorder)
-    runner = ModelRunner(served, kv, Executor(), eos_ids=eos_ids, lora=arena, inputs=inputs)
+    sampler = make_sampler(
+        backend, vocab_size=model.shape.vocab_size, max_rows=config.max_num_seqs, device=device
+    )
+    runner = ModelRunner(served, kv, Executor(), eos_ids=eos_ids, lora=arena, inputs=inputs, sampler=sampler)
     if inputs is not None:
         from loraplex.engine.warm_up import warm_up
 

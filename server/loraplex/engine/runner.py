@@ -17,9 +17,9 @@ from loraplex.engine.executor import Executor
 from loraplex.engine.inputs import LoraSource, PlainInputs, StepInputs, Upload
 from loraplex.engine.logprobs import Scores
 from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
-from loraplex.engine.sampler import sample
-from loraplex.engine.sampling_batch import AskedScores, SamplingBatch, TokenHistory, build_sampling_batch
-from loraplex.engine.scoring import TokenScores, pack, score_tokens
+from loraplex.engine.sampler import Sampler, TorchSampler
+from loraplex.engine.sampling_batch import AskedScores, SamplingBatch
+from loraplex.engine.scoring import TokenScores, pack
 from loraplex.engine.types import StepPlan, StepResult
 
 
@@ -102,16 +102,17 @@ class ModelRunner:
         eos_ids: frozenset[int],
         lora: LoraSource | None = None,
         inputs: InputSource | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         """`inputs` is where a model's steps begin that takes other inputs than plain tensors; it knows the adapters
-        itself."""
+        itself. `sampler`: torch's unless another one is given."""
         self._model = model
         self._kv = kv
         self._executor = executor
         self._eos_ids = eos_ids
         block = kv.layer(0)[:1]
         self._inputs = inputs or _Plain(model.device, block.numel() * block.element_size(), lora)
-        self._history = TokenHistory()
+        self._sampler: Sampler = sampler or TorchSampler(model.shape.vocab_size)
         self._previous = _Drawn({})
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -130,9 +131,7 @@ class ModelRunner:
         inputs = self._inputs.begin(plan)
         step = flatten(plan, vocab_size=vocab_size, inputs=inputs)
         rows = [plan.scheduled[index] for index in step.sampled]
-        sampling = build_sampling_batch(
-            rows, vocab_size=vocab_size, eos_ids=self._eos_ids, history=self._history, upload=inputs
-        )
+        sampling = self._sampler.plan(rows, eos_ids=self._eos_ids, upload=inputs)
         lora = inputs.adapters(step.segments, step.num_rows)
         head_lora = inputs.head_adapters(step.logits_segments, step.logits_rows.shape[0])
         previous = self._previous
@@ -243,16 +242,16 @@ class ModelRunner:
             watched_ok = _finite(logits.index_select(0, step.watched.rows))
         if (asked_prompt := step.prompt_rows) is not None:
             prompt_logits = logits.index_select(0, asked_prompt.rows)
-            prompt = score_tokens(prompt_logits, asked_prompt.targets, asked_prompt.num_top)
+            prompt = self._sampler.score(prompt_logits, asked_prompt.targets, asked_prompt.num_top)
         if step.drawn is not None:
             logits = logits.index_select(0, step.drawn)
         # The sampler overwrites them.
         kept = None if sampling.scores is None else logits.index_select(0, sampling.scores.rows)
-        tokens, ok = sample(logits, sampling, token_ids.index_select(0, step.sampled_rows))
+        tokens, ok = self._sampler.sample(logits, sampling, token_ids.index_select(0, step.sampled_rows))
         drawn.tokens = tokens
         if kept is not None and sampling.scores is not None:
             chosen = tokens.index_select(0, sampling.scores.rows)
-            output = score_tokens(kept, chosen, max(sampling.scores.num_top))
+            output = self._sampler.score(kept, chosen, max(sampling.scores.num_top))
         return _to_host(tokens, ok, watched_ok, output, prompt)
 
 

@@ -58,9 +58,9 @@ class Sampler(Protocol):
 def make_sampler(backend: Backend, *, vocab_size: int, max_rows: int, device: torch.device) -> Sampler:
     """For a backend that `resolve_backend` returned. `max_rows`: the most that a step samples. Raises ValueError for a
     vocabulary that the backend's kernels can't take."""
-    if backend == "torch":
-        return TorchSampler(vocab_size)
-    return TritonSampler(vocab_size, max_rows, device)
+    if backend == "triton":
+        return TritonSampler(vocab_size, max_rows, device)
+    return TorchSampler(vocab_size)
 
 
 class TorchSampler:
@@ -99,9 +99,8 @@ class TritonSampler:
         self._counts = TokenCounts(vocab_size)
         self._sampling = TritonSampling(max_rows, vocab_size, device)
         self._log_sum_exp = log_sum_exp
-        if device.type == "cuda":
-            # Compiling takes seconds, which no request should wait for.
-            self._sampling.warm_up()
+        # Compiling takes seconds, which no request should wait for.
+        self._sampling.warm_up()
 
     def plan(
         self, rows: Sequence[ScheduledSequence], *, eos_ids: frozenset[int], upload: Upload

@@ -24,6 +24,7 @@ from loraplex.adapters.weights import HostImage
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.executor import Executor
 from loraplex.engine.runner import ModelRunner
+from loraplex.engine.sampler import make_sampler
 from loraplex.engine.types import SamplingParams, ScheduledSequence, StepPlan
 
 MIXED = SamplingParams(max_tokens=1 << 20, temperature=0.8, top_p=0.9, top_k=50, seed=7)
@@ -154,6 +155,9 @@ class StepBench:
             eos_ids=frozenset(),
             lora=self.rig.arena,
             inputs=self.rig.source,
+            sampler=make_sampler(
+                "triton", vocab_size=self.rig.model.shape.vocab_size, max_rows=rows, device=self.device
+            ),
         )
         later = [replace(item, pending_input=True, output_index=1) for item in first]
         submits, queues, alone = [], [], []
