@@ -3,55 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
-from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.socket_client import SocketEngineClient
 from loraplex.serving.supervisor import MAX_SOCKET_PATH_BYTES, RestartPolicy
-from loraplex.serving.watchdog import WatchdogPolicy
-from support.fake_core import CRASH, HANG, fake_tokens
-
-SUPPORT = Path(__file__).parent.parent / "support"
-FAKE_ENGINE = (sys.executable, str(SUPPORT / "fake_core.py"))
-LONG = 1_000_000
-
-
-def adapter(number: int) -> AdapterRef:
-    return AdapterRef("acme", f"a{number}", 1, f"{number:064x}", 8)
-
-
-def ask(name: str, max_tokens: int = 5, prompt: tuple[int, ...] = (1,), number: int = 0) -> EngineRequest:
-    ref = adapter(number) if number else None
-    return EngineRequest(name, "acme", prompt, SamplingParams(max_tokens), ref)
-
-
-def engines() -> list[psutil.Process]:
-    """Engine processes of this one that have not been reaped."""
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() == psutil.STATUS_ZOMBIE or FAKE_ENGINE[1] in child.cmdline():
-                found.append(child)
-    return found
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
+from support.fake_core import CRASH, fake_tokens
+from support.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engines, until
 
 
 @pytest.fixture
@@ -97,58 +65,6 @@ async def test_death_in_mid_stream_is_told_at_once_and_service_comes_back(
     entries = {entry.ref.digest: entry for entry in await client.cache()}
     assert {n: entries[adapter(n).digest].state for n in (1, 2, 9)} == {1: "hot", 2: "hot", 9: "hot"}
     assert [n for n in (1, 2, 9) if entries[adapter(n).digest].pinned] == [9]
-
-
-def stop_process(client: SocketEngineClient) -> None:
-    assert client.pid is not None
-    os.kill(client.pid, signal.SIGSTOP)
-
-
-def hang_step(client: SocketEngineClient) -> None:
-    client.submit(ask("hang", prompt=(HANG,)))
-
-
-@pytest.mark.parametrize("hang", [stop_process, hang_step])
-async def test_a_hung_engine_is_noticed_killed_and_replaced(
-    hang: Callable[[SocketEngineClient], None],
-) -> None:
-    """Stopped as a whole, or stuck in a step while its main thread still answers."""
-    client = SocketEngineClient(
-        EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, watchdog=WatchdogPolicy(hang_timeout_s=3.0)
-    )
-    await client.start()
-    stream = client.submit(ask("r", LONG, number=1))
-    await anext(stream)
-    await until(lambda: client.adapter_state(adapter(1).digest) == "hot")
-    hung = engines()
-    hang(client)
-    started = time.monotonic()
-    events = [event async for event in stream]
-    assert time.monotonic() - started <= 3.5
-    assert [e.error.code for e in events if e.error] == ["engine_restarting"]
-    await until(lambda: client.healthy)
-    assert client.num_restarts == 1
-    assert client.num_live == 0
-    assert engines() != hung
-    assert len(engines()) == 1
-    await until(lambda: client.adapter_state(adapter(1).digest) == "hot")
-    assert [event async for event in client.submit(ask("after"))][-1].finish_reason == "length"
-    await client.close()
-    assert engines() == []
-
-
-async def test_an_engine_at_rest_and_one_with_long_steps_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.6")
-    client = SocketEngineClient(
-        EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, watchdog=WatchdogPolicy(hang_timeout_s=2.5)
-    )
-    await client.start()
-    await asyncio.sleep(2.6)  # the time that a hang would take to be noticed
-    assert [event async for event in client.submit(ask("r", 5))][-1].finish_reason == "length"
-    assert client.num_restarts == 0
-    await client.close()
 
 
 async def test_deaths_with_service_between_them_are_no_crash_loop() -> None:
@@ -300,13 +216,13 @@ async def test_a_request_above_the_frame_limit_is_refused_alone(client: SocketEn
 
 
 def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
-    """kill -9 of the server: the engine process notices the end of its socket."""
+    """kill -9 of the server: the engine process notices the end of its socket, the spare that of its input."""
     script = (
         "import asyncio, sys\n"
         "from loraplex.engine.config import EngineConfig\n"
         "from loraplex.serving.socket_client import SocketEngineClient\n"
         "async def main():\n"
-        f"    client = SocketEngineClient(EngineConfig('ok', '/'), command={FAKE_ENGINE!r})\n"
+        f"    client = SocketEngineClient(EngineConfig('ok', '/'), command={FAKE_ENGINE!r}, keep_spare=True)\n"
         "    await client.start()\n"
         "    print(client.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
@@ -315,11 +231,12 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         engine = psutil.Process(int(parent.stdout.readline()))
-        assert engine.is_running()
+        family = psutil.Process(parent.pid).children()
+        assert engine in family
+        assert len(family) == 2
         parent.kill()
         parent.wait()
-        with contextlib.suppress(psutil.NoSuchProcess):
-            engine.wait(timeout=5)
+        assert psutil.wait_procs(family, timeout=5)[1] == []
 
 
 def test_it_works_on_the_servers_event_loop() -> None:

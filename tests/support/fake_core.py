@@ -1,16 +1,18 @@
 """A core for tests of the loop and of the clients: no model, and tokens that are a hash of adapter and position.
 
-A prompt that begins with `CRASH` makes the step raise, one that begins with `HANG` makes it never return; an adapter
-named `DAMAGED` has damaged bytes.
+A prompt that begins with `CRASH` makes the step raise, with `HANG` never return, with `SPIN` compute for ever; one of
+`SLOW` and n makes each step take n tenths of a second. An adapter named `DAMAGED` has damaged bytes.
 `python tests/support/fake_core.py --socket PATH` is an engine process around it. The model path says how it starts:
 "broken" cannot be built, "slow" never gets ready, anything else works. `FAKE_EXIT=N` in the environment ends the
-process with N before it connects; `FAKE_STEP_S` is how long a step takes.
+process with N before it connects; `FAKE_STEP_S` is how long a step takes; with `FAKE_CLOSE=hang` an engine cannot be
+closed. SIGUSR1 makes its main thread spin. A spare that is told `FAKE_SPARE=exit` ends at once, with `stop` it stops.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -33,6 +35,8 @@ from loraplex.engine.types import (
 
 CRASH = 666
 HANG = 667
+SLOW = 668
+SPIN = 669
 DAMAGED = "damaged"
 VOCAB_SIZE = 1000
 
@@ -59,7 +63,10 @@ class _Running:
 class FakeCore:
     """One token a running request and step. `step_s` is how long a step takes (0: as fast as it goes)."""
 
-    def __init__(self, *, max_waiting: int = 64, step_s: float = 0.0) -> None:
+    def __init__(
+        self, *, max_waiting: int = 64, step_s: float = 0.0, progress: Progress | None = None
+    ) -> None:
+        self._progress = progress or Progress()
         self._max_waiting = max_waiting
         self._step_s = step_s
         self._running: dict[str, _Running] = {}
@@ -105,6 +112,12 @@ class FakeCore:
                 raise RuntimeError("the device is on fire")
             if running.request.prompt_ids[:1] == (HANG,):
                 threading.Event().wait()
+            if running.request.prompt_ids[:1] == (SPIN,):
+                spin()
+            if running.request.prompt_ids[:1] == (SLOW,):
+                self._progress.begin(len(running.request.prompt_ids))
+                time.sleep(running.request.prompt_ids[1] / 10)
+                self._progress.end(computed=True)
             token = fake_token(running.request, running.done)
             running.done += 1
             state: AdapterState | None = "cold" if running.first and running.request.adapter else None
@@ -170,6 +183,8 @@ class FakeEngine:
     progress: Progress = field(default_factory=Progress)
 
     def close(self) -> None:
+        if os.environ.get("FAKE_CLOSE") == "hang":
+            threading.Event().wait()
         self.closed = True
 
 
@@ -199,7 +214,22 @@ def build_fake_engine(config: EngineConfig, wake: Callable[[], None]) -> FakeEng
         max_waiting=config.max_waiting,
     )
     step_s = float(os.environ.get("FAKE_STEP_S", "0.002"))
-    return FakeEngine(FakeCore(step_s=step_s), info)
+    progress = Progress()
+    return FakeEngine(FakeCore(step_s=step_s, progress=progress), info, progress=progress)
+
+
+def spin(*_: object) -> None:
+    while True:
+        pass
+
+
+def prepare_fake_spare() -> None:
+    """What a spare process does ahead, by `FAKE_SPARE`."""
+    match os.environ.get("FAKE_SPARE"):
+        case "exit":
+            os._exit(7)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 if __name__ == "__main__":
@@ -207,4 +237,5 @@ if __name__ == "__main__":
 
     if os.environ.get("FAKE_EXIT"):
         sys.exit(int(os.environ["FAKE_EXIT"]))
-    sys.exit(run(build_fake_engine))
+    signal.signal(signal.SIGUSR1, spin)
+    sys.exit(run(build_fake_engine, prepare=prepare_fake_spare))

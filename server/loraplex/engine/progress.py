@@ -61,6 +61,7 @@ class Progress:
 
     def end(self, *, computed: bool) -> None:
         """The oldest step in flight has been collected; whether it was computed, or failed."""
+        self.mark()  # on a device that computes behind the host's back, this is where its time is seen
         num_tokens = self._in_flight.popleft()
         self._longest *= _DECAY
         if computed:
