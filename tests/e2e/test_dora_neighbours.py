@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,53 +10,13 @@ from pathlib import Path
 import pytest
 
 from support.adapters import ALL_SITES
-from support.live_server import SERVED_NAME, LiveServer, checked, sse_events, write_real_adapter
+from support.live_server import SERVED_NAME, LiveServer, checked, write_real_adapter
+from support.live_streams import Neighbour, print_gaps
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 COUNT = 20
 RANK = 16
-
-
-class Neighbour:
-    """A stream without an end, and when each of its events came."""
-
-    def __init__(self, server: LiveServer, key: str) -> None:
-        self._server = server
-        self._key = key
-        self._enough = threading.Event()
-        self.times: list[float] = []
-        self._thread = threading.Thread(target=self._read)
-
-    def _read(self) -> None:
-        body = {
-            "model": SERVED_NAME,
-            "prompt": "The sea",
-            "max_tokens": 1500,
-            "stream": True,
-            "ignore_eos": True,
-        }
-        with self._server.client(self._key) as client:
-            while not self._enough.is_set():
-                with client.stream("POST", "/v1/completions", json=body) as answer:
-                    assert answer.status_code == 200
-                    for event in sse_events(answer.iter_lines()):
-                        assert isinstance(event, str) or "error" not in event
-                        self.times.append(time.monotonic())
-                        if self._enough.is_set():
-                            return
-
-    def __enter__(self) -> Neighbour:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._enough.set()
-        self._thread.join(60)
-
-    def gaps(self, since: float, until: float) -> list[float]:
-        times = [at for at in self.times if since <= at <= until]
-        return [later - at for at, later in itertools.pairwise(times)]
 
 
 @pytest.fixture
@@ -100,25 +57,17 @@ def test_twenty_activations_beside_a_stream(server: LiveServer, tmp_path: Path) 
         began = time.monotonic()
         time.sleep(10)
         quiet = neighbour.gaps(began, time.monotonic())
-        _print("quiet", quiet)
+        print_gaps("quiet", quiet)
         for kind in ("plain", "dora"):
             began = time.monotonic()
             with ThreadPoolExecutor(COUNT) as pool:
                 waits = list(pool.map(activate, (f"{kind}-{number}" for number in range(COUNT))))
             ended = time.monotonic()
             gaps = neighbour.gaps(began, ended)
-            _print(
+            print_gaps(
                 f"{COUNT} activations of {kind}, done after {ended - began:.1f} s (the first after {min(waits):.2f} s)",
                 gaps,
             )
             assert gaps, "the stream stood still"
             assert max(gaps) < 10
     assert server.stats()["num_leases"] == 0
-
-
-def _print(what: str, gaps: list[float]) -> None:
-    ordered = sorted(gaps)
-    print(
-        f"{what}: {len(gaps)} events, gaps p50 {1e3 * statistics.median(ordered):.0f} ms, "
-        f"p99 {1e3 * ordered[int(0.99 * len(ordered))]:.0f} ms, max {1e3 * ordered[-1]:.0f} ms"
-    )

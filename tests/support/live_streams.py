@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from support.live_server import LiveServer, sse_events
+from support.live_server import SERVED_NAME, LiveServer, sse_events
 
 
 @dataclass
@@ -80,3 +83,52 @@ class Streams:
             future.result(timeout)
         self._pool.shutdown()
         return self.stories
+
+
+class Neighbour:
+    """A stream of the base without an end, and when each of its events came."""
+
+    def __init__(self, server: LiveServer, key: str) -> None:
+        self._server = server
+        self._key = key
+        self._enough = threading.Event()
+        self.times: list[float] = []
+        self._thread = threading.Thread(target=self._read)
+
+    def _read(self) -> None:
+        body = {
+            "model": SERVED_NAME,
+            "prompt": "The sea",
+            "max_tokens": 1500,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with self._server.client(self._key) as client:
+            while not self._enough.is_set():
+                with client.stream("POST", "/v1/completions", json=body) as answer:
+                    assert answer.status_code == 200
+                    for event in sse_events(answer.iter_lines()):
+                        assert isinstance(event, str) or "error" not in event
+                        self.times.append(time.monotonic())
+                        if self._enough.is_set():
+                            return
+
+    def __enter__(self) -> Neighbour:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self._thread.join(60)
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        times = [at for at in self.times if since <= at <= until]
+        return [later - at for at, later in itertools.pairwise(times)]
+
+
+def print_gaps(what: str, gaps: list[float]) -> None:
+    ordered = sorted(gaps)
+    print(
+        f"{what}: {len(gaps)} events, gaps p50 {1e3 * statistics.median(ordered):.0f} ms, "
+        f"p99 {1e3 * ordered[int(0.99 * len(ordered))]:.0f} ms, max {1e3 * ordered[-1]:.0f} ms"
+    )
