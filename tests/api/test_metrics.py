@@ -156,8 +156,8 @@ def test_the_engine_tells_the_rest(own: DataPlane) -> None:
 
 
 def test_a_scrape_is_answered_while_the_engine_is_not(own: DataPlane) -> None:
-    own.engine.engine_stats = EngineStats(num_running=3)
-    scrape(own)
+    own.engine.engine_stats = EngineStats(num_running=3, num_out_of_memory=2)
+    assert value(scrape(own), "loraplex_engine_out_of_memory_total") == 2
     own.on_loop(own.engine.kill)
     samples = scrape(own)
     assert value(samples, "loraplex_engine_up") == 0

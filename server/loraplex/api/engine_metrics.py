@@ -117,7 +117,7 @@ def _joined(digests: Iterable[str], names: dict[str, str]) -> str:
     return ",".join(sorted({names.get(d, d[:12]) for d in digests})[:MAX_NAMED_ADAPTERS])
 
 
-def own_families(snapshot: EngineSnapshot, tenants: LabelSets) -> Iterable[Metric]:
+def own_families(snapshot: EngineSnapshot, tenants: LabelSets, grown: Grown) -> Iterable[Metric]:
     """The engine's share of the `loraplex_*` metrics."""
     stats, info = snapshot.stats, snapshot.info
     yield GaugeMetricFamily(
@@ -125,6 +125,12 @@ def own_families(snapshot: EngineSnapshot, tenants: LabelSets) -> Iterable[Metri
     )
     yield CounterMetricFamily(
         "loraplex_engine_restarts", "Engine processes that were started again.", value=snapshot.restarts
+    )
+    name = "loraplex_engine_out_of_memory"
+    yield CounterMetricFamily(
+        name,
+        "Steps that did not fit into the device's memory, and were computed anew.",
+        value=grown(name, stats.num_out_of_memory),
     )
     versions = GaugeMetricFamily(
         "loraplex_adapter_versions", "Adapter versions by where they are.", labels=["state"]

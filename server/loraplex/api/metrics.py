@@ -192,7 +192,7 @@ class Metrics:
         ]
         if tenant_data:
             self._observe_loads(snapshot.cache)
-            families += [*self._own.collect(), *own_families(snapshot, self._tenants)]
+            families += [*self._own.collect(), *own_families(snapshot, self._tenants, self._grown)]
         return generate_latest(_Families(families))
 
     def _observe_loads(self, cache: Iterable[CacheEntry]) -> None:
