@@ -339,7 +339,8 @@ def test_an_adapter_whose_products_overflow_fails_its_own_rows_alone(
     for name in bad:
         error = engine.events[name][-1].error
         assert error is not None, name
-        assert error.code == "internal_error"
+        assert error.code == "adapter_not_finite"
+        assert "overflows@v1" in error.message
         assert not any(event.token_ids or event.scores for event in engine.events[name])
     found = answers(engine, asked)
     assert {name: tokens for name, (tokens, _) in found.items()} == {

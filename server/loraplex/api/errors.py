@@ -25,6 +25,7 @@ ANSWERS: dict[str, tuple[int, str]] = {
     "invalid_value": (400, INVALID_REQUEST),
     "unsupported_field": (400, INVALID_REQUEST),
     "context_length_exceeded": (400, INVALID_REQUEST),
+    "adapter_not_finite": (400, INVALID_REQUEST),
     "invalid_api_key": (401, "authentication_error"),
     "model_not_allowed": (403, "permission_error"),
     "insufficient_scope": (403, "permission_error"),
@@ -139,7 +140,7 @@ def from_engine(error: EngineError | None) -> ApiError:
 
 
 def _default_param(code: str) -> str | None:
-    return "model" if code in {"model_not_found", "model_not_allowed"} else None
+    return "model" if code in {"model_not_found", "model_not_allowed", "adapter_not_finite"} else None
 
 
 def _short(text: str) -> str:

@@ -237,7 +237,10 @@ class EngineCore:
         ):
             if scheduled.seq not in void:
                 scores = result.scores.get(index)
-                self._take_row(scheduled, token_ids, scores, result.failed.get(index), now)
+                if index in result.not_finite and scheduled.seq.request.adapter is not None:
+                    self._blame_adapter(scheduled.seq)
+                else:
+                    self._take_row(scheduled, token_ids, scores, result.failed.get(index), now)
         self._land(flight)
         return None
 
@@ -279,6 +282,18 @@ class EngineCore:
     def _land(self, flight: Flight) -> None:
         for lease in flight.leases:
             self._cache.release(lease)
+
+    def _blame_adapter(self, seq: Sequence) -> None:
+        """The base alone gives finite numbers for whatever prompt; a row that has none has them from its adapter."""
+        adapter = seq.request.adapter
+        if seq.state is SequenceState.FINISHED or adapter is None:
+            return
+        message = (
+            f"adapter {adapter.name}@v{adapter.version} gives numbers for this prompt that are infinite, or none, "
+            "in the precision that the model is served in; its weights are too large"
+        )
+        _log.warning("request %s: %s", seq.request_id, message)
+        self._error(seq, "adapter_not_finite", message, spoilt=True)
 
     def _take_row(
         self,

@@ -173,7 +173,9 @@ class ModelRunner:
                     failed.setdefault(index, "what was computed of its prompt is not finite")
         if answer.output is not None and handle.asked is not None:
             _add_output_scores(scores, handle.asked, answer.output, handle.sampled, failed)
-        return StepResult(handle.step_id, tuple(token_ids), failed, scores)
+        # What was wrong with a row's input was known before.
+        not_finite = frozenset(failed.keys() - handle.failed.keys())
+        return StepResult(handle.step_id, tuple(token_ids), failed, scores, not_finite)
 
     def _wait(self, future: Future[_OnHost]) -> _OnHost:
         try:

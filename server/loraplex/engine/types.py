@@ -22,6 +22,7 @@ BlockKey = tuple[Namespace, bytes]
 ErrorCode = Literal[
     "server_overloaded",  # a bounded queue is full
     "adapter_unavailable",  # the adapter could not be loaded, or cannot fit
+    "adapter_not_finite",  # what the adapter makes of this prompt is infinite, or no number
     "engine_restarting",  # the engine process died or is being replaced
     "deadline_exceeded",
     "context_length_exceeded",  # can never fit max_model_len or the KV pool
@@ -234,10 +235,12 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Tokens of one step, in the order of `plan.scheduled`: an empty tuple for a slice that does not sample,
-    else one or more tokens. `failed` maps an index in `scheduled` to what went wrong with that row alone. `scores`
+    else one or more tokens. `failed` maps an index in `scheduled` to what went wrong with that row alone; of these
+    `not_finite` are those for whom numbers came out that are infinite, or none. `scores`
     map the index of a slice that asks for log probabilities to those of its drawn tokens and of its `targets`."""
 
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]
     failed: dict[int, str] = field(default_factory=dict)
     scores: dict[int, Scores] = field(default_factory=dict)
+    not_finite: frozenset[int] = frozenset()
