@@ -49,9 +49,8 @@ class StepSize:
             return True
         (row,) = plan.scheduled
         seq = row.seq
-        if (
-            row.start > seq.starved_at
-        ):  # what it lost meanwhile is computed again and again, and is no progress
+        # To compute again what it lost by a preemption is no progress.
+        if row.start > seq.starved_at:
             seq.starved_at, seq.num_starved = row.start, 0
         seq.num_starved += 1
         if self._barren or seq.num_starved > len(PAUSES_S):
