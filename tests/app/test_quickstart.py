@@ -98,7 +98,7 @@ def test_it_stays_up_until_ctrl_c_and_the_curl_line_works(newcomer: Newcomer) ->
         )
         assert answer.status_code == 200
         family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) == 2
+        assert len(family) == 3, "the server, the engine and its spare"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         _, alive = psutil.wait_procs(family, timeout=10)
