@@ -30,6 +30,10 @@ def i64(value):
     return ir.Constant(I64, value)
 
 
+def flag(value):
+    return ir.Constant(I1, int(value))
+
+
 def pointer(builder, address, kind):
     return builder.inttoptr(address, kind.as_pointer())
 

@@ -15,7 +15,7 @@ import operator
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, set_num_threads, types
 from numba.extending import intrinsic, models, overload, register_model
 
 from loraplex.kernels import numba_ir as nir
@@ -25,6 +25,14 @@ LIKE = {torch.bfloat16: np.uint16(0), torch.float16: np.int16(0), torch.float32:
 
 JIT = {"cache": True, "nogil": True, "boundscheck": False, "error_model": "numpy"}
 """Options of every compiled function. Without fastmath: it would be free to take NaN for impossible."""
+
+
+def use_torch_threads() -> int:
+    """Let the calling thread's parallel kernels have as many threads as torch's operations, of those that numba has.
+    Returns how many."""
+    count = min(torch.get_num_threads(), int(config.NUMBA_NUM_THREADS))
+    set_num_threads(count)
+    return count
 
 
 class Float32x16(types.Type):
