@@ -26,7 +26,7 @@ def test_histories_keep_every_promise(start: int) -> None:
 def test_the_histories_reach_what_they_are_for() -> None:
     total = play_many(range(40))
     wanted = {"stop", "length", "abort", "deadline_exceeded", "adapter_unavailable", "internal_error"}
-    wanted |= {"server_overloaded", "context_length_exceeded", "too_large"}
+    wanted |= {"server_overloaded", "context_length_exceeded", "too_large", "adapter_not_finite"}
     assert wanted <= total.endings.keys()
     assert min(total.preemptions, total.prefix_hits, total.loads) > 0
     assert min(total.out_of_memory, total.poisoned, total.cut_prompts) > 0

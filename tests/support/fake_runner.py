@@ -181,6 +181,7 @@ class FakeRunner:
             self._drawn = drawn
             raise fault.error()
         failed = dict.fromkeys(fault.rows, "told to fail")
+        not_finite: set[int] = set()
         for index, row in enumerate(plan.scheduled):
             request_id = row.seq.request_id
             tokens = row.token_ids
@@ -197,6 +198,7 @@ class FakeRunner:
             if POISON in seen:
                 self._notice(row, seen)
                 failed[index] = "not finite"
+                not_finite.add(index)
                 answers.append(())
                 continue
             if index in fault.poisoned:
@@ -225,7 +227,7 @@ class FakeRunner:
                     scores.get(index, Scores()), output=pack_logprobs(of_output, sampling.logprobs)
                 )
         self._drawn = drawn
-        return StepResult(plan.step_id, tuple(answers), failed, scores)
+        return StepResult(plan.step_id, tuple(answers), failed, scores, frozenset(not_finite))
 
     def _notice(self, row: ScheduledSequence, seen: tuple[int, ...]) -> None:
         """A row has read poison. From now on no sequence may begin with it."""

@@ -518,6 +518,8 @@ class History:
         match error.code:
             case "internal_error":
                 return request.request_id in self.runner.faulted
+            case "adapter_not_finite":
+                return request.request_id in self.runner.faulted and request.adapter is not None
             case "deadline_exceeded":
                 return request.deadline is not None and self.now >= record.arrival + request.deadline
             case "adapter_unavailable":
