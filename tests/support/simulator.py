@@ -309,8 +309,6 @@ class History:
             while self.num_events < MIN_EVENTS:
                 self._act()
                 self._step()
-        if self.mishaps.random() < 0.7:
-            self.room = inf
         first = self.num_steps
         while self.core.has_work:
             if self.num_steps - first > MAX_DRAIN_STEPS:
