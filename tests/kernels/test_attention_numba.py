@@ -13,6 +13,8 @@ from loraplex.kernels.attention_numba import BLOCK, SPAN, build_attention_batch,
 from support.numba_cache import packed_cache
 from support.paged import expected_attention, paged_step
 
+pytestmark = pytest.mark.slow  # compiling them takes most of a minute
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # Decode, chunks with and without a past, several tiles, several segments, several spans; ends at any place of a block.
 ROWS = [1, 2, 1, 5, 18, 1, 1, 70]

@@ -13,6 +13,8 @@ from loraplex.kernels.ops import resolve_ops
 from loraplex.kernels.rope import rope_cos_sin
 from support.numba_cache import packed_cache
 
+pytestmark = pytest.mark.slow  # compiling them takes most of a minute
+
 OURS, TORCH = numba_ops(), resolve_ops("torch")
 DTYPES = [torch.float32, torch.bfloat16]
 # A unit in the last place of bfloat16: sums are made in another order.
