@@ -294,6 +294,7 @@ def test_which_failures_are_the_devices(monkeypatch):
         torch.OutOfMemoryError("CUDA out of memory. Tried …"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("could not create a primitive"),
     ):
         assert isinstance(as_device_fault(error, CPU), DeviceOutOfMemory)
     bug = ValueError("a table is too short")

@@ -6,8 +6,9 @@ import torch
 
 from loraplex.engine.faults import DeviceLost, DeviceOutOfMemory
 
-_NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")
-"""Of CUDA's driver and runtime, of torch's allocator on a CPU, and of the statuses of cuBLAS and cuDNN."""
+_NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "could not create a primitive")
+"""Of CUDA's driver and runtime, of torch's allocator on a CPU, of the statuses of cuBLAS and cuDNN, and what oneDNN says
+where it finds no memory, which is not the only reason that it has."""
 
 
 def as_device_fault(error: Exception, device: torch.device) -> Exception:
