@@ -7,8 +7,8 @@ import torch
 from loraplex.engine.faults import DeviceLost, DeviceOutOfMemory
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "could not create a primitive")
-"""Of CUDA's driver and runtime, of torch's allocator on a CPU, of the statuses of cuBLAS and cuDNN, and what oneDNN says
-where it finds no memory, which is not the only reason that it has."""
+"""Words of CUDA's driver and runtime, of torch's allocator on a CPU, of cuBLAS's and cuDNN's statuses, and of oneDNN,
+which has other reasons for them too."""
 
 
 def as_device_fault(error: Exception, device: torch.device) -> Exception:
