@@ -88,10 +88,11 @@ def mixed_run(
         before = len(recorder.logits)
         handle = submit(plan)
         handle.future.result()
-        drawn = [item for item in plan.scheduled if item.samples]
         if len(recorder.logits) > before:
-            for item, row in zip(drawn, recorder.logits[-1], strict=True):
-                rows.setdefault(item.seq.request_id, []).append(row)
+            # One row for each sequence, by slot: what does not sample is looked at for numbers that are not finite.
+            for item, row in zip(sorted(plan.scheduled, key=lambda s: s.slot), recorder.logits[-1], strict=True):
+                if item.samples:
+                    rows.setdefault(item.seq.request_id, []).append(row)
         recorder.adapters_per_step.append(len({s.slot for s in plan.scheduled if s.slot >= 0}))
         return handle
 
