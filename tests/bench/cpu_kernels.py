@@ -1,0 +1,107 @@
+"""Attention and the fused kernels of a CPU beside torch's, in one run: `python tests/bench/cpu_kernels.py [threads]`.
+
+SmolLM2-135M's shapes in bfloat16. Turns of both follow each other; figures are of single calls, the median and the
+least, in milliseconds for 30 layers. With one thread it is the processor's time, which holds on a busy machine too;
+with more it is the clock's, which is worth nothing there. The load of the machine is printed, before and after.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from loraplex.kernels.attention import build_attention_batch as torch_batch
+from loraplex.kernels.attention_numba import build_attention_batch as numba_batch
+from loraplex.kernels.fused_numba import numba_ops
+from loraplex.kernels.ops import resolve_ops
+
+LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, INNER = 30, 9, 3, 64, 576, 1536
+TURNS = 15
+DTYPE = torch.bfloat16
+CPU = torch.device("cpu")
+
+
+def compare(name: str, ours: Callable[[int], object], torchs: Callable[[int], object]) -> None:
+    """Each is called with the number of a layer."""
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(TURNS + 2):
+        for function, found in zip((ours, torchs), times, strict=True):
+            for layer in range(LAYERS):
+                begin = now()
+                function(layer)
+                if turn >= 2:
+                    found.append((now() - begin) * 1e3 * LAYERS)
+    (a, b), (least_a, least_b) = (tuple(map(take, times)) for take in (statistics.median, min))
+    print(
+        f"{name:44} {a:9.2f} {b:9.2f} {b / a:6.1f} × {least_a:9.2f} {least_b:9.2f} {least_b / least_a:6.1f} ×"
+    )
+
+
+def attention(name: str, rows: list[int], lens: list[int]) -> None:
+    """Each layer has a cache of its own, as in a step: what one reads, the last has not left in the processor's."""
+    needed = [-(-length // 16) for length in lens]
+    blocks = list(range(sum(needed)))
+    random.Random(0).shuffle(blocks)
+    tables = [[blocks.pop() for _ in range(count)] for count in needed]
+    caches = torch.randn(LAYERS, sum(needed), 16, 2, KV_HEADS, DIM, dtype=DTYPE)
+    qkv = torch.randn(sum(rows), HEADS + 2 * KV_HEADS, DIM, dtype=DTYPE)
+    cos = sin = torch.full((sum(rows), 1, DIM // 2), 0.7)
+    theirs = torch_batch(rows, lens, tables, block_size=16, max_gather_blocks=5000, device=CPU)
+    ours = numba_batch(rows, lens, tables)
+    q, options = qkv[:, :HEADS], {"scale": DIM**-0.5, "window": None, "softcap": None}
+    compare(
+        f"attention {name}",
+        lambda layer: OURS.paged_attention(q, caches[layer], ours, **options),
+        lambda layer: TORCH.paged_attention(q, caches[layer], theirs, **options),
+    )
+    none = {"q_norm": None, "k_norm": None, "eps": 0.0}
+    compare(
+        f"rotate and write {name}",
+        lambda layer: OURS.rotate_and_write(qkv, HEADS, cos, sin, caches[layer], ours, **none),
+        lambda layer: TORCH.rotate_and_write(qkv, HEADS, cos, sin, caches[layer], theirs, **none),
+    )
+
+
+def around(rows: int) -> None:
+    x, residual = (torch.randn(rows, HIDDEN, dtype=DTYPE) for _ in range(2))
+    gate_up, weight = torch.randn(rows, 2 * INNER, dtype=DTYPE), torch.ones(HIDDEN, dtype=DTYPE)
+    for name, arguments in (
+        ("rms_norm", (x, weight, 1e-5)),
+        ("add_rms_norm", (torch.zeros_like(x), residual, weight, 1e-5)),
+        ("silu_and_mul", (gate_up,)),
+        ("gelu_tanh_and_mul", (gate_up,)),
+    ):
+        ours, theirs = getattr(OURS, name), getattr(TORCH, name)
+        compare(
+            f"{name} {rows}",
+            lambda _, call=ours, given=arguments: call(*given),
+            lambda _, call=theirs, given=arguments: call(*given),
+        )
+
+
+def main() -> None:
+    torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
+    print(f"threads {torch.get_num_threads()}, load {os.getloadavg()}")
+    print(f"{'median, least':44} {'numba':>9} {'torch':>9} {'':8} {'numba':>9} {'torch':>9}")
+    attention("decode 1×128", [1], [128])
+    attention("decode 16×128", [1] * 16, [128] * 16)
+    attention("decode 16×1024", [1] * 16, [1024] * 16)
+    attention("prefill 512", [512], [512])
+    attention("chunk 128 of 1024, 8 decode", [128] + [1] * 8, [1024] + [256] * 8)
+    for rows in (1, 16, 512):
+        around(rows)
+    print(f"load {os.getloadavg()}")
+
+
+OURS, TORCH = numba_ops(), resolve_ops("torch")
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
