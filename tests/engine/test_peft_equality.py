@@ -90,7 +90,9 @@ def mixed_run(
         handle.future.result()
         if len(recorder.logits) > before:
             # One row for each sequence, by slot: what does not sample is looked at for numbers that are not finite.
-            for item, row in zip(sorted(plan.scheduled, key=lambda s: s.slot), recorder.logits[-1], strict=True):
+            for item, row in zip(
+                sorted(plan.scheduled, key=lambda s: s.slot), recorder.logits[-1], strict=True
+            ):
                 if item.samples:
                     rows.setdefault(item.seq.request_id, []).append(row)
         recorder.adapters_per_step.append(len({s.slot for s in plan.scheduled if s.slot >= 0}))
