@@ -19,14 +19,14 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 LENGTHS = (1, 3, 16, 17, 40, 65)
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *OTHERS])
+@pytest.fixture(scope="module", params=[*FAMILIES, *OTHERS, *(f"{name} numba" for name in FAMILIES)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """A model, prompts, and transformers' logits for them."""
-    name = request.param
+    name, _, kernels = request.param.partition(" ")
     path = save_tiny(tmp_path_factory.mktemp(name), {**FAMILIES, **OTHERS}[name])
     rng = random.Random(name)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
-    model = load_model(path, "cpu", "float32")
+    model = load_model(path, "cpu", "float32", kernels=kernels or "torch")
     assert isinstance(model, FusedDecoder if name in FAMILIES else TransformersDecoder)
     return model, prompts, reference_logits(path, prompts)
 

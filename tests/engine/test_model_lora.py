@@ -20,6 +20,7 @@ from support.tiny_adapters import ADAPTERS, KINDS, save_adapters
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
 @pytest.mark.parametrize(
     "family",
     [
@@ -35,16 +36,18 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
         "granite",
     ],
 )
-def test_mixed_batches_equal_peft(family, tmp_path):
+def test_mixed_batches_equal_peft(family, kernels, tmp_path):
     base = save_tiny(tmp_path / "base", {**FAMILIES, **OTHERS}[family])
     adapters = save_adapters(base, tmp_path, ADAPTERS | KINDS)
-    model = load_model(base, "cpu", "float32")
+    model = load_model(base, "cpu", "float32", kernels=kernels)
     groups, head = model.site_groups, model.head_group
     layout = ArenaLayout(groups, model.num_layers, model.dtype, max_rank=32, page_bytes=4096, head=head)
     # In blocks of columns, the last one narrower.
     assert len(layout.head.out_features) > 1
     assert len(set(layout.head.out_features)) == 2
-    arena = AdapterArena(layout, num_pages=512, num_slots=len(adapters), device=torch.device("cpu"))
+    arena = AdapterArena(
+        layout, num_pages=512, num_slots=len(adapters), device=torch.device("cpu"), kernels=kernels
+    )
     spec, used = load_base_spec(base), 0
     weights = BaseWeights(spec)
     for slot, path in enumerate(adapters.values()):

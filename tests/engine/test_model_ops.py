@@ -27,7 +27,9 @@ def ops_a_layer(options, path, dtype: str) -> float:
     for layers in (2, 4):
         kinds = {"layer_types": ["full_attention"] * layers} if "layer_types" in options else {}
         base = save_tiny(path / f"{dtype}-{layers}", options | kinds | {"num_hidden_layers": layers})
-        run = PagedRun(load_model(base, "cpu", dtype), [list(range(20)), list(range(30)), [4] * 12])
+        run = PagedRun(
+            load_model(base, "cpu", dtype, kernels="torch"), [list(range(20)), list(range(30)), [4] * 12]
+        )
         run.step({0: 5, 1: 20, 2: 11})
         with Counter() as counter:
             run.step({0: 1, 1: 4, 2: 1})

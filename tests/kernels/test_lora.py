@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -273,14 +274,18 @@ def test_bad_shapes_are_refused(zoos: dict[str, Zoo]) -> None:
 
 def test_backends_are_resolved_and_never_replaced_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert resolve_backend("auto", cpu) == "torch"
+    assert resolve_backend("auto", cpu) == "numba"
     assert resolve_backend("torch", cpu) == "torch"
     assert resolve_backend("numba", cpu) == "numba"
     with pytest.raises(BackendUnavailable, match="for CPUs"):
         resolve_backend("numba", torch.device("cuda"))
     assert resolve_backend("triton", cpu) == "triton"  # interpreted, in tests
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert resolve_backend("auto", cpu) == "numba"
+    monkeypatch.setitem(sys.modules, "numba.np.ufunc.omppool", None)  # as without an OpenMP library
     assert resolve_backend("auto", cpu) == "torch"
+    with pytest.raises(BackendUnavailable, match="libgomp1"):
+        resolve_backend("numba", cpu)
     with pytest.raises(BackendUnavailable, match="the device is 'cpu'"):
         resolve_backend("triton", cpu)
     with pytest.raises(BackendUnavailable, match="no 'cuda' kernels"):

@@ -119,7 +119,7 @@ def dirty_arena(layout: ArenaLayout, num_pages: int, num_slots: int) -> AdapterA
     """An arena in memory that was not clean when it was allocated, and whose pages were anybody's."""
     torch.use_deterministic_algorithms(True)  # fills new memory with ones: NaN in every dtype
     try:
-        arena = AdapterArena(layout, num_pages, num_slots, torch.device("cpu"))
+        arena = AdapterArena(layout, num_pages, num_slots, torch.device("cpu"), kernels="torch")
     finally:
         torch.use_deterministic_algorithms(False)
     _poison(arena)

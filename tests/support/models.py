@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,16 +201,17 @@ class PagedRun:
             positions += span
             fresh += [self.tables[i][p // BLOCK_SIZE] for p in span if p % BLOCK_SIZE == 0]
             self.done[i] += count
+        lay_out = self.model.lay_out_attention or partial(
+            build_attention_batch,
+            block_size=BLOCK_SIZE,
+            max_gather_blocks=self.gather_blocks,
+            device=self.model.device,
+        )
         batch = ForwardBatch(
             token_ids=torch.tensor(rows),
             positions=torch.tensor(positions),
-            attention=build_attention_batch(
-                list(counts.values()),
-                [self.done[i] for i in counts],
-                [self.tables[i] for i in counts],
-                block_size=BLOCK_SIZE,
-                max_gather_blocks=self.gather_blocks,
-                device=self.model.device,
+            attention=lay_out(
+                list(counts.values()), [self.done[i] for i in counts], [self.tables[i] for i in counts]
             ),
             fresh_blocks=torch.tensor(fresh, dtype=torch.int64),
             logits_rows=torch.arange(len(rows)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from typing import Literal
@@ -26,18 +27,34 @@ def resolve_backend(choice: str, device: torch.device) -> Backend:
     """
     if choice == "torch":
         return "torch"
-    if choice == "numba":
-        if device.type == "cpu":
-            return "numba"
-        raise BackendUnavailable(f"the numba kernels are for CPUs, and the device is {device.type!r}")
-    obstacle = _obstacle_to_triton(device)
     if choice == "auto":
-        return "triton" if device.type == "cuda" and obstacle is None else "torch"
-    if choice == "triton":
+        best: Backend = "triton" if device.type == "cuda" else "numba"
+        return best if obstacle_to(best, device) is None else "torch"
+    asked: Backend | None = "numba" if choice == "numba" else "triton" if choice == "triton" else None
+    if asked is not None:
+        obstacle = obstacle_to(asked, device)
         if obstacle is None:
-            return "triton"
-        raise BackendUnavailable(f"the triton kernels can't run here: {obstacle}; choose auto or torch")
+            return asked
+        raise BackendUnavailable(f"the {choice} kernels can't run here: {obstacle}; choose auto or torch")
     raise BackendUnavailable(f"there are no {choice!r} kernels; choose auto, torch, numba or triton")
+
+
+def obstacle_to(backend: Backend, device: torch.device) -> str | None:
+    """Why an implementation can't run on `device`; None where it can."""
+    if backend == "torch":
+        return None
+    return _obstacle_to_triton(device) if backend == "triton" else _obstacle_to_numba(device)
+
+
+def _obstacle_to_numba(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"they are for CPUs, and the device is {device.type!r}"
+    try:
+        # Its threads are OpenMP's, which torch has brought along; the system's own library is asked for all the same.
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError as error:
+        return f"{error} (libgomp1 is the package that has OpenMP on Debian)"
+    return None
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:

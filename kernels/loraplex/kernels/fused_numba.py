@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from loraplex.kernels.attention_numba import NumbaAttentionBatch, key_value_offsets, paged_attention
+from loraplex.kernels import dense_numba
+from loraplex.kernels.attention_numba import (
+    NumbaAttentionBatch,
+    build_attention_batch,
+    key_value_offsets,
+    paged_attention,
+)
 from loraplex.kernels.attention_numba_tiles import BLOCK
 from loraplex.kernels.numba_vectors import (
     JIT,
@@ -38,8 +44,7 @@ _key_value_offsets = njit(**JIT)(key_value_offsets)
 
 
 def numba_ops() -> Ops:
-    """For tensors on a CPU, of a dtype of `numba_vectors.LIKE`; a step is laid out by
-    `attention_numba.build_attention_batch`."""
+    """For tensors on a CPU, of a dtype of `numba_vectors.LIKE`."""
     return Ops(
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
@@ -50,7 +55,10 @@ def numba_ops() -> Ops:
         gelu_tanh_and_mul=gelu_tanh_and_mul,
         rotate_and_write=rotate_and_write,
         paged_attention=paged_attention,
+        pack_weight=dense_numba.pack_weight,
+        linear=dense_numba.linear,
         reads_unwritten=False,
+        lay_out=build_attention_batch,
     )
 
 

@@ -11,14 +11,19 @@ Nothing here assumes that numbers are finite: a NaN goes where arithmetic takes 
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import config, njit, set_num_threads, types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, overload, register_model
 
 from loraplex.kernels import numba_ir as nir
+
+# One team of threads for torch's operations and for these: torch's library of OpenMP is loaded before numba's layer is.
+config.THREADING_LAYER = "omp"
 
 LIKE = {torch.bfloat16: np.uint16(0), torch.float16: np.int16(0), torch.float32: np.float32(0)}
 """The argument that stands for a dtype. numba has no 16-bit floats: uint16 stands for bfloat16, int16 for float16."""
@@ -33,6 +38,13 @@ def use_torch_threads() -> int:
     count = min(torch.get_num_threads(), int(config.NUMBA_NUM_THREADS))
     set_num_threads(count)
     return count
+
+
+@lru_cache
+def host_features() -> frozenset[str]:
+    """What the code is made for: LLVM's names of the processor's features, less what NUMBA_CPU_FEATURES leaves out."""
+    features: str = cpu_target.target_context.codegen().magic_tuple()[2]
+    return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
 
 
 class Float32x16(types.Type):

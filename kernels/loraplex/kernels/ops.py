@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from loraplex.kernels import activation, attention, norm, rope
+from loraplex.kernels import activation, attention, dense, norm, rope
 from loraplex.kernels.backend import Backend
 
 Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -50,11 +50,17 @@ class PagedAttention(Protocol):
         ...
 
 
+LayOut = Callable[[Sequence[int], Sequence[int], Sequence[Sequence[int]]], Any]
+"""Of a step's sequences: how many rows of the flat batch each has, how many positions at its end, and its blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation of each, with the shapes and the rounding of `loraplex.kernels.norm`, `.activation`,
-    `.rope` and `.attention`. `reads_unwritten`: whether attention reads positions of a block that its sequence has
-    not written, so that a block must be cleared before it is begun."""
+    `.rope`, `.attention` and `.dense`. What `pack_weight` returns is for `linear` alone. `reads_unwritten`: whether
+    attention reads positions of a block that its sequence has not written, so that a block must be cleared before it
+    is begun. `lay_out` makes what `rotate_and_write` and
+    `paged_attention` take for a batch, where that is neither `loraplex.kernels.attention`'s nor lists of work."""
 
     rms_norm: Norm
     add_rms_norm: AddNorm
@@ -64,12 +70,21 @@ class Ops:
     gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor]
     rotate_and_write: RotateAndWrite
     paged_attention: PagedAttention
+    pack_weight: Callable[[torch.Tensor], Any]
+    linear: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
     reads_unwritten: bool
+    lay_out: LayOut | None = None
 
 
 def resolve_ops(backend: Backend) -> Ops:
     """The implementations of a backend that `resolve_backend` returned."""
-    return _triton_ops() if backend == "triton" else _torch_ops()
+    if backend == "triton":
+        return _triton_ops()
+    if backend == "numba":
+        from loraplex.kernels.fused_numba import numba_ops  # takes a second to import
+
+        return numba_ops()
+    return _torch_ops()
 
 
 def _torch_ops() -> Ops:
@@ -82,6 +97,8 @@ def _torch_ops() -> Ops:
         gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
         paged_attention=attention.paged_attention,
+        pack_weight=dense.pack_weight,
+        linear=dense.linear,
         reads_unwritten=True,
     )
 
@@ -115,6 +132,8 @@ def _triton_ops() -> Ops:
         gelu_tanh_and_mul=activation_triton.gelu_tanh_and_mul,
         rotate_and_write=rotate_and_write,
         paged_attention=attention_triton.paged_attention,
+        pack_weight=dense.pack_weight,
+        linear=dense.linear,
         reads_unwritten=False,
     )
 

@@ -31,7 +31,7 @@ from loraplex.engine.progress import Progress
 from loraplex.engine.protocol import EngineInfo
 from loraplex.engine.runner import ModelRunner
 from loraplex.engine.sampler import make_sampler
-from loraplex.kernels.backend import BackendUnavailable, resolve_backend
+from loraplex.kernels.backend import Backend, BackendUnavailable, resolve_backend
 from loraplex.kernels.lora import CHUNK
 
 MAX_SLOTS = 1024
@@ -90,11 +90,32 @@ def build_engine(
         backend = resolve_backend(config.kernels, device)
     except BackendUnavailable as error:
         raise DeviceUnavailable(f"--kernels {config.kernels}: {error}") from error
+    # On a CPU all parallel work is the worker's: each thread that does any gets a team of threads of its own, and where
+    # teams have more threads than there are cores OpenMP puts them to sleep between any two operations.
+    executor = Executor()
+    try:
+        return _build(config, wake, executor, device, backend, wrap_model, recorder)
+    except BaseException:
+        executor.close()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    wake: Callable[[], None],
+    executor: Executor,
+    device: torch.device,
+    backend: Backend,
+    wrap_model: Callable[[Model], Model] | None,
+    recorder: Recorder | None,
+) -> BuiltEngine:
     model_dir = Path(config.model_path)
     base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
-    model = load_model(
-        model_dir, device, config.dtype, max_model_len=config.max_model_len, kernels=config.kernels
-    )
+    model = executor.submit(
+        lambda: load_model(
+            model_dir, device, config.dtype, max_model_len=config.max_model_len, kernels=config.kernels
+        )
+    ).result()
     layout = ArenaLayout(
         model.site_groups,
         model.num_layers,
@@ -106,11 +127,13 @@ def build_engine(
     host_bytes = config.adapter_cpu_memory or _share_of(torch.device("cpu"), _MAX_ADAPTER_CPU_MEMORY)
     _require_room("--adapter-memory", num_pages * layout.page_bytes, layout)
     _require_room("--adapter-cpu-memory", host_bytes, layout)
-    arena = AdapterArena(layout, num_pages, num_slots, device, kernels=config.kernels)
-    if arena.backend == "numba":
-        from loraplex.kernels import lora_numba  # takes a second to import
+    arena = executor.submit(
+        lambda: AdapterArena(layout, num_pages, num_slots, device, kernels=config.kernels)
+    ).result()
+    if backend == "numba":
+        from loraplex.kernels import numba_warm_up  # takes a second to import
 
-        lora_numba.warm_up(model.dtype, model.dtype)
+        executor.submit(lambda: numba_warm_up.warm_up(model.dtype)).result()
     size = size_kv_cache(
         model.shape,
         model.dtype,
@@ -120,7 +143,9 @@ def build_engine(
         max_num_seqs=config.max_num_seqs,
     )
     progress = Progress()
-    kv = WatchedKVCache(model.shape, size.num_blocks, model.dtype, device, progress)
+    kv = executor.submit(
+        lambda: WatchedKVCache(model.shape, size.num_blocks, model.dtype, device, progress)
+    ).result()
     transport = ThreadedTransport(
         ArtifactStore(Path(config.artifact_dir)), base, arena, wake=wake, threads=LOADER_THREADS
     )
@@ -146,7 +171,7 @@ def build_engine(
     sampler = make_sampler(
         backend, vocab_size=model.shape.vocab_size, max_rows=config.max_num_seqs, device=device
     )
-    runner = ModelRunner(served, kv, Executor(), eos_ids=eos_ids, lora=arena, inputs=inputs, sampler=sampler)
+    runner = ModelRunner(served, kv, executor, eos_ids=eos_ids, lora=arena, inputs=inputs, sampler=sampler)
     if inputs is not None:
         from loraplex.engine.warm_up import warm_up
 

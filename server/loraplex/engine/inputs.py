@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.model.base import LoraPass
 from loraplex.kernels.attention import build_attention_batch
+from loraplex.kernels.ops import LayOut
 
 MAX_GATHER_BYTES = 64 << 20
 """Bound of a decode gather's K and V of one layer, unless one sequence alone needs more."""
@@ -101,9 +102,17 @@ class StepLimits:
 class PlainInputs:
     """A tensor each, copied as it is made: what a CPU wants, where nothing is copied, and what runs anywhere."""
 
-    def __init__(self, device: torch.device, layer_block_bytes: int, lora: LoraSource | None) -> None:
-        """`layer_block_bytes`: the size of one KV block of one layer."""
+    def __init__(
+        self,
+        device: torch.device,
+        layer_block_bytes: int,
+        lora: LoraSource | None,
+        lay_out: LayOut | None = None,
+    ) -> None:
+        """`layer_block_bytes`: the size of one KV block of one layer. `lay_out`: of the model's attention, where it
+        has one of its own."""
         self._device = device
+        self._lay_out = lay_out
         self._max_gather_blocks = max(1, MAX_GATHER_BYTES // layer_block_bytes)
         self._lora = lora
 
@@ -122,6 +131,8 @@ class PlainInputs:
     def attention(
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> Any:
+        if self._lay_out is not None:
+            return self._lay_out(num_rows, seq_lens, block_tables)
         return build_attention_batch(
             num_rows,
             seq_lens,

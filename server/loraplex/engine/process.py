@@ -290,6 +290,8 @@ def main() -> None:
     def prepare() -> None:
         # The config of any family brings most of what transformers needs for reading one.
         importlib.import_module("loraplex.engine.factory")
+        with contextlib.suppress(ImportError):  # where it is wanted, its absence is told
+            importlib.import_module("loraplex.kernels.numba_warm_up")
         importlib.import_module("transformers").LlamaConfig  # noqa: B018 - names are imported when they are looked up
 
     # Threads of numerical libraries may outlive the loop; nothing of theirs is worth waiting for.

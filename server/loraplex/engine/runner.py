@@ -34,8 +34,9 @@ class InputSource(Protocol):
 class _Plain:
     """An InputSource that prepares nothing."""
 
-    def __init__(self, device: torch.device, layer_block_bytes: int, lora: LoraSource | None) -> None:
-        self._arguments = (device, layer_block_bytes, lora)
+    def __init__(self, model: Model, kv: KVCache, lora: LoraSource | None) -> None:
+        block = kv.layer(0)[:1]
+        self._arguments = (model.device, block.numel() * block.element_size(), lora, model.lay_out_attention)
 
     def begin(self, plan: StepPlan) -> StepInputs:
         return PlainInputs(*self._arguments)
@@ -110,8 +111,7 @@ class ModelRunner:
         self._kv = kv
         self._executor = executor
         self._eos_ids = eos_ids
-        block = kv.layer(0)[:1]
-        self._inputs = inputs or _Plain(model.device, block.numel() * block.element_size(), lora)
+        self._inputs = inputs or _Plain(model, kv, lora)
         self._sampler: Sampler = sampler or TorchSampler(model.shape.vocab_size)
         self._previous = _Drawn({})
 

@@ -12,6 +12,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.kernels.attention_tiling import AttentionShape
 from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.ops import LayOut
 
 
 class ModelUnsupported(LoraplexError):
@@ -118,7 +119,13 @@ class Model(Protocol):
 
     @property
     def attention_needs(self) -> AttentionNeeds | None:
-        """None where attention takes an `AttentionBatch` (`loraplex.kernels.attention`)."""
+        """None where attention takes no lists of work."""
+        ...
+
+    @property
+    def lay_out_attention(self) -> LayOut | None:
+        """What makes the batch that attention takes. None where that is an `AttentionBatch`
+        (`loraplex.kernels.attention`), or lists of work."""
         ...
 
     @property

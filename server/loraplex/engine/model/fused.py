@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import embedding
@@ -20,17 +20,17 @@ from loraplex.engine.model.base import (
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import open_checkpoint
 from loraplex.kernels.attention_tiling import AttentionShape
-from loraplex.kernels.dense import linear, pack_weight
 from loraplex.kernels.groups import HEAD, SiteGroup
-from loraplex.kernels.ops import Ops, resolve_ops
+from loraplex.kernels.ops import LayOut, Ops, resolve_ops
 from loraplex.kernels.rope import rope_cos_sin
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """weight [N, K], as `pack_weight` made it, and bias [N] or None: the linears of a site group, stacked by rows."""
+    """The weight [N, K], as `Ops.pack_weight` made it, and bias [N] or None: the linears of a site group, stacked by
+    rows."""
 
-    weight: torch.Tensor
+    weight: Any
     bias: torch.Tensor | None
 
 
@@ -68,12 +68,13 @@ class FusedDecoder:
         layers: Sequence[LayerWeights],
         embed: torch.Tensor,
         norm: torch.Tensor,
-        head: torch.Tensor,
+        head: Any,
         *,
-        ops: Ops | None = None,
+        ops: Ops,
     ) -> None:
+        """`head` is packed as the layers' weights are."""
         self._spec = spec
-        self._ops = ops or resolve_ops("torch")
+        self._ops = ops
         self._layers = tuple(layers)
         self._embed = embed
         self._norm = norm
@@ -99,11 +100,15 @@ class FusedDecoder:
 
     @property
     def attention_needs(self) -> AttentionNeeds | None:
-        if self._ops.reads_unwritten:
+        if self._ops.reads_unwritten or self._ops.lay_out is not None:
             return None
         spec = self._spec
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE)
         return AttentionNeeds(shape, tuple(dict.fromkeys(spec.windows)))
+
+    @property
+    def lay_out_attention(self) -> LayOut | None:
+        return self._ops.lay_out
 
     @property
     def num_layers(self) -> int:
@@ -159,7 +164,7 @@ class FusedDecoder:
         x = self._add_rms_norm(
             x.index_select(0, rows), residual.index_select(0, rows), self._norm, spec.rms_norm_eps
         )
-        logits = linear(x, self._head)
+        logits = self._ops.linear(x, self._head, None)
         if batch.head_lora is not None:
             batch.head_lora.apply(0, HEAD, x, logits)
         logits = logits.float()
@@ -180,8 +185,8 @@ class FusedDecoder:
                 x = ops.add_rms_norm(x, residual, layer.input_norm, eps)
             x = self._attention(index, layer, x, cos_sin[index], batch)
             x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = _apply(layer.gate_up, x, index, "gate_up", batch)
-            x = _apply(layer.down, ops.silu_and_mul(x), index, "down", batch)
+            x = self._apply(layer.gate_up, x, index, "gate_up", batch)
+            x = self._apply(layer.down, ops.silu_and_mul(x), index, "down", batch)
         assert x is not None
         return x
 
@@ -201,8 +206,8 @@ class FusedDecoder:
             x = self._attention(index, layer, x, cos_sin[index], batch)
             x = ops.rms_norm_float32(x, layer.attention_out_norm, eps)
             x = ops.add_rms_norm_float32(x, residual, layer.mlp_norm, eps)
-            x = _apply(layer.gate_up, x, index, "gate_up", batch)
-            x = _apply(layer.down, ops.gelu_tanh_and_mul(x), index, "down", batch)
+            x = self._apply(layer.gate_up, x, index, "gate_up", batch)
+            x = self._apply(layer.down, ops.gelu_tanh_and_mul(x), index, "down", batch)
             x = ops.rms_norm_float32(x, layer.mlp_out_norm, eps)
         assert x is not None
         return x
@@ -217,7 +222,7 @@ class FusedDecoder:
     ) -> torch.Tensor:
         spec = self._spec
         num_rows = x.shape[0]
-        qkv = _apply(layer.qkv, x, index, "qkv", batch)
+        qkv = self._apply(layer.qkv, x, index, "qkv", batch)
         heads = qkv.view(num_rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         cache = batch.kv.layer(index)
         self._ops.rotate_and_write(
@@ -238,16 +243,18 @@ class FusedDecoder:
             window=spec.windows[index],
             softcap=spec.attention_softcap,
         )
-        return _apply(layer.o, out.view(num_rows, spec.num_heads * spec.head_dim), index, "o", batch)
+        x = out.view(num_rows, spec.num_heads * spec.head_dim)
+        return self._apply(layer.o, x, index, "o", batch)
 
-
-def _apply(layer: Linear, x: torch.Tensor, index: int, group: str, batch: ForwardBatch) -> torch.Tensor:
-    if batch.begin_lora is not None:
-        batch.begin_lora(index, group, x)
-    y = linear(x, layer.weight, layer.bias)
-    if batch.lora is not None:
-        batch.lora.apply(index, group, x, y)
-    return y
+    def _apply(
+        self, layer: Linear, x: torch.Tensor, index: int, group: str, batch: ForwardBatch
+    ) -> torch.Tensor:
+        if batch.begin_lora is not None:
+            batch.begin_lora(index, group, x)
+        y = self._ops.linear(x, layer.weight, layer.bias)
+        if batch.lora is not None:
+            batch.lora.apply(index, group, x, y)
+        return y
 
 
 class TensorSource(Protocol):
@@ -306,7 +313,7 @@ class _Reader:
         device: torch.device,
         ops: Ops | None,
     ) -> None:
-        self._ops = ops
+        self._ops = ops or resolve_ops("torch")
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype
@@ -321,7 +328,8 @@ class _Reader:
         embed = self._tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         layers = [self._layer(f"{self._root}layers.{i}.") for i in range(spec.num_layers)]
         norm = self._norm(f"{self._root}norm", spec.hidden_size)
-        return FusedDecoder(spec, layers, embed, norm, pack_weight(self._head(embed)), ops=self._ops)
+        head = self._ops.pack_weight(self._head(embed))
+        return FusedDecoder(spec, layers, embed, norm, head, ops=self._ops)
 
     def _head(self, embed: torch.Tensor) -> torch.Tensor:
         if self._spec.tied and "lm_head.weight" not in self._checkpoint:
@@ -368,7 +376,7 @@ class _Reader:
             if packed_bias is not None:
                 self._checkpoint.read_into(f"{name}.bias", packed_bias[first : first + rows])
             first += rows
-        return Linear(pack_weight(weight), packed_bias)
+        return Linear(self._ops.pack_weight(weight), packed_bias)
 
     def _norm(self, module: str, size: int) -> torch.Tensor:
         if not self._spec.gemma:

@@ -57,6 +57,10 @@ class TransformersDecoder:
         return None
 
     @property
+    def lay_out_attention(self) -> None:
+        return None
+
+    @property
     def num_layers(self) -> int:
         return self._shape.num_layers
 

@@ -1,0 +1,212 @@
+"""Base linears on a CPU in bfloat16, compiled by numba: y = x·Wᵀ + b for one row as for many.
+
+A weight is kept in blocks of BLOCK outputs: for each pair of inputs the two elements of each output side by side, as
+the product of pairs of bfloat16 takes them (`numba_ir.Elements.dot_pair`). A unit of work is a few such blocks and up
+to MAX_UNIT_ROWS rows; threads take units as they get done with others. Every sum goes over the inputs in their order,
+so what a row gets depends on no other row, nor on the threads, to the bit.
+
+oneDNN's products of packed weights are as fast for a prompt's rows and take half as long again for a few
+(docs/performance.md), which is most of what a server does.
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from loraplex.kernels import dense
+from loraplex.kernels import numba_ir as nir
+from loraplex.kernels.numba_vectors import JIT, LIKE, fetch_add, host_features, use_torch_threads
+
+BLOCK = 32
+MAX_UNIT_ROWS = 384
+"""Rows that one reading of a block's weights serves. More would not stay in a core's own cache beside it."""
+_TILE_ROWS = 12
+"""Most rows of a tile: with two vectors of sums each they fill the registers of AVX-512."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """`blocks` [⌈N/32⌉, K/2, 2, 16, 2] bfloat16, zeros behind the N outputs."""
+
+    blocks: torch.Tensor
+    shape: tuple[int, int]
+
+
+def pack_weight(weight: torch.Tensor) -> PackedWeight | torch.Tensor:
+    """The weight [N, K] of a linear, as `linear` reads it fastest: in blocks where it is bfloat16, K is even and the
+    processor is one that these products are made for, else what `dense.pack_weight` makes of it."""
+    out_features, in_features = weight.shape
+    if weight.dtype is not torch.bfloat16 or in_features % 2 or not is_for_this_processor():
+        return dense.pack_weight(weight)
+    num_blocks = -(-out_features // BLOCK)
+    blocks = torch.zeros(num_blocks, in_features // 2, 2, 16, 2, dtype=torch.bfloat16)
+    # A block at a time: a second copy of a large weight may not fit beside it.
+    for block in range(num_blocks):
+        rows = weight[block * BLOCK : (block + 1) * BLOCK]
+        for half, part in enumerate(rows.split(16)):
+            blocks[block, :, half, : len(part)] = part.view(len(part), -1, 2).transpose(0, 1)
+    return PackedWeight(blocks, (out_features, in_features))
+
+
+def linear(
+    x: torch.Tensor, weight: PackedWeight | torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, K], the weight [N, K] as `pack_weight` made it, bias [N] or None → [T, N], contiguous, all of one dtype.
+    Sums are float32, rounded once, behind the bias. Raises ValueError for other shapes."""
+    if isinstance(weight, torch.Tensor):
+        return dense.linear(x, weight, bias)
+    out_features, in_features = weight.shape
+    if (
+        x.dtype is not torch.bfloat16
+        or x.dim() != 2
+        or x.shape[1] != in_features
+        or (bias is not None and (bias.shape != (out_features,) or not bias.is_contiguous()))
+    ):
+        raise ValueError(
+            f"x {list(x.shape)} {x.dtype} does not fit a weight {list(weight.shape)} in bfloat16"
+        )
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows = x.shape[0]
+    y = torch.empty(rows, out_features, dtype=torch.bfloat16)
+    _multiply(
+        x.data_ptr(),
+        x.stride(0) * 2,
+        rows,
+        weight.blocks.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        in_features // 2,
+        out_features,
+        use_torch_threads(),
+    )
+    return y
+
+
+def is_for_this_processor() -> bool:
+    """AVX512-BF16 without AMX, whose tiles only oneDNN uses."""
+    features = host_features()
+    return "avx512bf16" in features and "amx-bf16" not in features
+
+
+_LIKE = LIKE[torch.bfloat16]
+
+
+def _tile(rows):
+    """An intrinsic: y[r, :count] = x[r]·Wᵀ + bias of one block, for r < rows, with all sums in registers."""
+
+    @intrinsic
+    def made(typing, x, x_stride, weight, bias, y, y_stride, pairs, count):
+        def lower(context, builder, signature, values):
+            x, x_stride, weight, bias, y, y_stride, pairs, count = values
+            halves = nir.elements(context, types.uint16)
+            sources = [builder.add(x, builder.mul(x_stride, nir.i64(r))) for r in range(rows)]
+
+            def turn(index, sums):
+                place = builder.add(weight, builder.mul(index, nir.i64(128)))
+                offset = builder.mul(index, nir.i64(4))
+                columns = [
+                    halves.load_pair(builder, builder.add(place, nir.i64(64 * c)), None) for c in (0, 1)
+                ]
+                following = []
+                for r in range(rows):
+                    pair = halves.splat_pair(builder, builder.add(sources[r], offset))
+                    following += [halves.dot_pair(builder, sums[2 * r + c], pair, columns[c]) for c in (0, 1)]
+                return following
+
+            zero = ir.Constant(nir.V_F32, [0.0] * nir.LANES)
+            sums = nir.loop(builder, pairs, 1, [zero] * (2 * rows), turn)
+            for c in (0, 1):
+                mask = nir.lane_mask(builder, nir.i64(0), builder.sub(count, nir.i64(16 * c)))
+                start = nir.i64(32 * c)
+                has_bias = builder.icmp_signed("!=", bias, nir.i64(0))
+                # An address of 0 is never read: no lane is on.
+                lanes = builder.select(has_bias, mask, ir.Constant(nir.V_I1, [0] * nir.LANES))
+                shift = halves.load(builder, builder.add(bias, start), lanes)
+                for r in range(rows):
+                    target = builder.add(builder.add(y, builder.mul(y_stride, nir.i64(r))), start)
+                    halves.store(builder, builder.fadd(sums[2 * r + c], shift), target, mask)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), lower
+
+    return made
+
+
+_t1, _t2, _t3, _t4, _t5, _t6 = (_tile(rows) for rows in range(1, 7))
+_t7, _t8, _t9, _t10, _t11, _t12 = (_tile(rows) for rows in range(7, _TILE_ROWS + 1))
+
+
+@njit(**JIT)
+def _few(rows, x, x_stride, weight, bias, y, y_stride, pairs, count):
+    """One tile of 1 to 12 rows."""
+    if rows == 1:
+        _t1(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    elif rows == 2:
+        _t2(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    elif rows == 3:
+        _t3(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    elif rows == 4:
+        _t4(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    elif rows == 5:
+        _t5(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    elif rows == 6:
+        _t6(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    elif rows == 7:
+        _t7(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    elif rows == 8:
+        _t8(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    elif rows == 9:
+        _t9(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    elif rows == 10:
+        _t10(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    elif rows == 11:
+        _t11(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    else:
+        _t12(x, x_stride, weight, bias, y, y_stride, pairs, count)
+
+
+@njit(parallel=True, **JIT)
+def _multiply(x, x_stride, rows, weight, bias, y, pairs, columns, threads):
+    blocks = (columns + BLOCK - 1) // BLOCK
+    spans = (rows + MAX_UNIT_ROWS - 1) // MAX_UNIT_ROWS
+    # A few blocks at once where a block is soon done: taking one costs as much as some rows of it.
+    grain = max(1, blocks // (threads * 8))
+    grains = (blocks + grain - 1) // grain
+    taken = np.zeros(1, np.int64)
+    for _ in prange(threads):
+        while True:
+            unit = fetch_add(taken.ctypes.data, 1)
+            if unit >= grains * spans:
+                break
+            span = unit // grains
+            low, high = rows * span // spans, rows * (span + 1) // spans
+            tiles = (high - low + _TILE_ROWS - 1) // _TILE_ROWS
+            first = unit % grains * grain
+            for block in range(first, min(first + grain, blocks)):
+                source = weight + block * pairs * (BLOCK * 4)
+                begin = bias + block * (BLOCK * 2) if bias != 0 else 0
+                target = y + block * (BLOCK * 2)
+                count = min(BLOCK, columns - block * BLOCK)
+                for tile in range(tiles):
+                    # Tiles of equal size: a last one of a single row would take as long as one of four.
+                    row = low + (high - low) * tile // tiles
+                    end = low + (high - low) * (tile + 1) // tiles
+                    _few(
+                        end - row,
+                        x + row * x_stride,
+                        x_stride,
+                        source,
+                        begin,
+                        target + row * columns * 2,
+                        columns * 2,
+                        pairs,
+                        count,
+                    )

@@ -1,0 +1,38 @@
+"""What numba has compiled before is read from the disk, and compiled where it was not, before the first step: the one
+takes a second or two, the other most of a minute, and neither is for a request to wait for."""
+
+from __future__ import annotations
+
+import torch
+
+from loraplex.kernels import dense_numba, lora_numba
+from loraplex.kernels.attention_numba import build_attention_batch
+from loraplex.kernels.attention_numba_tiles import BLOCK
+from loraplex.kernels.fused_numba import SMALL, numba_ops
+from loraplex.kernels.numba_vectors import LIKE
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """For a model in `dtype`. Kernels do not depend on sizes, so each is called with the least that takes it both ways:
+    on the calling thread alone, and on all. For the thread that will run the steps."""
+    if dtype not in LIKE:
+        return
+    ops = numba_ops()
+    columns = 64
+    for rows in (1, 2 * SMALL // columns):
+        x = torch.zeros(rows, columns, dtype=dtype)
+        for weight in (torch.ones(columns, dtype=dtype), torch.ones(columns)):
+            ops.rms_norm(x, weight, 1e-5)
+            ops.add_rms_norm(x, x.clone(), weight, 1e-5)
+        ops.silu_and_mul(x)
+        table = list(range(-(-rows // BLOCK)))
+        batch = build_attention_batch([rows], [rows], [table])
+        cache = torch.zeros(len(table), BLOCK, 2, 1, 2, dtype=dtype)
+        heads = x.view(-1)[: rows * 6].view(rows, 3, 2)
+        for norm in (None, torch.ones(2, dtype=dtype), torch.ones(2)):
+            cos = torch.ones(rows, 1, 1)
+            ops.rotate_and_write(heads, 1, cos, cos, cache, batch, q_norm=norm, k_norm=norm, eps=1e-5)
+        ops.paged_attention(heads[:, :1], cache, batch, scale=1.0, window=None, softcap=None)
+    one = torch.zeros(1, 2, dtype=dtype)
+    ops.linear(one, dense_numba.pack_weight(one), None)
+    lora_numba.warm_up(dtype, dtype)
