@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from loraplex.engine.model import loading
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.model.loading import TESTED, load_model
@@ -185,9 +186,13 @@ def test_older_configs_are_understood(tmp_path):
     torch.testing.assert_close(run.result(0), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path):
+def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path, monkeypatch):
     path = save_tiny(tmp_path, FAMILIES["llama"])
     edit_config(path, dtype="bfloat16")
+    monkeypatch.setattr(loading, "multiplies", lambda dtype: dtype is torch.float32)
+    assert load_model(path, "cpu").dtype is torch.float32  # not the checkpoint's where the processor can't
+    assert load_model(path, "cpu", "bfloat16").dtype is torch.bfloat16
+    monkeypatch.setattr(loading, "multiplies", lambda dtype: True)
     assert load_model(path, "cpu").dtype is torch.bfloat16
     assert load_model(path, "cpu", "float32").dtype is torch.float32
 

@@ -23,6 +23,16 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether products in this dtype are fit for use on this processor. Where oneDNN has none, torch's own take
+    about a second for what oneDNN does in some milliseconds."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in], weight [out, in] or what `pack_weight` made of it, bias [out] → [..., out], all of one dtype.
 

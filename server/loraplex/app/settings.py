@@ -121,7 +121,8 @@ class Settings(BaseSettings):
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of the forward pass on CPU")
     kernels: Literal["auto", "torch", "numba", "triton"] = Field(
-        "auto", description="Kernels of the forward pass: torch, numba, triton or auto (triton on cuda, numba on cpu)"
+        "auto",
+        description="Kernels of the forward pass: torch, numba, triton or auto (triton on cuda, numba on cpu)",
     )
     database_url: str = Field(
         "",
