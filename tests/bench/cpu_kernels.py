@@ -1,4 +1,4 @@
-"""Attention and the fused kernels of a CPU beside torch's, in one run: `python tests/bench/cpu_kernels.py [threads]`.
+"""Attention, LoRA and the fused kernels of a CPU beside torch's: `python tests/bench/cpu_kernels.py [threads]`.
 
 SmolLM2-135M's shapes in bfloat16. Turns of both follow each other; figures are of single calls, the median and the
 least, in milliseconds for 30 layers. With one thread it is the processor's time, which holds on a busy machine too;
@@ -19,12 +19,22 @@ import torch
 from loraplex.kernels.attention import build_attention_batch as torch_batch
 from loraplex.kernels.attention_numba import build_attention_batch as numba_batch
 from loraplex.kernels.fused_numba import numba_ops
+from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.lora import LoraPass, Scratch, Segment, begin_pass
 from loraplex.kernels.ops import resolve_ops
+from support.lora_arena import ManualArena, make_arena
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, INNER = 30, 9, 3, 64, 576, 1536
 TURNS = 15
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")
+GROUPS = (
+    SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), HIDDEN, (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM)),
+    SiteGroup("o", ("o_proj",), HEADS * DIM, (HIDDEN,)),
+    SiteGroup("gate_up", ("gate_proj", "up_proj"), HIDDEN, (INNER, INNER)),
+    SiteGroup("down", ("down_proj",), INNER, (HIDDEN,)),
+)
+RANK, MAX_ADAPTERS = 16, 32
 
 
 def compare(name: str, ours: Callable[[int], object], torchs: Callable[[int], object]) -> None:
@@ -86,6 +96,31 @@ def around(rows: int) -> None:
         )
 
 
+def lora(name: str, arena: ManualArena, rows: int, adapters: int) -> None:
+    """The rows are dealt out evenly. Each adapter has all sites of all layers."""
+    each = rows // adapters
+    segments: list[Segment] = [(slot, slot * each, each) for slot in range(adapters)]
+    ours, theirs = (
+        begin_pass(kind, arena.weights, Scratch(CPU), segments, rows) for kind in ("numba", "torch")
+    )
+    assert ours is not None
+    assert theirs is not None
+    operands = [
+        (
+            group.key,
+            torch.randn(rows, group.in_features, dtype=DTYPE),
+            torch.zeros(rows, sum(group.out_features), dtype=DTYPE),
+        )
+        for group in GROUPS
+    ]
+
+    def layer_of(lora_pass: LoraPass, layer: int) -> None:
+        for key, x, y in operands:
+            lora_pass.apply(layer, key, x, y)
+
+    compare(f"LoRA {name}", lambda layer: layer_of(ours, layer), lambda layer: layer_of(theirs, layer))
+
+
 def main() -> None:
     torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
     print(f"threads {torch.get_num_threads()}, load {os.getloadavg()}")
@@ -95,6 +130,10 @@ def main() -> None:
     attention("decode 16×1024", [1] * 16, [1024] * 16)
     attention("prefill 512", [512], [512])
     attention("chunk 128 of 1024, 8 decode", [128] + [1] * 8, [1024] + [256] * 8)
+    arena = make_arena(GROUPS, LAYERS, DTYPE, [RANK] * MAX_ADAPTERS)
+    lora("1 row", arena, 1, 1)
+    for rows, adapters in ((16, 1), (16, 8), (16, 16), (32, 32), (512, 1)):
+        lora(f"{rows} rows, {adapters} adapters", arena, rows, adapters)
     for rows in (1, 16, 512):
         around(rows)
     print(f"load {os.getloadavg()}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
+from loraplex.kernels import lora_numba
 from loraplex.kernels.groups import HEAD, SiteGroup
 from loraplex.kernels.lora import begin_pass
 from loraplex.kernels.lora_numba import NumbaLoraPass
-from loraplex.kernels.lora_torch import TorchLoraPass
 from loraplex.kernels.lora_types import Scratch, Segment, segments_by_slot
 from support.lora_arena import ManualArena, make_arena
 
@@ -23,6 +26,10 @@ GROUPS = (
 ODD_GROUPS = (
     SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 37, (41, 13, 7)),
     SiteGroup("down", ("down_proj",), 101, (37,)),
+)
+NARROW_GROUPS = (
+    SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 1, (1, 3, 2)),
+    SiteGroup("down", ("down_proj",), 2, (2,)),
 )
 HEAD_GROUP = SiteGroup(HEAD, (f"{HEAD}.0", f"{HEAD}.1", f"{HEAD}.2"), 40, (48, 48, 19))
 LAYERS = 2
@@ -68,7 +75,11 @@ def arenas() -> dict[str, ManualArena]:
     return {
         "float32": arena_of(torch.float32),
         "bfloat16": arena_of(torch.bfloat16),
+        "float16": arena_of(torch.float16),
         "odd": arena_of(torch.bfloat16, ODD_GROUPS),
+        "odd float16": arena_of(torch.float16, ODD_GROUPS),
+        "odd float32": arena_of(torch.float32, ODD_GROUPS),
+        "narrow": arena_of(torch.bfloat16, NARROW_GROUPS),
     }
 
 
@@ -87,7 +98,9 @@ def one_pass(arena: ManualArena, segments: list[Segment], num_rows: int) -> Numb
 
 def check(got: torch.Tensor, want: torch.Tensor) -> None:
     """Rounded once: as near to the float64 sum as a number of this dtype is, but for what float32 sums lose."""
-    rounding = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}[got.dtype]
+    rounding = {torch.float64: 0.0, torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}[
+        got.dtype
+    ]
     error = (got.double() - want).abs()
     assert bool(got.isfinite().all())
     assert bool((error <= rounding * want.abs() + 2e-5 * want.abs().max()).all()), float(error.max())
@@ -102,6 +115,13 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
         ("odd", torch.bfloat16),
         ("odd", torch.float32),
         ("bfloat16", torch.float16),
+        ("bfloat16", torch.float32),
+        ("float16", torch.float16),
+        ("float32", torch.bfloat16),
+        ("odd float16", torch.float16),
+        ("odd float32", torch.float32),
+        ("narrow", torch.bfloat16),
+        ("bfloat16", torch.float64),
     ],
 )
 def test_equals_the_formula(
@@ -157,16 +177,77 @@ def test_what_is_not_finite_stays_in_its_row(arenas: dict[str, ManualArena], poi
     assert torch.equal(y[keep], clean[keep])
 
 
-def test_what_a_row_gets_depends_on_no_other(arenas: dict[str, ManualArena]) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "odd"])
+def test_what_a_row_gets_depends_on_no_other_to_the_bit(
+    arenas: dict[str, ManualArena], name: str, threads: int
+) -> None:
+    arena = arenas[name]
+    dtype = arena.weights.storage.dtype
+    before = torch.get_num_threads()
+    for group in arena.weights.groups:
+        x, y = make_inputs(group, 17, dtype)
+        alone = y.clone()
+        slots = [2] * 10 + [3] * 7
+        for row, slot in enumerate(slots):
+            one_pass(arena, [(slot, 0, 1)], 1).apply(0, group.key, x[row : row + 1], alone[row : row + 1])
+        torch.set_num_threads(threads)
+        try:
+            for cuts in ((10,), (2, 4, 6, 8, 10), (3, 6, 10), (1, 5, 10)):
+                bounds = [0, *cuts, 13, 17]
+                segments = [(slots[first], first, end - first) for first, end in pairwise(bounds)]
+                together = y.clone()
+                one_pass(arena, segments, 17).apply(0, group.key, x, together)
+                assert torch.equal(together, alone)
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_a_tile_of_many_columns_has_the_same_bits_for_any_rows() -> None:
+    group = SiteGroup("gate_up", ("gate_proj", "up_proj"), 160, (208, 71))
+    arena = make_arena([group], 1, torch.bfloat16, [24], dora=(0,))
+    x, y = make_inputs(group, 4, torch.bfloat16)
+    segments = [(0, 0, 4)]
+    want = arena.expected(0, group, segments, x, y)
+    found = []
+    for sizes in ((4,), (3, 1), (2, 2), (1, 1, 1, 1)):
+        out = y.clone()
+        one_pass(arena, lengths([(0, size) for size in sizes]), 4).apply(0, "gate_up", x, out)
+        found.append(out)
+    check(found[0], want)
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
+def test_inputs_and_outputs_may_be_of_different_dtypes(arenas: dict[str, ManualArena]) -> None:
     arena, group = arenas["bfloat16"], GROUPS[0]
-    x, y = make_inputs(group, 12, torch.bfloat16)
-    together, alone = y.clone(), y.clone()
-    one_pass(arena, lengths([(1, 7), (3, 5)]), 12).apply(0, "qkv", x, together)
-    for row in range(12):
-        own, out = x[row : row + 1].clone(), alone[row : row + 1].clone()
-        one_pass(arena, [(1 if row < 7 else 3, 0, 1)], 1).apply(0, "qkv", own, out)
-        alone[row] = out[0]
-    torch.testing.assert_close(together, alone, rtol=2**-7, atol=1e-6)
+    segments = lengths([(1, 3), (2, 2)])
+    x, y = make_inputs(group, 5, torch.float16)[0], make_inputs(group, 5, torch.float32)[1]
+    want = arena.expected(0, group, segments, x, y)
+    one_pass(arena, segments, 5).apply(0, "qkv", x, y)
+    check(y, want)
+
+
+def test_after_warming_up_nothing_is_compiled(arenas: dict[str, ManualArena]) -> None:
+    lora_numba.warm_up(torch.bfloat16, torch.bfloat16)
+    compiled = (lora_numba._alone, lora_numba._together)
+    before = [list(function.signatures) for function in compiled]
+    for group in GROUPS:
+        for segments in ([(1, 0, 1)], [(1, 0, 9), (2, 9, 3)]):
+            rows = sum(count for _, _, count in segments)
+            x, y = make_inputs(group, rows, torch.bfloat16)
+            one_pass(arenas["bfloat16"], segments, rows).apply(0, group.key, x, y)
+    assert [list(function.signatures) for function in compiled] == before
+
+
+def test_threads_of_torch_stay_as_many_as_they_were() -> None:
+    """numba's threads and torch's may share one OpenMP."""
+    code = (
+        "import torch; torch.set_num_threads(1)\n"
+        "from loraplex.kernels.numba_vectors import use_torch_threads\n"
+        "assert use_torch_threads() == 1\n"
+        "assert torch.get_num_threads() == 1"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_columns_and_rows_that_are_not_adjacent(arenas: dict[str, ManualArena]) -> None:
@@ -191,7 +272,7 @@ def test_shapes_that_are_not_the_groups_are_refused(arenas: dict[str, ManualAren
         lora.apply(0, "gate_up", torch.zeros(2, 48), torch.zeros(2, 80))
 
 
-def test_it_is_chosen_where_it_reads_the_weights(arenas: dict[str, ManualArena]) -> None:
-    half = make_arena(GROUPS, 1, torch.float16, [8])
-    for arena, kind in ((arenas["bfloat16"], NumbaLoraPass), (half, TorchLoraPass)):
-        assert isinstance(begin_pass("numba", arena.weights, Scratch(CPU), [(0, 0, 1)], 1), kind)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_it_is_chosen_for_every_dtype(dtype: torch.dtype) -> None:
+    arena = make_arena(GROUPS, 1, dtype, [8])
+    assert isinstance(begin_pass("numba", arena.weights, Scratch(CPU), [(0, 0, 1)], 1), NumbaLoraPass)

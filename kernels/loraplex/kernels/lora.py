@@ -64,10 +64,9 @@ def begin_pass(
     if backend == "torch":
         return TorchLoraPass(weights, scratch, by_slot, num_rows)
     if backend == "numba":
-        from loraplex.kernels.lora_numba import DTYPES, NumbaLoraPass  # takes a second to import
+        from loraplex.kernels.lora_numba import NumbaLoraPass  # takes a second to import
 
-        chosen = NumbaLoraPass if weights.storage.dtype in DTYPES else TorchLoraPass
-        return chosen(weights, scratch, by_slot, num_rows)
+        return NumbaLoraPass(weights, scratch, by_slot, num_rows)
     from loraplex.kernels.lora_triton import TritonLoraPass  # need not be there where it does not run
 
     return TritonLoraPass(weights, scratch, by_slot, num_rows)

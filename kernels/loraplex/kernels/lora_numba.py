@@ -4,36 +4,52 @@
     y[t, cols_i] += h[t, :] · B_{a,i}                      and g, c where a site has them
 
 A tile is up to ROWS adjacent rows of one adapter: each weight is read once for all of them. Pairs of a tile and a site
-are shared out among the threads; nobody adds to what another writes, and every sum has one order, so the same batch
-gives the same bits. What a row gets depends on no other. Where tiles lie is read from the adapters' tables as they are:
-a step prepares nothing but its list of tiles.
+are units of work, which threads take as they get done with others; nobody adds to what another writes, and every sum
+has one order. So what a row gets depends neither on the threads nor on the other rows, to the bit. Where tiles lie is
+read from the adapters' tables as they are: a step prepares nothing but its list of tiles.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import numba
 import numpy as np
 import torch
-from numba import njit, prange, types
-from numba.extending import intrinsic, overload
+from numba import njit, prange
 from numpy.typing import NDArray
 
 from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.lora_numba_tiles import ROWS, expand, shrink
 from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraWeights, Scratch, Segment
+from loraplex.kernels.numba_vectors import (
+    JIT,
+    LIKE,
+    fetch_add,
+    size_of,
+    use_torch_threads,
+)
 
-ROWS = 4
-DTYPES = frozenset({torch.bfloat16, torch.float32})
-"""Of weights, inputs and outputs that the compiled code reads."""
-_CHUNK = CHUNK
-# Not nnan, not ninf: what is not finite must stay so, in its own row.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
+_ROWS, _CHUNK, _GRANULE_BYTES = ROWS, CHUNK, GRANULE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """`active` [layers]: whether an adapter of the step has a site there. `bounds` [sites + 1] int64: where each
+    site's columns of y begin."""
+
+    x_shape: tuple[int, int]
+    y_shape: tuple[int, int]
+    active: list[bool]
+    threads: int
+    first_site: int
+    bounds: NDArray[np.int64]
 
 
 class NumbaLoraPass:
-    """See `loraplex.kernels.lora.LoraPass`. The weights are in one of DTYPES."""
+    """See `loraplex.kernels.lora.LoraPass`. The weights are of a dtype of `numba_vectors.LIKE`; the tables are
+    contiguous, or ValueError is raised."""
 
     def __init__(
         self,
@@ -42,65 +58,79 @@ class NumbaLoraPass:
         by_slot: Mapping[int, Sequence[Segment]],
         num_rows: int,
     ) -> None:
+        if not (weights.tables.flags.c_contiguous and weights.vectors.flags.c_contiguous):
+            raise ValueError("the tables of an arena are contiguous")
         self._weights = weights
         self._scratch = scratch
-        self._num_rows = num_rows
-        self._storage = _numbers(weights.storage)
-        self._floats = weights.storage.view(torch.float32).numpy()
+        self._like = LIKE[weights.storage.dtype]
+        self._storage = weights.storage.data_ptr()
         self._tiles = _tiles(by_slot)
-        self._granule = GRANULE_BYTES // weights.storage.element_size()
+        threads = use_torch_threads()
         # [layers, sites]
         active: NDArray[np.bool_] = np.logical_or.reduce(weights.present[list(by_slot)], axis=0)
-        self._groups: dict[str, tuple[int, int, NDArray[np.int64], NDArray[np.bool_]]] = {}
+        self._groups: dict[str, _Group] = {}
         first = 0
         for group in weights.groups:
             sites = slice(first, first + len(group.sites))
             bounds = np.cumsum((0, *group.out_features), dtype=np.int64)
-            self._groups[group.key] = (
+            self._groups[group.key] = _Group(
+                (num_rows, group.in_features),
+                (num_rows, int(bounds[-1])),
+                np.logical_or.reduce(active[:, sites], axis=1).tolist(),
+                min(threads, len(self._tiles) * len(group.sites)),
                 first,
-                group.in_features,
                 bounds,
-                np.logical_or.reduce(active[:, sites], axis=1),
             )
             first += len(group.sites)
 
     def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """See `LoraPass.apply`. Raises ValueError where the shapes are not the group's, KeyError for no group."""
-        first_site, in_features, bounds, active = self._groups[group]
-        if not active[layer]:
+        found = self._groups[group]
+        if not found.active[layer]:
             return
-        if x.shape != (self._num_rows, in_features) or y.shape != (self._num_rows, bounds[-1]):
+        if x.shape != found.x_shape or y.shape != found.y_shape:
             raise ValueError(
-                f"group {group!r} of a pass over {self._num_rows} rows got x {tuple(x.shape)}, y {tuple(y.shape)}"
+                f"group {group!r} of a pass over {found.x_shape[0]} rows got x {tuple(x.shape)}, "
+                f"y {tuple(y.shape)}"
             )
-        if x.dtype not in DTYPES or not x.is_contiguous():
-            x = self._scratch.take("x", tuple(x.shape), torch.float32).copy_(x)
+        if x.stride(1) != 1 or x.dtype not in LIKE:
+            x = self._copy("x", x)
         out = y
-        if y.dtype not in DTYPES or not y.is_contiguous():
-            out = self._scratch.take("y", tuple(y.shape), torch.float32).copy_(y)
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-        _apply(
-            _numbers(x),
-            _numbers(out),
+        if y.stride(1) != 1 or y.dtype not in LIKE:
+            out = self._copy("y", y)
+        weights = self._weights
+        arguments = (
+            LIKE[x.dtype],
+            LIKE[out.dtype],
+            self._like,
+            x.data_ptr(),
+            x.stride(0),
+            found.x_shape[1],
+            out.data_ptr(),
+            out.stride(0),
             self._storage,
-            self._floats,
-            self._weights.tables,
-            self._weights.vectors,
+            weights.tables,
+            weights.vectors,
             self._tiles,
             layer,
-            first_site,
-            bounds,
-            self._granule,
+            found.first_site,
+            found.bounds,
         )
+        if found.threads == 1:
+            _alone(*arguments)
+        else:
+            _together(found.threads, *arguments)
         if out is not y:
             y.copy_(out)
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = tensor.dtype if tensor.dtype in LIKE else torch.float32
+        return self._scratch.take(name, tuple(tensor.shape), dtype).copy_(tensor)
 
 
 def warm_up(weights: torch.dtype, activations: torch.dtype) -> None:
     """Compile, or take from the disk what was compiled before, for storage and for inputs and outputs of these dtypes.
     Without it the first step does, which takes seconds."""
-    if weights not in DTYPES or activations not in DTYPES:
-        return
     site = SiteGroup("one", ("one",), 1, (1,))
     storage = torch.zeros(2 * GRANULE_BYTES // weights.itemsize * CHUNK, dtype=weights)
     tables = np.zeros((1, 2, 1, 1, 2), np.int32)
@@ -109,19 +139,13 @@ def warm_up(weights: torch.dtype, activations: torch.dtype) -> None:
     arena = LoraWeights(
         storage, (site,), tables, one, np.ones((1, 1, 1), np.bool_), np.zeros((1, 1, 1), np.int32)
     )
-    x, y = torch.zeros(1, 1, dtype=activations), torch.zeros(1, 1, dtype=activations)
-    NumbaLoraPass(arena, Scratch(x.device), {0: [(0, 0, 1)]}, 1).apply(0, "one", x, y)
+    # One unit for one thread, and two for several.
+    for rows in (1, ROWS + 1):
+        x, y = torch.zeros(rows, 1, dtype=activations), torch.zeros(rows, 1, dtype=activations)
+        NumbaLoraPass(arena, Scratch(x.device), {0: [(0, 0, rows)]}, rows).apply(0, "one", x, y)
 
 
-def _numbers(tensor: torch.Tensor) -> NDArray[np.uint16] | NDArray[np.float32]:
-    """Its memory: bfloat16 as the integers that hold its bits."""
-    array: NDArray[np.uint16] | NDArray[np.float32] = (
-        tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
-    ).numpy()
-    return array
-
-
-def _tiles(by_slot: Mapping[int, Sequence[Segment]]) -> NDArray[np.int32]:
+def _tiles(by_slot: Mapping[int, Sequence[Segment]]) -> NDArray[np.int64]:
     """[n, 3]: first row, rows, slot."""
     found = [
         (row, min(ROWS, first + count - row), slot)
@@ -129,143 +153,143 @@ def _tiles(by_slot: Mapping[int, Sequence[Segment]]) -> NDArray[np.int32]:
         for _, first, count in segments
         for row in range(first, first + count, ROWS)
     ]
-    return np.array(found, np.int32).reshape(-1, 3)
+    return np.array(found, np.int64).reshape(-1, 3)
 
 
-@intrinsic
-def _as_float(_context, bits):
-    """The float32 with these bits."""
-
-    def build(context, builder, _signature, arguments):
-        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
-
-    return types.float32(types.uint32), build
-
-
-@intrinsic
-def _as_bits(_context, number):
-    """The bits of a float32."""
-
-    def build(context, builder, _signature, arguments):
-        return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
-
-    return types.uint32(types.float32), build
-
-
-def _load(array, index):
-    """An element of a flat array as float32."""
-
-
-def _store(array, index, value):
-    """Round a float32, to even, into a flat array."""
-
-
-@overload(_load, inline="always")
-def _overload_load(array, index):
-    if array.dtype == types.uint16:
-        return lambda array, index: _as_float(np.uint32(array[index]) << np.uint32(16))
-    return lambda array, index: array[index]
-
-
-@overload(_store, inline="always")
-def _overload_store(array, index, value):
-    if array.dtype == types.float32:
-
-        def keep(array, index, value):
-            array[index] = value
-
-        return keep
-
-    def narrow(array, index, value):
-        bits = _as_bits(value)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        # Rounding would make another number, or an infinity, of a NaN with few digits.
-        array[index] = np.uint16(rounded) if value == value else np.uint16(0x7FC0)  # noqa: PLR0124
-
-    return narrow
-
-
-@njit(fastmath=_FAST, nogil=True, cache=True, error_model="numpy")
-def _shrink(x, storage, start, columns, rows, hidden, rank):
-    """hidden[t, rank + r] = x[t] · tile[r], for the CHUNK ranks of an A tile; x [rows, columns] float32."""
-    for r in range(_CHUNK):
-        a = storage[start + r * columns : start + (r + 1) * columns]
-        if rows == 1:
-            x0 = x[0]
-            s0 = np.float32(0)
-            for k in range(columns):
-                s0 += x0[k] * _load(a, k)
-            hidden[0, rank + r] = s0
-        else:
-            # As many rows as there are, or four: reading one twice costs nothing.
-            x0, x1, x2, x3 = x[0], x[1], x[min(2, rows - 1)], x[rows - 1]
-            s0 = s1 = s2 = s3 = np.float32(0)
-            for k in range(columns):
-                weight = _load(a, k)
-                s0 += x0[k] * weight
-                s1 += x1[k] * weight
-                s2 += x2[k] * weight
-                s3 += x3[k] * weight
-            hidden[0, rank + r] = s0
-            hidden[1, rank + r] = s1
-            hidden[min(2, rows - 1), rank + r] = s2
-            hidden[rows - 1, rank + r] = s3
-
-
-@njit(fastmath=_FAST, nogil=True, cache=True, error_model="numpy")
-def _expand(hidden, storage, start, columns, y):
-    """y [columns] float32 += hidden [CHUNK] · tile [CHUNK, columns]."""
-    b = storage[start : start + _CHUNK * columns]
-    h0, h1, h2, h3 = hidden[0], hidden[1], hidden[2], hidden[3]
-    h4, h5, h6, h7 = hidden[4], hidden[5], hidden[6], hidden[7]
-    for n in range(columns):
-        y[n] += (
-            h0 * _load(b, n)
-            + h1 * _load(b, columns + n)
-            + h2 * _load(b, 2 * columns + n)
-            + h3 * _load(b, 3 * columns + n)
-            + h4 * _load(b, 4 * columns + n)
-            + h5 * _load(b, 5 * columns + n)
-            + h6 * _load(b, 6 * columns + n)
-            + h7 * _load(b, 7 * columns + n)
-        )
-
-
-@njit(parallel=True, fastmath=_FAST, nogil=True, cache=True, error_model="numpy")
-def _apply(x, y, storage, floats, tables, vectors, tiles, layer, first_site, bounds, granule):
-    num_sites = len(bounds) - 1
-    columns = x.shape[1]
+@njit(**JIT)
+def _take_units(
+    taken,
+    x_like,
+    y_like,
+    like,
+    x,
+    x_stride,
+    columns,
+    y,
+    y_stride,
+    storage,
+    tables,
+    vectors,
+    tiles,
+    layer,
+    first_site,
+    bounds,
+):
+    """Units until there are no more; `taken` is the address of how many there were, for all threads. x, y and storage
+    are addresses, strides are in elements; the rest is as in LoraWeights, `_Group` and `_tiles`."""
+    num_tiles = len(tiles)
+    total_units = num_tiles * (len(bounds) - 1)
+    x_row, y_row = x_stride * size_of(x_like), y_stride * size_of(y_like)
     max_chunks = tables.shape[1] - 1
-    for unit in prange(len(tiles) * num_sites):
-        first, rows, slot = tiles[unit // num_sites]
-        site = unit % num_sites
-        begin, end = bounds[site], bounds[site + 1]
-        width = end - begin
-        num_chunks = 0
-        while num_chunks < max_chunks and tables[slot, num_chunks, layer, first_site + site, 0]:
-            num_chunks += 1
-        if not num_chunks:
-            continue
-        inputs = np.empty((rows, columns), np.float32)
-        for t in range(rows):
-            source, target = x[first + t], inputs[t]
-            for k in range(columns):
-                target[k] = _load(source, k)
-        hidden = np.empty((rows, num_chunks * _CHUNK), np.float32)
-        for chunk in range(num_chunks):
-            start = np.int64(tables[slot, chunk, layer, first_site + site, 0]) * granule
-            _shrink(inputs, storage, start, columns, rows, hidden, chunk * _CHUNK)
-        moved = np.int64(vectors[slot, layer, first_site + site]) * (GRANULE_BYTES // 4)
-        sums = np.empty(width, np.float32)
-        for t in range(rows):
-            row = y[first + t, begin:end]
-            for n in range(width):
-                sums[n] = _load(row, n)
-            if moved:
-                for n in range(width):
-                    sums[n] += sums[n] * floats[moved + n] + floats[moved + width + n]
-            for chunk in range(num_chunks):
-                start = np.int64(tables[slot, chunk, layer, first_site + site, 1]) * granule
-                _expand(hidden[t, chunk * _CHUNK :], storage, start, width, sums)
-            for n in range(width):
-                _store(row, n, sums[n])
+    hidden = np.empty((_ROWS, max_chunks * _CHUNK), np.float32)
+    b_tiles = np.empty(max_chunks, np.int64)
+    while True:
+        # Site by site: what tiles of one adapter have in common stays in the cache.
+        unit = fetch_add(taken, 1)
+        if unit >= total_units:
+            break
+        site = unit // num_tiles
+        first, rows, slot = tiles[unit % num_tiles]
+        inputs = x + first * x_row
+        chunk = 0
+        while chunk < max_chunks and tables[slot, chunk, layer, first_site + site, 0]:
+            a, b = tables[slot, chunk, layer, first_site + site]
+            a_tile = storage + np.int64(a) * _GRANULE_BYTES
+            shrink(rows, inputs, x_row, columns, a_tile, hidden, chunk * _CHUNK, x_like, like)
+            b_tiles[chunk] = storage + np.int64(b) * _GRANULE_BYTES
+            chunk += 1
+        if chunk:
+            begin, end = bounds[site], bounds[site + 1]
+            moved = np.int64(vectors[slot, layer, first_site + site]) * _GRANULE_BYTES
+            expand(
+                rows,
+                hidden,
+                b_tiles,
+                chunk,
+                end - begin,
+                storage + moved if moved else 0,
+                y + first * y_row + begin * size_of(y_like),
+                y_row,
+                y_like,
+                like,
+            )
+
+
+@njit(**JIT)
+def _alone(
+    x_like,
+    y_like,
+    like,
+    x,
+    x_stride,
+    columns,
+    y,
+    y_stride,
+    storage,
+    tables,
+    vectors,
+    tiles,
+    layer,
+    first_site,
+    bounds,
+):
+    taken = np.zeros(1, np.int64)
+    _take_units(
+        taken.ctypes.data,
+        x_like,
+        y_like,
+        like,
+        x,
+        x_stride,
+        columns,
+        y,
+        y_stride,
+        storage,
+        tables,
+        vectors,
+        tiles,
+        layer,
+        first_site,
+        bounds,
+    )
+
+
+@njit(parallel=True, **JIT)
+def _together(
+    threads,
+    x_like,
+    y_like,
+    like,
+    x,
+    x_stride,
+    columns,
+    y,
+    y_stride,
+    storage,
+    tables,
+    vectors,
+    tiles,
+    layer,
+    first_site,
+    bounds,
+):
+    taken = np.zeros(1, np.int64)
+    for _ in prange(threads):
+        _take_units(
+            taken.ctypes.data,
+            x_like,
+            y_like,
+            like,
+            x,
+            x_stride,
+            columns,
+            y,
+            y_stride,
+            storage,
+            tables,
+            vectors,
+            tiles,
+            layer,
+            first_site,
+            bounds,
+        )

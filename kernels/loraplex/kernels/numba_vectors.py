@@ -35,8 +35,12 @@ JIT = {"cache": True, "nogil": True, "boundscheck": False, "error_model": "numpy
 def use_torch_threads() -> int:
     """Let the calling thread's parallel kernels have as many threads as torch's operations, of those that numba has.
     Returns how many."""
-    count = min(torch.get_num_threads(), int(config.NUMBA_NUM_THREADS))
+    wanted = torch.get_num_threads()
+    count = min(wanted, int(config.NUMBA_NUM_THREADS))
     set_num_threads(count)
+    # Both may share one OpenMP, whose number of threads numba sets to its own when it starts them.
+    if torch.get_num_threads() != wanted:
+        torch.set_num_threads(wanted)
     return count
 
 
