@@ -65,6 +65,11 @@ BATCHES: dict[str, list[Segment]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_too_small_to_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_numba, "SMALL", 0)
+
+
 @pytest.fixture(scope="module")
 def arenas() -> dict[str, ManualArena]:
     def arena_of(dtype: torch.dtype, groups: Sequence[SiteGroup] = GROUPS) -> ManualArena:

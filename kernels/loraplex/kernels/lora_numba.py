@@ -31,6 +31,9 @@ from loraplex.kernels.numba_vectors import (
     use_torch_threads,
 )
 
+SMALL = 1 << 16
+"""Weights that one thread is done with before it has woken another."""
+
 _ROWS, _CHUNK, _GRANULE_BYTES = ROWS, CHUNK, GRANULE_BYTES
 
 
@@ -69,15 +72,17 @@ class NumbaLoraPass:
         # [layers, sites]
         active: NDArray[np.bool_] = np.logical_or.reduce(weights.present[list(by_slot)], axis=0)
         self._groups: dict[str, _Group] = {}
+        ranks = CHUNK * int(weights.num_chunks[self._tiles[:, 2]].sum())
         first = 0
         for group in weights.groups:
             sites = slice(first, first + len(group.sites))
             bounds = np.cumsum((0, *group.out_features), dtype=np.int64)
+            small = ranks * (len(group.sites) * group.in_features + int(bounds[-1])) <= SMALL
             self._groups[group.key] = _Group(
                 (num_rows, group.in_features),
                 (num_rows, int(bounds[-1])),
                 np.logical_or.reduce(active[:, sites], axis=1).tolist(),
-                min(threads, len(self._tiles) * len(group.sites)),
+                1 if small else min(threads, len(self._tiles) * len(group.sites)),
                 first,
                 bounds,
             )
@@ -93,6 +98,9 @@ class NumbaLoraPass:
                 f"group {group!r} of a pass over {found.x_shape[0]} rows got x {tuple(x.shape)}, "
                 f"y {tuple(y.shape)}"
             )
+        self._run(found, found.threads, layer, x, y)
+
+    def _run(self, found: _Group, threads: int, layer: int, x: torch.Tensor, y: torch.Tensor) -> None:
         if x.stride(1) != 1 or x.dtype not in LIKE:
             x = self._copy("x", x)
         out = y
@@ -116,10 +124,10 @@ class NumbaLoraPass:
             found.first_site,
             found.bounds,
         )
-        if found.threads == 1:
+        if threads == 1:
             _alone(*arguments)
         else:
-            _together(found.threads, *arguments)
+            _together(threads, *arguments)
         if out is not y:
             y.copy_(out)
 
@@ -139,10 +147,10 @@ def warm_up(weights: torch.dtype, activations: torch.dtype) -> None:
     arena = LoraWeights(
         storage, (site,), tables, one, np.ones((1, 1, 1), np.bool_), np.zeros((1, 1, 1), np.int32)
     )
-    # One unit for one thread, and two for several.
-    for rows in (1, ROWS + 1):
-        x, y = torch.zeros(rows, 1, dtype=activations), torch.zeros(rows, 1, dtype=activations)
-        NumbaLoraPass(arena, Scratch(x.device), {0: [(0, 0, rows)]}, rows).apply(0, "one", x, y)
+    x, y = torch.zeros(1, 1, dtype=activations), torch.zeros(1, 1, dtype=activations)
+    lora = NumbaLoraPass(arena, Scratch(x.device), {0: [(0, 0, 1)]}, 1)
+    for threads in (1, 2):
+        lora._run(lora._groups["one"], threads, 0, x, y)
 
 
 def _tiles(by_slot: Mapping[int, Sequence[Segment]]) -> NDArray[np.int64]:
