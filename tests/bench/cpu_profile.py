@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the engine's process has it
+
 import torch
 
 from loraplex.engine import factory

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import numba
 import pytest
 import torch
 
@@ -173,10 +172,3 @@ def test_shapes_that_do_not_fit_are_refused():
         build_attention_batch([1], [17], [[0]])
     with pytest.raises(ValueError, match="0 rows"):
         build_attention_batch([0], [17], [[0, 1]])
-
-
-def test_threads_are_shared_with_torch():
-    """Of OpenMP: numba's own pool does not bear calls from two threads."""
-    step = paged_step([1], [20], heads=4, kv_heads=2, head_dim=8, block_size=BLOCK)
-    attention(step)
-    assert numba.threading_layer() == "omp"

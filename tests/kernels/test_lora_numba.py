@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels import lora_numba
 from loraplex.kernels.groups import HEAD, SiteGroup
 from loraplex.kernels.lora import begin_pass
 from loraplex.kernels.lora_numba import NumbaLoraPass
@@ -63,11 +60,6 @@ BATCHES: dict[str, list[Segment]] = {
     "two, three and four rows": lengths([(0, 2), (3, 3), (2, 4), (1, 5), (6, 6), (5, 7)]),
     "prompts and decode": lengths([(2, 33), (1, 1), (-1, 1), (6, 1), (-1, 5), (0, 17), (7, 2)]),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_too_small_to_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_numba, "SMALL", 0)
 
 
 @pytest.fixture(scope="module")
@@ -230,29 +222,6 @@ def test_inputs_and_outputs_may_be_of_different_dtypes(arenas: dict[str, ManualA
     want = arena.expected(0, group, segments, x, y)
     one_pass(arena, segments, 5).apply(0, "qkv", x, y)
     check(y, want)
-
-
-def test_after_warming_up_nothing_is_compiled(arenas: dict[str, ManualArena]) -> None:
-    lora_numba.warm_up(torch.bfloat16, torch.bfloat16)
-    compiled = (lora_numba._alone, lora_numba._together)
-    before = [list(function.signatures) for function in compiled]
-    for group in GROUPS:
-        for segments in ([(1, 0, 1)], [(1, 0, 9), (2, 9, 3)]):
-            rows = sum(count for _, _, count in segments)
-            x, y = make_inputs(group, rows, torch.bfloat16)
-            one_pass(arenas["bfloat16"], segments, rows).apply(0, group.key, x, y)
-    assert [list(function.signatures) for function in compiled] == before
-
-
-def test_threads_of_torch_stay_as_many_as_they_were() -> None:
-    """numba's threads and torch's may share one OpenMP."""
-    code = (
-        "import torch; torch.set_num_threads(1)\n"
-        "from loraplex.kernels.numba_vectors import use_torch_threads\n"
-        "assert use_torch_threads() == 1\n"
-        "assert torch.get_num_threads() == 1"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_columns_and_rows_that_are_not_adjacent(arenas: dict[str, ManualArena]) -> None:

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from numpy.typing import NDArray
 
 from loraplex.kernels.attention_numba_tiles import BLOCK, SEGMENT, attend
+from loraplex.kernels.numba_team import Kernel
 from loraplex.kernels.numba_vectors import (
     JIT,
     LIKE,
@@ -31,10 +32,13 @@ from loraplex.kernels.numba_vectors import (
     fetch_add,
     fma,
     load_some,
+    read_float32,
+    read_float64,
+    read_int64,
     size_of,
     splat,
     store_some,
-    use_torch_threads,
+    write_float32,
 )
 
 SPAN = 512
@@ -43,6 +47,7 @@ SPAN = 512
 _MAX_VECTORS = 48
 """Query vectors of a tile, unless one row has more."""
 
+_TILE_NUMBERS = 9
 _F32 = np.float32(0)
 
 
@@ -59,6 +64,9 @@ class _Plan:
     units: NDArray[np.int64]
     done: NDArray[np.int64]
     partials: NDArray[np.float32]
+    addresses: tuple[int, ...]
+    """As `_attend_units` takes them: of tiles, of units and how many, of `done`, of `partials` and bytes of a KV
+    head's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,7 @@ class NumbaAttentionBatch:
     seq_lens: NDArray[np.int64]
     starts: NDArray[np.int64]
     tables: NDArray[np.int32]
+    tables_address: int
     plans: dict[tuple[int, int, int, int], _Plan] = field(default_factory=dict, repr=False)
 
     def plan(self, kv_heads: int, group: int, dim: int, window: int) -> _Plan:
@@ -80,9 +89,17 @@ class NumbaAttentionBatch:
         if made is None:
             tiles, units, vectors = _lay_out(self.counts, self.seq_lens, self.starts, group, window)
             done = np.zeros(len(tiles) * kv_heads, np.int64)
-            made = self.plans[key] = _Plan(
-                tiles, units, done, np.empty(vectors * kv_heads * (dim + 2), np.float32)
+            partials = np.empty(vectors * kv_heads * (dim + 2), np.float32)
+            of_tiles, of_units, of_done = (array.ctypes.data for array in (tiles, units, done))
+            addresses = (
+                of_tiles,
+                of_units,
+                len(units),
+                of_done,
+                partials.ctypes.data,
+                vectors * (dim + 2) * 4,
             )
+            made = self.plans[key] = _Plan(tiles, units, done, partials, addresses)
         return made
 
 
@@ -111,7 +128,9 @@ def build_attention_batch(
     flat = np.array(tables, np.int32)
     begins = np.array(starts, np.int64)
     slots = _slots(counts, lengths, begins, flat)
-    return NumbaAttentionBatch(len(slots), torch.from_numpy(slots), counts, lengths, begins, flat)
+    return NumbaAttentionBatch(
+        len(slots), torch.from_numpy(slots), counts, lengths, begins, flat, flat.ctypes.data
+    )
 
 
 def paged_attention(
@@ -147,9 +166,8 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype)
     plan = batch.plan(kv_heads, heads // kv_heads, dim, -1 if window is None else window)
     size = q.element_size()
-    _attend_all(
-        LIKE[q.dtype],
-        use_torch_threads(),
+    _attend_all.run(
+        (LIKE[q.dtype],),
         q.data_ptr(),
         q.stride(0) * size,
         q.stride(1) * size,
@@ -161,11 +179,8 @@ def paged_attention(
         -1 if window is None else window,
         float(scale),
         0.0 if softcap is None else float(softcap),
-        batch.tables,
-        plan.tiles,
-        plan.units,
-        plan.done,
-        plan.partials,
+        batch.tables_address,
+        *plan.addresses,
     )
     return out
 
@@ -204,7 +219,7 @@ def _lay_out(counts, lengths, starts, group, window):
     num_tiles = 0
     for count in counts:
         num_tiles += (count + most - 1) // most
-    tiles = np.empty((num_tiles, 9), np.int64)
+    tiles = np.empty((num_tiles, _TILE_NUMBERS), np.int64)
     tile, row, num_units, vectors = 0, 0, 0, 0
     for i in range(len(counts)):
         count, length = counts[i], lengths[i]
@@ -251,128 +266,118 @@ def _finish(total, dim, weight_sum, out, like):
 def _keep(total, dim, top, weight_sum, place):
     """One query vector's part of a span: total [dim], top, sum."""
     for d in range(0, dim, 16):
-        store_some(load_some(total + d * 4, dim - d, _F32), place.ctypes.data + d * 4, dim - d, _F32)
-    place[dim] = top
-    place[dim + 1] = weight_sum
+        store_some(load_some(total + d * 4, dim - d, _F32), place + d * 4, dim - d, _F32)
+    write_float32(top, place + dim * 4)
+    write_float32(weight_sum, place + dim * 4 + 4)
 
 
 @njit(**JIT)
 def _merge(parts, stride, spans, dim, total, out, like):
-    """A query vector's answer from its spans' parts, in their order. total [dim] is room to work in."""
-    top = parts[dim]
+    """A query vector's answer from its spans' parts, which lie `stride` bytes apart, in their order. total [dim] is
+    room to work in."""
+    top = read_float32(parts + dim * 4)
     for span in range(1, spans):
-        top = max(top, parts[span * stride + dim])
+        top = max(top, read_float32(parts + span * stride + dim * 4))
     weight_sum = _F32
     for d in range(0, dim, 16):
         store_some(splat(_F32), total + d * 4, dim - d, _F32)
     for span in range(spans):
-        part = parts[span * stride :]
-        factor = math.exp(part[dim] - top)
-        weight_sum += factor * part[dim + 1]
+        part = parts + span * stride
+        factor = math.exp(read_float32(part + dim * 4) - top)
+        weight_sum += factor * read_float32(part + dim * 4 + 4)
         for d in range(0, dim, 16):
             left = dim - d
-            value = load_some(part.ctypes.data + d * 4, left, _F32)
+            value = load_some(part + d * 4, left, _F32)
             store_some(
                 fma(value, splat(factor), load_some(total + d * 4, left, _F32)), total + d * 4, left, _F32
             )
     _finish(total, dim, weight_sum, out, like)
 
 
-@njit(parallel=True, **JIT)
-def _attend_all(
-    like,
-    threads,
-    q,
-    q_row,
-    q_head,
-    out,
-    cache,
-    kv_heads,
-    group,
-    dim,
-    window,
-    scale,
-    softcap,
-    tables,
-    tiles,
-    units,
-    done,
-    partials,
-):
-    taken = np.zeros(1, np.int64)
-    total_units = len(units) * kv_heads
+def _attend_units(taken, arguments, like):
+    q, q_row, q_head = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    out, cache, kv_heads = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
+    group, dim, window = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
+    scale, softcap = read_float64(arguments + 72), read_float64(arguments + 80)
+    tables, tiles, units = read_int64(arguments + 88), read_int64(arguments + 96), read_int64(arguments + 104)
+    num_units, done = read_int64(arguments + 112), read_int64(arguments + 120)
+    partials, per_head = read_int64(arguments + 128), read_int64(arguments + 136)
+    total_units = num_units * kv_heads
     size = size_of(like)
     block_bytes = 2 * BLOCK * kv_heads * dim * size
     out_row = kv_heads * group * dim * size
     vectors = max(_MAX_VECTORS, group)
-    per_head = len(partials) // kv_heads
-    for _ in prange(threads):
-        queries = np.empty(vectors * dim, np.float32)
-        scores = np.empty(vectors * SEGMENT, np.float32)
-        weights = np.empty(vectors * SEGMENT, np.float32)
-        totals = np.empty(vectors * dim, np.float32)
-        edges = np.empty(4 * dim, np.float32)
-        tops = np.empty(vectors, np.float32)
-        sums = np.empty(vectors, np.float32)
-        keys = np.empty(SEGMENT // BLOCK, np.int64)
-        pairs = np.empty(SEGMENT // 2, np.int64)
-        while True:
-            # From the end, where a prompt's longest units are.
-            number = total_units - 1 - fetch_add(taken.ctypes.data, 1)
-            if number < 0:
-                break
-            head = number % kv_heads
-            tile = units[number // kv_heads, 0]
-            span = units[number // kv_heads, 1]
-            start, first_row, rows, position, low, end, length, spans, offset = tiles[tile]
-            begin = low // BLOCK * BLOCK
-            span_low = max(low, begin + span * length)
-            span_end = min(end, begin + (span + 1) * length)
+    queries = np.empty(vectors * dim, np.float32)
+    scores = np.empty(vectors * SEGMENT, np.float32)
+    weights = np.empty(vectors * SEGMENT, np.float32)
+    totals = np.empty(vectors * dim, np.float32)
+    edges = np.empty(4 * dim, np.float32)
+    tops = np.empty(vectors, np.float32)
+    sums = np.empty(vectors, np.float32)
+    keys = np.empty(SEGMENT // BLOCK, np.int64)
+    pairs = np.empty(SEGMENT // 2, np.int64)
+    while True:
+        # From the end, where a prompt's longest units are.
+        number = total_units - 1 - fetch_add(taken, 1)
+        if number < 0:
+            break
+        head = number % kv_heads
+        unit = units + number // kv_heads * 16
+        tile, span = read_int64(unit), read_int64(unit + 8)
+        here = tiles + tile * (_TILE_NUMBERS * 8)
+        start, first_row, rows = read_int64(here), read_int64(here + 8), read_int64(here + 16)
+        position, low, end = read_int64(here + 24), read_int64(here + 32), read_int64(here + 40)
+        length, spans, offset = read_int64(here + 48), read_int64(here + 56), read_int64(here + 64)
+        begin = low // BLOCK * BLOCK
+        span_low = max(low, begin + span * length)
+        span_end = min(end, begin + (span + 1) * length)
+        for m in range(rows * group):
+            source = q + (first_row + m // group) * q_row + (head * group + m % group) * q_head
+            for d in range(dim):
+                copy_element(queries.ctypes.data + (m * dim + d) * size, source + d * size, like)
+        attend(
+            queries.ctypes.data,
+            scores.ctypes.data,
+            weights.ctypes.data,
+            totals.ctypes.data,
+            tops,
+            sums,
+            keys,
+            pairs,
+            edges.ctypes.data,
+            cache,
+            block_bytes,
+            head,
+            group,
+            dim,
+            tables + start * 4,
+            rows,
+            position,
+            span_low,
+            span_end,
+            window,
+            scale,
+            softcap,
+            like,
+        )
+        answer = out + first_row * out_row + head * group * dim * size
+        if spans == 1:
             for m in range(rows * group):
-                source = q + (first_row + m // group) * q_row + (head * group + m % group) * q_head
-                for d in range(dim):
-                    copy_element(queries.ctypes.data + (m * dim + d) * size, source + d * size, like)
-            attend(
-                queries.ctypes.data,
-                scores.ctypes.data,
-                weights.ctypes.data,
-                totals.ctypes.data,
-                tops,
-                sums,
-                keys,
-                pairs,
-                edges.ctypes.data,
-                cache,
-                block_bytes,
-                head,
-                group,
-                dim,
-                tables.ctypes.data + start * 4,
-                rows,
-                position,
-                span_low,
-                span_end,
-                window,
-                scale,
-                softcap,
-                like,
-            )
-            answer = out + first_row * out_row + head * group * dim * size
-            if spans == 1:
-                for m in range(rows * group):
-                    place = answer + m // group * out_row + m % group * dim * size
-                    _finish(totals.ctypes.data + m * dim * 4, dim, sums[m], place, like)
-                continue
-            width = dim + 2
-            mine = partials[head * per_head + offset * width :]
-            stride = rows * group * width
+                place = answer + m // group * out_row + m % group * dim * size
+                _finish(totals.ctypes.data + m * dim * 4, dim, sums[m], place, like)
+            continue
+        width = (dim + 2) * 4
+        mine = partials + head * per_head + offset * width
+        stride = rows * group * width
+        for m in range(rows * group):
+            part = mine + span * stride + m * width
+            _keep(totals.ctypes.data + m * dim * 4, dim, tops[m], sums[m], part)
+        counter = done + (tile * kv_heads + head) * 8
+        if fetch_add(counter, 1) == spans - 1:
             for m in range(rows * group):
-                _keep(
-                    totals.ctypes.data + m * dim * 4, dim, tops[m], sums[m], mine[span * stride + m * width :]
-                )
-            counter = done.ctypes.data + (tile * kv_heads + head) * 8
-            if fetch_add(counter, 1) == spans - 1:
-                for m in range(rows * group):
-                    place = answer + m // group * out_row + m % group * dim * size
-                    _merge(mine[m * width :], stride, spans, dim, totals.ctypes.data, place, like)
-                fetch_add(counter, -spans)
+                place = answer + m // group * out_row + m % group * dim * size
+                _merge(mine + m * width, stride, spans, dim, totals.ctypes.data, place, like)
+            fetch_add(counter, -spans)
+
+
+_attend_all = Kernel(_attend_units, "qqqqqqqqqddqqqqqqq")

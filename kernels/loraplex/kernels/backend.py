@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from typing import Literal
@@ -49,11 +48,8 @@ def obstacle_to(backend: Backend, device: torch.device) -> str | None:
 def _obstacle_to_numba(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"they are for CPUs, and the device is {device.type!r}"
-    try:
-        # Its threads are OpenMP's, which torch has brought along; the system's own library is asked for all the same.
-        importlib.import_module("numba.np.ufunc.omppool")
-    except ImportError as error:
-        return f"{error} (libgomp1 is the package that has OpenMP on Debian)"
+    if importlib.util.find_spec("numba") is None:
+        return "the package numba is not installed"
     return None
 
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from loraplex.kernels import dense
 from loraplex.kernels import numba_ir as nir
-from loraplex.kernels.numba_vectors import JIT, LIKE, fetch_add, host_features, use_torch_threads
+from loraplex.kernels.numba_team import Kernel, num_threads
+from loraplex.kernels.numba_vectors import JIT, fetch_add, host_features, read_int64
 
 BLOCK = 32
 MAX_UNIT_ROWS = 384
@@ -76,7 +76,11 @@ def linear(
         x = x.contiguous()
     rows = x.shape[0]
     y = torch.empty(rows, out_features, dtype=torch.bfloat16)
-    _multiply(
+    blocks = -(-out_features // BLOCK)
+    # A few blocks at once where a block is soon done: taking one costs as much as some rows of it.
+    grain = max(1, blocks // (num_threads() * 8))
+    _multiply.run(
+        (),
         x.data_ptr(),
         x.stride(0) * 2,
         rows,
@@ -85,7 +89,7 @@ def linear(
         y.data_ptr(),
         in_features // 2,
         out_features,
-        use_torch_threads(),
+        grain,
     )
     return y
 
@@ -94,9 +98,6 @@ def is_for_this_processor() -> bool:
     """AVX512-BF16 without AMX, whose tiles only oneDNN uses."""
     features = host_features()
     return "avx512bf16" in features and "amx-bf16" not in features
-
-
-_LIKE = LIKE[torch.bfloat16]
 
 
 def _tile(rows):
@@ -173,40 +174,41 @@ def _few(rows, x, x_stride, weight, bias, y, y_stride, pairs, count):
         _t12(x, x_stride, weight, bias, y, y_stride, pairs, count)
 
 
-@njit(parallel=True, **JIT)
-def _multiply(x, x_stride, rows, weight, bias, y, pairs, columns, threads):
+def _multiply_units(taken, arguments):
+    x, x_stride, rows = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    weight, bias, y = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
+    pairs, columns, grain = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
     blocks = (columns + BLOCK - 1) // BLOCK
     spans = (rows + MAX_UNIT_ROWS - 1) // MAX_UNIT_ROWS
-    # A few blocks at once where a block is soon done: taking one costs as much as some rows of it.
-    grain = max(1, blocks // (threads * 8))
     grains = (blocks + grain - 1) // grain
-    taken = np.zeros(1, np.int64)
-    for _ in prange(threads):
-        while True:
-            unit = fetch_add(taken.ctypes.data, 1)
-            if unit >= grains * spans:
-                break
-            span = unit // grains
-            low, high = rows * span // spans, rows * (span + 1) // spans
-            tiles = (high - low + _TILE_ROWS - 1) // _TILE_ROWS
-            first = unit % grains * grain
-            for block in range(first, min(first + grain, blocks)):
-                source = weight + block * pairs * (BLOCK * 4)
-                begin = bias + block * (BLOCK * 2) if bias != 0 else 0
-                target = y + block * (BLOCK * 2)
-                count = min(BLOCK, columns - block * BLOCK)
-                for tile in range(tiles):
-                    # Tiles of equal size: a last one of a single row would take as long as one of four.
-                    row = low + (high - low) * tile // tiles
-                    end = low + (high - low) * (tile + 1) // tiles
-                    _few(
-                        end - row,
-                        x + row * x_stride,
-                        x_stride,
-                        source,
-                        begin,
-                        target + row * columns * 2,
-                        columns * 2,
-                        pairs,
-                        count,
-                    )
+    while True:
+        unit = fetch_add(taken, 1)
+        if unit >= grains * spans:
+            break
+        span = unit // grains
+        low, high = rows * span // spans, rows * (span + 1) // spans
+        tiles = (high - low + _TILE_ROWS - 1) // _TILE_ROWS
+        first = unit % grains * grain
+        for block in range(first, min(first + grain, blocks)):
+            source = weight + block * pairs * (BLOCK * 4)
+            begin = bias + block * (BLOCK * 2) if bias != 0 else 0
+            target = y + block * (BLOCK * 2)
+            count = min(BLOCK, columns - block * BLOCK)
+            for tile in range(tiles):
+                # Tiles of equal size: a last one of a single row would take as long as one of four.
+                row = low + (high - low) * tile // tiles
+                end = low + (high - low) * (tile + 1) // tiles
+                _few(
+                    end - row,
+                    x + row * x_stride,
+                    x_stride,
+                    source,
+                    begin,
+                    target + row * columns * 2,
+                    columns * 2,
+                    pairs,
+                    count,
+                )
+
+
+_multiply = Kernel(_multiply_units, "qqqqqqqqq")

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from loraplex.kernels import dense_numba
 from loraplex.kernels.attention_numba import (
@@ -19,20 +19,22 @@ from loraplex.kernels.attention_numba import (
     paged_attention,
 )
 from loraplex.kernels.attention_numba_tiles import BLOCK
+from loraplex.kernels.numba_team import Kernel, num_threads
 from loraplex.kernels.numba_vectors import (
     JIT,
     LIKE,
     copy_element,
     exp,
+    fetch_add,
     fma,
     horizontal_sum,
     load_some,
+    read_float64,
     read_int64,
     rounded,
     size_of,
     splat,
     store_some,
-    use_torch_threads,
 )
 from loraplex.kernels.ops import Ops
 
@@ -169,7 +171,7 @@ def rotate_and_write(
     if rows * all_heads * dim <= SMALL:
         _rotate_rows(*arguments, 0, rows)
     else:
-        _rotate_all(*arguments, rows, use_torch_threads())
+        _rotate.run(arguments[:2], *arguments[2:], rows, _share(rows))
 
 
 def _norm(x, stride, residual, out, rows, weight, eps) -> None:
@@ -192,7 +194,7 @@ def _norm(x, stride, residual, out, rows, weight, eps) -> None:
     if rows * columns <= SMALL:
         _norm_rows(*arguments, 0, rows)
     else:
-        _norm_all(*arguments, rows, use_torch_threads())
+        _norm_all.run(arguments[:2], *arguments[2:], rows, _share(rows))
 
 
 def _activate(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
@@ -208,13 +210,18 @@ def _activate(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
         gate_up.stride(0) * gate_up.element_size(),
         out.data_ptr(),
         columns,
-        is_gelu,
+        int(is_gelu),
     )
     if rows * columns <= SMALL // 2:
         _activate_rows(*arguments, 0, rows)
     else:
-        _activate_all(*arguments, rows, use_torch_threads())
+        _activate_all.run(arguments[:1], *arguments[1:], rows, _share(rows))
     return out
+
+
+def _share(rows: int) -> int:
+    """Rows of a unit."""
+    return -(-rows // (4 * num_threads()))
 
 
 @njit(**JIT)
@@ -253,25 +260,22 @@ def _norm_rows(
         _scaled(source, out + row * columns * size, weight, columns, squares, eps, like, weight_like)
 
 
-@njit(parallel=True, **JIT)
-def _norm_all(
-    like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, rows, threads
-):
-    for thread in prange(threads):
+def _norm_units(taken, arguments, like, weight_like):
+    x, stride, residual = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    residual_stride, out = read_int64(arguments + 24), read_int64(arguments + 32)
+    weight, columns = read_int64(arguments + 40), read_int64(arguments + 48)
+    eps, rows, share = read_float64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
+    while True:
+        first = fetch_add(taken, 1) * share
+        if first >= rows:
+            break
+        last = min(first + share, rows)
         _norm_rows(
-            like,
-            weight_like,
-            x,
-            stride,
-            residual,
-            residual_stride,
-            out,
-            weight,
-            columns,
-            eps,
-            rows * thread // threads,
-            rows * (thread + 1) // threads,
+            like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, first, last
         )
+
+
+_norm_all = Kernel(_norm_units, "qqqqqqqdqq")
 
 
 @njit(**JIT)
@@ -285,7 +289,7 @@ def _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, last):
             left = columns - c
             g = load_some(gate + c * size, left, like)
             inner = g
-            if is_gelu:
+            if is_gelu != 0:
                 # (1 + tanh(z)) / 2 is the logistic function of 2z.
                 inner = (fma(g * g * g, splat(0.044715), g)) * splat(2.0 * math.sqrt(2.0 / math.pi))
             # torch rounds the activation before it multiplies.
@@ -294,19 +298,18 @@ def _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, last):
             store_some(value, target + c * size, left, like)
 
 
-@njit(parallel=True, **JIT)
-def _activate_all(like, gate_up, stride, out, columns, is_gelu, rows, threads):
-    for thread in prange(threads):
-        _activate_rows(
-            like,
-            gate_up,
-            stride,
-            out,
-            columns,
-            is_gelu,
-            rows * thread // threads,
-            rows * (thread + 1) // threads,
-        )
+def _activate_units(taken, arguments, like):
+    gate_up, stride, out = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    columns, is_gelu = read_int64(arguments + 24), read_int64(arguments + 32)
+    rows, share = read_int64(arguments + 40), read_int64(arguments + 48)
+    while True:
+        first = fetch_add(taken, 1) * share
+        if first >= rows:
+            break
+        _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, min(first + share, rows))
+
+
+_activate_all = Kernel(_activate_units, "qqqqqqq")
 
 
 @njit(**JIT)
@@ -366,27 +369,16 @@ def _rotate_rows(
                 copy_element(block + v * size, value + d * size, like)
 
 
-@njit(parallel=True, **JIT)
-def _rotate_all(
-    like,
-    weight_like,
-    heads,
-    stride,
-    num_heads,
-    kv_heads,
-    dim,
-    cos,
-    sin,
-    half,
-    cache,
-    slots,
-    q_norm,
-    k_norm,
-    eps,
-    rows,
-    threads,
-):
-    for thread in prange(threads):
+def _rotate_units(taken, arguments, like, weight_like):
+    heads, stride, num_heads = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    kv_heads, dim, cos = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
+    sin, half, cache = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
+    slots, q_norm, k_norm = read_int64(arguments + 72), read_int64(arguments + 80), read_int64(arguments + 88)
+    eps, rows, share = read_float64(arguments + 96), read_int64(arguments + 104), read_int64(arguments + 112)
+    while True:
+        first = fetch_add(taken, 1) * share
+        if first >= rows:
+            break
         _rotate_rows(
             like,
             weight_like,
@@ -403,6 +395,9 @@ def _rotate_all(
             q_norm,
             k_norm,
             eps,
-            rows * thread // threads,
-            rows * (thread + 1) // threads,
+            first,
+            min(first + share, rows),
         )
+
+
+_rotate = Kernel(_rotate_units, "qqqqqqqqqqqqdqq")

@@ -17,22 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numba import njit, prange
 from numpy.typing import NDArray
 
 from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora_numba_tiles import ROWS, expand, shrink
 from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraWeights, Scratch, Segment
-from loraplex.kernels.numba_vectors import (
-    JIT,
-    LIKE,
-    fetch_add,
-    size_of,
-    use_torch_threads,
-)
-
-SMALL = 1 << 16
-"""Weights that one thread is done with before it has woken another."""
+from loraplex.kernels.numba_team import Kernel
+from loraplex.kernels.numba_vectors import LIKE, fetch_add, read_int32, read_int64, size_of
 
 _ROWS, _CHUNK, _GRANULE_BYTES = ROWS, CHUNK, GRANULE_BYTES
 
@@ -45,9 +36,9 @@ class _Group:
     x_shape: tuple[int, int]
     y_shape: tuple[int, int]
     active: list[bool]
-    threads: int
-    first_site: int
     bounds: NDArray[np.int64]
+    sites: tuple[int, int, int]
+    """The first one, how many, and the address of `bounds`."""
 
 
 class NumbaLoraPass:
@@ -66,25 +57,30 @@ class NumbaLoraPass:
         self._weights = weights
         self._scratch = scratch
         self._like = LIKE[weights.storage.dtype]
-        self._storage = weights.storage.data_ptr()
         self._tiles = _tiles(by_slot)
-        threads = use_torch_threads()
+        _, chunks, layers, sites, _ = weights.tables.shape
+        self._arena = (
+            weights.storage.data_ptr(),
+            weights.tables.ctypes.data,
+            weights.vectors.ctypes.data,
+            self._tiles.ctypes.data,
+            len(self._tiles),
+            chunks - 1,
+            layers,
+            sites,
+        )
         # [layers, sites]
         active: NDArray[np.bool_] = np.logical_or.reduce(weights.present[list(by_slot)], axis=0)
         self._groups: dict[str, _Group] = {}
-        ranks = CHUNK * int(weights.num_chunks[self._tiles[:, 2]].sum())
         first = 0
         for group in weights.groups:
-            sites = slice(first, first + len(group.sites))
             bounds = np.cumsum((0, *group.out_features), dtype=np.int64)
-            small = ranks * (len(group.sites) * group.in_features + int(bounds[-1])) <= SMALL
             self._groups[group.key] = _Group(
                 (num_rows, group.in_features),
                 (num_rows, int(bounds[-1])),
-                np.logical_or.reduce(active[:, sites], axis=1).tolist(),
-                1 if small else min(threads, len(self._tiles) * len(group.sites)),
-                first,
+                np.logical_or.reduce(active[:, first : first + len(group.sites)], axis=1).tolist(),
                 bounds,
+                (first, len(group.sites), bounds.ctypes.data),
             )
             first += len(group.sites)
 
@@ -98,36 +94,22 @@ class NumbaLoraPass:
                 f"group {group!r} of a pass over {found.x_shape[0]} rows got x {tuple(x.shape)}, "
                 f"y {tuple(y.shape)}"
             )
-        self._run(found, found.threads, layer, x, y)
-
-    def _run(self, found: _Group, threads: int, layer: int, x: torch.Tensor, y: torch.Tensor) -> None:
         if x.stride(1) != 1 or x.dtype not in LIKE:
             x = self._copy("x", x)
         out = y
         if y.stride(1) != 1 or y.dtype not in LIKE:
             out = self._copy("y", y)
-        weights = self._weights
-        arguments = (
-            LIKE[x.dtype],
-            LIKE[out.dtype],
-            self._like,
+        _units.run(
+            (LIKE[x.dtype], LIKE[out.dtype], self._like),
             x.data_ptr(),
-            x.stride(0),
+            x.stride(0) * x.element_size(),
             found.x_shape[1],
             out.data_ptr(),
-            out.stride(0),
-            self._storage,
-            weights.tables,
-            weights.vectors,
-            self._tiles,
+            out.stride(0) * out.element_size(),
             layer,
-            found.first_site,
-            found.bounds,
+            *found.sites,
+            *self._arena,
         )
-        if threads == 1:
-            _alone(*arguments)
-        else:
-            _together(threads, *arguments)
         if out is not y:
             y.copy_(out)
 
@@ -148,9 +130,7 @@ def warm_up(weights: torch.dtype, activations: torch.dtype) -> None:
         storage, (site,), tables, one, np.ones((1, 1, 1), np.bool_), np.zeros((1, 1, 1), np.int32)
     )
     x, y = torch.zeros(1, 1, dtype=activations), torch.zeros(1, 1, dtype=activations)
-    lora = NumbaLoraPass(arena, Scratch(x.device), {0: [(0, 0, 1)]}, 1)
-    for threads in (1, 2):
-        lora._run(lora._groups["one"], threads, 0, x, y)
+    NumbaLoraPass(arena, Scratch(x.device), {0: [(0, 0, 1)]}, 1).apply(0, "one", x, y)
 
 
 def _tiles(by_slot: Mapping[int, Sequence[Segment]]) -> NDArray[np.int64]:
@@ -164,51 +144,43 @@ def _tiles(by_slot: Mapping[int, Sequence[Segment]]) -> NDArray[np.int64]:
     return np.array(found, np.int64).reshape(-1, 3)
 
 
-@njit(**JIT)
-def _take_units(
-    taken,
-    x_like,
-    y_like,
-    like,
-    x,
-    x_stride,
-    columns,
-    y,
-    y_stride,
-    storage,
-    tables,
-    vectors,
-    tiles,
-    layer,
-    first_site,
-    bounds,
-):
-    """Units until there are no more; `taken` is the address of how many there were, for all threads. x, y and storage
-    are addresses, strides are in elements; the rest is as in LoraWeights, `_Group` and `_tiles`."""
-    num_tiles = len(tiles)
-    total_units = num_tiles * (len(bounds) - 1)
-    x_row, y_row = x_stride * size_of(x_like), y_stride * size_of(y_like)
-    max_chunks = tables.shape[1] - 1
+def _take_units(taken, arguments, x_like, y_like, like):
+    """`arguments` as `NumbaLoraPass._run` gives them."""
+    x, x_row, columns = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    y, y_row, layer = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
+    first_site, num_sites = read_int64(arguments + 48), read_int64(arguments + 56)
+    bounds, storage = read_int64(arguments + 64), read_int64(arguments + 72)
+    tables, vectors, tiles = (
+        read_int64(arguments + 80),
+        read_int64(arguments + 88),
+        read_int64(arguments + 96),
+    )
+    num_tiles, max_chunks = read_int64(arguments + 104), read_int64(arguments + 112)
+    num_layers, all_sites = read_int64(arguments + 120), read_int64(arguments + 128)
     hidden = np.empty((_ROWS, max_chunks * _CHUNK), np.float32)
     b_tiles = np.empty(max_chunks, np.int64)
     while True:
         # Site by site: what tiles of one adapter have in common stays in the cache.
         unit = fetch_add(taken, 1)
-        if unit >= total_units:
+        if unit >= num_tiles * num_sites:
             break
         site = unit // num_tiles
-        first, rows, slot = tiles[unit % num_tiles]
+        tile = tiles + unit % num_tiles * 24
+        first, rows, slot = read_int64(tile), read_int64(tile + 8), read_int64(tile + 16)
         inputs = x + first * x_row
+        place = layer * all_sites + first_site + site
+        a_step = num_layers * all_sites * 8
+        entry = tables + slot * (max_chunks + 1) * a_step + place * 8
         chunk = 0
-        while chunk < max_chunks and tables[slot, chunk, layer, first_site + site, 0]:
-            a, b = tables[slot, chunk, layer, first_site + site]
-            a_tile = storage + np.int64(a) * _GRANULE_BYTES
+        while chunk < max_chunks and read_int32(entry):
+            a_tile = storage + read_int32(entry) * _GRANULE_BYTES
             shrink(rows, inputs, x_row, columns, a_tile, hidden, chunk * _CHUNK, x_like, like)
-            b_tiles[chunk] = storage + np.int64(b) * _GRANULE_BYTES
+            b_tiles[chunk] = storage + read_int32(entry + 4) * _GRANULE_BYTES
             chunk += 1
+            entry += a_step
         if chunk:
-            begin, end = bounds[site], bounds[site + 1]
-            moved = np.int64(vectors[slot, layer, first_site + site]) * _GRANULE_BYTES
+            begin, end = read_int64(bounds + site * 8), read_int64(bounds + site * 8 + 8)
+            moved = read_int32(vectors + (slot * num_layers * all_sites + place) * 4) * _GRANULE_BYTES
             expand(
                 rows,
                 hidden,
@@ -223,81 +195,4 @@ def _take_units(
             )
 
 
-@njit(**JIT)
-def _alone(
-    x_like,
-    y_like,
-    like,
-    x,
-    x_stride,
-    columns,
-    y,
-    y_stride,
-    storage,
-    tables,
-    vectors,
-    tiles,
-    layer,
-    first_site,
-    bounds,
-):
-    taken = np.zeros(1, np.int64)
-    _take_units(
-        taken.ctypes.data,
-        x_like,
-        y_like,
-        like,
-        x,
-        x_stride,
-        columns,
-        y,
-        y_stride,
-        storage,
-        tables,
-        vectors,
-        tiles,
-        layer,
-        first_site,
-        bounds,
-    )
-
-
-@njit(parallel=True, **JIT)
-def _together(
-    threads,
-    x_like,
-    y_like,
-    like,
-    x,
-    x_stride,
-    columns,
-    y,
-    y_stride,
-    storage,
-    tables,
-    vectors,
-    tiles,
-    layer,
-    first_site,
-    bounds,
-):
-    taken = np.zeros(1, np.int64)
-    for _ in prange(threads):
-        _take_units(
-            taken.ctypes.data,
-            x_like,
-            y_like,
-            like,
-            x,
-            x_stride,
-            columns,
-            y,
-            y_stride,
-            storage,
-            tables,
-            vectors,
-            tiles,
-            layer,
-            first_site,
-            bounds,
-        )
+_units = Kernel(_take_units, "q" * 17)

@@ -16,32 +16,17 @@ from functools import lru_cache
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import config, njit, set_num_threads, types
+from numba import njit, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, overload, register_model
 
 from loraplex.kernels import numba_ir as nir
-
-# One team of threads for torch's operations and for these: torch's library of OpenMP is loaded before numba's layer is.
-config.THREADING_LAYER = "omp"
 
 LIKE = {torch.bfloat16: np.uint16(0), torch.float16: np.int16(0), torch.float32: np.float32(0)}
 """The argument that stands for a dtype. numba has no 16-bit floats: uint16 stands for bfloat16, int16 for float16."""
 
 JIT = {"cache": True, "nogil": True, "boundscheck": False, "error_model": "numpy"}
 """Options of every compiled function. Without fastmath: it would be free to take NaN for impossible."""
-
-
-def use_torch_threads() -> int:
-    """Let the calling thread's parallel kernels have as many threads as torch's operations, of those that numba has.
-    Returns how many."""
-    wanted = torch.get_num_threads()
-    count = min(wanted, int(config.NUMBA_NUM_THREADS))
-    set_num_threads(count)
-    # Both may share one OpenMP, whose number of threads numba sets to its own when it starts them.
-    if torch.get_num_threads() != wanted:
-        torch.set_num_threads(wanted)
-    return count
 
 
 @lru_cache
@@ -266,13 +251,38 @@ def read_int32(typing, address):
 
 
 @intrinsic
+def read_float64(typing, address):
+    def lower(context, builder, signature, values):
+        return nir.load(builder, values[0], ir.DoubleType(), 8)
+
+    return types.float64(types.int64), lower
+
+
+@intrinsic
+def read_float32(typing, address):
+    def lower(context, builder, signature, values):
+        return nir.load(builder, values[0], nir.F32, 4)
+
+    return types.float32(types.int64), lower
+
+
+@intrinsic
+def write_float32(typing, value, address):
+    def lower(context, builder, signature, values):
+        nir.store(builder, values[0], values[1], 4)
+        return context.get_dummy_value()
+
+    return types.void(types.float32, types.int64), lower
+
+
+@intrinsic
 def fetch_add(typing, address, amount):
     """Add to an int64 that threads share, and return what it was. What was written before is seen by who reads the
     sum."""
 
     def lower(context, builder, signature, values):
         place = nir.pointer(builder, values[0], nir.I64)
-        return builder.atomic_rmw("add", place, values[1], ordering="acq_rel")
+        return builder.atomic_rmw("add", place, values[1], ordering="seq_cst")
 
     return types.int64(types.int64, types.int64), lower
 

@@ -41,6 +41,8 @@ ORPHAN_GRACE_S = 1.0
 """For a step to end after the client has gone; then the process ends in the middle of it."""
 MAX_EVENTS_PER_FRAME = 4096
 MAX_TOKENS_PER_FRAME = 1 << 20
+OPENMP_SPINS = "10000"
+"""About 0.1 ms."""
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 
@@ -282,6 +284,10 @@ def run(build: BuildEngine, argv: list[str] | None = None, prepare: Callable[[],
 
 
 def main() -> None:
+    # Read when torch is loaded. By itself a thread of OpenMP's waits three milliseconds in a loop for torch's next
+    # operation, on a core that the kernels' threads and the server's process want.
+    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
+
     def build(config: EngineConfig, wake: Callable[[], None]) -> BuiltEngineLike:
         from loraplex.engine.factory import build_engine
 
