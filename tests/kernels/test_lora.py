@@ -281,11 +281,11 @@ def test_backends_are_resolved_and_never_replaced_silently(monkeypatch: pytest.M
     assert resolve_backend("triton", cpu) == "triton"  # interpreted, in tests
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert resolve_backend("auto", cpu) == "numba"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert resolve_backend("auto", cpu) == "torch"
-    with pytest.raises(BackendUnavailable, match="numba is not installed"):
-        resolve_backend("numba", cpu)
     with pytest.raises(BackendUnavailable, match="the device is 'cpu'"):
         resolve_backend("triton", cpu)
     with pytest.raises(BackendUnavailable, match="no 'cuda' kernels"):
         resolve_backend("cuda", cpu)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert resolve_backend("auto", cpu) == "torch"
+    with pytest.raises(BackendUnavailable, match="numba is not installed"):
+        resolve_backend("numba", cpu)
