@@ -10,6 +10,7 @@ from loraplex.kernels.attention_numba import build_attention_batch
 from loraplex.kernels.attention_numba_tiles import BLOCK
 from loraplex.kernels.fused_numba import SMALL, numba_ops
 from loraplex.kernels.numba_vectors import LIKE
+from loraplex.kernels.sampling_numba import largest
 
 
 def warm_up(dtype: torch.dtype) -> None:
@@ -36,3 +37,4 @@ def warm_up(dtype: torch.dtype) -> None:
     one = torch.zeros(1, 2, dtype=dtype)
     ops.linear(one, dense_numba.pack_weight(one), None)
     lora_numba.warm_up(dtype, dtype)
+    largest(torch.zeros(1, 1))

@@ -60,6 +60,8 @@ def make_sampler(backend: Backend, *, vocab_size: int, max_rows: int, device: to
     vocabulary that the backend's kernels can't take."""
     if backend == "triton":
         return TritonSampler(vocab_size, max_rows, device)
+    if backend == "numba":
+        return NumbaSampler(vocab_size)
     return TorchSampler(vocab_size)
 
 
@@ -84,6 +86,25 @@ class TorchSampler:
 
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> TokenScores:
         return score_tokens(logits, tokens, num_top)
+
+
+class NumbaSampler(TorchSampler):
+    """The same, and a kernel for the steps in which every row just takes its largest logit."""
+
+    def __init__(self, vocab_size: int) -> None:
+        from loraplex.kernels.sampling_numba import largest  # numba takes a second to import
+
+        super().__init__(vocab_size)
+        self._largest = largest
+
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, last_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        changed = (batch.penalties, batch.bias, batch.banned, batch.draws)
+        if any(part is not None for part in changed) or not logits.is_contiguous():
+            return sample(logits, batch, last_tokens)
+        tokens, ok = self._largest(logits)
+        return tokens.masked_fill_(~ok, 0), ok
 
 
 class TritonSampler:
