@@ -20,12 +20,13 @@ from numba import njit, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, overload, register_model
 
+from loraplex.kernels import numba_cache
 from loraplex.kernels import numba_ir as nir
 
 LIKE = {torch.bfloat16: np.uint16(0), torch.float16: np.int16(0), torch.float32: np.float32(0)}
 """The argument that stands for a dtype. numba has no 16-bit floats: uint16 stands for bfloat16, int16 for float16."""
 
-JIT = {"cache": True, "nogil": True, "boundscheck": False, "error_model": "numpy"}
+JIT = {"cache": numba_cache.CACHE is not None, "nogil": True, "boundscheck": False, "error_model": "numpy"}
 """Options of every compiled function. Without fastmath: it would be free to take NaN for impossible."""
 
 

@@ -1,0 +1,184 @@
+"""Compiled kernels on the disk: `loraplex.kernels.numba_cache`. Each case in processes of its own, over a package of
+three small modules in the place of the kernels, as each process chooses its directory once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba")
+
+from loraplex.kernels import numba_cache
+
+CALLEE = "from numba import njit\nfrom stand_in.cache import JIT\n\n@njit(**JIT)\ndef inner(x):\n    return x + 1\n"
+CALLER = """
+from numba import njit
+from stand_in.cache import JIT
+from stand_in.callee import inner
+
+@njit(**JIT)
+def outer(x):
+    return inner(x) * 10
+"""
+JIT = '\nJIT = {"cache": CACHE is not None}\n'
+RUN = """
+import sys
+from stand_in.cache import CACHE, compile_kernels, is_compiled
+from stand_in.caller import outer
+before = is_compiled("int64")
+compile_kernels("int64", lambda: outer(1))
+(hits,) = outer.stats.cache_hits.values() or (0,)
+print(outer(1), before, hits, CACHE)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    package = tmp_path / "stand_in"
+    package.mkdir()
+    (package / "cache.py").write_text(Path(numba_cache.__file__).read_text() + JIT)
+    (package / "callee.py").write_text(CALLEE)
+    (package / "caller.py").write_text(CALLER)
+    return package
+
+
+def command(package: Path, program: str = RUN, **environment: str) -> subprocess.Popen[str]:
+    names = {
+        "PYTHONPATH": str(package.parent),
+        "XDG_CACHE_HOME": str(package.parent / "cache"),
+        "NUMBA_CACHE_DIR": "",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-B", "-c", program],
+        env=os.environ | names | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said(process: subprocess.Popen[str]) -> tuple[list[str], str]:
+    """(What the program printed, its warnings.)"""
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.split(), err
+
+
+def test_what_has_been_compiled_is_read_by_the_next_process(package: Path) -> None:
+    first, warned = said(command(package))
+    assert first[:3] == ["20", "False", "0"]
+    assert warned == ""
+    directory = Path(first[3])
+    assert directory.parent == package.parent / "cache" / "loraplex" / "kernels"
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert said(command(package))[0] == ["20", "True", "1", str(directory)]
+
+
+def test_a_changed_callee_is_compiled_with_its_callers(package: Path) -> None:
+    before, _ = said(command(package))
+    (package / "callee.py").write_text(CALLEE.replace("x + 1", "x + 2"))
+    after, _ = said(command(package))
+    assert after[:3] == ["30", "False", "0"]
+    assert after[3] != before[3]
+
+
+def test_numba_cache_dir_is_kept_to(package: Path, tmp_path: Path) -> None:
+    chosen = tmp_path / "chosen"
+    told, _ = said(command(package, NUMBA_CACHE_DIR=str(chosen)))
+    assert Path(told[3]).parent == chosen
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_a_compilation_and_a_warning(
+    package: Path, tmp_path: Path
+) -> None:
+    # A file where the directory would be: root may write anywhere else.
+    (tmp_path / "cache").write_text("")
+    for _ in range(2):
+        told, warned = said(command(package))
+        assert told == ["20", "False", "0", "None"]
+        assert warned.count("can't be kept") == 1
+        assert "NUMBA_CACHE_DIR" in warned
+    assert not (package / "__pycache__").exists()
+
+
+def test_a_damaged_file_is_compiled_again(package: Path) -> None:
+    told, _ = said(command(package))
+    for path in Path(told[3]).glob("*/*.nbi"):
+        path.write_bytes(b"")
+    healed, warned = said(command(package))
+    assert healed[0] == "20"
+    assert "damaged" in warned
+    assert said(command(package)) == (["20", "True", "1", told[3]], "")
+
+
+def test_processes_that_start_at_once_get_their_own_types(package: Path) -> None:
+    # Slow enough for each to have read the index before another one writes it, if it is let.
+    slow = """
+import time
+from numba.core.caching import IndexDataCacheFile
+load = IndexDataCacheFile._load_index
+def load_slowly(self):
+    index = load(self)
+    time.sleep(0.3)
+    return index
+IndexDataCacheFile._load_index = load_slowly
+"""
+    program = slow + RUN.replace("outer(1)", "outer({})")
+    numbers = ("1", "1.5", "1j", "True")
+    for hits in ("0", "1"):
+        started = [command(package, program.replace("{}", number)) for number in numbers]
+        results = [said(process)[0] for process in started]
+        assert [result[0] for result in results] == ["20", "25.0", "(10+10j)", "20"]
+        assert [result[2] for result in results] == [hits] * 4
+
+
+def test_one_process_compiles_at_a_time_and_does_not_wait_for_ever(package: Path) -> None:
+    program = """
+import time
+from stand_in import cache
+from numba.core.compiler_lock import global_compiler_lock
+cache.LOCK_WAIT_S = 0.5
+with global_compiler_lock:
+    with global_compiler_lock:
+        begin = time.time()
+    time.sleep(1.0)
+    print(begin, time.time())
+"""
+    started = [command(package, program) for _ in range(2)]
+    first, second = (list(map(float, said(process)[0])) for process in started)
+    early, late = sorted([first, second])
+    assert late[0] >= early[0] + 0.4
+
+
+def test_directories_of_other_contents_go_after_a_month_without_use(package: Path, tmp_path: Path) -> None:
+    root = tmp_path / "cache" / "loraplex" / "kernels"
+    month = 31 * 86400
+    for name, age in (("loraplex-old", month), ("loraplex-recent", month - 2 * 86400), ("another", month)):
+        (root / name / "inside").mkdir(parents=True)
+        os.utime(root / name, (time.time() - age,) * 2)
+    told, _ = said(command(package))
+    used = Path(told[3]).name
+    assert {path.name for path in root.iterdir()} == {"another", "loraplex-recent", used}
+    # Its own counts as used by a start that compiles nothing.
+    os.utime(root / used, (time.time() - month,) * 2)
+    said(command(package))
+    assert time.time() - (root / used).stat().st_mtime < 3600
+
+
+def test_every_source_of_the_kernels_counts(tmp_path: Path) -> None:
+    sources = tmp_path / "kernels"
+    shutil.copytree(Path(numba_cache.__file__).parent, sources, ignore=shutil.ignore_patterns("__pycache__"))
+    root = tmp_path / "root"
+    seen = {numba_cache.open_cache(root, sources)}
+    for path in sources.glob("*.py"):
+        path.write_text(path.read_text() + "# changed\n")
+        seen.add(numba_cache.open_cache(root, sources))
+    assert None not in seen
+    assert len(seen) == 1 + len(list(sources.glob("*.py")))
