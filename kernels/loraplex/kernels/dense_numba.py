@@ -47,11 +47,13 @@ def pack_weight(weight: torch.Tensor) -> PackedWeight | torch.Tensor:
         return dense.pack_weight(weight)
     num_blocks = -(-out_features // BLOCK)
     blocks = torch.zeros(num_blocks, in_features // 2, 2, 16, 2, dtype=torch.bfloat16)
-    # A block at a time: a second copy of a large weight may not fit beside it.
-    for block in range(num_blocks):
-        rows = weight[block * BLOCK : (block + 1) * BLOCK]
-        for half, part in enumerate(rows.split(16)):
-            blocks[block, :, half, : len(part)] = part.view(len(part), -1, 2).transpose(0, 1)
+    # A pair of inputs is copied as one number of 32 bits, a block at a time, which a core's cache holds.
+    pairs, columns = (
+        weight.contiguous().view(torch.int32),
+        blocks.view(torch.int32).view(num_blocks, -1, BLOCK),
+    )
+    for block, rows in enumerate(pairs.split(BLOCK)):
+        columns[block, :, : len(rows)] = rows.T
     return PackedWeight(blocks, (out_features, in_features))
 
 
