@@ -188,12 +188,15 @@ class FakeEngine:
         self.closed = True
 
 
-def build_fake_engine(config: EngineConfig, wake: Callable[[], None]) -> FakeEngine:
+def build_fake_engine(
+    config: EngineConfig, wake: Callable[[], None], on_stage: Callable[[str], None] = lambda stage: None
+) -> FakeEngine:
     if config.model_path == "broken":
         raise LoraplexError("there is no model in /nowhere")
     if config.model_path == "buggy":
         raise RuntimeError("nobody foresaw this")
     if config.model_path == "slow":
+        on_stage("something slow")
         threading.Event().wait()
     info = EngineInfo(
         model_name="fake",

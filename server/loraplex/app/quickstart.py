@@ -63,7 +63,7 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
     model_dir = ensure_model(options.model, lambda line: console.print(f"    {line}"))
     console.print("[bold]2/5[/] starting the server")
     with _server(options, model_dir) as server:
-        _await_ready(options, server)
+        _await_ready(options, server, console)
         console.print(
             f"    data plane http://{options.host}:{options.port}, admin plane http://{options.host}:{options.admin_port}"
         )
@@ -144,7 +144,8 @@ def _server(options: QuickstartOptions, model_dir: Path) -> Iterator[subprocess.
                 child.wait()
 
 
-def _await_ready(options: QuickstartOptions, server: subprocess.Popen[bytes]) -> None:
+def _await_ready(options: QuickstartOptions, server: subprocess.Popen[bytes], console: Console) -> None:
+    shown = ""
     end = time.monotonic() + START_TIMEOUT_S
     url = f"http://{options.host}:{options.port}/readyz"
     while time.monotonic() < end:
@@ -152,9 +153,14 @@ def _await_ready(options: QuickstartOptions, server: subprocess.Popen[bytes]) ->
             raise QuickstartFailed(
                 f"the server ended with {server.returncode}: {_last_line(_log_path(options))}"
             )
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url, timeout=2).status_code == 200:
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            answer = httpx.get(url, timeout=2)
+            if answer.status_code == 200:
                 return
+            reason = str(answer.json().get("reason", ""))
+            if reason != shown:
+                console.print(f"    {escape(reason)}", highlight=False)
+                shown = reason
         time.sleep(0.2)
     raise QuickstartFailed(
         f"the server was not ready after {START_TIMEOUT_S:.0f} s; see {_log_path(options)}"

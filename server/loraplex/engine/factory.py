@@ -73,13 +73,15 @@ class BuiltEngine:
 def build_engine(
     config: EngineConfig,
     wake: Callable[[], None],
+    on_stage: Callable[[str], None] = lambda stage: None,
     *,
     wrap_model: Callable[[Model], Model] | None = None,
     recorder: Recorder | None = None,
 ) -> BuiltEngine:
     """Load the base model, size the KV cache and the arena, and put an engine around them.
 
-    `wake` is called from loader threads when the core should look again. `wrap_model` may put something around
+    `wake` is called from loader threads when the core should look again, `on_stage` with what is done now where that
+    takes long. `wrap_model` may put something around
     the model, such as a recorder of its logits. `recorder` records decoding steps where the model's kernels allow it;
     CUDA graphs do on a GPU unless another one is given. Raises LoraplexError with what is wrong and what to do.
     """
@@ -94,7 +96,7 @@ def build_engine(
     # teams have more threads than there are cores OpenMP puts them to sleep between any two operations.
     executor = Executor()
     try:
-        return _build(config, wake, executor, device, backend, wrap_model, recorder)
+        return _build(config, wake, on_stage, executor, device, backend, wrap_model, recorder)
     except BaseException:
         executor.close()
         raise
@@ -103,6 +105,7 @@ def build_engine(
 def _build(
     config: EngineConfig,
     wake: Callable[[], None],
+    on_stage: Callable[[str], None],
     executor: Executor,
     device: torch.device,
     backend: Backend,
@@ -131,9 +134,16 @@ def _build(
         lambda: AdapterArena(layout, num_pages, num_slots, device, kernels=config.kernels)
     ).result()
     if backend == "numba":
-        from loraplex.kernels import numba_warm_up  # takes a second to import
+        from loraplex.kernels import numba_cache, numba_warm_up  # takes a second to import
 
-        executor.submit(lambda: numba_warm_up.warm_up(model.dtype)).result()
+        kind = str(model.dtype).removeprefix("torch.")
+        if not numba_cache.is_compiled(kind):
+            on_stage("compiling kernels for this processor (about 20 s, once)")
+        compiling = executor.submit(
+            lambda: numba_cache.compile_kernels(kind, lambda: numba_warm_up.warm_up(model.dtype))
+        )
+        compiling.result()
+        on_stage("loading")
     size = size_kv_cache(
         model.shape,
         model.dtype,

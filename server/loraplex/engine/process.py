@@ -46,7 +46,8 @@ OPENMP_SPINS = "10000"
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 
-BuildEngine = Callable[[EngineConfig, Callable[[], None]], BuiltEngineLike]
+BuildEngine = Callable[[EngineConfig, Callable[[], None], Callable[[str], None]], BuiltEngineLike]
+"""build(config, wake, on_stage)"""
 
 
 def log(event: str, *, exc_info: bool = False, **fields: Any) -> None:
@@ -92,23 +93,24 @@ class EngineServer:
         self._reader = wire.FrameReader()
         self._sending = memoryview(b"")
         self._starting = True
+        self._stage = "loading"
+        self._started_at = time.monotonic()
         self._status: int | None = None
         self._thread = threading.Thread(target=self._step_thread, name="step", daemon=True)
 
     def serve(self) -> int:
         """Until the loop has ended and its last events are sent, or the client has gone. Returns the status."""
         self._install_signals()
-        started = time.monotonic()
         self._selector.register(self._connection, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread.start()
-        next_beat = started
+        next_beat = self._started_at
         flush_until: float | None = None
         while True:
             now = time.monotonic()
             if now >= next_beat:
                 if self._starting:
-                    self._outbox.put(wire.Starting("loading", now - started))
+                    self._outbox.put(wire.Starting(self._stage, now - self._started_at))
                 elif not self._sending:  # else it has enough to read
                     self._outbox.put(self._loop.heartbeat())
                 next_beat = now + wire.HEARTBEAT_INTERVAL_S
@@ -133,6 +135,11 @@ class EngineServer:
             endpoint.close()
 
     # The step thread.
+
+    def show_stage(self, stage: str) -> None:
+        """What the start does now."""
+        self._stage = stage
+        self._outbox.put(wire.Starting(stage, time.monotonic() - self._started_at))
 
     def _step_thread(self) -> None:
         status = 1
@@ -276,7 +283,7 @@ def run(build: BuildEngine, argv: list[str] | None = None, prepare: Callable[[],
         log("engine_start_failed", error=str(error))
         connection.close()
         return 2
-    server = EngineServer(connection, lambda wake: build(config, wake))
+    server = EngineServer(connection, lambda wake: build(config, wake, server.show_stage))
     try:
         return server.serve()
     finally:
@@ -288,10 +295,12 @@ def main() -> None:
     # operation, on a core that the kernels' threads and the server's process want.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
 
-    def build(config: EngineConfig, wake: Callable[[], None]) -> BuiltEngineLike:
+    def build(
+        config: EngineConfig, wake: Callable[[], None], on_stage: Callable[[str], None]
+    ) -> BuiltEngineLike:
         from loraplex.engine.factory import build_engine
 
-        return build_engine(config, wake)
+        return build_engine(config, wake, on_stage)
 
     def prepare() -> None:
         # The config of any family brings most of what transformers needs for reading one.

@@ -198,6 +198,11 @@ class SocketEngineClient:
 
     # Supervision.
 
+    def _on_stage(self, stage: str, seconds: float) -> None:
+        if self._phase == "starting":
+            self._reason = f"the engine is starting: {stage}"
+        self._on_progress(stage, seconds)
+
     async def _start_process(self) -> None:
         spare, self._spare = self._spare, None
         process = EngineProcess(
@@ -205,7 +210,7 @@ class SocketEngineClient:
             self._config,
             on_event=self._session.dispatch,
             on_lost=self._on_lost,
-            on_progress=self._on_progress,
+            on_progress=self._on_stage,
             watchdog=self._watchdog,
             spare=spare,
         )
