@@ -191,6 +191,58 @@ def test_damaged_bytes_are_not_served(rig: Rig) -> None:
     assert rig.cache.take_damaged() == ()
 
 
+def test_damage_is_named_whatever_it_leads_to(rig: Rig) -> None:
+    """Bytes are parsed while they are hashed, so a damaged file may fail in any way before its digest is known."""
+    draft = draft_adapter(ARCH)
+    whole = rig.files(rig.put(draft)).tensors.read_bytes()
+    name, end = whole.index(b"lora_A"), len(whole)
+    damages = {
+        "length": b"\xff" * 8 + whole[8:],
+        "json": whole[:9] + b"\0" + whole[10:],
+        "name": whole[:name] + b"LORA" + whole[name + 4 :],
+        "value": whole[: end - 4] + np.float32(np.nan).tobytes(),
+        "cut": whole[: end - 100],
+        "longer": whole + b"\0",
+    }
+    for seed, (kind, raw) in enumerate(damages.items()):
+        ref = rig.put(draft_adapter(ARCH, seed=seed + 10))
+        rig.files(ref).tensors.write_bytes(raw)
+        assert "is damaged" in rig.error_of(ref), kind
+        assert rig.fetch(ref) is Residency.FAILED
+        assert rig.cache.take_damaged() == (ref.digest,), kind
+    config = rig.put(draft_adapter(ARCH, seed=2))
+    rig.files(config).config.write_bytes(b"{}")
+    assert "is damaged" in rig.error_of(config)
+
+
+def test_what_is_inspected_once_for_many_is_their_config_and_header_alone(rig: Rig) -> None:
+    """Adapters of one recipe, and others that differ from it in the scaling or in the order of the file."""
+    drafts = [draft_adapter(ARCH, rank=4, lora_alpha=8, seed=seed) for seed in (1, 2)]
+    drafts.append(draft_adapter(ARCH, rank=4, lora_alpha=4, seed=2))
+    turned = draft_adapter(ARCH, rank=4, lora_alpha=8, seed=2)
+    turned.tensors = dict(reversed(turned.tensors.items()))
+    drafts.append(turned)
+    images = []
+    for draft in drafts:
+        ref = rig.put(draft)
+        ticket = rig.transport.load(ref)
+        rig.wait(ticket)
+        assert ticket.value.digest == ref.digest
+        images.append(ticket.value.pages)
+    first, second, half, other_order = images
+    assert not torch.equal(first, second)
+    assert not torch.equal(half, second)
+    assert torch.equal(other_order, second)
+
+
+def test_a_whole_file_in_place_of_another_is_damage_too(rig: Rig) -> None:
+    """It parses, and fits: only its digest tells."""
+    one, other = (rig.put(draft_adapter(ARCH, seed=seed)) for seed in (1, 2))
+    rig.files(one).tensors.write_bytes(rig.files(other).tensors.read_bytes())
+    assert "is damaged" in rig.error_of(one)
+    assert rig.fetch(other) is Residency.READY
+
+
 def test_files_that_are_gone_say_so(rig: Rig) -> None:
     ref = rig.put(draft_adapter(ARCH))
     rig.store.delete(ref.digest)
@@ -233,11 +285,13 @@ def test_magnitudes_that_no_norm_fits_are_refused_and_harm_nobody(rig: Rig) -> N
 def test_an_unforeseen_error_fails_the_load_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = rig.put(draft_adapter(ARCH, seed=1)), rig.put(draft_adapter(ARCH, seed=2))
 
-    def verify(digest: str) -> None:
+    def path(digest: str) -> Path:
         if digest == bad.digest:
             raise MemoryError
+        return folder_of(digest)
 
-    monkeypatch.setattr(rig.store, "verify", verify)
+    folder_of = rig.store.path
+    monkeypatch.setattr(rig.store, "path", path)
     assert "MemoryError" in rig.error_of(bad)
     assert rig.fetch(good) is Residency.READY
 
@@ -250,12 +304,14 @@ def test_threads_that_hang_are_replaced(rig: Rig, monkeypatch: pytest.MonkeyPatc
     )
     end, entered = threading.Event(), threading.Semaphore(0)
 
-    def verify(digest: str) -> None:
+    def path(digest: str) -> Path:
         if digest != good.digest:
             entered.release()
             end.wait(PATIENCE_S)
+        return folder_of(digest)
 
-    monkeypatch.setattr(rig.store, "verify", verify)
+    folder_of = rig.store.path
+    monkeypatch.setattr(rig.store, "path", path)
     tickets = [rig.transport.load(ref) for ref in hung]
     assert all(entered.acquire(timeout=PATIENCE_S) for _ in tickets)
     never = rig.transport.load(hung[0])
@@ -279,11 +335,13 @@ def test_when_too_many_threads_hang_loads_fail_at_once(rig: Rig, monkeypatch: py
     ref = rig.put(draft_adapter(ARCH))
     end, entered = threading.Event(), threading.Semaphore(0)
 
-    def verify(digest: str) -> None:
+    def path(digest: str) -> Path:
         entered.release()
         end.wait(PATIENCE_S)
+        return folder_of(digest)
 
-    monkeypatch.setattr(rig.store, "verify", verify)
+    folder_of = rig.store.path
+    monkeypatch.setattr(rig.store, "path", path)
     monkeypatch.setattr("loraplex.adapters.transport.MAX_LOST_THREADS", 3)
     tickets = []
     for _ in range(5):

@@ -56,6 +56,52 @@ def test_tiles_hold_the_matrices_scaled_and_rounded_once(tmp_path: Path, dtype: 
     assert image.rank == 20
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_file_is_read_once_whatever_lies_where(tmp_path: Path, seed: int) -> None:
+    """Matrices in any order, with other bytes between them, larger and smaller than what is read at a time."""
+    rng = np.random.default_rng(seed)
+    groups = (
+        SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 37, (41, 13, 7)),
+        SiteGroup("down", ("down_proj",), 9001, (37,)),
+    )
+    layout = layout_of(groups)
+    adapter = make_adapter(tmp_path / "a", groups, rank=19, layers=range(2), seed=seed)
+    expected = build_image(adapter.spec, adapter.path, layout)
+    raw, moved, shuffled = adapter.path.read_bytes(), {}, bytearray(rng.bytes(rng.integers(9)))
+    tensors = [tensor for site in adapter.spec.sites for tensor in (site.a, site.b)]
+    for index in rng.permutation(len(tensors)):
+        tensor = tensors[index]
+        shuffled += rng.bytes(rng.choice([0, 0, 8, 3, 700_000]))
+        moved[tensor] = replace(tensor, start=len(shuffled), end=len(shuffled) + tensor.end - tensor.start)
+        shuffled += raw[tensor.start : tensor.end]
+    shuffled += rng.bytes(rng.integers(9))
+    (tmp_path / "b").write_bytes(shuffled)
+    sites = tuple(replace(site, a=moved[site.a], b=moved[site.b]) for site in adapter.spec.sites)
+    seen = bytearray()
+    image = build_image(
+        replace(adapter.spec, sites=sites), tmp_path / "b", layout, feed=lambda part: seen.extend(part)
+    )
+    assert seen == shuffled
+    assert torch.equal(image.pages, expected.pages)
+    assert np.array_equal(image.sites, expected.sites)
+
+
+def test_images_hold_nothing_of_the_memory_that_they_were_given(tmp_path: Path) -> None:
+    layout = layout_of(ODD_GROUPS, dtype=torch.bfloat16, page_bytes=64 * 60)
+    adapter = make_adapter(tmp_path / "a", ODD_GROUPS, rank=11, layers=range(2))
+    plain = build_image(adapter.spec, adapter.path, layout)
+    torch.use_deterministic_algorithms(True)  # fills new memory with ones
+    try:
+        image = build_image(adapter.spec, adapter.path, layout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(image.pages, plain.pages)
+    tiles = [tile(image, layout, start, f) for _, number, chunk, *starts in image.sites.tolist() if chunk == 1
+             for start, f in zip(starts, layout.features[number], strict=True)]  # fmt: skip
+    assert tiles
+    assert not any(part[3:].any() for part in tiles)
+
+
 def test_no_two_tiles_overlap(tmp_path: Path) -> None:
     layout = layout_of(page_bytes=64 * 48)
     adapter = make_adapter(tmp_path / "a", GROUPS, rank=24, layers=range(2))

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.device_lora import DeviceLora, effective_segments
 from loraplex.adapters.layout import ArenaLayout
-from loraplex.adapters.weights import HEAD_LAYER, HostImage
+from loraplex.adapters.placement import HEAD_LAYER
+from loraplex.adapters.weights import HostImage
 from loraplex.kernels.backend import resolve_backend
 from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora import GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment, begin_pass

@@ -93,15 +93,15 @@ def read_into(file: BinaryIO, buffer: memoryview) -> int:
     return done
 
 
-def hash_file(path: Path, into: hashlib._Hash) -> None:
-    """Feed one file to a running hash, led by its length (8 bytes, little-endian), in bounded memory.
+def _hash_file(path: Path, into: hashlib._Hash) -> None:
+    """Feed one file to a running hash, led by its length, in bounded memory.
 
     Raises OSError when the file cannot be read or changes its length meanwhile.
     """
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with open_regular(path) as file:
         left = os.fstat(file.fileno()).st_size
-        into.update(left.to_bytes(8, "little"))
+        into.update(_length_bytes(left))
         while got := read_into(file, buffer):
             into.update(buffer[:got])
             left -= got
@@ -112,7 +112,24 @@ def hash_file(path: Path, into: hashlib._Hash) -> None:
 def digest_upload(config_path: Path, tensors_path: Path) -> str:
     """The identity of an adapter: 64 hex characters of SHA-256 over both files, each led by its length, so
     that no byte can move from one file to the other unseen. Streams. Raises OSError."""
-    sha = hashlib.sha256(b"loraplex adapter 1\n")
-    hash_file(config_path, sha)
-    hash_file(tensors_path, sha)
+    sha = _begin_digest(config_path)
+    _hash_file(tensors_path, sha)
     return sha.hexdigest()
+
+
+def begin_digest(config_path: Path, tensors_path: Path) -> hashlib._Hash:
+    """The hash of `digest_upload` on its way: it lacks only the bytes of the tensor file, for a caller who reads those
+    anyway. A file that has another length by then gives another digest. Raises OSError."""
+    sha = _begin_digest(config_path)
+    sha.update(_length_bytes(tensors_path.lstat().st_size))
+    return sha
+
+
+def _begin_digest(config_path: Path) -> hashlib._Hash:
+    sha = hashlib.sha256(b"loraplex adapter 1\n")
+    _hash_file(config_path, sha)
+    return sha
+
+
+def _length_bytes(length: int) -> bytes:
+    return length.to_bytes(8, "little")

@@ -311,6 +311,8 @@ def _check_copies(tensors_path: Path, copies: dict[str, TensorSlice], base: Base
 def _note_overlapping_alphas(settings: LoraSettings, modules: list[str], report: _Report) -> None:
     """PEFT takes the first key that fits, and sorts the keys when it saves: an adapter can come back from disk
     with another scaling than it was trained with. What counts is what PEFT would load."""
+    if len(settings.alpha_pattern) < 2:
+        return
     for module in modules:
         alphas = {
             settings.alpha_pattern[key] for key in pattern_keys(module) if key in settings.alpha_pattern

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from loraplex.adapters.spec import AdapterSpec
 from loraplex.kernels.groups import HEAD, SiteGroup
 from loraplex.kernels.lora import CHUNK, GRANULE_BYTES
 
@@ -17,13 +16,25 @@ MIN_PAGE_BYTES = 256 << 10
 MAX_PAGE_BYTES = 2 << 20
 
 
+TileKind = Literal["a", "b", "vectors"]
+
+
+class SiteKey(NamedTuple):
+    """What decides which tiles a site of an adapter has."""
+
+    layer: int
+    site: str
+    rank: int
+    has_vectors: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One tile of an adapter: of which site (its index in `spec.sites`), which chunk of ranks (0 for vectors), and
+    """One tile of an adapter: of which site (its index among the adapter's), which chunk of ranks (0 for vectors), and
     which columns [start, end) of the output (of the input for A)."""
 
     index: int
-    kind: Literal["a", "b", "vectors"]
+    kind: TileKind
     chunk: int
     start: int
     end: int
@@ -112,10 +123,10 @@ class ArenaLayout:
         ends = list(accumulate(widths))
         return list(zip([0, *ends], ends, strict=False))
 
-    def tiles(self, spec: AdapterSpec) -> list[Tile]:
-        """Every tile, in the order in which they are placed."""
+    def tiles(self, sites: Sequence[SiteKey]) -> list[Tile]:
+        """Every tile of an adapter for these sites, in the order in which they are placed."""
         listed = []
-        for index, site in enumerate(spec.sites):
+        for index, site in enumerate(sites):
             shape = self.shape(site.site)
             assert shape is not None
             columns = self.columns(site.site)
@@ -124,7 +135,7 @@ class ArenaLayout:
                 listed += [
                     Tile(index, "b", chunk, *part, self.tile_bytes(part[1] - part[0])) for part in columns
                 ]
-            if site.magnitude is not None:
+            if site.has_vectors:
                 listed += [
                     Tile(index, "vectors", 0, *part, _whole_granules(2 * 4 * (part[1] - part[0])))
                     for part in columns

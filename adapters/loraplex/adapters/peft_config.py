@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -73,13 +74,14 @@ class LoraSettings:
         """Whether PEFT would put LoRA on this linear (check_target_module_exists): a target that is the whole
         path does so in any layer, a suffix only in the layers to transform; "all-linear" is all but the head. An
         expression may mean any module."""
-        if any(suffix in self.excluded for suffix in suffixes(module_path)):
+        names = suffixes(module_path)
+        if not self.excluded.isdisjoint(names):
             return False
         if self.targets is None:
             return not self.exact or module_path != HEAD
         if module_path in self.targets:
             return True
-        if not any(suffix in self.targets for suffix in suffixes(module_path)):
+        if self.targets.isdisjoint(names):
             return False
         return self.layers is None or _layer_index(module_path, self.layers_pattern) in self.layers
 
@@ -104,11 +106,26 @@ def parse_peft_config(path: Path, module_paths: Iterable[str]) -> LoraSettings:
     return _parse_settings(settings, list(module_paths))
 
 
-def suffixes(module_path: str) -> Iterator[str]:
-    """ "a.b.c" itself, then "b.c", then "c"."""
+def read_raw_config(path: Path) -> bytes:
+    """Raises AdapterRefused("too_large"), OSError."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        raw = bytearray(min(size, MAX_CONFIG_BYTES))
+        read_into(file, memoryview(raw))
+    if size > MAX_CONFIG_BYTES:
+        raise AdapterRefused("too_large", f"adapter_config.json is larger than {MAX_CONFIG_BYTES} bytes")
+    return bytes(raw)
+
+
+@lru_cache(maxsize=4096)
+def suffixes(module_path: str) -> tuple[str, ...]:
+    """ "a.b.c" itself, then "b.c", then "c". For the base's modules: what an upload names may be of any number and
+    length, and is not to be remembered."""
+    found = []
     while module_path:
-        yield module_path
+        found.append(module_path)
         module_path = module_path.partition(".")[2]
+    return tuple(found)
 
 
 def pattern_keys(module_path: str) -> Iterator[str]:
@@ -285,14 +302,16 @@ def _parse_pattern(
 
 def _first_ambiguous(keys: list[str], module_paths: list[str]) -> str | None:
     """A key in which a "." would match another character of some module's name, as in "q.proj"."""
-    by_length: dict[int, set[str]] = {}
-    for path in module_paths:
-        for suffix in suffixes(path):
-            by_length.setdefault(len(suffix), set()).add(suffix)
     dotted: dict[int, list[str]] = {}
     for key in keys:
         if "." in key:
             dotted.setdefault(len(key), []).append(key)
+    if not dotted:
+        return None
+    by_length: dict[int, set[str]] = {}
+    for path in module_paths:
+        for suffix in suffixes(path):
+            by_length.setdefault(len(suffix), set()).add(suffix)
     for length, group in dotted.items():
         rows = np.frombuffer("".join(group).encode("ascii"), np.uint8).reshape(-1, length)
         is_dot = rows == ord(".")
@@ -305,6 +324,8 @@ def _first_ambiguous(keys: list[str], module_paths: list[str]) -> str | None:
 
 
 def _first_match(pattern: Mapping[str, _T], module_path: str, default: _T) -> _T:
+    if not pattern:
+        return default
     named = {key for key in pattern_keys(module_path) if key in pattern}
     if not named:
         return default
@@ -338,14 +359,8 @@ def _alpha(value: Any, where: str) -> float:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        raw = bytearray(min(size, MAX_CONFIG_BYTES))
-        read_into(file, memoryview(raw))
-    if size > MAX_CONFIG_BYTES:
-        raise AdapterRefused("too_large", f"adapter_config.json is larger than {MAX_CONFIG_BYTES} bytes")
     try:
-        return parse_object(bytes(raw))
+        return parse_object(read_raw_config(path))
     except ValueError as error:
         _invalid(f"it is not valid JSON: {error}")
 

@@ -68,9 +68,7 @@ def read_header(path: Path, limits: HeaderLimits = ADAPTER_LIMITS) -> dict[str, 
     Raises AdapterRefused("not_safetensors") for anything that the format does not allow, AdapterRefused
     ("too_large") for a header beyond `limits`, OSError when the file cannot be read.
     """
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        raw = _read_raw(file, size, limits)
+    raw, size = read_raw_header(path, limits)
     try:
         header = parse_object(raw)
     except ValueError as error:
@@ -85,6 +83,13 @@ def read_header(path: Path, limits: HeaderLimits = ADAPTER_LIMITS) -> dict[str, 
     ordered = sorted(slices.items(), key=lambda item: (item[1].start, item[1].end))
     _check_layout(ordered, data_start, size)
     return dict(ordered)
+
+
+def read_raw_header(path: Path, limits: HeaderLimits = ADAPTER_LIMITS) -> tuple[bytes, int]:
+    """The header's JSON as it is, and the length of the file. Raises as `read_header` does for what is not read."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return _read_raw(file, size, limits), size
 
 
 def _read_raw(file: BinaryIO, size: int, limits: HeaderLimits) -> bytes:
@@ -107,22 +112,21 @@ def _read_raw(file: BinaryIO, size: int, limits: HeaderLimits) -> bytes:
 
 
 def _parse_tensor(name: str, value: Any, data_start: int) -> TensorSlice:
-    where = f"tensor {shown(name)}"
     if not name or len(name) > _MAX_NAME:
-        _refuse(f"{where}: names have 1 to {_MAX_NAME} characters")
+        _refuse_tensor(name, f": names have 1 to {_MAX_NAME} characters")
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        _refuse(f"{where} must have exactly dtype, shape and data_offsets")
+        _refuse_tensor(name, " must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        _refuse(f"{where} has the unknown dtype {shown(dtype)}")
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(_is_size(n) for n in shape):
-        _refuse(f"{where} has a bad shape")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
-        _refuse(f"{where} has bad data_offsets")
+        _refuse_tensor(name, f" has the unknown dtype {shown(dtype)}")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not _are_sizes(shape):
+        _refuse_tensor(name, " has a bad shape")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(offsets):
+        _refuse_tensor(name, " has bad data_offsets")
     start, end = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if end < start or (end - start) * 8 != bits:
-        _refuse(f"{where}: its data_offsets do not span what dtype {dtype} and its shape need")
+        _refuse_tensor(name, f": its data_offsets do not span what dtype {dtype} and its shape need")
     return TensorSlice(dtype, tuple(shape), data_start + start, data_start + end)
 
 
@@ -144,8 +148,13 @@ def _check_metadata(metadata: Any) -> None:
         _refuse("its __metadata__ must map strings to strings")
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _are_sizes(values: list[Any]) -> bool:
+    # Without a generator, which would take longer than the rest of a tensor's parsing.
+    return {*map(type, values)} <= {int} and min(values, default=0) >= 0
+
+
+def _refuse_tensor(name: str, what: str) -> NoReturn:
+    _refuse(f"tensor {shown(name)}{what}")
 
 
 def _refuse(what: str) -> NoReturn:

@@ -154,8 +154,7 @@ class ArtifactStore:
             if names_damage(error):
                 raise ArtifactCorrupt(f"artifact {digest[:12]} is damaged: {error.strerror}") from error
             raise ArtifactUnreadable(f"artifact {digest[:12]} cannot be read: {error.strerror}") from error
-        if found != digest:
-            raise ArtifactCorrupt(f"artifact {digest[:12]} is damaged: its bytes hash to {found[:12]}")
+        check_digest(digest, found)
 
     def delete(self, digest: str) -> bool:
         """Remove an artifact; False if there was none. Readers that have its files open keep reading."""
@@ -253,6 +252,12 @@ class ArtifactStore:
     def _flush_shelf(self, shelf: Path) -> None:
         self.fault(Step.FLUSH_SHELF, shelf)
         _flush(shelf)
+
+
+def check_digest(digest: str, found: str) -> None:
+    """Raises ArtifactCorrupt where an artifact's bytes hash to something else than its name."""
+    if found != digest:
+        raise ArtifactCorrupt(f"artifact {digest[:12]} is damaged: its bytes hash to {found[:12]}")
 
 
 def _flush(path: Path) -> None:

@@ -13,6 +13,7 @@ from loraplex.adapters.spec import TensorSlice
 
 _PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
+_REFUSED = frozenset(REFUSED_TENSORS)
 
 
 @dataclass(slots=True)
@@ -39,8 +40,8 @@ def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:
         if not name.startswith(_PREFIX):
             _unexpected(name, f"its name does not begin with {_PREFIX!r}")
         parts = name.removeprefix(_PREFIX).split(".")
-        if feature := next((REFUSED_TENSORS[part] for part in parts if part in REFUSED_TENSORS), None):
-            _unsupported(name, feature)
+        if not _REFUSED.isdisjoint(parts):
+            _unsupported(name, next(REFUSED_TENSORS[part] for part in parts if part in REFUSED_TENSORS))
         if _MAGNITUDE in parts[-3:]:
             at = parts.index(_MAGNITUDE, max(0, len(parts) - 3))
             rest = parts[at + 1 :]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 """The dtypes that adapters may have, by their safetensors names."""
 
 CHUNK_ELEMENTS = 1 << 18
+_SPAN_BYTES = 1 << 19
+"""What `scan_tensors` reads at a time: it stays in the processor's own cache while it is hashed and used."""
 
 
 def read_native(tensors_path: Path, tensor: TensorSlice) -> NDArray[Any]:
@@ -69,6 +72,54 @@ def iter_rows(tensors_path: Path, tensor: TensorSlice) -> Iterator[NDArray[Any]]
             if read_into(file, part.reshape(-1).view(np.uint8).data) < part.nbytes:
                 raise _cut_short(tensors_path)
             yield part
+
+
+def scan_tensors(
+    tensors_path: Path, tensors: Iterable[TensorSlice], feed: Callable[[memoryview], object]
+) -> Iterator[tuple[TensorSlice, NDArray[Any]]]:
+    """Read a whole file once, from its first byte to its last: `feed` gets all of it, in order, and each of `tensors`
+    is yielded in its own dtype and shape, in the order of the file. No two of them overlap.
+
+    The yielded array is reused for the next ones. Holds the largest of the tensors. Raises as `read_native` does.
+    """
+    with open_regular(tensors_path) as file:
+        spans = list(_spans(sorted(tensors, key=_start), os.fstat(file.fileno()).st_size))
+        buffer = np.empty(max((end - start for start, end, _ in spans), default=0), np.uint8)
+        for start, end, held in spans:
+            span = buffer[: end - start]
+            if read_into(file, span.data) < end - start:
+                raise _cut_short(tensors_path)
+            feed(span.data)
+            for tensor in held:
+                raw = span[tensor.start - start : tensor.end - start]
+                yield tensor, raw.view(NUMPY_DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+
+def _spans(ordered: list[TensorSlice], size: int) -> Iterator[tuple[int, int, list[TensorSlice]]]:
+    """[start, end) and the tensors in it, back to back: whole ones, as many as fit _SPAN_BYTES, but at least one. In
+    spans of their own, what lies between tensors. Together all of a file of `size` bytes, and more if it is cut."""
+    start = end = 0
+    held: list[TensorSlice] = []
+    for tensor in ordered:
+        if tensor.start != end or tensor.end - start > _SPAN_BYTES:
+            if held:
+                yield start, end, held
+            yield from _gap(end, tensor.start)
+            start, held = tensor.start, []
+        held.append(tensor)
+        end = tensor.end
+    if held:
+        yield start, end, held
+    yield from _gap(end, size)
+
+
+def _gap(start: int, end: int) -> Iterator[tuple[int, int, list[TensorSlice]]]:
+    for first in range(start, end, _SPAN_BYTES):
+        yield first, min(first + _SPAN_BYTES, end), []
+
+
+def _start(tensor: TensorSlice) -> int:
+    return tensor.start
 
 
 def _cut_short(path: Path) -> ArtifactCorrupt:

@@ -14,13 +14,13 @@ import torch
 
 from loraplex.adapters.arena import AdapterArena
 from loraplex.adapters.base import BaseWeights
-from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, LoraplexError
-from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME
-from loraplex.adapters.format import inspect_adapter
+from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, LoadAbandoned, LoraplexError
+from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME, begin_digest
+from loraplex.adapters.inspections import Inspections
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.residency import Ticket
 from loraplex.adapters.spec import BaseSpec
-from loraplex.adapters.store import ArtifactStore
+from loraplex.adapters.store import ArtifactStore, check_digest
 from loraplex.adapters.weights import HostImage, build_image
 from loraplex.kernels.lora import CHUNK
 
@@ -34,10 +34,10 @@ CLOSE_TIMEOUT_S = 5.0
 class ThreadedTransport:
     """The real `AdapterTransport`: `threads` loaders, and one thread that copies.
 
-    A load hashes the stored bytes again, parses them as an upload is parsed, and lays them out; whatever is wrong
-    becomes the ticket's error. A copy runs on a stream of its own where the device is a GPU, and its ticket is done
-    when the stream is. `wake` is called from those threads after each ticket that is done. A load that is cancelled
-    stops at its next site; while a thread hangs in it, that thread has a replacement.
+    A load parses the stored bytes as an upload is parsed, lays them out, and hashes them again as it reads them;
+    whatever is wrong becomes the ticket's error. A copy runs on a stream of its own where the device is a GPU, and its
+    ticket is done when the stream is. `wake` is called from those threads after each ticket that is done. A load that
+    is cancelled stops at its next matrix; while a thread hangs in it, that thread has a replacement.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ThreadedTransport:
         threads: int = 2,
     ) -> None:
         self._store = store
-        self._base = base
+        self._inspections = Inspections(base, arena.layout.max_chunks * CHUNK)
         self._base_weights = BaseWeights(base)
         self._arena = arena
         self._wake = wake
@@ -99,25 +99,37 @@ class ThreadedTransport:
         self._copiers.close()
 
     def _load(self, ref: AdapterRef, wanted: Callable[[], bool]) -> HostImage:
-        layout = self._arena.layout
-        self._store.verify(ref.digest)
         folder = self._store.path(ref.digest)
-        spec = inspect_adapter(
-            folder / CONFIG_NAME,
-            folder / TENSORS_NAME,
-            self._base,
-            max_rank=layout.max_chunks * CHUNK,
-            deep=False,
-            digest=ref.digest,
-        )
-        return build_image(
+        try:
+            image, found = self._lay_out(ref.digest, folder / CONFIG_NAME, folder / TENSORS_NAME, wanted)
+        except LoadAbandoned:
+            raise
+        except Exception:
+            # Damaged bytes may lead to whatever: say so if that is what they are.
+            self._store.verify(ref.digest)
+            raise
+        check_digest(ref.digest, found)
+        return image
+
+    def _lay_out(
+        self, digest: str, config: Path, tensors: Path, wanted: Callable[[], bool]
+    ) -> tuple[HostImage, str]:
+        """An image, and what the bytes that it was made from hash to: it is nobody's unless that is its digest.
+
+        The file is read once for both, so the bytes are not known to be good while they are parsed: what parses them
+        takes any upload."""
+        spec = self._inspections.inspect(config, tensors, digest)
+        sha = begin_digest(config, tensors)
+        image = build_image(
             spec,
-            _still_there(folder / TENSORS_NAME),
-            layout,
+            tensors,
+            self._arena.layout,
             base=self._base_weights,
             pin=self._stream is not None,
             wanted=wanted,
+            feed=sha.update,
         )
+        return image, sha.hexdigest()
 
     def _copy(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
         if self._stream is None:
@@ -126,12 +138,6 @@ class ThreadedTransport:
         with torch.cuda.stream(self._stream):
             self._arena.write(image, slot, pages)
         self._stream.synchronize()
-
-
-def _still_there(path: Path) -> Path:
-    if not path.exists():
-        raise ArtifactMissing("the adapter was deleted while it was loaded")
-    return path
 
 
 def _reason(error: Exception, what: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,14 +14,13 @@ from numpy.typing import NDArray
 from loraplex.adapters.base import BaseWeights
 from loraplex.adapters.dora import dora_vectors
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, LoadAbandoned
-from loraplex.adapters.layout import ArenaLayout, Tile, place_tiles
-from loraplex.adapters.spec import AdapterSpec, SiteWeights
-from loraplex.adapters.tensors import NUMPY_DTYPES, read_tensor
+from loraplex.adapters.layout import ArenaLayout, TileKind
+from loraplex.adapters.placement import Placement, place
+from loraplex.adapters.spec import AdapterSpec, TensorSlice
+from loraplex.adapters.tensors import NUMPY_DTYPES, read_tensor, scan_tensors
 from loraplex.kernels.groups import HEAD
-from loraplex.kernels.lora import CHUNK, GRANULE_BYTES
+from loraplex.kernels.lora import CHUNK
 
-HEAD_LAYER = -1
-"""The layer by which an image's tables name the head."""
 _DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -61,110 +61,116 @@ def build_image(
     base: BaseWeights | None = None,
     pin: bool = False,
     wanted: Callable[[], bool] = lambda: True,
+    feed: Callable[[memoryview], object] = lambda _: None,
 ) -> HostImage:
     """Read an adapter's tensors and lay them out.
 
     The scaling, and DoRA's gain, are folded into B in float32; A and B are rounded once, to the layout's dtype. Ranks
-    are filled up to whole chunks with zeros. DoRA needs `base`, whose weights are read in slices. Holds one site's
-    tensors in float32 beside the image. `wanted` is asked before each site: where it says no, LoadAbandoned.
+    are filled up to whole chunks with zeros. DoRA needs `base`, whose weights are read in slices. Holds the largest
+    tensor, or for DoRA one site's in float32, beside the image. `wanted` is asked before each matrix: where it says
+    no, LoadAbandoned. `feed` gets every byte of the file, in order and before it is used: who hashes them there need
+    not read the file for it.
+
     Raises ArtifactCorrupt where the adapter does not fit the layout, AdapterRefused("non_finite") where a value is
     not finite in its dtype, BaseModelInvalid where the base's weights can't be read as they were, OSError.
     """
     _check_fits(spec, layout)
-    tiles = layout.tiles(spec)
-    offsets, num_pages = place_tiles([tile.num_bytes for tile in tiles], layout.page_bytes)
-    pages = torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, pin_memory=pin)
-    # numpy from here on: torch would start a team of threads of its own for a loader thread, beside the step's.
-    flat = pages.numpy().reshape(-1)
-    flat[:] = 0
-    rounded, exact = flat.view(NUMPY_DTYPES[_DTYPE_NAMES[layout.dtype]]), flat.view(np.float32)
-    tables = _Tables(spec, layout)
-    current, weights = -1, _SiteMatrices()
-    for tile, offset in zip(tiles, offsets, strict=True):
-        site = spec.sites[tile.index]
-        if tile.index != current:
-            if not wanted():
-                raise LoadAbandoned("nobody waits for this adapter any more")
-            current, weights = tile.index, _read_site(site, tensors_path, layout, base)
-        values = weights.part(tile)
-        into = exact if tile.kind == "vectors" else rounded
-        start = offset // into.itemsize
-        with np.errstate(over="ignore", invalid="ignore"):
-            into[start : start + values.size] = values.reshape(-1)
-        if not np.isfinite(into[start : start + values.size]).all():
-            raise AdapterRefused(
-                "non_finite",
-                f"{site.site} of layer {site.layer} has values that are not finite once they are scaled and in "
-                f"{str(layout.dtype).removeprefix('torch.')}",
-            )
-        tables.put(tile, offset // GRANULE_BYTES)
-    return HostImage(spec.digest, spec.rank, pages, tables.sites(), tables.vectors())
-
-
-@dataclass(frozen=True, slots=True)
-class _SiteMatrices:
-    """A [rank, in_features], the scaled, transposed B [rank, out_features], and DoRA's vectors [2, out_features],
-    all float32."""
-
-    a: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
-    b: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
-    vectors: NDArray[np.float32] = field(default_factory=lambda: np.empty((2, 0), np.float32))
-
-    def part(self, tile: Tile) -> NDArray[np.float32]:
-        """What belongs into a tile: of the last chunk, the rows that there are."""
-        if tile.kind == "vectors":
-            return self.vectors[:, tile.start : tile.end]
-        matrix = self.a if tile.kind == "a" else self.b
-        return matrix[tile.chunk * CHUNK : (tile.chunk + 1) * CHUNK, tile.start : tile.end]
-
-
-class _Tables:
-    """The rows of `HostImage.sites` and `HostImage.vectors`, tile by tile."""
-
-    def __init__(self, spec: AdapterSpec, layout: ArenaLayout) -> None:
-        self._spec = spec
-        self._layout = layout
-        self._sites: dict[tuple[int, int, int], list[int]] = {}
-        self._vectors: list[tuple[int, int, int]] = []
-
-    def put(self, tile: Tile, start: int) -> None:
-        site = self._spec.sites[tile.index]
-        columns = self._layout.columns(site.site)
-        layer = HEAD_LAYER if site.site == HEAD else site.layer
-        first = 0 if site.site == HEAD else self._layout.sites[site.site]
-        if tile.kind == "a":
-            for block in range(len(columns)):
-                self._sites[layer, first + block, tile.chunk] = [start, 0]
-            return
-        number = first + columns.index((tile.start, tile.end))
-        if tile.kind == "b":
-            self._sites[layer, number, tile.chunk][1] = start
-        else:
-            self._vectors.append((layer, number, start))
-
-    def sites(self) -> NDArray[np.int32]:
-        rows = [(*key, *starts) for key, starts in self._sites.items()]
-        return np.array(rows, np.int32).reshape(-1, 5)
-
-    def vectors(self) -> NDArray[np.int32]:
-        return np.array(self._vectors, np.int32).reshape(-1, 3)
-
-
-def _read_site(
-    site: SiteWeights, tensors_path: Path, layout: ArenaLayout, base: BaseWeights | None
-) -> _SiteMatrices:
-    a = read_tensor(tensors_path, site.a)
-    with np.errstate(over="ignore", invalid="ignore"):  # found and refused by the caller
-        b = read_tensor(tensors_path, site.b) * np.float32(site.scaling)
-    if site.magnitude is None:
-        return _SiteMatrices(a, np.ascontiguousarray(b.T))
-    if base is None:
-        raise ValueError("DoRA's magnitudes need the weights of the base")
-    gain, offset = dora_vectors(
-        read_tensor(tensors_path, site.magnitude), a, b, base, site, NUMPY_DTYPES[_DTYPE_NAMES[layout.dtype]]
-    )
+    placement = place(spec, layout)
+    pages = torch.empty(placement.num_pages, layout.page_bytes, dtype=torch.uint8, pin_memory=pin)
+    image = _Image(spec, layout, placement, pages)
+    plain: dict[int, tuple[TensorSlice, int, Literal["a", "b"]]] = {}
+    for index, site in enumerate(spec.sites):
+        if site.magnitude is None:
+            plain[site.a.start] = site.a, index, "a"
+            plain[site.b.start] = site.b, index, "b"
+    # What is not finite is found and refused at the end.
     with np.errstate(over="ignore", invalid="ignore"):
-        return _SiteMatrices(a, np.ascontiguousarray((b * gain[:, None]).T), np.stack((gain - 1, offset)))
+        for tensor, values in scan_tensors(tensors_path, [entry[0] for entry in plain.values()], feed):
+            _check_wanted(wanted)
+            _, index, kind = plain[tensor.start]
+            image.put(index, kind, values)
+        for index, site in enumerate(spec.sites):
+            if site.magnitude is not None:
+                _check_wanted(wanted)
+                image.put_dora(index, site.magnitude, tensors_path, base)
+    image.check_finite()
+    return HostImage(spec.digest, spec.rank, pages, placement.sites, placement.vectors)
+
+
+class _Image:
+    """An image on its way: matrices are cut into tiles and rounded. With numpy alone: torch would start a team of
+    threads of its own for a loader thread, beside the step's."""
+
+    def __init__(
+        self, spec: AdapterSpec, layout: ArenaLayout, placement: Placement, pages: torch.Tensor
+    ) -> None:
+        self._spec = spec
+        self._pieces = placement.pieces
+        self._dtype = NUMPY_DTYPES[_DTYPE_NAMES[layout.dtype]]
+        flat = pages.numpy().reshape(-1)
+        self._rounded, self._exact = flat.view(self._dtype), flat.view(np.float32)
+        for nobodys in placement.fillers:
+            flat[nobodys] = 0
+
+    def put(self, index: int, kind: Literal["a", "b"], values: NDArray[Any]) -> None:
+        """A [rank, in_features] or B [out_features, rank] of the site with this index, in any dtype."""
+        if kind == "a":
+            same = values.dtype == self._dtype
+            self._cut(index, "a", values if same else values.astype(np.float32, copy=False), self._rounded)
+        else:
+            scaled = values.astype(np.float32, copy=False) * np.float32(self._spec.sites[index].scaling)
+            self._put_b(index, scaled)
+
+    def put_dora(
+        self, index: int, magnitude: TensorSlice, tensors_path: Path, base: BaseWeights | None
+    ) -> None:
+        """A site with magnitudes. Its tensors are read again: they are needed together, and may lie anywhere."""
+        if base is None:
+            raise ValueError("DoRA's magnitudes need the weights of the base")
+        site = self._spec.sites[index]
+        a = read_tensor(tensors_path, site.a)
+        b = read_tensor(tensors_path, site.b) * np.float32(site.scaling)
+        gain, offset = dora_vectors(read_tensor(tensors_path, magnitude), a, b, base, site, self._dtype)
+        self._cut(index, "a", a, self._rounded)
+        self._put_b(index, b * gain[:, None])
+        self._cut(index, "vectors", np.stack((gain - 1, offset)), self._exact)
+
+    def check_finite(self) -> None:
+        """Raises AdapterRefused for the first site that has another value."""
+        if not any(kind == "vectors" for _, kind in self._pieces) and _all_finite(self._rounded):
+            return
+        for (index, kind), pieces in self._pieces.items():
+            into = self._exact if kind == "vectors" else self._rounded
+            if not all(_all_finite(into[piece.elements]) for piece in pieces):
+                site = self._spec.sites[index]
+                raise AdapterRefused(
+                    "non_finite",
+                    f"{site.site} of layer {site.layer} has values that are not finite once they are scaled and in "
+                    f"{self._dtype}",
+                )
+
+    def _put_b(self, index: int, scaled: NDArray[np.float32]) -> None:
+        # Rounded before it is transposed: half as much to move.
+        self._cut(index, "b", scaled.astype(self._dtype, copy=False).T, self._rounded)
+
+    def _cut(self, index: int, kind: TileKind, matrix: NDArray[Any], into: NDArray[Any]) -> None:
+        for piece in self._pieces[index, kind]:
+            part = matrix[piece.rows, piece.columns]
+            into[piece.elements].reshape(part.shape)[...] = part
+
+
+def _check_wanted(wanted: Callable[[], bool]) -> None:
+    if not wanted():
+        raise LoadAbandoned("nobody waits for this adapter any more")
+
+
+def _all_finite(values: NDArray[Any]) -> bool:
+    """Of float32, float16 or bfloat16, by their bits: as integers, infinities and NaN are beyond all others of their
+    sign. numpy's own way takes ten times as long for bfloat16."""
+    signed, unsigned = values.view(f"i{values.itemsize}"), values.view(f"u{values.itemsize}")
+    infinity = np.array(np.inf, values.dtype).view(signed.dtype)[()]
+    minus_infinity = np.array(-np.inf, values.dtype).view(unsigned.dtype)[()]
+    return bool(signed.max() < infinity and unsigned.max() < minus_infinity)
 
 
 def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
