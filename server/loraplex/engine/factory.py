@@ -138,7 +138,7 @@ def _build(
 
         kind = str(model.dtype).removeprefix("torch.")
         if not numba_cache.is_compiled(kind):
-            on_stage("compiling kernels for this processor (about 20 s, once)")
+            on_stage("compiling kernels for this processor (once, 10 to 20 s)")
         compiling = executor.submit(
             lambda: numba_cache.compile_kernels(kind, lambda: numba_warm_up.warm_up(model.dtype))
         )
