@@ -31,11 +31,65 @@ def test_all_is_well(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     outcome = doctor(tmp_path, "--model", str(model))
     assert outcome.code == 0, outcome.stdout + outcome.stderr
-    names = ["python", "torch", "database", "data directory", "data port", "admin port", "base model"]
+    names = [
+        "python",
+        "torch",
+        "kernels",
+        "database",
+        "data directory",
+        "data port",
+        "admin port",
+        "base model",
+    ]
     assert lines(outcome) == dict.fromkeys(names, "ok")
     assert "llama on the fused decoder" in outcome.stdout
     assert ", 2 layers" in outcome.stdout
     assert not (tmp_path / "data" / "loraplex.db").exists()
+
+
+def kernels(outcome: Outcome) -> str:
+    (said,) = [line for line in outcome.stdout.splitlines() if " kernels: " in line]
+    return said
+
+
+def test_which_kernels_run_and_where_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    said = kernels(doctor(tmp_path, "--device", "cpu", "--threads", "1"))
+    (kept,) = (tmp_path / "kernels").iterdir()
+    assert said.startswith("ok    kernels: numba for ")
+    assert said.endswith(f", 1 thread; to be compiled at the first start (10 to 20 s), kept in {kept}")
+    # What is made for another processor is no use on this one.
+    assert "oneDNN's linears" in kernels(doctor_for_an_old_processor(tmp_path, monkeypatch))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
+    assert "compiled at every start" in kernels(doctor(tmp_path, "--device", "cpu"))
+
+
+def doctor_for_an_old_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Outcome:
+    with monkeypatch.context() as pretended:
+        pretended.setenv("NUMBA_CPU_NAME", "generic")
+        pretended.setenv("NUMBA_CPU_FEATURES", "")
+        pretended.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+        return doctor(tmp_path, "--device", "cpu", *arguments)
+
+
+def test_kernels_that_cannot_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    outcome = doctor(tmp_path, "--device", "cpu", "--kernels", "triton")
+    assert outcome.code == 1
+    assert kernels(outcome).startswith("wrong kernels: --kernels triton: the triton kernels can't run here: ")
+    assert "torch, as was asked for" in kernels(doctor(tmp_path, "--device", "cpu", "--kernels", "torch"))
+
+
+def test_a_dtype_that_the_processor_cannot_multiply_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    outcome = doctor_for_an_old_processor(tmp_path, monkeypatch, "--model", str(model))
+    assert "float32 (this processor cannot multiply in bfloat16, the checkpoint's dtype)" in outcome.stdout
+    asked = doctor_for_an_old_processor(tmp_path, monkeypatch, "--model", str(model), "--dtype", "bfloat16")
+    assert ", bfloat16, 2 layers" in asked.stdout
 
 
 def test_a_data_directory_that_a_server_holds(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ and processors, lies side by side in it.
 
 `numba_vectors` imports this before anything is compiled.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-subclassing-any
+# mypy: allow-untyped-calls, allow-subclassing-any
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def open_cache(root: Path, sources: Path) -> Path | None:
             raise OSError(f"less than {_NEEDED_BYTES >> 20} MiB are free")
     except OSError as error:
         _log.warning(
-            "compiled kernels can't be kept in %s (%s): every start compiles them, about 20 s; "
+            "compiled kernels can't be kept in %s (%s): every start compiles them, 10 to 20 s; "
             "set NUMBA_CACHE_DIR to a directory that can be written",
             directory,
             error.strerror or error,
@@ -99,14 +99,14 @@ class _OneProcess(event.Listener):
         self._depth = 0
         self._held: IO[str] | None = None
 
-    def on_start(self, _event) -> None:
+    def on_start(self, _event: event.Event) -> None:
         # Outside numba's own lock of threads, and as that one is, of one thread and as often as it likes.
         self._thread.acquire()
         self._depth += 1
         if self._depth == 1:
             self._held = _lock(self._path)
 
-    def on_end(self, _event) -> None:
+    def on_end(self, _event: event.Event) -> None:
         self._depth -= 1
         if self._depth == 0 and self._held is not None:
             self._held.close()

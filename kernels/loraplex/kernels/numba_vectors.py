@@ -37,6 +37,11 @@ def host_features() -> frozenset[str]:
     return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
 
 
+def host_name() -> str:
+    """LLVM's name of the processor."""
+    return str(cpu_target.target_context.codegen().magic_tuple()[1])
+
+
 class Float32x16(types.Type):
     """Sixteen float32."""
 

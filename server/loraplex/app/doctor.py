@@ -26,14 +26,26 @@ _PROBE = (
     "torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu', "
     "torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())"
 )
+_KERNELS = """
+import sys
+from loraplex.engine.kernel_report import describe_kernels
+from loraplex.adapters.errors import LoraplexError
+try:
+    print(describe_kernels(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+except LoraplexError as error:
+    sys.exit(error.message)
+"""
 _EXAMINE = """
 import sys
 from pathlib import Path
-from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.loading import examine_model
+from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.factory import resolve_kernels
+from loraplex.engine.model.loading import examine_dtype, examine_model
 try:
     print(examine_model(Path(sys.argv[1]), int(sys.argv[2])))
-except ModelUnsupported as error:
+    device, _ = resolve_kernels(sys.argv[3], "torch")
+    print(examine_dtype(Path(sys.argv[1]), sys.argv[4], device))
+except LoraplexError as error:
     sys.exit(error.message)
 """
 
@@ -43,6 +55,7 @@ def examine(settings: Settings, console: Console) -> int:
     checks: list[tuple[str, Callable[[], str]]] = [
         ("python", lambda: f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores"),
         ("torch", _torch),
+        ("kernels", lambda: _kernels(settings)),
         ("database", lambda: describe_database(settings)),
         ("data directory", lambda: _data_dir(settings.data_dir)),
         ("data port", lambda: _port(settings.host, settings.port)),
@@ -65,6 +78,10 @@ def _torch() -> str:
     return (
         f"{torch}, transformers {transformers}, device {device} ({' '.join(capability)}), {threads} threads"
     )
+
+
+def _kernels(settings: Settings) -> str:
+    return _own_process(_KERNELS, settings.kernels, settings.device, str(settings.threads))
 
 
 def _data_dir(path: Path) -> str:
@@ -103,9 +120,10 @@ def _port(host: str, port: int) -> str:
 
 def _model(settings: Settings) -> str:
     model_dir = ensure_model(settings.model)
-    kind = _own_process(_EXAMINE, str(model_dir), str(settings.max_model_len))
+    given = (str(model_dir), str(settings.max_model_len), settings.device, settings.dtype)
+    kind, dtype = _own_process(_EXAMINE, *given).splitlines()
     base = load_base_spec(model_dir, cache_dir=settings.data_dir)
-    return f"{kind}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
+    return f"{kind}, {dtype}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
 
 
 def _own_process(program: str, *arguments: str) -> str:

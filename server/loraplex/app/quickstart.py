@@ -145,7 +145,7 @@ def _server(options: QuickstartOptions, model_dir: Path) -> Iterator[subprocess.
 
 
 def _await_ready(options: QuickstartOptions, server: subprocess.Popen[bytes], console: Console) -> None:
-    shown = ""
+    shown: set[str] = set()
     end = time.monotonic() + START_TIMEOUT_S
     url = f"http://{options.host}:{options.port}/readyz"
     while time.monotonic() < end:
@@ -158,9 +158,9 @@ def _await_ready(options: QuickstartOptions, server: subprocess.Popen[bytes], co
             if answer.status_code == 200:
                 return
             reason = str(answer.json().get("reason", ""))
-            if reason != shown:
-                console.print(f"    {escape(reason)}", highlight=False)
-                shown = reason
+            if reason not in shown:
+                console.print(f"    {escape(reason)}", highlight=False, soft_wrap=True)
+                shown.add(reason)
         time.sleep(0.2)
     raise QuickstartFailed(
         f"the server was not ready after {START_TIMEOUT_S:.0f} s; see {_log_path(options)}"

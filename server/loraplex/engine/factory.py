@@ -87,11 +87,7 @@ def build_engine(
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    device = _device(config.device)
-    try:
-        backend = resolve_backend(config.kernels, device)
-    except BackendUnavailable as error:
-        raise DeviceUnavailable(f"--kernels {config.kernels}: {error}") from error
+    device, backend = resolve_kernels(config.device, config.kernels)
     # On a CPU all parallel work is the worker's: each thread that does any gets a team of threads of its own, and where
     # teams have more threads than there are cores OpenMP puts them to sleep between any two operations.
     executor = Executor()
@@ -138,7 +134,7 @@ def _build(
 
         kind = str(model.dtype).removeprefix("torch.")
         if not numba_cache.is_compiled(kind):
-            on_stage("compiling kernels for this processor (about 20 s, once)")
+            on_stage("compiling kernels for this processor (once, 10 to 20 s)")
         compiling = executor.submit(
             lambda: numba_cache.compile_kernels(kind, lambda: numba_warm_up.warm_up(model.dtype))
         )
@@ -225,6 +221,15 @@ def _build(
         sites=layout.site_names,
     )
     return BuiltEngine(core, info, progress, runner, transport)
+
+
+def resolve_kernels(device: str, kernels: str) -> tuple[torch.device, Backend]:
+    """Where and with which kernels an engine runs that is asked for these. Raises DeviceUnavailable."""
+    found = _device(device)
+    try:
+        return found, resolve_backend(kernels, found)
+    except BackendUnavailable as error:
+        raise DeviceUnavailable(f"--kernels {kernels}: {error}") from error
 
 
 def _device(asked: str) -> torch.device:

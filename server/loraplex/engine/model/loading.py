@@ -86,6 +86,16 @@ def examine_model(model_dir: Path, max_model_len: int = 0) -> str:
     return f"{config.model_type} through transformers, {how}"
 
 
+def examine_dtype(model_dir: Path, asked: str, device: str | torch.device) -> str:
+    """The dtype that `load_model` would use, and why if that is not the checkpoint's own. Raises ModelUnsupported."""
+    config, _ = _read(model_dir)
+    used = str(_dtype(config, asked, torch.device(device))).removeprefix("torch.")
+    stored = str(_stored_dtype(config)).removeprefix("torch.")
+    if asked == "auto" and used != stored:
+        return f"{used} (this processor cannot multiply in {stored}, the checkpoint's dtype)"
+    return used
+
+
 def load_wrapped(
     model_dir: Path, config: Any, dtype: torch.dtype, device: torch.device
 ) -> TransformersDecoder:
@@ -198,13 +208,16 @@ def _dtype(config: Any, asked: str | torch.dtype, device: torch.device) -> torch
         return asked
     if asked != "auto":
         return _DTYPES[asked]
-    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    found = _DTYPES.get(stored, torch.float32)
+    found = _stored_dtype(config)
     if device.type == "cpu" and not multiplies(found):
         # Tens of times as fast there, for twice the memory.
-        _log.warning("this processor can't multiply in %s, the checkpoint's dtype: float32 is used", stored)
+        _log.warning("this processor can't multiply in %s, the checkpoint's dtype: float32 is used", found)
         return torch.float32
     return found
+
+
+def _stored_dtype(config: Any) -> torch.dtype:
+    return _DTYPES.get(str(getattr(config, "dtype", None)).removeprefix("torch."), torch.float32)
 
 
 def _shape(config: Any) -> ModelShape:

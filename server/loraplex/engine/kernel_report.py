@@ -1,0 +1,51 @@
+"""Which kernels an engine would run here, in words: for `loraplex doctor`, in a process that may load torch."""
+
+from __future__ import annotations
+
+import torch
+
+from loraplex.engine.factory import resolve_kernels
+from loraplex.kernels.backend import Backend, obstacle_to
+
+
+def describe_kernels(choice: str, device: str, num_threads: int) -> str:
+    """What `choice` comes to on `device`, both as in EngineConfig, and how it computes there. Raises DeviceUnavailable
+    for what can't run here."""
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    found, backend = resolve_kernels(device, choice)
+    threads = torch.get_num_threads()
+    shown_threads = f"{threads} thread{'s' if threads > 1 else ''}"
+    if backend == "triton":
+        if found.type != "cuda":
+            return "triton, interpreted: far too slow to serve with"
+        major, minor = torch.cuda.get_device_capability(found)
+        return f"triton on {torch.cuda.get_device_name(found)}, compute capability {major}.{minor}"
+    if backend == "numba":
+        return f"{_describe_numba()}, {shown_threads}; {_describe_cache()}"
+    if choice == "torch":
+        return f"torch, as was asked for, {shown_threads}"
+    better: Backend = "triton" if found.type == "cuda" else "numba"
+    return f"torch, {shown_threads}; {better} would be faster, but {obstacle_to(better, found)}"
+
+
+def _describe_numba() -> str:
+    from loraplex.kernels import dense_numba
+    from loraplex.kernels.numba_vectors import host_features, host_name
+
+    products = "AVX512-BF16 products" if "avx512bf16" in host_features() else "portable vectors"
+    linears = "its own linears" if dense_numba.is_for_this_processor() else "oneDNN's linears"
+    return f"numba for {host_name()}, {products}, {linears} in bfloat16"
+
+
+def _describe_cache() -> str:
+    from loraplex.kernels import numba_cache
+
+    if numba_cache.CACHE is None:
+        return (
+            "compiled at every start (10 to 20 s), since the cache cannot be written: set NUMBA_CACHE_DIR to a "
+            "directory that can"
+        )
+    done = [name for name in ("bfloat16", "float16", "float32") if numba_cache.is_compiled(name)]
+    state = f"compiled for {', '.join(done)}" if done else "to be compiled at the first start (10 to 20 s)"
+    return f"{state}, kept in {numba_cache.CACHE}"
