@@ -3,6 +3,7 @@ three small modules in the place of the kernels, as each process chooses its dir
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -139,22 +140,39 @@ IndexDataCacheFile._load_index = load_slowly
         assert [result[2] for result in results] == [hits] * 4
 
 
-def test_one_process_compiles_at_a_time_and_does_not_wait_for_ever(package: Path) -> None:
-    program = """
+TAKE_TURNS = """
 import time
 from stand_in import cache
 from numba.core.compiler_lock import global_compiler_lock
-cache.LOCK_WAIT_S = 0.5
-with global_compiler_lock:
+begin = time.time()
+for _ in range(10):
     with global_compiler_lock:
-        begin = time.time()
-    time.sleep(1.0)
-    print(begin, time.time())
+        with global_compiler_lock:
+            pass
+print(begin, time.time())
 """
-    started = [command(package, program) for _ in range(2)]
-    first, second = (list(map(float, said(process)[0])) for process in started)
-    early, late = sorted([first, second])
-    assert late[0] >= early[0] + 0.4
+
+
+def test_one_process_compiles_at_a_time(package: Path) -> None:
+    directory = Path(said(command(package))[0][3])
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = command(package, TAKE_TURNS)
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(5)
+        released = time.time()
+    assert float(said(waiting)[0][1]) >= released
+
+
+def test_who_compiles_and_never_ends_holds_nobody_up_for_ever(package: Path) -> None:
+    source = (package / "cache.py").read_text()
+    (package / "cache.py").write_text(source.replace("LOCK_WAIT_S = 120.0", "LOCK_WAIT_S = 0.5"))
+    directory = Path(said(command(package))[0][3])
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        begin, end = map(float, said(command(package, TAKE_TURNS))[0])
+        assert end - begin < 2.0  # once, not each time
+        assert said(command(package))[0][:3] == ["20", "True", "1"]
 
 
 def test_directories_of_other_contents_go_after_a_month_without_use(package: Path, tmp_path: Path) -> None:

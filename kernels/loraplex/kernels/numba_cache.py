@@ -33,9 +33,8 @@ from numba.core.registry import cpu_target
 
 KEPT_S = 30 * 86400.0
 """How long a directory stays that no process has started with."""
-LOCK_WAIT_S = 60.0
-"""For another process to have compiled one function and all that it calls. Who waits longer (the other was stopped)
-goes on without the lock."""
+LOCK_WAIT_S = 120.0
+"""How long a process waits for others to compile, altogether. Then it goes on without the lock: one may be stopped."""
 _NEEDED_BYTES = 64 << 20
 _PREFIX = "loraplex-"
 _log = logging.getLogger(__name__)
@@ -97,6 +96,7 @@ class _OneProcess(event.Listener):
         self._path = path
         self._thread = threading.RLock()
         self._depth = 0
+        self._waited_s = 0.0
         self._held: IO[str] | None = None
 
     def on_start(self, _event: event.Event) -> None:
@@ -104,7 +104,9 @@ class _OneProcess(event.Listener):
         self._thread.acquire()
         self._depth += 1
         if self._depth == 1:
-            self._held = _lock(self._path)
+            begin = time.monotonic()
+            self._held = _lock(self._path, LOCK_WAIT_S - self._waited_s)
+            self._waited_s += time.monotonic() - begin
 
     def on_end(self, _event: event.Event) -> None:
         self._depth -= 1
@@ -114,13 +116,13 @@ class _OneProcess(event.Listener):
         self._thread.release()
 
 
-def _lock(path: Path) -> IO[str] | None:
-    """The file, locked until it is closed; None where that can't be had."""
+def _lock(path: Path, wait_s: float) -> IO[str] | None:
+    """The file, locked until it is closed, or as it is after `wait_s`; None where it can't be opened."""
     try:
         file = open(path, "w")  # noqa: SIM115 - open as long as it is locked
     except OSError:
         return None
-    until = time.monotonic() + LOCK_WAIT_S
+    until = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
