@@ -66,6 +66,14 @@ def fma(builder, a, b, c):
     return call(builder, "llvm.fmuladd.v16f32", V_F32, [a, b, c])
 
 
+def prefetch(builder, address):
+    """Have a cache line brought near; what there is no memory at is passed over."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    reading, second_cache, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+    builder.call(function, [pointer(builder, address, I8), reading, second_cache, data])
+
+
 def lane_mask(builder, first, last):
     """<16 x i1>: the lanes first ≤ i < last, for i64 values."""
     lanes = ir.Constant(V_I32, list(range(LANES)))
