@@ -23,7 +23,7 @@ def waiting(tenant: str, *, priority: int = 0, weight: float = 1.0, epoch: int =
 
 def arrive(queue: FairQueue, *seqs: Sequence) -> None:
     for seq in seqs:
-        queue.enter(seq.request.tenant_id, seq.request.weight)
+        queue.enter(seq)
         queue.push(seq)
 
 
@@ -32,8 +32,8 @@ def serve(queue: FairQueue, units: float) -> str:
     seq = queue.head()
     assert seq is not None
     queue.remove(seq)
-    queue.charge(seq.request.tenant_id, units)
-    queue.leave(seq.request.tenant_id)
+    queue.charge(seq, units)
+    queue.leave(seq)
     return seq.request.tenant_id
 
 
@@ -101,7 +101,7 @@ def test_who_comes_to_an_empty_queue_starts_where_the_last_one_left() -> None:
     running = waiting("old")
     arrive(queue, running)
     queue.remove(running)
-    queue.charge("old", 1000.0)
+    queue.charge(running, 1000.0)
     arrive(queue, waiting("new"))
     assert queue.counter("new") == queue.counter("old")
 
@@ -130,7 +130,7 @@ def test_priority_orders_within_the_tenant_only() -> None:
     arrive(queue, low, high, other)
     assert queue.head() is high
     queue.remove(high)
-    queue.charge("a", 1.0)
+    queue.charge(high, 1.0)
     assert queue.head() is other
 
 
@@ -166,7 +166,7 @@ def test_aborted_requests_behind_a_standing_head_leave_nothing_behind() -> None:
         seq = waiting("a")
         arrive(queue, seq)
         queue.remove(seq)
-        queue.leave("a")
+        queue.leave(seq)
     assert time.process_time() - started < 2.0
     queue.check_integrity({"a": 1}, {head} if (head := queue.head()) else set())
 
@@ -179,7 +179,7 @@ def test_choosing_among_many_tenants_costs_a_logarithm() -> None:
         for _ in range(2000):
             head = queue.head()
             assert head is not None
-            queue.charge(head.request.tenant_id, 5.0)
+            queue.charge(head, 5.0)
         return time.process_time() - started
 
     assert cost(20_000) < 8 * cost(200) + 0.05, (

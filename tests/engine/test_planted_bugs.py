@@ -183,13 +183,17 @@ def prefix_registered_before_it_was_computed(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def service_not_charged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FairQueue, "charge", lambda self, tenant_id, units: None)
+    patch.setattr(FairQueue, "charge", lambda self, seq, units: None)
 
 
 @bug
 def weight_ignored(patch: pytest.MonkeyPatch) -> None:
     enter = FairQueue.enter
-    patch.setattr(FairQueue, "enter", lambda self, tenant_id, weight: enter(self, tenant_id, 1.0))
+    patch.setattr(
+        FairQueue,
+        "enter",
+        lambda self, seq: enter(self, replace(seq, request=replace(seq.request, weight=1.0))),
+    )
 
 
 @bug

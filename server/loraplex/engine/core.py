@@ -18,6 +18,7 @@ from loraplex.adapters.cache import AdapterCache
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.admission import MAX_TOKEN_ID, why_not
 from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.fairness import WaitingQueue
 from loraplex.engine.faults import DeviceLost, DeviceOutOfMemory
 from loraplex.engine.gauges import cache_entries, gauges
 from loraplex.engine.logprobs import Scores, cut_scores, wrong_scores
@@ -48,8 +49,8 @@ class EngineCore:
     """One engine: a scheduler, a runner and a cache of adapters.
 
     `eos_ids` end a sequence unless it ignores them. `clock` gives seconds; all deadlines are by it. `progress` is told
-    of every step. A request that can't be served is never an exception: `add` leaves its refusal for the next `step`
-    to return.
+    of every step, and `queue` says who is served next (None: weighted fair queueing by tenant). A request that can't
+    be served is never an exception: `add` leaves its refusal for the next `step` to return.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class EngineCore:
         eos_ids: frozenset[int],
         clock: Callable[[], float],
         progress: Progress | None = None,
+        queue: WaitingQueue | None = None,
     ) -> None:
         self._config = config
         self._runner = runner
@@ -68,7 +70,7 @@ class EngineCore:
         self._eos_ids = eos_ids
         self._clock = clock
         self._progress = progress or Progress(clock)
-        self._scheduler = Scheduler(config, cache)
+        self._scheduler = Scheduler(config, cache, queue=queue)
         self._step_size = StepSize(config.max_num_batched_tokens)
         self._live: dict[str, Sequence] = {}
         self._in_flight: deque[Flight] = deque()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from loraplex.engine.types import Sequence
 
@@ -46,6 +47,61 @@ class _Tenant:
     listed: bool = False  # has its one entry in the queue's heap
 
 
+class WaitingQueue(Protocol):
+    """What the scheduler asks of the policy that decides who is served next. `FairQueue` is the one that serves; a
+    simulator may put first-come, round robin and the like in its place.
+
+    A request enters, is pushed, starts (and is pushed again when it is preempted) and leaves; `remove` takes it out
+    of the queue without a start, when it is parked or before it leaves.
+    """
+
+    def __len__(self) -> int:
+        """Requests in the queue: neither the running ones nor those that are parked."""
+        ...
+
+    def __contains__(self, seq: Sequence) -> bool: ...
+    def enter(self, seq: Sequence) -> None:
+        """A request has come to the engine. Its weight is its tenant's from now on."""
+        ...
+
+    def leave(self, seq: Sequence) -> None:
+        """A request has ended; it is not in the queue any more."""
+        ...
+
+    def push(self, seq: Sequence) -> None:
+        """Into the queue: it has come, its adapter has, or it was preempted (then `seq.epoch` is above 0)."""
+        ...
+
+    def remove(self, seq: Sequence) -> None:
+        """Out of the queue, whatever its place."""
+        ...
+
+    def start(self, seq: Sequence) -> None:
+        """Out of the queue, into the batch."""
+        ...
+
+    def head(self) -> Sequence | None:
+        """Who is served next."""
+        ...
+
+    def charge(self, seq: Sequence, units: float) -> None:
+        """So much was computed for a request that has not left."""
+        ...
+
+    def counter(self, tenant_id: str) -> float:
+        """What the tenant got, per weight: the running requests of the tenant that got most are preempted first."""
+        ...
+
+    def tenants(self) -> list[tuple[str, int, float]]:
+        """(tenant, requests in the engine, counter) of every tenant that has a request in the engine."""
+        ...
+
+    def check_integrity(self, alive: dict[str, int], queued: set[Sequence]) -> None:
+        """For tests: raise AssertionError unless it holds the `queued` sequences and no others, and knows of
+        `alive` requests per tenant."""
+        ...
+
+
 class FairQueue:
     """The sequences that could run if there were room, in the order of fairness.
 
@@ -73,8 +129,9 @@ class FairQueue:
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._entries
 
-    def enter(self, tenant_id: str, weight: float) -> None:
-        """A request has come. `weight` (above 0) is the tenant's share from now on."""
+    def enter(self, seq: Sequence) -> None:
+        """A request has come. Its weight (above 0) is its tenant's share from now on."""
+        tenant_id, weight = seq.request.tenant_id, seq.request.weight
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
             tenant = self._tenants[tenant_id] = _Tenant(tenant_id, weight)
@@ -82,8 +139,9 @@ class FairQueue:
         tenant.requests += 1
         self._active += 1
 
-    def leave(self, tenant_id: str) -> None:
+    def leave(self, seq: Sequence) -> None:
         """A request has ended. A tenant that has none left is forgotten as soon as nothing hangs on its counter."""
+        tenant_id = seq.request.tenant_id
         tenant = self._tenants[tenant_id]
         assert tenant.requests > tenant.queued, f"a request of tenant {tenant_id} ended inside the queue"
         tenant.requests -= 1
@@ -127,6 +185,10 @@ class FairQueue:
             tenant.line = [entry for entry in tenant.line if entry.seq is not None]
             heapq.heapify(tenant.line)
 
+    def start(self, seq: Sequence) -> None:
+        """A sequence leaves the queue to run."""
+        self.remove(seq)
+
     def head(self) -> Sequence | None:
         """The next to be served: the first in the line of the tenant that got the least."""
         tenant = self._least()
@@ -136,9 +198,9 @@ class FairQueue:
             heapq.heappop(tenant.line)
         return seq
 
-    def charge(self, tenant_id: str, units: float) -> None:
-        """Book service, in units of *_COST, on a tenant that has a request in the engine."""
-        tenant = self._tenants[tenant_id]
+    def charge(self, seq: Sequence, units: float) -> None:
+        """Book service, in units of *_COST, on the tenant of a request in the engine."""
+        tenant = self._tenants[seq.request.tenant_id]
         tenant.counter += units / tenant.weight
 
     def counter(self, tenant_id: str) -> float:

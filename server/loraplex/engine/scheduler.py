@@ -18,7 +18,7 @@ from loraplex.engine import fairness, prefix
 from loraplex.engine.adapter_wait import AdapterWait
 from loraplex.engine.blocks import BlockManager
 from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
-from loraplex.engine.fairness import FairQueue
+from loraplex.engine.fairness import FairQueue, WaitingQueue
 from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
 
 
@@ -44,17 +44,20 @@ class Scheduler:
     """Owns the fair queue, the parked and the running sequences, the KV blocks and the sequences' leases.
 
     The core tells it what happens (`add`, `finish`, `computed`, `delivered`) and asks it for the next step
-    (`plan`). A sequence that was added is in exactly one place, running, queued or parked, until `finish`.
+    (`plan`). A sequence that was added is in exactly one place, running, queued or parked, until `finish`. Who goes
+    next is the `queue`'s to say; without one it is weighted fair queueing.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: AdapterCache[Any]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: AdapterCache[Any], *, queue: WaitingQueue | None = None
+    ) -> None:
         self._cache = cache
         self._max_tokens = config.max_num_batched_tokens
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._max_scored = config.max_scored_tokens
         self.blocks = BlockManager(config.num_blocks)
-        self.queue = FairQueue()
+        self.queue = FairQueue() if queue is None else queue
         self.parked = AdapterWait(config.adapter_wait_aging_s)
         self.running: dict[Sequence, Lease | None] = {}  # in the order of admission
         self.failed: list[tuple[Sequence, str]] = []
@@ -70,7 +73,7 @@ class Scheduler:
         return len(self.queue) + len(self.parked)
 
     def add(self, seq: Sequence) -> None:
-        self.queue.enter(seq.request.tenant_id, seq.request.weight)
+        self.queue.enter(seq)
         self.queue.push(seq)
 
     def finish(self, seq: Sequence, *, spoilt: bool = False) -> None:
@@ -90,7 +93,7 @@ class Scheduler:
             self.queue.remove(seq)
         self.parked.forget(seq)
         seq.state = SequenceState.FINISHED
-        self.queue.leave(seq.request.tenant_id)
+        self.queue.leave(seq)
 
     def computed(self, scheduled: ScheduledSequence) -> None:
         """A slice has been computed and collected: the blocks that it filled may now be found by others.
@@ -118,7 +121,7 @@ class Scheduler:
 
     def delivered(self, seq: Sequence, num_tokens: int) -> None:
         """Output tokens have been drawn: charge them."""
-        self.queue.charge(seq.request.tenant_id, num_tokens * fairness.DECODE_COST)
+        self.queue.charge(seq, num_tokens * fairness.DECODE_COST)
 
     def plan(self, now: float, max_tokens: int | None = None) -> StepPlan:
         """The next step, of at most `max_tokens` (None: as configured); its `scheduled` is empty if nothing can be
@@ -314,7 +317,7 @@ class Scheduler:
         room = self.blocks.num_free - self.blocks.num_idle(found) - promised
         if blocks_for(seq.num_tokens) - len(found) > room:
             return False
-        self.queue.remove(seq)
+        self.queue.start(seq)
         self.parked.forget(seq)
         lease = None if seq.request.adapter is None else self._cache.acquire(seq.request.adapter.digest)
         self.running[seq] = lease
@@ -335,7 +338,7 @@ class Scheduler:
         """Charge the prompt's positions up to `end` that were never charged before."""
         end = min(end, seq.num_prompt)
         if end > seq.num_charged:
-            self.queue.charge(seq.request.tenant_id, (end - seq.num_charged) * cost)
+            self.queue.charge(seq, (end - seq.num_charged) * cost)
             seq.num_charged = end
 
     def _blocks_missing(self, seq: Sequence) -> int:
