@@ -115,12 +115,12 @@ class FakeLimiter:
     windows: tuple[LimitWindow | None, LimitWindow | None] = (None, None)
     max_output_tokens: int | None = None
     reserved: dict[str, dict[str, Any]] = field(default_factory=dict)
-    settled: list[tuple[str, int]] = field(default_factory=list)
+    settled: list[tuple[str, int | None]] = field(default_factory=list)
     held: asyncio.Event | None = None
     broken: bool = False
     asked: int = 0
 
-    async def reserve(self, caller: Principal, **asked: Any) -> Reservation:
+    async def reserve(self, request_id: str, caller: Principal, **asked: Any) -> Reservation:
         if self.refuse_with:
             raise self.refuse_with.pop(0)
         self.asked += 1
@@ -130,7 +130,7 @@ class FakeLimiter:
         self.reserved[name] = {"tenant": caller.tenant_id, **asked}
         return Reservation(name, *self.windows, max_output_tokens=self.max_output_tokens)
 
-    async def settle(self, reservation: Reservation, *, used_tokens: int) -> None:
+    async def settle(self, reservation: Reservation, *, used_tokens: int | None) -> None:
         self.settled.append((reservation.reservation_id, used_tokens))
         if self.broken:
             raise RuntimeError("the limiter is broken")

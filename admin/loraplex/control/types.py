@@ -72,8 +72,16 @@ class LimitWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class Decision:
+    """What a limiter that let a request pass tells of it: of each kind of window the one with the least left."""
+
+    requests: LimitWindow | None
+    tokens: LimitWindow | None
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
-    """A reserved share of the limits; settled exactly once by `reservation_id`."""
+    """A reserved share of the limits; settled once by `reservation_id`, which is the request's internal id."""
 
     reservation_id: str
     requests: LimitWindow | None = None

@@ -53,6 +53,7 @@ class Resolver(Protocol):
 class Limiter(Protocol):
     async def reserve(
         self,
+        request_id: str,
         principal: Principal,
         *,
         prompt_tokens: int,
@@ -60,12 +61,12 @@ class Limiter(Protocol):
         default_tokens: int,
         n: int,
     ) -> Reservation:
-        """Takes the prompts and n outputs from all limits, or nothing. Raises NeverFits and RateLimited, or
-        another error with the code `insufficient_quota`."""
+        """Takes the prompts and n outputs from all limits, or nothing. `request_id` is our own, never a client's.
+        Raises NeverFits and RateLimited, or another error with the code `insufficient_quota`."""
         ...
 
-    async def settle(self, reservation: Reservation, *, used_tokens: int) -> None:
-        """Gives back what was reserved and not used."""
+    async def settle(self, reservation: Reservation, *, used_tokens: int | None) -> None:
+        """Gives back what was reserved and not used; None: all of it, the request was refused after all."""
         ...
 
 

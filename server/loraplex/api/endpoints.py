@@ -159,7 +159,7 @@ class GenerationEndpoint:
         open. Both are shielded, so that a client that goes away cannot part them."""
         services = self._services
         with anyio.CancelScope(shield=True):
-            reservation = await self._reserve(principal, plan)
+            reservation = await self._reserve(context, principal, plan)
         generation: Generation | None = None
         try:
             client.check()
@@ -186,9 +186,12 @@ class GenerationEndpoint:
                     await generation.close(principal.tenant_id or "")
                 await self._settle(context, reservation, generation)
 
-    async def _reserve(self, principal: Principal, plan: GenerationPlan) -> Reservation:
+    async def _reserve(
+        self, context: RequestContext, principal: Principal, plan: GenerationPlan
+    ) -> Reservation:
         try:
             return await self._services.limiter.reserve(
+                context.internal_id,
                 principal,
                 prompt_tokens=plan.prompt_tokens,
                 asked_tokens=plan.asked,
@@ -203,10 +206,11 @@ class GenerationEndpoint:
     async def _settle(
         self, context: RequestContext, reservation: Reservation, generation: Generation | None
     ) -> None:
+        used: int | None = None
         if generation is not None:
             usage = generation.usage()
             context.prompt_tokens, context.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-        used = context.prompt_tokens + context.completion_tokens
+            used = context.prompt_tokens + context.completion_tokens
         try:
             await self._services.limiter.settle(reservation, used_tokens=used)
         except Exception:

@@ -139,8 +139,8 @@ def engine_requests(
     for index in range(plan.num_choices):
         of_prompt, choice = divmod(index, plan.n)
         max_tokens = plan.max_tokens[of_prompt]
-        if max_output_tokens is not None and max_tokens:
-            max_tokens = max(1, min(max_tokens, max_output_tokens))
+        if max_output_tokens is not None:
+            max_tokens = min(max_tokens, max_output_tokens)
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,

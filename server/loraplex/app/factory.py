@@ -39,7 +39,8 @@ from loraplex.control.database import Database
 from loraplex.control.key_cache import KeyCache
 from loraplex.control.key_use import KeyUse
 from loraplex.control.keys import Keys
-from loraplex.control.limits import InProcessLimiter
+from loraplex.control.limits.in_process import InProcessLimiter
+from loraplex.control.limits.service import RequestLimits
 from loraplex.control.outage import DatabaseHealth
 from loraplex.control.pepper import check_pepper
 from loraplex.control.releases import Releases
@@ -253,7 +254,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         text=TextProcessor(installation.model_dir, max_model_len=info.max_model_len),
         authenticator=installation.key_cache,
         resolver=installation.resolver,
-        limiter=InProcessLimiter(),
+        limiter=RequestLimits(InProcessLimiter()),
         metrics=metrics,
         drain=drain,
         served_model_name=installation.served_name,

@@ -1,0 +1,141 @@
+"""What one request is charged, on which limits: a pure function of the limits and of what was asked.
+
+A limiter decides a plan in one step, in memory (`in_process`) or elsewhere; it adds no rule of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from loraplex.control.errors import NeverFits
+from loraplex.control.limits.gcra import PERIOD_S
+from loraplex.control.types import Limits, Principal
+
+OwnerKind = Literal["key", "tenant", "server"]
+What = Literal["requests", "tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose limit it is: a key or a tenant by its id, or the server, whose id is empty."""
+
+    kind: OwnerKind
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RateCharge:
+    """`cost` of `limit` a minute."""
+
+    owner: Owner
+    what: What
+    limit: int
+    cost: int
+
+    @property
+    def seconds(self) -> float:
+        """The charge as a share of the period: at most PERIOD_S."""
+        return self.cost * PERIOD_S / self.limit
+
+    @property
+    def refusal(self) -> str:
+        return f"The {self.owner.kind}'s limit of {self.limit} {self.what} a minute is reached."
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One of `limit` requests at a time; `limit` None: taken without an end. It is counted all the same, so that a
+    limit which is set later counts what runs by then."""
+
+    owner: Owner
+    limit: int | None
+
+    @property
+    def refusal(self) -> str:
+        return f"The {self.owner.kind}'s limit of {self.limit} requests at a time is reached."
+
+
+@dataclass(frozen=True, slots=True)
+class LimitPlan:
+    """All that one request takes, or nothing of it. `output_tokens`: for each of its answers. `tokens`: prompts and
+    answers together, the cost of each charge on tokens."""
+
+    rates: tuple[RateCharge, ...]
+    places: tuple[Place, ...]
+    tokens: int
+    output_tokens: int
+
+
+def plan_request(
+    principal: Principal,
+    server: Limits,
+    *,
+    prompt_tokens: int,
+    asked_tokens: int | None,
+    default_tokens: int,
+    n: int,
+) -> LimitPlan:
+    """The plan of a request with `prompt_tokens` in all its prompts and n answers.
+
+    `asked_tokens` is what it asks for each answer; None takes `default_tokens`, or what the limits could ever allow if
+    that is less. Raises NeverFits for what no wait would make fit.
+    """
+    owners = (
+        (Owner("key", principal.key_id or ""), principal.key_limits),
+        (Owner("tenant", principal.tenant_id or ""), principal.tenant_limits),
+        (Owner("server", ""), server),
+    )
+    output = default_tokens if asked_tokens is None else asked_tokens
+    for owner, limits in owners:
+        output = _fit(owner, limits, output, prompt_tokens, asked_tokens, n)
+    tokens = prompt_tokens + n * output
+    return LimitPlan(
+        rates=tuple(charge for owner, limits in owners for charge in _rates(owner, limits, tokens)),
+        places=tuple(Place(owner, limits.max_concurrency) for owner, limits in owners),
+        tokens=tokens,
+        output_tokens=output,
+    )
+
+
+def _rates(owner: Owner, limits: Limits, tokens: int) -> Iterator[RateCharge]:
+    if limits.requests_per_minute is not None:
+        yield RateCharge(owner, "requests", limits.requests_per_minute, 1)
+    if limits.tokens_per_minute is not None:
+        yield RateCharge(owner, "tokens", limits.tokens_per_minute, tokens)
+
+
+def _fit(owner: Owner, limits: Limits, output: int, prompt_tokens: int, asked: int | None, n: int) -> int:
+    """`output` as far as this owner's limits could ever allow it."""
+    most = limits.max_output_tokens
+    if most is not None and output > most:
+        if asked is not None:
+            raise NeverFits(
+                f"{asked} output tokens were asked for; the {owner.kind}'s limit is {most}.",
+                param="max_tokens",
+            )
+        output = most
+    rate = limits.tokens_per_minute
+    if rate is not None:
+        output = _fit_tokens(owner, rate, f"{rate} tokens a minute", output, prompt_tokens, asked, n)
+    return output
+
+
+def _fit_tokens(
+    owner: Owner, most: int, limit: str, output: int, prompt_tokens: int, asked: int | None, n: int
+) -> int:
+    room = (most - prompt_tokens) // n
+    if room < min(1, output):
+        raise NeverFits(
+            f"The prompt has {prompt_tokens} tokens; the {owner.kind}'s limit of {limit} can never hold it"
+            f"{' and an answer' if output else ''}.",
+            param="messages",
+        )
+    if output > room and asked is not None:
+        raise NeverFits(
+            f"{prompt_tokens} prompt tokens and {n} × {asked} output tokens can never fit the {owner.kind}'s "
+            f"limit of {limit}.",
+            param="max_tokens",
+        )
+    return min(output, room)

@@ -1,0 +1,58 @@
+"""The limits of a request from its beginning to its end."""
+
+from __future__ import annotations
+
+from loraplex.control.limits.limiter import Limiter
+from loraplex.control.limits.plan import plan_request
+from loraplex.control.types import NO_LIMITS, Limits, Principal, Reservation
+
+
+class RequestLimits:
+    """`reserve` before a request is served, `settle` after it, once, whatever became of it. `server`: limits over all
+    tenants together."""
+
+    def __init__(self, limiter: Limiter, *, server: Limits = NO_LIMITS) -> None:
+        self._limiter = limiter
+        self._server = server
+
+    async def reserve(
+        self,
+        request_id: str,
+        principal: Principal,
+        *,
+        prompt_tokens: int,
+        asked_tokens: int | None,
+        default_tokens: int,
+        n: int,
+    ) -> Reservation:
+        """Take one request and `prompt_tokens` + n answers from every limit there is, or nothing.
+
+        `request_id` is the server's own and unique. `asked_tokens` is what the request asks for an answer; None takes
+        `default_tokens`, or what the limits could ever allow if that is less. The reservation's `max_output_tokens` is
+        what was reserved for each answer and must not be exceeded. `prompt_tokens` counts each prompt once.
+
+        Raises NeverFits for what no wait would make fit, RateLimited for what a wait would.
+        """
+        plan = plan_request(
+            principal,
+            self._server,
+            prompt_tokens=prompt_tokens,
+            asked_tokens=asked_tokens,
+            default_tokens=default_tokens,
+            n=n,
+        )
+        decision = await self._limiter.reserve(request_id, plan)
+        return Reservation(
+            request_id,
+            requests=decision.requests,
+            tokens=decision.tokens,
+            max_output_tokens=plan.output_tokens,
+        )
+
+    async def settle(self, reservation: Reservation, *, used_tokens: int | None) -> None:
+        """Give back what was reserved and not used. None: the request was refused after all, and costs nothing. A
+        second time it does nothing."""
+        await self._limiter.settle(reservation.reservation_id, used_tokens=used_tokens)
+
+    async def close(self) -> None:
+        await self._limiter.close()
