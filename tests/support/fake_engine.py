@@ -142,6 +142,7 @@ class FakeEngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._released: dict[str, asyncio.Event] = {}
+        self._began: set[str] = set()
         self._started = False
 
     # What a test says.
@@ -242,17 +243,22 @@ class FakeEngineClient:
         stream = self._streams.get(request_id)
         if stream is not None:
             self._tasks[request_id].cancel()
-            self._end(stream, TokenEvent(request_id, finish_reason="abort", usage=Usage(0, 0)))
+            drawn = stream.num_received
+            began = drawn or request_id in self._began
+            usage = Usage(len(stream.request.prompt_ids) if began else 0, drawn)
+            self._end(stream, TokenEvent(request_id, finish_reason="abort", usage=usage))
 
     def _end(self, stream: RequestStream, event: TokenEvent) -> None:
         request_id = stream.request.request_id
         stream.put(event)
         self._streams.pop(request_id, None)
         self._released.pop(request_id, None)
+        self._began.discard(request_id)
         self._tasks.pop(request_id, None)
 
     async def _play(self, stream: RequestStream, reply: Reply) -> None:
         request = stream.request
+        self._began.add(request.request_id)
         wanted = reply.tokens()
         tokens = wanted[: request.sampling.max_tokens]
         state = reply.adapter_state if request.adapter is not None else None

@@ -22,7 +22,9 @@ from loraplex.serving.client import EngineClient, RequestStream
 from loraplex.serving.detokenize import TextStream
 
 LAST_EVENT_S = 2.0
-"""How long the terminal event of an aborted sequence is waited for; it comes within a step of the engine."""
+"""How long an answer waits for the terminal event of a sequence that a stop string ended; it comes within a step."""
+SETTLE_S = 60.0
+"""How long the books wait for it. An engine that is stuck is killed before, which ends all of its sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,22 @@ class _Choice:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of an aborted sequence, what the engine tells: it may never have begun."""
+        """0 of a sequence that never began: the engine tells. Where it died before it could tell, of one without a
+        token."""
         usage = self.terminal.usage if self.terminal is not None else None
-        if self.text.num_tokens == 0 and usage is not None:
+        if usage is not None:
             return usage.prompt_tokens
-        return len(self.stream.request.prompt_ids)
+        return len(self.stream.request.prompt_ids) if self.stream.num_received else 0
+
+    @property
+    def completion_tokens(self) -> int:
+        """What the engine has drawn, whether or not it was read here; where it died before it could tell, what it had
+        sent. An answer that a stop string ends counts up to the token that completed the string: how many more were
+        drawn before the engine heard of it is chance, and not the caller's."""
+        if self.text.finished_by_stop is not None:
+            return self.text.num_tokens
+        usage = self.terminal.usage if self.terminal is not None else None
+        return self.stream.num_received if usage is None else usage.completion_tokens
 
     @property
     def cached_tokens(self) -> int:
@@ -220,10 +233,10 @@ class Generation:
             self._metrics.next_tokens(now - (choice.last_token or now), num_tokens)
         choice.last_token = now
 
-    async def last_events(self) -> None:
+    async def last_events(self, timeout_s: float = LAST_EVENT_S) -> None:
         """Wait for the terminal events of sequences that were aborted, so that usage is the engine's own."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_EVENT_S):
+            async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(self._last_event(choice) for choice in self._choices))
 
     async def _last_event(self, choice: _Choice) -> None:
@@ -244,11 +257,15 @@ class Generation:
     def usage(self) -> Usage:
         """Of the whole request: a prompt counts once, however many choices it has; tokens count up to the one
         that completed a stop string."""
-        firsts = self._choices[:: self._plan.n]
+        # Of a prompt's choices the first may have been refused, and another begun.
+        of_prompts = [
+            self._choices[start : start + self._plan.n]
+            for start in range(0, len(self._choices), self._plan.n)
+        ]
         return Usage(
-            sum(choice.prompt_tokens for choice in firsts),
-            sum(choice.text.num_tokens for choice in self._choices),
-            sum(choice.cached_tokens for choice in firsts),
+            sum(max(choice.prompt_tokens for choice in choices) for choices in of_prompts),
+            sum(choice.completion_tokens for choice in self._choices),
+            sum(choices[0].cached_tokens for choices in of_prompts),
         )
 
     async def close(self, tenant_id: str) -> None:
@@ -258,14 +275,14 @@ class Generation:
         self._closed = True
         for choice in self._choices:
             choice.stream.abort()
-        await self.last_events()
+        await self.last_events(SETTLE_S)
         now = time.monotonic()
         for choice in self._choices:
             self._metrics.sequence_ended(
                 tenant_id,
                 _reason(choice),
                 prompt_tokens=choice.prompt_tokens,
-                completion_tokens=choice.text.num_tokens,
+                completion_tokens=choice.completion_tokens,
                 cached_tokens=choice.cached_tokens,
                 seconds=(choice.last_token or now) - choice.started,
                 timing=choice.terminal.timing if choice.terminal is not None else None,

@@ -165,7 +165,7 @@ class EngineCore:
                 request.request_id,
                 finish_reason="error",
                 error=error,
-                usage=Usage(len(request.prompt_ids), 0),
+                usage=Usage(0, 0),
                 timing=Timing(0.0, None, 0.0),
                 adapter_state=None if request.adapter is None else self._cache.state(request.adapter.digest),
                 duplicate=duplicate,
@@ -399,7 +399,9 @@ class EngineCore:
                 token_ids,
                 finish_reason=reason,
                 error=error,
-                usage=Usage(seq.num_prompt, seq.num_outputs, seq.num_cached),
+                usage=Usage(
+                    0 if seq.first_scheduled is None else seq.num_prompt, seq.num_outputs, seq.num_cached
+                ),
                 timing=Timing(
                     queue_s=(now if seq.first_scheduled is None else seq.first_scheduled) - seq.arrival,
                     first_token_s=None if seq.first_token is None else seq.first_token - seq.arrival,

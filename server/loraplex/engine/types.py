@@ -81,6 +81,8 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """`prompt_tokens` is 0 of a sequence of which nothing was ever scheduled."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0

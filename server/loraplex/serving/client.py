@@ -54,6 +54,8 @@ class RequestStream:
         self._closed = False  # the terminal event has been put
         self._ended = False  # the terminal event has been read
         self._aborted = False
+        self.num_received = 0
+        """Tokens that the engine has told of, read or not."""
 
     # The reader's side.
 
@@ -108,6 +110,7 @@ class RequestStream:
         if self._closed:
             return
         self._token_ids += event.token_ids
+        self.num_received += len(event.token_ids)
         if event.scores is not None:
             self._scores.append(event.scores)
         if self._adapter_state is None:
