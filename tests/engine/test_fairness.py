@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 from itertools import count
 
 import pytest
 
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.config import Charges
 from loraplex.engine.fairness import FairQueue
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence
 
 _orders = count()
 
 
-def waiting(tenant: str, *, priority: int = 0, weight: float = 1.0, epoch: int = 0) -> Sequence:
+def waiting(
+    tenant: str,
+    *,
+    priority: int = 0,
+    weight: float = 1.0,
+    epoch: int = 0,
+    adapter: int | None = None,
+    max_tokens: int = 1,
+    num_prompt: int = 1,
+) -> Sequence:
     order = next(_orders)
+    prompt = (1,) * num_prompt
+    ref = None if adapter is None else AdapterRef(tenant, f"a{adapter}", 1, digest(adapter), 8)
+    sampling = SamplingParams(max_tokens=max_tokens)
     request = EngineRequest(
-        f"{tenant}-{order}", tenant, (1,), SamplingParams(max_tokens=1), weight=weight, priority=priority
+        f"{tenant}-{order}", tenant, prompt, sampling, ref, weight=weight, priority=priority
     )
-    return Sequence(request, 0.0, order, [1], epoch=epoch)
+    return Sequence(request, 0.0, order, list(prompt), epoch=epoch)
+
+
+def digest(number: int) -> str:
+    return f"{number:064x}"
+
+
+def draw(queue: FairQueue, seq: Sequence, count: int) -> None:
+    """A started sequence draws output tokens, two units each."""
+    for _ in range(count):
+        seq.token_ids.append(7)
+        queue.charge(seq, 2.0)
+
+
+def end(queue: FairQueue, seq: Sequence, length: int) -> None:
+    """It is started, its prompt is computed, it draws `length` tokens and ends."""
+    queue.start(seq)
+    seq.num_charged = seq.num_prompt
+    queue.charge(seq, float(seq.num_prompt))
+    draw(queue, seq, length)
+    queue.leave(seq)
 
 
 def arrive(queue: FairQueue, *seqs: Sequence) -> None:
@@ -185,3 +221,173 @@ def test_choosing_among_many_tenants_costs_a_logarithm() -> None:
     assert cost(20_000) < 8 * cost(200) + 0.05, (
         "a hundred times the tenants must not cost a hundred times the time"
     )
+
+
+# Predicted lengths.
+
+
+def test_what_runs_counts_before_its_tokens_come() -> None:
+    queue = FairQueue()
+    arrive(queue, *(waiting(tenant, max_tokens=100) for tenant in "aaaabbbb"))
+    started = []
+    for _ in range(6):
+        seq = queue.head()
+        assert seq is not None
+        queue.start(seq)
+        started.append(seq.request.tenant_id)
+    assert started == list("ababab"), "nobody fills the batch while nothing is charged yet"
+    assert queue.counter("a") == queue.counter("b") == 0.0, "but an expectation is no service"
+
+
+def test_lengths_are_learnt_by_tenant_and_corrected_at_the_end() -> None:
+    queue = FairQueue()
+    for _ in range(30):
+        for tenant, length in (("long", 90), ("short", 10)):
+            seq = waiting(tenant, max_tokens=1000)
+            arrive(queue, seq)
+            end(queue, seq, length)
+    arrive(queue, *(waiting(tenant, max_tokens=1000) for tenant in ["long"] * 5 + ["short"] * 30))
+    started = []
+    for _ in range(20):
+        head = queue.head()
+        assert head is not None
+        queue.start(head)
+        started.append(head)
+    count = [seq.request.tenant_id for seq in started].count("long")
+    assert count == 2, "two answers of 90 tokens weigh as much as eighteen of 10"
+    for seq in started:
+        if seq.request.tenant_id == "long":
+            draw(queue, seq, 1)
+            queue.leave(seq)  # much shorter than thought
+    ahead = []
+    for _ in range(2):
+        head = queue.head()
+        assert head is not None
+        ahead.append(head.request.tenant_id)
+        queue.start(head)
+    assert ahead == ["long", "long"], "what it was wrongly held for is given back at once"
+    assert queue.counter("long") == 4.0
+
+
+def test_an_expectation_never_lifts_a_newcomer() -> None:
+    queue = FairQueue()
+    first, second = waiting("a", max_tokens=500), waiting("a", max_tokens=500)
+    arrive(queue, first, second)
+    queue.start(first)
+    draw(queue, first, 3)
+    arrive(queue, waiting("new"))
+    assert queue.counter("new") == queue.counter("a") == 6.0
+
+
+def test_an_expectation_has_the_batch_for_its_bound() -> None:
+    queue = FairQueue(capacity=100)
+    hog = [waiting("hog", max_tokens=10**6) for _ in range(20)]
+    arrive(queue, *hog)
+    for seq in hog[:10]:
+        queue.start(seq)
+    arrive(queue, *(waiting("other", num_prompt=1) for _ in range(300)))
+    served = 0
+    while (head := queue.head()) is not None and head.request.tenant_id == "other":
+        end(queue, head, 1)
+        served += 3
+    assert 190 <= served <= 210, "2 units for each of the 100 positions that fit into the batch"
+
+
+# Adapters.
+
+
+def test_who_waits_for_an_adapter_is_no_backlog_and_saves_up_a_quantum_at_most() -> None:
+    queue = FairQueue(quantum=50.0)
+    arrive(queue, *(waiting("busy") for _ in range(100)))
+    cold = [waiting("cold", adapter=1) for _ in range(100)]
+    arrive(queue, *cold)
+    for _ in range(20):
+        assert serve(queue, 10.0) == "busy"
+    queue.open(digest(1))
+    nexts = [serve(queue, 10.0) for _ in range(25)]
+    assert nexts[:5] == ["cold"] * 5
+    assert nexts[6:].count("cold") in (9, 10), "from then on in turns"
+
+
+def test_an_adapter_that_leaves_takes_its_requests_and_no_others_out_of_the_choice() -> None:
+    queue = FairQueue()
+    first, urgent, base = waiting("a", adapter=1), waiting("a", adapter=1, priority=3), waiting("a")
+    other = waiting("b", adapter=1)
+    arrive(queue, first, urgent, base, other)
+    assert queue.head() is base
+    queue.open(digest(1))
+    assert queue.head() is urgent
+    queue.charge(urgent, 1.0)
+    assert queue.head() is other
+    queue.close(digest(1))
+    assert queue.head() is base
+    queue.remove(base)
+    assert queue.head() is None
+    assert len(queue) == 3
+    queue.check_integrity({"a": 3, "b": 1}, {first, urgent, other})
+    queue.open(digest(1))
+    queue.remove(other)
+    assert queue.head() is urgent
+    queue.remove(urgent)
+    assert queue.head() is first
+
+
+def test_moving_an_adapter_costs_the_same_for_one_request_and_for_ten_thousand() -> None:
+    def operations(requests: int) -> int:
+        queue = FairQueue()
+        arrive(queue, *(waiting("a", adapter=1) for _ in range(requests)), waiting("b"))
+        return count_calls(
+            lambda: (queue.open(digest(1)), queue.head(), queue.close(digest(1)), queue.head())
+        )
+
+    assert operations(10_000) == operations(10)
+
+
+def count_calls(act: Callable[[], object]) -> int:
+    """Python functions that are called, and lines that are run, while `act` runs."""
+    calls = 0
+
+    def trace(frame: object, event: str, argument: object) -> Callable[..., object]:
+        nonlocal calls
+        calls += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(None)
+    return calls
+
+
+# Weights.
+
+
+def test_a_changed_weight_counts_at_once_and_for_what_comes() -> None:
+    queue = FairQueue()
+    arrive(queue, *(waiting(tenant) for tenant in ["a"] * 200 + ["b"] * 200))
+    for _ in range(20):
+        serve(queue, 10.0)
+    before = queue.counter("a")
+    queue.set_weight("a", 3.0)
+    assert queue.counter("a") == before
+    assert [serve(queue, 10.0) for _ in range(40)].count("a") == 30
+    queue.set_weight("nobody", 2.0)
+
+
+def test_a_weight_that_grows_brings_a_tenant_forward_for_what_it_runs() -> None:
+    queue = FairQueue()
+    one, two, other = waiting("a", max_tokens=100), waiting("a"), waiting("b")
+    arrive(queue, one, two)
+    queue.start(one)
+    arrive(queue, other)
+    queue.charge(other, 100.0)
+    assert queue.head() is other
+    queue.set_weight("a", 4.0)
+    assert queue.head() is two
+
+
+def test_a_rank_costs_what_it_is_said_to() -> None:
+    charges = Charges(per_rank=0.01)
+    assert charges.price(0) == 1.0
+    assert charges.price(64) == pytest.approx(1.64)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from loraplex.engine import core, prefix, scheduler
+from loraplex.engine.adapter_wait import AdapterWait
 from loraplex.engine.blocks import BlockManager
 from loraplex.engine.core import EngineCore
 from loraplex.engine.fairness import FairQueue
@@ -198,7 +199,7 @@ def weight_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def newcomers_not_lifted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FairQueue, "_lift", lambda self, tenant: None)
+    patch.setattr(FairQueue, "_lift", lambda self, tenant, credit: None)
 
 
 @bug
@@ -411,7 +412,7 @@ def scores_of_an_event_lost(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def parked_requests_never_asked_for_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_unpark", lambda self, draft: None)
+    patch.setattr(AdapterWait, "unasked", lambda self, count: [])
 
 
 @pytest.mark.parametrize("name", BUGS)

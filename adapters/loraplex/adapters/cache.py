@@ -13,7 +13,7 @@ under the simulator. Adapters are known by digest alone: two tenants with the sa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from typing import Generic
 
 from loraplex.adapters.failures import MAX_FAILURES, Failures
@@ -114,15 +114,15 @@ class AdapterCache(Generic[ImageT]):
 
     # Requests and leases.
 
-    def request(self, ref: AdapterRef) -> Residency:
+    def request(self, ref: AdapterRef, may_evict: Callable[[str], bool] = lambda digest: True) -> Residency:
         """See to it that an adapter gets to the device, and say how far it is. No later request of the same pass
-        evicts it."""
+        evicts it; this one evicts nothing that it may not."""
         now = self._clock()
         digest = ref.digest
         self._wanted[digest] = None
         if self._failures.retry_at(digest) > now and digest not in self._residents.by_digest:
             return Residency.FAILED
-        residency = self._ensure(ref, now)
+        residency = self._ensure(ref, now, may_evict)
         entry = self._residents.get(digest)
         if entry is not None:
             entry.ref = ref
@@ -221,6 +221,11 @@ class AdapterCache(Generic[ImageT]):
             return "cold"
         return "hot" if entry.stage is Stage.DEVICE else "warm"
 
+    @property
+    def on_device(self) -> KeysView[str]:
+        """The versions that can be lent now."""
+        return self._residents.on_device.keys()
+
     def residency(self) -> dict[str, AdapterState]:
         """Every version that is not cold."""
         return {
@@ -261,7 +266,9 @@ class AdapterCache(Generic[ImageT]):
 
     # The way to the device.
 
-    def _ensure(self, ref: AdapterRef, now: float) -> Residency:
+    def _ensure(
+        self, ref: AdapterRef, now: float, may_evict: Callable[[str], bool] = lambda digest: True
+    ) -> Residency:
         """Begin the next stage of its way, if one can begin."""
         entry = self._residents.get(ref.digest)
         if entry is None:
@@ -269,7 +276,7 @@ class AdapterCache(Generic[ImageT]):
         if entry.stage is Stage.DEVICE:
             return Residency.READY
         if entry.stage is Stage.HOST:
-            return self._begin_copy(entry, now)
+            return self._begin_copy(entry, now, may_evict)
         return Residency.LOADING
 
     def _bring_pinned(self, ref: AdapterRef, now: float) -> None:
@@ -293,11 +300,11 @@ class AdapterCache(Generic[ImageT]):
         self._residents.load(ref, now)
         return Residency.LOADING
 
-    def _begin_copy(self, entry: Resident[ImageT], now: float) -> Residency:
+    def _begin_copy(self, entry: Resident[ImageT], now: float, may_evict: Callable[[str], bool]) -> Residency:
         if unfit := self._why_never(entry.ref.digest, entry.num_pages):
             self._fail(entry, unfit, now)
             return Residency.FAILED
-        victims = self._victims(entry)
+        victims = self._victims(entry, may_evict)
         if victims is None:
             return Residency.NO_ROOM
         for victim in victims:
@@ -377,7 +384,9 @@ class AdapterCache(Generic[ImageT]):
 
     # Room on the device.
 
-    def _victims(self, entry: Resident[ImageT]) -> list[Resident[ImageT]] | None:
+    def _victims(
+        self, entry: Resident[ImageT], may_evict: Callable[[str], bool]
+    ) -> list[Resident[ImageT]] | None:
         """Whom to evict so that `entry` fits, the least recently used first; None if that is not enough."""
         pages = len(self._residents.free_pages)
         slots = len(self._residents.free_slots)
@@ -387,7 +396,8 @@ class AdapterCache(Generic[ImageT]):
             victim = next(idle, None)
             if victim is None:
                 return None
-            if not self._is_wanted(victim) and victim.safe_until < self._pass:
+            spared = self._is_wanted(victim) or victim.safe_until >= self._pass
+            if not spared and may_evict(victim.ref.digest):
                 victims.append(victim)
                 pages += victim.num_pages
                 slots += 1

@@ -54,9 +54,9 @@ class Resident(Generic[ImageT]):
 class Residents(Generic[ImageT]):
     """All adapters that are not cold, by digest, and each list of them that the cache looks through.
 
-    `idle` are those on the device that are neither leased nor pinned, `hosted` those with an image in host memory,
-    both with the oldest use first. `stuck` are copies past their time, known under no digest any more: they keep
-    their pages, to which they may still write.
+    `on_device` are those that can be lent, `idle` those on the device that are neither leased nor pinned, `hosted`
+    those with an image in host memory, the last two with the oldest use first. `stuck` are copies past their time,
+    known under no digest any more: they keep their pages, to which they may still write.
     """
 
     def __init__(self, transport: AdapterTransport[ImageT], num_pages: int, num_slots: int) -> None:
@@ -71,6 +71,7 @@ class Residents(Generic[ImageT]):
         self.stuck: list[Resident[ImageT]] = []
         self.idle: OrderedDict[str, Resident[ImageT]] = OrderedDict()
         self.hosted: OrderedDict[str, Resident[ImageT]] = OrderedDict()
+        self.on_device: dict[str, Resident[ImageT]] = {}
         self.host_bytes = 0
         self.num_leases = 0
 
@@ -105,6 +106,7 @@ class Residents(Generic[ImageT]):
         """COPYING → DEVICE."""
         del self.copying[entry.ref.digest]
         entry.copy, entry.stage = None, Stage.DEVICE
+        self.on_device[entry.ref.digest] = entry
 
     def strand(self, entry: Resident[ImageT]) -> None:
         """COPYING → stuck; its digest is cold. What it holds stays held until `clear_stuck` finds its copy done."""
@@ -175,6 +177,7 @@ class Residents(Generic[ImageT]):
     def _free_device(self, entry: Resident[ImageT]) -> None:
         assert not entry.leases, "pages with a lease on them may not be given away"
         if entry.stage is Stage.DEVICE:
+            del self.on_device[entry.ref.digest]
             self.idle.pop(entry.ref.digest, None)
         self._transport.clear(entry.slot)
         self.free_pages.extend(reversed(entry.pages))
@@ -205,9 +208,10 @@ class Residents(Generic[ImageT]):
             assert stage is Stage.DEVICE or not entry.leases, f"{where}: leased"
             assert (digest in self.loading) == (stage is Stage.LOADING) == (entry.load is not None), where
             assert (digest in self.copying) == (stage is Stage.COPYING) == (entry.copy is not None), where
+            assert (digest in self.on_device) == (stage is Stage.DEVICE), where
             assert (digest in self.hosted) == (entry.image is not None), where
             assert entry.image is not None or stage in (Stage.LOADING, Stage.DEVICE), f"{where}: no image"
             assert (digest in self.idle) == idle, f"{where}: wrongly (not) in the line for eviction"
             assert not (entry.doomed and idle), f"{where}: deleted, unused and still there"
-        for index in (self.loading, self.copying, self.idle, self.hosted):
+        for index in (self.loading, self.copying, self.on_device, self.idle, self.hosted):
             assert index.keys() <= self.by_digest.keys(), "a list names an adapter that is forgotten"

@@ -37,6 +37,28 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Charges:
+    """What the fair queue charges for, in units of service: a prompt token on the base model is one. Whatever was
+    computed before and had to be computed again is free. The last two were measured by tests/bench/charges.py.
+    """
+
+    prefill: float = 1.0
+    """A prompt token that was computed."""
+    decode: float = 2.0
+    """An output token."""
+    cached: float = 0.1
+    """A prompt token whose KV was found in the prefix cache: it takes memory, hardly any work."""
+    per_rank: float = 0.0
+    """What a rank of its adapter adds to a token, as a share of the token."""
+    load_per_rank: float = 0.0
+    """Bringing an adapter to the device, for each of its ranks."""
+
+    def price(self, rank: int) -> float:
+        """By what a token on an adapter of this rank (0: the base model) is dearer than one on the base."""
+        return 1.0 + self.per_rank * rank
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The limits that the scheduler itself works under. `num_blocks` is the KV pool's size in blocks."""
 
@@ -51,3 +73,7 @@ class SchedulerConfig:
     sequence that asks for them gets one at least."""
     adapter_wait_aging_s: float = 5.0
     """After so long a wait for room on the device, a request's adapter goes before all others."""
+    charges: Charges = Charges()
+    residency_quantum: float = 2048.0
+    """How far, in units of service over weight, one tenant may be served before another so that no adapter has to
+    leave the device."""

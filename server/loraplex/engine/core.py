@@ -436,7 +436,7 @@ class EngineCore:
         if self._events or self._in_flight:
             return 0.0
         if pause_s <= 0 and (
-            scheduler.running or scheduler.queue or (scheduler.parked and not self._at_rest)
+            scheduler.running or scheduler.num_ready or (scheduler.parked and not self._at_rest)
         ):
             return 0.0
         while self._deadlines and self._deadlines[0][2].state is SequenceState.FINISHED:

@@ -1,50 +1,34 @@
-"""Which tenant is served next: weighted virtual token counters.
+"""Which tenant is served next: weighted virtual token counters, with predicted lengths and a quantum for residency.
 
 Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2 with weights: every tenant has a
-counter of the service that it got, in tokens over its weight, and the waiting tenant with the least counter goes
-next. A tenant that comes back is lifted to the least counter among those waiting (or to that of the last tenant
-that left the queue): being away saves up nothing. Between two tenants that both keep waiting, the served amounts
-per weight never drift apart by more than 2·max(largest charged prompt, decode cost · tokens in the batch).
+counter of the service that it got, in units over its weight, and the waiting tenant with the least goes next. A tenant
+that comes back is lifted to the least counter among those waiting (or to that of the last tenant that left the
+queue): being away saves up nothing.
 
-The account is per tenant. More keys, adapters or requests never buy a larger share.
+Output is charged when it is drawn, long after a request was chosen. So the choice also counts what the running
+requests of a tenant are still expected to be charged, by the length of its answers so far (the paper's appendix on
+length prediction). Only the choice: the counters themselves, and so the lifts, never hold anything but what was
+computed, and the expectation ends with its request.
+
+What waits for an adapter that is not on the device could not run, and is no backlog. Its tenant comes back when the
+adapter does, to `quantum` below the least at most: as much as others may have been served before it so that no adapter
+had to leave the device (see `scheduler`).
+
+Between two tenants that both keep waiting, the served units per weight never drift apart by more than
+2·max(largest charged prompt, dearest output token · tokens in the batch) + quantum. The account is per tenant: more
+keys, adapters or requests never buy a larger share.
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
+from loraplex.engine.config import Charges
+from loraplex.engine.fairness_lines import Entry, Line, Tenant, TenantHeap
+from loraplex.engine.output_lengths import OutputLengths
 from loraplex.engine.types import Sequence
-
-PREFILL_COST = 1.0
-"""Units of service for a prompt token that was computed."""
-DECODE_COST = 2.0
-"""Units for an output token."""
-CACHED_COST = 0.1
-"""Units for a prompt token whose KV was found in the prefix cache: it takes memory, hardly any work."""
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A place in one tenant's line. Removal only clears `seq`; the heap drops the husk when it comes up."""
-
-    key: tuple[bool, int, int, int]
-    seq: Sequence | None
-
-    def __lt__(self, other: _Entry) -> bool:
-        return self.key < other.key
-
-
-@dataclass(slots=True, eq=False)
-class _Tenant:
-    tenant_id: str
-    weight: float
-    counter: float = 0.0
-    requests: int = 0  # in the engine, in whatever state
-    queued: int = 0  # of those, in the line
-    line: list[_Entry] = field(default_factory=list)
-    listed: bool = False  # has its one entry in the queue's heap
 
 
 class WaitingQueue(Protocol):
@@ -52,11 +36,11 @@ class WaitingQueue(Protocol):
     simulator may put first-come, round robin and the like in its place.
 
     A request enters, is pushed, starts (and is pushed again when it is preempted) and leaves; `remove` takes it out
-    of the queue without a start, when it is parked or before it leaves.
+    of the queue without a start, before it leaves. Those that name an adapter can run while it is `open`.
     """
 
     def __len__(self) -> int:
-        """Requests in the queue: neither the running ones nor those that are parked."""
+        """Requests in the queue, whether they could run or not."""
         ...
 
     def __contains__(self, seq: Sequence) -> bool: ...
@@ -69,7 +53,7 @@ class WaitingQueue(Protocol):
         ...
 
     def push(self, seq: Sequence) -> None:
-        """Into the queue: it has come, its adapter has, or it was preempted (then `seq.epoch` is above 0)."""
+        """Into the queue: it has come, or it was preempted (then `seq.epoch` is above 0)."""
         ...
 
     def remove(self, seq: Sequence) -> None:
@@ -80,12 +64,24 @@ class WaitingQueue(Protocol):
         """Out of the queue, into the batch."""
         ...
 
+    def open(self, digest: str) -> None:
+        """This adapter is on the device, and may be lent out. In the beginning none is."""
+        ...
+
+    def close(self, digest: str) -> None:
+        """It is not, or may not."""
+        ...
+
     def head(self) -> Sequence | None:
-        """Who is served next."""
+        """Who is served next, of those that could run."""
         ...
 
     def charge(self, seq: Sequence, units: float) -> None:
-        """So much was computed for a request that has not left."""
+        """So much was computed for a request that has not left; its own record tells of it already."""
+        ...
+
+    def set_weight(self, tenant_id: str, weight: float) -> None:
+        """A tenant's weight has changed. Does nothing for one without a request in the engine."""
         ...
 
     def counter(self, tenant_id: str) -> float:
@@ -102,26 +98,41 @@ class WaitingQueue(Protocol):
         ...
 
 
-class FairQueue:
-    """The sequences that could run if there were room, in the order of fairness.
+@dataclass(slots=True)
+class _Running:
+    """A started request: its predicted number of output tokens, and the units that it is expected to bring yet."""
 
-    `enter` and `leave` tell of every request's life in the engine, `push` and `remove` of its stay in the queue. A
-    request that waits for its adapter is not in the queue: its tenant does not save up credit meanwhile, and is
-    lifted when the adapter has come. Choosing costs O(log tenants), charging O(1).
+    length: float
+    rest: float
+
+
+class FairQueue:
+    """Weighted fair queueing by tenant.
+
+    Choosing costs O(log tenants), and so do starting and charging; `open` and `close` cost as much for each tenant that
+    waits for that adapter, however many its requests. `capacity` is the number of token positions that fit into the
+    batch: no tenant is expected to bring more than all of them.
     """
 
-    def __init__(self) -> None:
-        self._tenants: dict[str, _Tenant] = {}
-        self._entries: dict[Sequence, _Entry] = {}
-        # One (counter, turn, tenant) for each tenant in the queue. Counters only grow, so an entry that is out of
-        # date stands too early, never too late: it is put right when it comes up, and charging needs no heap.
-        self._heap: list[tuple[float, int, _Tenant]] = []
-        self._idle: list[tuple[float, str]] = []
-        self._turn = 0
-        self._serial = 0
+    def __init__(
+        self, charges: Charges | None = None, *, quantum: float = 0.0, capacity: float = inf
+    ) -> None:
+        self._charges = Charges() if charges is None else charges
+        self._quantum = quantum
+        self._most_expected = self._charges.decode * capacity
+        self._lengths = OutputLengths()
+        self._tenants: dict[str, Tenant] = {}
+        self._entries: dict[Sequence, Entry] = {}
+        self._running: dict[Sequence, _Running] = {}
+        self._open: set[str] = set()
+        self._lines: dict[str, dict[Tenant, Line]] = {}  # of each adapter, those with somebody in them
+        # The tenants with a backlog, by what they got, and that with what is under way.
+        self._levels = TenantHeap(lambda tenant: tenant.charged)
+        self._order = TenantHeap(self._rank)
+        self._idle = TenantHeap(lambda tenant: tenant.charged)  # those without a request
         self._active = 0
-        self._floor = 0.0  # nobody will ever be lifted to less than this
-        self._last_left: _Tenant | None = None
+        self._floor = 0.0  # the highest level that the least served has reached: nobody is lifted to less
+        self._last_left: Tenant | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -129,120 +140,203 @@ class FairQueue:
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._entries
 
+    # Lives of requests.
+
     def enter(self, seq: Sequence) -> None:
         """A request has come. Its weight (above 0) is its tenant's share from now on."""
         tenant_id, weight = seq.request.tenant_id, seq.request.weight
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
-            tenant = self._tenants[tenant_id] = _Tenant(tenant_id, weight)
-        tenant.weight = weight
+            tenant = self._tenants[tenant_id] = Tenant(tenant_id, weight)
+        elif tenant.requests == 0:
+            self._idle.drop(tenant)
         tenant.requests += 1
         self._active += 1
+        self._set_weight(tenant, weight)
 
     def leave(self, seq: Sequence) -> None:
         """A request has ended. A tenant that has none left is forgotten as soon as nothing hangs on its counter."""
-        tenant_id = seq.request.tenant_id
-        tenant = self._tenants[tenant_id]
-        assert tenant.requests > tenant.queued, f"a request of tenant {tenant_id} ended inside the queue"
+        assert seq not in self._entries, f"request {seq.request_id} ended inside the queue"
+        tenant = self._tenants[seq.request.tenant_id]
+        if seq in self._running:
+            self._stop(seq, tenant)
+        if seq.num_outputs:
+            self._lengths.learn(seq)
         tenant.requests -= 1
         self._active -= 1
         if self._active == 0:
             # Nobody waits and nobody runs: there is no competition whose fairness an old debt could serve.
             self._tenants.clear()
-            self._heap.clear()
             self._idle.clear()
             self._last_left = None
             self._floor = 0.0
         elif tenant.requests == 0:
-            heapq.heappush(self._idle, (tenant.counter, tenant_id))
+            self._idle.put(tenant)
             self._drop_idle()
 
     def push(self, seq: Sequence) -> None:
-        """Put an entered request into its tenant's line: preempted ones first, then by priority, then arrival."""
+        """Put an entered request into its line: preempted ones first, then by priority, then arrival."""
         assert seq not in self._entries, f"request {seq.request_id} is in the queue already"
-        tenant = self._tenants[seq.request.tenant_id]
+        request = seq.request
+        tenant = self._tenants[request.tenant_id]
+        if seq in self._running:
+            self._stop(seq, tenant)
+        digest = None if request.adapter is None else request.adapter.digest
+        line = tenant.lines.get(digest)
+        if line is None:
+            line = tenant.lines[digest] = Line(digest, digest is None or digest in self._open)
+            if digest is not None:
+                self._lines.setdefault(digest, {})[tenant] = line
         if tenant.queued == 0:
-            self._lift(tenant)
-        self._serial += 1
-        entry = _Entry((seq.epoch == 0, -seq.request.priority, seq.order, self._serial), seq)
-        heapq.heappush(tenant.line, entry)
-        self._entries[seq] = entry
+            self._lift(tenant, 0.0)
+        elif line.is_open and tenant.ready == 0:
+            self._lift(tenant, self._quantum)
+        key = (seq.epoch == 0, -request.priority, seq.order)
+        entry = self._entries[seq] = line.add(key, seq)
         tenant.queued += 1
-        if not tenant.listed:
-            tenant.listed = True
-            self._list(tenant)
+        if line.is_open:
+            self._add_ready(tenant, 1)
+            if line.first() is entry:
+                tenant.stand(line)
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out of the queue, whatever its place."""
-        self._entries.pop(seq).seq = None
+        entry = self._entries.pop(seq)
+        line = entry.line
         tenant = self._tenants[seq.request.tenant_id]
+        line.take_out(entry)
         tenant.queued -= 1
-        if tenant.queued == 0:
-            tenant.line.clear()
-            self._last_left = tenant
-        elif len(tenant.line) > 2 * tenant.queued + 8:
-            # Requests that come and are aborted behind a standing head would pile up husks for ever.
-            tenant.line = [entry for entry in tenant.line if entry.seq is not None]
-            heapq.heapify(tenant.line)
+        if line.is_open:
+            self._add_ready(tenant, -1)
+        if line.size == 0:
+            del tenant.lines[line.digest]
+            if line.digest is not None:
+                self._lines[line.digest].pop(tenant)
+                if not self._lines[line.digest]:
+                    del self._lines[line.digest]
 
     def start(self, seq: Sequence) -> None:
-        """A sequence leaves the queue to run."""
+        """A sequence leaves the queue to run; what it will cost counts from now on."""
         self.remove(seq)
-
-    def head(self) -> Sequence | None:
-        """The next to be served: the first in the line of the tenant that got the least."""
-        tenant = self._least()
-        if tenant is None:
-            return None
-        while (seq := tenant.line[0].seq) is None:
-            heapq.heappop(tenant.line)
-        return seq
+        tenant = self._tenants[seq.request.tenant_id]
+        length = self._lengths.predict(seq)
+        rest = self._rest(seq, length)
+        self._running[seq] = _Running(length, rest)
+        tenant.running += 1
+        tenant.expected += rest
 
     def charge(self, seq: Sequence, units: float) -> None:
-        """Book service, in units of *_COST, on the tenant of a request in the engine."""
+        """Book service on the tenant of a request in the engine."""
         tenant = self._tenants[seq.request.tenant_id]
-        tenant.counter += units / tenant.weight
+        tenant.charged += units / tenant.weight
+        running = self._running.get(seq)
+        if running is not None:
+            rest = self._rest(seq, running.length)
+            less = running.rest - rest
+            running.rest = rest
+            tenant.expected -= less
+            if less > units:
+                self._fell(tenant)
+
+    def _stop(self, seq: Sequence, tenant: Tenant) -> None:
+        """It runs no more: what it was expected to bring yet is taken back."""
+        rest = self._running.pop(seq).rest
+        tenant.running -= 1
+        tenant.expected = tenant.expected - rest if tenant.running else 0.0
+        self._fell(tenant)
+
+    def _rest(self, seq: Sequence, length: float) -> float:
+        """Units that a running request will be charged yet, if it ends at `length` output tokens."""
+        charges, adapter = self._charges, seq.request.adapter
+        prompt = charges.prefill * (len(seq.request.prompt_ids) - seq.num_charged)
+        rest = prompt + charges.decode * max(0.0, length - seq.num_outputs)
+        return rest if adapter is None else rest * charges.price(adapter.rank)
+
+    # Adapters and weights.
+
+    def open(self, digest: str) -> None:
+        """Who waits for this adapter could run from now on."""
+        self._open.add(digest)
+        for tenant, line in self._lines.get(digest, {}).items():
+            if tenant.ready == 0:
+                self._lift(tenant, self._quantum)
+            line.is_open = True
+            self._add_ready(tenant, line.size)
+            tenant.stand(line)
+
+    def close(self, digest: str) -> None:
+        """Who waits for this adapter waits for it to come."""
+        self._open.remove(digest)
+        for tenant, line in self._lines.get(digest, {}).items():
+            line.is_open = False
+            self._add_ready(tenant, -line.size)
+
+    def set_weight(self, tenant_id: str, weight: float) -> None:
+        """A tenant's share is another from now on. Does nothing for one without a request in the engine."""
+        tenant = self._tenants.get(tenant_id)
+        if tenant is not None and tenant.requests:
+            self._set_weight(tenant, weight)
+
+    def _set_weight(self, tenant: Tenant, weight: float) -> None:
+        if weight != tenant.weight:
+            tenant.weight = weight
+            self._fell(tenant)
+
+    # Choosing.
+
+    def head(self) -> Sequence | None:
+        """The next to be served: the first of the tenant that got, and is about to get, the least."""
+        tenant = self._order.least()
+        return None if tenant is None else tenant.head()
 
     def counter(self, tenant_id: str) -> float:
         """Service per weight, relative to the other tenants' counters. 0 for a tenant not known (any more)."""
         tenant = self._tenants.get(tenant_id)
-        return 0.0 if tenant is None else tenant.counter
+        return 0.0 if tenant is None else tenant.charged
 
     def tenants(self) -> list[tuple[str, int, float]]:
         """(tenant, requests in the engine, counter) of every tenant that has a request in the engine."""
-        return [(t.tenant_id, t.requests, t.counter) for t in self._tenants.values() if t.requests]
+        return [(t.tenant_id, t.requests, t.charged) for t in self._tenants.values() if t.requests]
 
-    def _least(self) -> _Tenant | None:
-        while self._heap:
-            counter, _, tenant = self._heap[0]
-            if tenant.queued == 0:
-                heapq.heappop(self._heap)
-                tenant.listed = False
-            elif counter < tenant.counter:
-                heapq.heappop(self._heap)
-                self._list(tenant)
+    def _rank(self, tenant: Tenant) -> float:
+        return tenant.charged + min(tenant.expected, self._most_expected) / tenant.weight
+
+    def _fell(self, tenant: Tenant) -> None:
+        """Its rank may be lower than before."""
+        if tenant in self._order:
+            self._order.put(tenant)
+
+    def _add_ready(self, tenant: Tenant, count: int) -> None:
+        backlogged = tenant.ready > 0
+        tenant.ready += count
+        if backlogged == (tenant.ready > 0):
+            return
+        for heap in (self._levels, self._order):
+            if backlogged:
+                heap.drop(tenant)
             else:
-                self._floor = max(self._floor, counter)
-                return tenant
-        return None
+                heap.put(tenant)
+        if backlogged:
+            self._last_left = tenant
 
-    def _list(self, tenant: _Tenant) -> None:
-        # Equal counters take turns in the order in which they came to stand there.
-        self._turn += 1
-        heapq.heappush(self._heap, (tenant.counter, self._turn, tenant))
+    def _least_level(self) -> float:
+        least = self._levels.least()
+        if least is not None:
+            self._floor = max(self._floor, least.charged)
+        elif self._last_left is not None:
+            return max(self._floor, self._last_left.charged)
+        return self._floor
 
-    def _lift(self, tenant: _Tenant) -> None:
-        least = self._least() or self._last_left
-        tenant.counter = max(tenant.counter, self._floor, least.counter if least else 0.0)
+    def _lift(self, tenant: Tenant, credit: float) -> None:
+        tenant.charged = max(tenant.charged, self._least_level() - credit)
 
     def _drop_idle(self) -> None:
         # At or below the floor the next lift would overwrite the counter anyway: forgetting it changes nothing.
         # Above it, it is a debt, and kept, so that leaving and coming back does not clear it.
-        while self._idle and self._idle[0][0] <= self._floor:
-            _, tenant_id = heapq.heappop(self._idle)
-            tenant = self._tenants.get(tenant_id)
-            if tenant is not None and tenant.requests == 0 and tenant.counter <= self._floor:
-                del self._tenants[tenant_id]
+        self._least_level()
+        while (tenant := self._idle.least()) is not None and tenant.charged <= self._floor:
+            self._idle.drop(tenant)
+            del self._tenants[tenant.tenant_id]
 
     def check_integrity(self, alive: dict[str, int], queued: set[Sequence]) -> None:
         """Raise AssertionError unless the accounts match the engine's: `alive` requests per tenant, and those
@@ -250,8 +344,18 @@ class FairQueue:
         requests = {t.tenant_id: t.requests for t in self._tenants.values() if t.requests}
         assert requests == alive, f"the fair queue knows of {requests}, the engine of {alive}"
         assert self._entries.keys() == queued, "the fair queue holds other requests than the engine thinks"
-        assert sum(t.queued for t in self._tenants.values()) == len(queued), "a tenant's line is miscounted"
-        listed = {t.tenant_id for _, _, t in self._heap}
-        assert all(t.tenant_id in listed for t in self._tenants.values() if t.queued), (
-            "a tenant is not in the heap"
-        )
+        for tenant in self._tenants.values():
+            lines = tenant.lines.values()
+            where = f"tenant {tenant.tenant_id}"
+            assert tenant.queued == sum(line.size for line in lines), f"{where}: a line is miscounted"
+            assert tenant.ready == sum(line.size for line in lines if line.is_open), f"{where}: its backlog"
+            assert all(line.is_open == (d is None or d in self._open) for d, line in tenant.lines.items()), (
+                where
+            )
+            assert (tenant in self._order) == (tenant in self._levels) == (tenant.ready > 0), (
+                f"{where}: heaps"
+            )
+            assert (tenant in self._idle) == (tenant.requests == 0), f"{where}: wrongly (not) idle"
+            rests = [r.rest for s, r in self._running.items() if s.request.tenant_id == tenant.tenant_id]
+            assert tenant.running == len(rests), f"{where}: runs {tenant.running}, not {len(rests)}"
+            assert abs(tenant.expected - sum(rests)) < 1e-3, f"{where}: expected {tenant.expected}"

@@ -8,18 +8,25 @@ that starts over after a preemption differ only in how far behind they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from loraplex.adapters.cache import AdapterCache, Lease, Residency
-from loraplex.adapters.ref import AdapterRef
-from loraplex.engine import fairness, prefix
-from loraplex.engine.adapter_wait import AdapterWait
+from loraplex.engine import prefix
+from loraplex.engine.adapter_wait import AdapterWait, Line
 from loraplex.engine.blocks import BlockManager
 from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
 from loraplex.engine.fairness import FairQueue, WaitingQueue
 from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
+
+MAX_ASKED = 8
+"""Adapters that one step sends for anew."""
+MAX_STUCK = 16
+"""While so many adapters lie in host memory and wait for room on the device, no other is sent for."""
+MAX_STUCK_OF_TENANT = 2
+"""While one tenant has so many, no other of its is."""
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -38,13 +45,15 @@ class _Draft:
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     loading: dict[str, None] = field(default_factory=dict)  # digests that are on their way
+    failed: dict[str, str] = field(default_factory=dict)  # those that can't come, and why
 
 
 class Scheduler:
-    """Owns the fair queue, the parked and the running sequences, the KV blocks and the sequences' leases.
+    """Owns the queue, the running sequences, the KV blocks and the sequences' leases.
 
     The core tells it what happens (`add`, `finish`, `computed`, `delivered`) and asks it for the next step
-    (`plan`). A sequence that was added is in exactly one place, running, queued or parked, until `finish`. Who goes
+    (`plan`). A sequence that was added is in exactly one place, running or queued, until `finish`; `parked` knows
+    which of the queued ones wait for their adapter. Who goes
     next is the `queue`'s to say; without one it is weighted fair queueing.
     """
 
@@ -57,7 +66,11 @@ class Scheduler:
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._max_scored = config.max_scored_tokens
         self.blocks = BlockManager(config.num_blocks)
-        self.queue = FairQueue() if queue is None else queue
+        self._charges, self._quantum = config.charges, config.residency_quantum
+        if queue is None:
+            capacity = config.num_blocks * BLOCK_SIZE
+            queue = FairQueue(config.charges, quantum=config.residency_quantum, capacity=capacity)
+        self.queue = queue
         self.parked = AdapterWait(config.adapter_wait_aging_s)
         self.running: dict[Sequence, Lease | None] = {}  # in the order of admission
         self.failed: list[tuple[Sequence, str]] = []
@@ -65,16 +78,22 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._loading: dict[str, None] = {}  # by the last plan
+        self._lendable: frozenset[str] = frozenset()
         self._step_id = 0
 
     @property
     def num_waiting(self) -> int:
-        """Queued and parked sequences."""
-        return len(self.queue) + len(self.parked)
+        """Sequences that have not started, or were preempted."""
+        return len(self.queue)
+
+    @property
+    def num_ready(self) -> int:
+        """Those of them that don't wait for an adapter."""
+        return len(self.queue) - len(self.parked)
 
     def add(self, seq: Sequence) -> None:
         self.queue.enter(seq)
-        self.queue.push(seq)
+        self._wait(seq, seq.arrival)
 
     def finish(self, seq: Sequence, *, spoilt: bool = False) -> None:
         """Take a sequence out, wherever it is, with all that it holds. If its KV may be `spoilt`, none of it is found
@@ -91,7 +110,7 @@ class Scheduler:
             self._stop(seq)
         elif seq in self.queue:
             self.queue.remove(seq)
-        self.parked.forget(seq)
+        self.parked.discard(seq)
         seq.state = SequenceState.FINISHED
         self.queue.leave(seq)
 
@@ -121,7 +140,7 @@ class Scheduler:
 
     def delivered(self, seq: Sequence, num_tokens: int) -> None:
         """Output tokens have been drawn: charge them."""
-        self.queue.charge(seq, num_tokens * fairness.DECODE_COST)
+        self.queue.charge(seq, num_tokens * self._charges.decode * self._price(seq))
 
     def plan(self, now: float, max_tokens: int | None = None) -> StepPlan:
         """The next step, of at most `max_tokens` (None: as configured); its `scheduled` is empty if nothing can be
@@ -133,9 +152,14 @@ class Scheduler:
         self._keep_to(draft)
         self._catch_up(draft, [seq for seq in self.running if seq.num_tokens - seq.num_computed == 1])
         self._catch_up(draft, [seq for seq in self.running if seq.num_tokens - seq.num_computed > 1])
-        barrier = self._unpark(draft)
+        if not self._lendable <= self._cache.on_device:  # what was deleted is to be sent for again
+            self._lend(self._lendable & self._cache.on_device, now)
+        kept_out = self._send_for(draft)
+        for digest, message in draft.failed.items():
+            self.failed += [(seq, message) for seq in self.parked.of(digest)]
+        self._lend(() if kept_out else self._cache.on_device, now)
         if not draft.preempted:  # else the newcomers would take the blocks that were just won
-            self._admit(draft, barrier)
+            self._admit(draft)
         loads = tuple(digest for digest in draft.loading if digest not in self._loading)
         self._loading = draft.loading
         self._step_id += 1
@@ -196,7 +220,7 @@ class Scheduler:
         )
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now
-        self._charge_prompt(seq, end, fairness.PREFILL_COST)
+        self._charge_prompt(seq, end, self._charges.prefill)
         seq.num_computed = end
         seq.num_pending += samples
 
@@ -231,9 +255,13 @@ class Scheduler:
         seq.state = SequenceState.WAITING
         seq.num_computed = 0
         seq.epoch += 1
-        self.queue.push(seq)
+        self._wait(seq, draft.now)
         self.num_preemptions += 1
         draft.preempted.append(seq.request_id)
+
+    def _wait(self, seq: Sequence, now: float) -> None:
+        self.queue.push(seq)
+        self.parked.add(seq, now, self.queue.counter(seq.request.tenant_id))
 
     def _stop(self, seq: Sequence) -> None:
         lease = self.running.pop(seq)
@@ -245,64 +273,89 @@ class Scheduler:
 
     # Waiting sequences.
 
-    def _unpark(self, draft: _Draft) -> str | None:
-        """Back into the queue with those whose adapter has come, and on with the others' way. Returns the digest
-        that has precedence, if room on the device is what it waits for: then no other may be lent or sent for.
+    def _send_for(self, draft: _Draft) -> bool:
+        """Go on with the adapters that are waited for. Returns whether one that has precedence waits for room on the
+        device: then no other may be lent or sent for.
 
-        The cache evicts nothing that was asked for in the same pass. So whoever has precedence is asked for first:
-        that also keeps its adapter there while the request waits for blocks.
+        The cache evicts nothing that was asked for in the same pass. So what has precedence is asked for first; that
+        also keeps its adapter there while its request waits for a place in the batch.
         """
         first = self.parked.precedence(draft.now)
-        if first is not None and first.request.adapter is not None:
-            digest = first.request.adapter.digest
-            if (
-                self._ask(draft, first.request.adapter) is Residency.NO_ROOM
-                and self._cache.state(digest) == "warm"
-            ):
-                return digest
-        for ref in self.parked.refs():
-            self._ask(draft, ref)
-        return None
+        if first is not None:
+            residency = self._ask(draft, first, _always)
+            if residency is Residency.NO_ROOM and self._cache.state(first.ref.digest) == "warm":
+                return True
+        stuck: Counter[str] = Counter()
+        for line in self.parked.coming():
+            stuck[line.tenant_id] += self._ask(draft, line, self._may_evict(line)) is Residency.NO_ROOM
+        asked, begun = 0, True
+        while begun and asked < MAX_ASKED and stuck.total() < MAX_STUCK:
+            begun = False
+            for line in self.parked.unasked(MAX_ASKED - asked):
+                asked += 1
+                if stuck[line.tenant_id] < MAX_STUCK_OF_TENANT:
+                    residency = self._ask(draft, line, self._may_evict(line))
+                    stuck[line.tenant_id] += residency is Residency.NO_ROOM
+                    begun |= residency is Residency.LOADING
+        return False
 
-    def _ask(self, draft: _Draft, ref: AdapterRef) -> Residency:
-        """Ask for an adapter, and move everyone who is parked for it by the answer."""
-        residency = self._cache.request(ref)
-        if residency is Residency.READY:
-            for seq in self.parked.take(ref.digest):
-                self.queue.push(seq)
-        elif residency is Residency.FAILED:
-            message = self._cache.failure(ref.digest)
-            self.failed += [(seq, message) for seq in self.parked.take(ref.digest)]
+    def _ask(self, draft: _Draft, line: Line, may_evict: Callable[[str], bool]) -> Residency:
+        """Ask for the adapter that a line waits for."""
+        ref = line.ref
+        residency = self._cache.request(ref, may_evict)
+        if residency is Residency.FAILED:
+            draft.failed[ref.digest] = self._cache.failure(ref.digest)
         elif residency is Residency.LOADING:
             draft.loading[ref.digest] = None
+        sent_for = residency is Residency.LOADING or (
+            residency is Residency.NO_ROOM and self._cache.state(ref.digest) == "warm"
+        )
+        if sent_for and self.parked.send_for(line):
+            self.queue.charge(next(iter(line.seqs)), self._charges.load_per_rank * ref.rank)
         return residency
 
-    def _admit(self, draft: _Draft, barrier: str | None) -> None:
+    def _may_evict(self, line: Line) -> Callable[[str], bool]:
+        """What may leave the device for this line's adapter: nothing that somebody waits for whose tenant has not been
+        served by more than a quantum beyond this one. So adapters are swapped once a quantum, not once a turn."""
+        counter, quantum = self.queue.counter, self._quantum
+        own = counter(line.tenant_id)
+
+        def may_evict(digest: str) -> bool:
+            return all(
+                own - other.level > quantum
+                if other.tenant_id == line.tenant_id
+                else counter(other.tenant_id) - own > quantum
+                for other in self.parked.lines(digest)
+            )
+
+        return may_evict
+
+    def _lend(self, digests: Collection[str], now: float) -> None:
+        """These adapters and no others may be lent out from now on."""
+        if digests != self._lendable:
+            before, self._lendable = self._lendable, frozenset(digests)
+            self.parked.set_open(self._lendable, now, self.queue.counter)
+            for digest in before - self._lendable:
+                self.queue.close(digest)
+            for digest in self._lendable - before:
+                self.queue.open(digest)
+
+    def _admit(self, draft: _Draft) -> None:
         """Start waiting sequences in the order of fairness, while there is room of every kind.
 
         One that waits for its adapter is passed by. One that only waits for blocks is not: smaller ones behind it
         would starve it.
         """
-        promised = sum(self._blocks_missing(seq) for seq in self.running)
-        first = self.parked.precedence(draft.now)
+        promised = -1
         while draft.budget and len(self.running) < draft.max_running:
-            seq = first if first is not None and first in self.queue else self.queue.head()
+            seq = self.queue.head()
             if seq is None:
                 return
-            ref = seq.request.adapter
-            if ref is not None and barrier is not None and ref.digest != barrier:
-                self._park(draft, seq)
-            elif ref is not None and self._cache.request(ref) is not Residency.READY:
-                self._park(draft, seq)
-                self._ask(draft, ref)
-            elif self._start(draft, seq, promised):
-                promised += self._blocks_missing(seq)
-            else:
+            if promised < 0:
+                promised = sum(self._blocks_missing(seq) for seq in self.running)
+            if not self._start(draft, seq, promised):
                 return
-
-    def _park(self, draft: _Draft, seq: Sequence) -> None:
-        self.queue.remove(seq)
-        self.parked.park(seq, draft.now)
+            promised += self._blocks_missing(seq)
 
     def _start(self, draft: _Draft, seq: Sequence, promised: int) -> bool:
         """Give a waiting sequence its lease, the blocks that hold its prefix already, and its first slice. False
@@ -318,8 +371,13 @@ class Scheduler:
         if blocks_for(seq.num_tokens) - len(found) > room:
             return False
         self.queue.start(seq)
-        self.parked.forget(seq)
-        lease = None if seq.request.adapter is None else self._cache.acquire(seq.request.adapter.digest)
+        self.parked.discard(seq, started=True)
+        lease = None
+        if (ref := seq.request.adapter) is not None:
+            self._cache.request(
+                ref
+            )  # it is there; its use counts from now, and a deletion since was of an old name
+            lease = self._cache.acquire(ref.digest)
         self.running[seq] = lease
         seq.state = SequenceState.RUNNING
         seq.slot = -1 if lease is None else lease.slot
@@ -330,7 +388,7 @@ class Scheduler:
             seq.num_cached = seq.num_computed
             self.prefix_queries += seq.num_prompt
             self.prefix_hits += seq.num_cached
-        self._charge_prompt(seq, seq.num_computed, fairness.CACHED_COST)
+        self._charge_prompt(seq, seq.num_computed, self._charges.cached)
         self._schedule(draft, seq)
         return True
 
@@ -338,8 +396,12 @@ class Scheduler:
         """Charge the prompt's positions up to `end` that were never charged before."""
         end = min(end, seq.num_prompt)
         if end > seq.num_charged:
-            self.queue.charge(seq, (end - seq.num_charged) * cost)
-            seq.num_charged = end
+            count, seq.num_charged = end - seq.num_charged, end
+            self.queue.charge(seq, count * cost * self._price(seq))
+
+    def _price(self, seq: Sequence) -> float:
+        adapter = seq.request.adapter
+        return 1.0 if adapter is None else self._charges.price(adapter.rank)
 
     def _blocks_missing(self, seq: Sequence) -> int:
         """Blocks that a running sequence still needs for the tokens that it has."""
@@ -353,7 +415,7 @@ class Scheduler:
         for seq in live:
             tenant = seq.request.tenant_id
             alive[tenant] = alive.get(tenant, 0) + 1
-            places = (seq in self.running) + (seq in self.queue) + (seq in self.parked)
+            places = (seq in self.running) + (seq in self.queue)
             assert places == 1, f"{seq.request_id} is in {places} places"
             if seq in self.running:
                 assert seq.state is SequenceState.RUNNING, f"{seq.request_id} runs as {seq.state}"
@@ -370,12 +432,16 @@ class Scheduler:
                 assert seq.state is SequenceState.WAITING, f"{seq.request_id} waits as {seq.state}"
                 assert not seq.block_ids, f"{seq.request_id} waits, and holds blocks"
                 assert seq.slot == -1, f"{seq.request_id} waits, and has a slot"
-                if seq in self.queue:
-                    queued.add(seq)
+                queued.add(seq)
         places = len(self.running) + self.num_waiting
         assert places == sum(alive.values()), "a request that ended has kept its place"
         self.queue.check_integrity(alive, queued)
+        self.parked.check_integrity(queued)
         self.blocks.check_integrity([seq.block_ids for seq in self.running])
+
+
+def _always(digest: str) -> bool:
+    return True
 
 
 def _all_sampled(seq: Sequence) -> bool:

@@ -163,7 +163,6 @@ class Sequence:
     first_token: float | None = None
     deadline_at: float | None = None  # by the engine's clock
     adapter_state: AdapterState | None = None  # at arrival
-    adapter_wait_since: float | None = None  # when it was first passed by for want of its adapter
     num_charged: int = 0
     num_scored: int = 0
     starved_at: int = -1
