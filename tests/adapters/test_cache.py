@@ -493,6 +493,29 @@ def test_prefetch_takes_free_room_only() -> None:
     assert not rig.transport.loads, "a failed prefetch is not tried again"
 
 
+def test_a_prefetch_pushes_no_image_out_of_host_memory() -> None:
+    rig = Rig(num_pages=1, host_pages=2)
+    rig.bring(A, B)  # A was evicted for B, and kept its image
+    rig.cache.prefetch(C)
+    rig.step()
+    assert not rig.transport.loads
+    assert rig.cache.residency() == {"a": "warm", "b": "hot"}
+
+
+def test_what_nobody_asked_for_is_evicted_before_all_that_was_used() -> None:
+    rig = Rig(num_pages=2, host_pages=0)
+    rig.bring(A)
+    rig.cache.prefetch(B)
+    rig.step()
+    rig.transport.finish_load()
+    rig.step()
+    rig.transport.finish_copy()
+    rig.step()
+    assert rig.cache.residency() == {"a": "hot", "b": "hot"}
+    rig.bring(C)
+    assert rig.cache.residency() == {"a": "hot", "c": "hot"}
+
+
 def test_a_prefetch_never_stands_in_the_way_of_a_request() -> None:
     rig = Rig(max_loads=2)
     for ref in (A, B, C):

@@ -335,6 +335,22 @@ class TestAdapters:
         assert (await admin.delete("/tenants/acme/adapters/support")).status_code == 204
 
 
+async def test_what_takes_traffic_is_brought_nearer_before_its_first_request(
+    admin: httpx.AsyncClient, plane: AdminPlane, tmp_path: Path
+) -> None:
+    plane.make_tenant("acme")
+    first = (await push(admin, adapter_files(tmp_path / "a", seed=1))).json()["digest"]
+    second = (await push(admin, adapter_files(tmp_path / "b", seed=2))).json()["digest"]
+    assert plane.engine.prefetches == [first, second]
+    plane.engine.prefetches.clear()
+    path = "/tenants/acme/adapters/support/release"
+    targets = [{"version": "v1", "weight": 0}, {"version": "v2", "weight": 1}]
+    assert (await admin.put(path, json={"targets": targets})).status_code == 200
+    assert (await admin.post(f"{path}/promote", json={"version": "v1"})).status_code == 200
+    assert (await admin.post(f"{path}/rollback")).status_code == 200
+    assert plane.engine.prefetches == [second, first, second]
+
+
 class TestPins:
     @pytest.fixture(autouse=True)
     def _adapter(self, plane: AdminPlane) -> None:

@@ -85,6 +85,23 @@ def test_rolling_back_goes_to_the_release_before_and_skips_what_is_gone(released
     assert shares(releases.rollback("acme", "pirate")) == {"v1": 100}
 
 
+def test_the_newest_releases_of_all_tenants_and_what_serves_by_them(released: ControlPlane) -> None:
+    other = released.add("rival", "support", 7)
+    released.releases.put("acme", "pirate", targets(v1=0, v2=1, v3=9))
+    newest = released.releases.newest(10)
+    assert [(info.tenant_id, info.name) for info in newest] == [("acme", "pirate"), ("rival", "support")]
+    refs = released.releases.serving(newest)
+    assert [(ref.name, ref.version) for ref in refs] == [
+        ("pirate", 2),
+        ("pirate", 3),
+        ("support", 1),
+    ]
+    assert [(info.tenant_id, info.name) for info in released.releases.newest(1)] == [("acme", "pirate")]
+    released.catalog.delete_adapter("acme", "pirate")
+    assert released.releases.serving(newest) == [other.ref()]
+    assert [info.tenant_id for info in released.releases.newest(10)] == ["rival"]
+
+
 def test_a_name_without_versions_has_no_release_and_a_new_one_starts_afresh(released: ControlPlane) -> None:
     released.catalog.delete_adapter("acme", "pirate")
     calls: list[Any] = [released.releases.get, released.releases.promote, released.releases.rollback]

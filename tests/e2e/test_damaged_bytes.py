@@ -81,8 +81,12 @@ class Shop:
 
 @pytest.fixture
 def shop(tiny_model: Path, tmp_path: Path) -> Iterator[Shop]:
-    with LiveServer(tiny_model, tmp_path / "data", **TINY_SIZES) as server:
-        yield Shop(server, tmp_path)
+    """Host memory holds one adapter, which fills it: the others are not read before somebody asks for them."""
+    with LiveServer(tiny_model, tmp_path / "data", **TINY_SIZES | {"adapter_cpu_memory": "256KiB"}) as server:
+        shop = Shop(server, tmp_path)
+        shop.push("acme", "filler", 1000)
+        server.wait(lambda: "host" in server.residency()["filler@v1"])
+        yield shop
 
 
 def test_damage_is_found_by_the_load_told_to_all_that_share_it_and_healed(shop: Shop) -> None:

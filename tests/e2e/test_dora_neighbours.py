@@ -36,7 +36,8 @@ def test_twenty_activations_beside_a_stream(server: LiveServer, tmp_path: Path) 
     server.create_tenant("acme")
     server.create_tenant("rival")
     keys = {tenant: server.create_key(tenant) for tenant in ("acme", "rival")}
-    for kind, dora in (("plain", False), ("dora", True)):
+    # Uploads are brought nearer while there is room: those that fill it leave the others cold.
+    for kind, dora in (("filler", False), ("plain", False), ("dora", True)):
         for number in range(COUNT):
             folder = write_real_adapter(
                 tmp_path / "made", rank=RANK, targets=ALL_SITES, dtype="BF16", dora=dora, seed=number

@@ -173,15 +173,13 @@ def test_every_spelling_of_a_version(real: Shop) -> None:
         assert caught.value.code == "model_not_found"
 
 
-def test_an_adapter_is_cold_then_hot(real: Shop, tmp_path: Path) -> None:
+def test_an_adapter_is_hot_before_its_first_request(real: Shop, tmp_path: Path) -> None:
     real.server.upload("acme", "newcomer", write_real_adapter(tmp_path / "newcomer", seed=401))
+    everywhere = ["device", "host", "disk"]
+    real.server.wait(lambda: real.server.residency().get("newcomer@v1") == everywhere)
     client = real.openai()
-    states = []
-    for _ in range(2):
-        raw = client.completions.with_raw_response.create(model="newcomer", prompt="a", max_tokens=2)
-        states.append(raw.headers["x-loraplex-adapter-state"])
-    assert states == ["cold", "hot"]
-    assert real.server.residency()["newcomer@v1"] == ["device", "host", "disk"]
+    raw = client.completions.with_raw_response.create(model="newcomer", prompt="a", max_tokens=2)
+    assert raw.headers["x-loraplex-adapter-state"] == "hot"
     base = client.completions.with_raw_response.create(model=SERVED_NAME, prompt="a", max_tokens=2)
     assert "x-loraplex-adapter" not in base.headers
     assert "x-loraplex-adapter-state" not in base.headers

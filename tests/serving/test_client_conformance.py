@@ -113,6 +113,15 @@ async def test_the_first_event_tells_where_the_adapter_was(client: EngineClient)
             await client.stats()
 
 
+async def test_a_prefetched_adapter_is_there_before_it_is_asked_for(client: EngineClient) -> None:
+    client.prefetch([adapter(1)])
+    async with asyncio.timeout(5):
+        while client.adapter_state(adapter(1).digest) != "hot":
+            await client.stats()
+    events = [event async for event in client.submit(ask("r", adapter=adapter(1)))]
+    assert events[0].adapter_state == "hot"
+
+
 async def test_abort_mid_stream(client: EngineClient) -> None:
     stream, other = client.submit(ask("r", LONG)), client.submit(ask("other", 50))
     await first(stream)

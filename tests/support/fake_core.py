@@ -56,7 +56,7 @@ def fake_tokens(request: EngineRequest) -> tuple[int, ...]:
 class _Running:
     request: EngineRequest
     done: int = 0
-    first: bool = True
+    adapter_state: AdapterState | None = None  # told with its first token
     arrival: float = field(default_factory=time.monotonic)
 
 
@@ -91,8 +91,9 @@ class FakeCore:
             self._ended.append(TokenEvent(request.request_id, finish_reason="error", error=error))
             self._damaged = (request.adapter.digest,)
             return
-        self._running[request.request_id] = _Running(request)
+        running = self._running[request.request_id] = _Running(request)
         if request.adapter is not None:
+            running.adapter_state = self._states.get(request.adapter.digest, "cold")
             self._refs[request.adapter.digest] = request.adapter
             self._states[request.adapter.digest] = "hot"
 
@@ -120,8 +121,7 @@ class FakeCore:
                 self._progress.end(computed=True)
             token = fake_token(running.request, running.done)
             running.done += 1
-            state: AdapterState | None = "cold" if running.first and running.request.adapter else None
-            running.first = False
+            state, running.adapter_state = running.adapter_state, None
             last = running.done == running.request.sampling.max_tokens
             events.append(
                 TokenEvent(

@@ -122,7 +122,7 @@ class Reply:
 
 class FakeEngineClient:
     """Implements EngineClient. `requests` are all that were submitted, `aborted` the ids that were aborted, in
-    order; `pins` by digest, `drops` in order; `states` is what `adapter_state` answers."""
+    order; `pins` by digest, `drops` and `prefetches` in order; `states` is what `adapter_state` answers."""
 
     def __init__(self, info: EngineInfo | None = None, *, max_inflight: int = 1088) -> None:
         self._info = info or fake_engine_info()
@@ -132,6 +132,7 @@ class FakeEngineClient:
         self.aborted: list[str] = []
         self.pins: dict[str, AdapterRef] = {}
         self.drops: list[str] = []
+        self.prefetches: list[str] = []
         self.states: dict[str, AdapterState] = {}
         self.entries: list[CacheEntry] = []
         self.engine_stats: EngineStats | None = None
@@ -231,6 +232,9 @@ class FakeEngineClient:
 
     async def unpin(self, digest: str) -> None:
         self.pins.pop(digest, None)
+
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        self.prefetches += [ref.digest for ref in refs]
 
     async def drop(self, digest: str) -> None:
         self.drops.append(digest)

@@ -204,8 +204,9 @@ class AdapterCache(Generic[ImageT]):
             self._residents.forget(entry)
 
     def prefetch(self, ref: AdapterRef) -> None:
-        """Bring an adapter into host memory when the disk is free, and on to the device if there is room without
-        evicting any. A hint: it promises nothing and fails silently."""
+        """Bring an adapter into host memory when the disk is free, and on to the device, as far as there is room
+        without evicting any. Until somebody asks for it, it is the first to be evicted. A hint: it promises nothing
+        and fails silently."""
         if ref.digest not in self._pins.refs:
             self._wishes[ref.digest] = ref
             self._wishes.move_to_end(ref.digest)
@@ -366,7 +367,7 @@ class AdapterCache(Generic[ImageT]):
         while self._wishes and not self._residents.loading:
             digest, ref = next(iter(self._wishes.items()))
             entry = self._residents.get(digest)
-            if entry is None and self._failures.retry_at(digest) <= now:
+            if entry is None and self._failures.retry_at(digest) <= now and self._host_has_free_room():
                 if self._begin_load(ref, now) is Residency.NO_ROOM:
                     return
                 self._residents.by_digest[digest].prefetched = True
@@ -461,6 +462,11 @@ class AdapterCache(Generic[ImageT]):
         )
         self._host_full = used > self._host_limit
         return not self._host_full
+
+    def _host_has_free_room(self) -> bool:
+        """Whether one more image, of the usual size, would push none out."""
+        hosted = len(self._residents.hosted)
+        return not hosted or self._residents.host_bytes * (hosted + 1) <= self._host_limit * hosted
 
     def _waits(self, digest: str) -> bool:
         entry = self._residents.get(digest)

@@ -50,6 +50,11 @@ class Resident(Generic[ImageT]):
     last_used: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def unasked(self) -> bool:
+        """It was prefetched, and no request has named it since."""
+        return self.prefetched and self.last_used is None
+
 
 class Residents(Generic[ImageT]):
     """All adapters that are not cold, by digest, and each list of them that the cache looks through.
@@ -90,6 +95,7 @@ class Residents(Generic[ImageT]):
         entry.load, entry.image, entry.stage = None, image, Stage.HOST
         entry.num_pages, entry.num_bytes = image.num_pages, image.num_bytes
         self.hosted[entry.ref.digest] = entry
+        self.hosted.move_to_end(entry.ref.digest, last=not entry.unasked)
         self.host_bytes += entry.num_bytes
 
     def copy(self, entry: Resident[ImageT], now: float) -> None:
@@ -163,9 +169,9 @@ class Residents(Generic[ImageT]):
         return entry
 
     def make_idle(self, entry: Resident[ImageT]) -> None:
-        """It may be evicted from now on, after all others that may be."""
+        """It may be evicted from now on: after all others that may be, or before them if nobody ever asked for it."""
         self.idle[entry.ref.digest] = entry
-        self.idle.move_to_end(entry.ref.digest)
+        self.idle.move_to_end(entry.ref.digest, last=not entry.unasked)
 
     def touch(self, entry: Resident[ImageT], now: float) -> None:
         """It is the one used last."""

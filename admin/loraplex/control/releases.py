@@ -8,12 +8,14 @@ from typing import cast, get_args
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
+from loraplex.adapters.ref import AdapterRef
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database
 from loraplex.control.errors import Conflict, InvalidValue, ReleaseNotFound
 from loraplex.control.tables import AdapterVersion, Release
 from loraplex.control.tenants import require_tenant
 from loraplex.control.types import ReleaseInfo, ReleaseTarget, Sticky
+from loraplex.control.versions import version_info
 
 MAX_TARGETS = 16
 MAX_WEIGHT = 1_000_000
@@ -30,6 +32,34 @@ class Releases:
     def get(self, tenant_id: str, name: str) -> ReleaseInfo:
         with self._database.read() as session:
             return _require_release(session, tenant_id, name)
+
+    def newest(self, limit: int) -> list[ReleaseInfo]:
+        """At most `limit` releases in force, of all tenants, the newest first."""
+        newest = (
+            select(Release.tenant_id, Release.name, func.max(Release.revision).label("revision"))
+            .group_by(Release.tenant_id, Release.name)
+            .subquery()
+        )
+        query = select(Release).join(
+            newest,
+            (Release.tenant_id == newest.c.tenant_id)
+            & (Release.name == newest.c.name)
+            & (Release.revision == newest.c.revision),
+        )
+        with self._database.read() as session:
+            rows = session.scalars(query.order_by(Release.created_at.desc()).limit(limit))
+            return [info for info in map(_release_info, rows) if info.targets]
+
+    def serving(self, releases: Sequence[ReleaseInfo]) -> list[AdapterRef]:
+        """The versions that take traffic by these releases, in their order, as far as they are ready."""
+        with self._database.read() as session:
+            rows = (
+                session.get(AdapterVersion, (release.tenant_id, release.name, int(target.version[1:])))
+                for release in releases
+                for target in release.targets
+                if target.weight
+            )
+            return [version_info(row).ref() for row in rows if row is not None and row.state == "ready"]
 
     def put(
         self, tenant_id: str, name: str, targets: Sequence[ReleaseTarget], *, sticky: str = "none"

@@ -28,6 +28,9 @@ from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.serving.client import EngineClient
 from loraplex.serving.socket_client import SocketEngineClient
 
+MAX_PREFETCHED_RELEASES = 256
+"""Adapters that a start brings nearer before anybody asks, as far as there is room."""
+
 
 def serve(settings: Settings) -> int:
     """Run until a signal; the exit code. 0 after a drain, 1 where a port broke.
@@ -143,6 +146,7 @@ async def _serve_on(
 async def _start(installation: Installation, engine: SocketEngineClient) -> Apps:
     await engine.start()
     await _pin_again(installation, engine)
+    await _prefetch(installation, engine)
     return create_apps(installation, engine)
 
 
@@ -154,6 +158,13 @@ async def _pin_again(installation: Installation, engine: EngineClient) -> None:
             await engine.pin(version.ref())
         except LoraplexError as error:
             log.warning("pin_failed", adapter=f"{version.name}@{version.version}", reason=error.message)
+
+
+async def _prefetch(installation: Installation, engine: EngineClient) -> None:
+    """What was released last is the likeliest to be asked for first."""
+    run = installation.database.run
+    releases = await run(installation.releases.newest, MAX_PREFETCHED_RELEASES)
+    engine.prefetch(await run(installation.releases.serving, releases))
 
 
 async def _drain(settings: Settings, apps: Apps, stop: _StopSignals) -> None:

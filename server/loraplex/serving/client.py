@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 from loraplex.adapters.ref import AdapterRef
@@ -187,6 +187,11 @@ class EngineClient(Protocol):
         ...
 
     async def unpin(self, digest: str) -> None: ...
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        """A hint that these versions will be asked for, the first of them first: bring them nearer as far as there is
+        room without evicting any. Says nothing of what came of it; nothing does where no engine is up."""
+        ...
+
     async def drop(self, digest: str) -> None:
         """Forget a version that was deleted; what runs on it finishes."""
         ...

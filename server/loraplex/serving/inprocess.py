@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine import protocol as wire
@@ -112,6 +112,10 @@ class InProcessEngineClient:
     async def unpin(self, digest: str) -> None:
         self._check()
         await self._session.unpin(digest)
+
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        if refs and self.healthy:
+            self._session.prefetch(refs)
 
     async def drop(self, digest: str) -> None:
         self._check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from loraplex.adapters.ref import AdapterRef
@@ -95,6 +95,11 @@ class EngineSession:
         self._pins.pop(digest, None)
         self._refs.pop(digest, None)
         await self._done(lambda call: wire.Drop(call, digest))
+
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        for ref in reversed(refs):
+            self._know(ref)
+        self._send(wire.Prefetch(tuple(refs)))
 
     def hot_refs(self, also: tuple[AdapterRef, ...] = ()) -> tuple[AdapterRef, ...]:
         """The versions on the device, and those of `also` that have not been dropped, that are not pinned; the most

@@ -177,6 +177,10 @@ class SocketEngineClient:
         self._check()
         await self._session.unpin(digest)
 
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        if refs and self.healthy:
+            self._session.prefetch(refs)
+
     async def drop(self, digest: str) -> None:
         self._check()
         await self._session.drop(digest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from loraplex.admin.operation import Answer, Call, Operation
@@ -20,15 +21,20 @@ def release_operations(services: AdminServices) -> list[Operation]:
         body = call.body(ReleaseChange)
         targets = tuple(ReleaseTarget(target.version, target.weight) for target in body.targets)
         put = partial(services.releases.put, targets=targets, sticky=body.sticky)
-        return Answer(show_release(await run(put, call.path["tenant"], call.path["name"])))
+        return await released(call, put)
 
     async def promote_release(call: Call) -> Answer:
         promote = partial(services.releases.promote, version=call.body(ReleasePromote).version)
-        return Answer(show_release(await run(promote, call.path["tenant"], call.path["name"])))
+        return await released(call, promote)
 
     async def rollback_release(call: Call) -> Answer:
-        released = await run(services.releases.rollback, call.path["tenant"], call.path["name"])
-        return Answer(show_release(released))
+        return await released(call, services.releases.rollback)
+
+    async def released(call: Call, change: Callable[[str, str], ReleaseInfo]) -> Answer:
+        """What takes traffic from now on is brought nearer before its first request."""
+        info = await run(change, call.path["tenant"], call.path["name"])
+        services.engine.prefetch(await run(services.releases.serving, [info]))
+        return Answer(show_release(info))
 
     path = "/tenants/{tenant}/adapters/{name}/release"
     return [

@@ -45,6 +45,8 @@ def version_operations(services: AdminServices) -> list[Operation]:
                 admitted = partial(admit, tenant, name, staging, parts)
                 info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
         await pin_healed(info.digest)
+        # It is asked for soon, if only to try it.
+        services.engine.prefetch([info.ref()])
         location = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
         return Answer(_show(info), 201 if is_new else 200, {"Location": location})
 
