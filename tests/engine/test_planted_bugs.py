@@ -106,7 +106,7 @@ def blocks_leaked_by_an_early_end(patch: pytest.MonkeyPatch) -> None:
 
     def leak(self: Scheduler, seq: Sequence) -> None:
         if not seq.num_outputs:
-            seq.block_ids = []
+            seq.block_ids = ()
         stop(self, seq)
 
     patch.setattr(Scheduler, "_stop", leak)
@@ -116,7 +116,7 @@ def blocks_leaked_by_an_early_end(patch: pytest.MonkeyPatch) -> None:
 def blocks_freed_twice(patch: pytest.MonkeyPatch) -> None:
     release = BlockManager.release
 
-    def twice(self: BlockManager, block_ids: list[int]) -> None:
+    def twice(self: BlockManager, block_ids: tuple[int, ...]) -> None:
         release(self, block_ids)
         release(self, [block for block in block_ids if self._refs[block]])
 
@@ -253,7 +253,7 @@ def blocks_leaked_by_a_failed_row(patch: pytest.MonkeyPatch) -> None:
 
     def leak(self: Scheduler, seq: Sequence, *, spoilt: bool = False) -> None:
         if spoilt:
-            seq.block_ids = []
+            seq.block_ids = ()
         finish(self, seq, spoilt=spoilt)
 
     patch.setattr(Scheduler, "finish", leak)

@@ -78,12 +78,12 @@ class Driver:
             count = 1 if pending else min(total - seq.num_computed, self.rng.choice([1, 3, 16, 20]))
             start, end = seq.num_computed, seq.num_computed + count
             while len(seq.block_ids) * BLOCK_SIZE < end:
-                seq.block_ids.append(self.free.pop())
+                seq.block_ids += (self.free.pop(),)
             tokens = (0,) if pending else tuple(seq.token_ids[start:end])
             samples = end == total
             rows.append(
                 ScheduledSequence(
-                    seq, seq.epoch, start, count, tokens, tuple(seq.block_ids), seq.slot, samples, pending,
+                    seq, seq.epoch, start, count, tokens, seq.block_ids, seq.slot, samples, pending,
                     total - seq.num_prompt,
                 )
             )  # fmt: skip
@@ -99,10 +99,6 @@ class Driver:
             plan = self.plan(seqs)
             if plan.scheduled:
                 flights.append((plan, self.runner.submit(plan)))
-                for (
-                    item
-                ) in plan.scheduled:  # what the sequence holds now must not matter to the step any more
-                    item.seq.block_ids = list(item.seq.block_ids)
             if flights and (len(flights) > self.lookahead or not plan.scheduled):
                 self.collect(*flights.pop(0))
             elif not plan.scheduled:
@@ -298,7 +294,7 @@ def test_submit_does_not_wait_and_reads_nothing_later(make_runner, model, greedy
         plan = driver.plan([seq])
     handle = runner.submit(plan)
     seq.token_ids[:] = [3] * 3
-    seq.block_ids[:] = [0]
+    seq.block_ids = (0,)
     gate.set()
     assert runner.collect(handle).token_ids == ((greedy([9, 8, 7], 1)[0],),)
 

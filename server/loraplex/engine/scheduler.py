@@ -150,8 +150,16 @@ class Scheduler:
         draft = _Draft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
         self._cache.begin_pass()
         self._keep_to(draft)
-        self._catch_up(draft, [seq for seq in self.running if seq.num_tokens - seq.num_computed == 1])
-        self._catch_up(draft, [seq for seq in self.running if seq.num_tokens - seq.num_computed > 1])
+        decoding: list[Sequence] = []
+        others: list[Sequence] = []
+        for seq in self.running:
+            lag = len(seq.token_ids) + seq.num_pending - seq.num_computed
+            if lag == 1:
+                decoding.append(seq)
+            elif lag > 1:
+                others.append(seq)
+        self._catch_up(draft, decoding)
+        self._catch_up(draft, others)
         if not self._lendable <= self._cache.on_device:  # what was deleted is to be sent for again
             self._lend(self._lendable & self._cache.on_device, now)
         kept_out = self._send_for(draft)
@@ -176,8 +184,9 @@ class Scheduler:
                 self._preempt(draft, seq)
 
     def _catch_up(self, draft: _Draft, behind: list[Sequence]) -> None:
-        if self.blocks.num_free < len(behind):
-            # Blocks may run short, and what is scheduled can't be a victim any more: those to be spared go first.
+        free = self.blocks.num_free
+        if free < len(behind) and free < sum(self._blocks_missing(seq) for seq in behind):
+            # Blocks run short, and what is scheduled can't be a victim any more: those to be spared go first.
             behind.sort(key=self._expendability)
         for seq in behind:
             if draft.budget == 0:
@@ -186,41 +195,50 @@ class Scheduler:
                 self._schedule(draft, seq)
 
     def _schedule(self, draft: _Draft, seq: Sequence) -> None:
-        count = min(seq.num_tokens - seq.num_computed, draft.budget)
-        if seq.num_scored < seq.num_to_score:
+        # Runs for every sequence of every step: what a decoding one has no use for is passed by.
+        request, token_ids, start = seq.request, seq.token_ids, seq.num_computed
+        num_prompt, num_known = len(request.prompt_ids), len(token_ids)
+        num_tokens = num_known + seq.num_pending
+        scores = request.sampling.prompt_logprobs is not None and seq.num_scored < seq.num_to_score
+        count = min(num_tokens - start, draft.budget)
+        if scores:
             # One at least, so that whoever is scheduled moves on.
             count = min(count, max(1, draft.score_budget))
-        missing = blocks_for(seq.num_computed + count) - len(seq.block_ids)
-        if missing > self.blocks.num_free and not self._make_room(draft, seq, missing):
-            return
-        if missing > 0:
-            seq.block_ids += self.blocks.allocate(missing)
-        start, end = seq.num_computed, seq.num_computed + count
-        pending = end > len(seq.token_ids)
+        end = start + count
+        if end > len(seq.block_ids) * BLOCK_SIZE:
+            missing = blocks_for(end) - len(seq.block_ids)
+            if missing > self.blocks.num_free and not self._make_room(draft, seq, missing):
+                return
+            seq.block_ids += tuple(self.blocks.allocate(missing))
+        pending = end > num_known
         assert not pending or count == 1, "only a sequence's newest token can be missing on the host"
-        samples = end == seq.num_tokens and seq.request.sampling.max_tokens > 0
-        # Recomputed after a preemption, a position has been scored already.
-        score_start = max(start, seq.num_scored)
-        targets = tuple(seq.token_ids[score_start + 1 : min(end, seq.num_to_score) + 1])
+        samples = end == num_tokens and request.sampling.max_tokens > 0
+        score_start = start
+        targets: tuple[int, ...] = ()
+        if scores:
+            # Recomputed after a preemption, a position has been scored already.
+            score_start = max(start, seq.num_scored)
+            targets = tuple(token_ids[score_start + 1 : min(end, seq.num_to_score) + 1])
+            draft.score_budget -= len(targets)
         draft.budget -= count
-        draft.score_budget -= len(targets)
         draft.scheduled[seq] = ScheduledSequence(
-            seq=seq,
-            epoch=seq.epoch,
-            start=start,
-            num_tokens=count,
-            token_ids=(0,) if pending else tuple(seq.token_ids[start:end]),
-            block_ids=tuple(seq.block_ids),
-            slot=seq.slot,
-            samples=samples,
-            pending_input=pending,
-            output_index=seq.num_tokens - seq.num_prompt,
-            score_start=score_start,
-            targets=targets,
+            seq,
+            seq.epoch,
+            start,
+            count,
+            (0,) if pending else (token_ids[start],) if count == 1 else tuple(token_ids[start:end]),
+            seq.block_ids,
+            seq.slot,
+            samples,
+            pending,
+            num_tokens - num_prompt,
+            score_start,
+            targets,
         )
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now
-        self._charge_prompt(seq, end, self._charges.prefill)
+        if seq.num_charged < num_prompt:
+            self._charge_prompt(seq, end, self._charges.prefill)
         seq.num_computed = end
         seq.num_pending += samples
 
@@ -266,7 +284,7 @@ class Scheduler:
     def _stop(self, seq: Sequence) -> None:
         lease = self.running.pop(seq)
         self.blocks.release(seq.block_ids)
-        seq.block_ids = []
+        seq.block_ids = ()
         seq.slot = -1
         if lease is not None:
             self._cache.release(lease)
@@ -382,7 +400,7 @@ class Scheduler:
         seq.state = SequenceState.RUNNING
         seq.slot = -1 if lease is None else lease.slot
         self.blocks.share(found)
-        seq.block_ids = found
+        seq.block_ids = tuple(found)
         seq.num_computed = len(found) * BLOCK_SIZE
         if seq.epoch == 0:
             seq.num_cached = seq.num_computed

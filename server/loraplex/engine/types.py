@@ -156,7 +156,7 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     num_cached: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: tuple[int, ...] = ()
     epoch: int = 0
     slot: int = -1  # the adapter's device slot while running; -1 for base rows
     first_scheduled: float | None = None
@@ -193,16 +193,17 @@ class Sequence:
         return len(self.token_ids) + self.num_pending
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledSequence:
     """A slice of one sequence in one step: positions start … start+num_tokens-1 are computed. `samples` says
     that the last of them is the sequence's last known position, so that a token is drawn from it; that token
     will be output number `output_index` (0-based). If `pending_input` is set, the token at position `start`
     is the one that the previous submitted step samples for this sequence and is not on the host yet
-    (then num_tokens is 1). `block_ids` and `slot` are copied at planning, so that a later change to the
+    (then num_tokens is 1). `block_ids` and `slot` are those at planning, so that a later change to the
     sequence cannot reach a step that is already submitted. `token_ids` are the input tokens of the slice
     (the placeholder 0 where pending). `targets` are the prompt tokens whose log probabilities are wanted: the first
-    is the one behind position `score_start`, which lies in the slice."""
+    is the one behind position `score_start`, which lies in the slice. Nobody changes it, though it is not frozen: one
+    is made for every sequence of every step, and a frozen one takes three times as long to make."""
 
     seq: Sequence
     epoch: int
