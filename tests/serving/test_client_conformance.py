@@ -103,6 +103,19 @@ async def test_tokens_arrive_in_order_and_end_once(client: EngineClient) -> None
     assert client.num_live == 0
 
 
+async def test_a_weight_is_told_for_those_who_are_being_served(client: EngineClient) -> None:
+    stream = client.submit(ask("r", LONG))
+    await first(stream)
+    assert client.weights == {"acme": 1.0}
+    client.set_weights({"acme": 3.0, "nobody": 2.0})
+    assert client.weights == {"acme": 3.0}
+    tenants = (await client.stats()).tenants
+    assert {tenant: stats.counter for tenant, stats in tenants.items()} == {"acme": 3.0}
+    stream.abort()
+    await read(stream)
+    assert client.weights == {}
+
+
 async def test_the_first_event_tells_where_the_adapter_was(client: EngineClient) -> None:
     assert client.adapter_state(adapter(1).digest) == "cold"
     events = [event async for event in client.submit(ask("r", adapter=adapter(1)))]

@@ -23,7 +23,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.progress import Progress
-from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats, TenantStats
 from loraplex.engine.types import (
     AdapterState,
     EngineError,
@@ -74,6 +74,7 @@ class FakeCore:
         self._states: dict[str, AdapterState] = {}
         self._refs: dict[str, AdapterRef] = {}
         self._pins: set[str] = set()
+        self._weights: dict[str, float] = {}
         self._damaged: tuple[str, ...] = ()
         self.num_steps = 0
 
@@ -141,7 +142,9 @@ class FakeCore:
         return 0.0 if self._running or self._ended else None
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_running=len(self._running), num_steps=self.num_steps)
+        # What it was told of weights stands where a real one's counters are.
+        tenants = {tenant: TenantStats(counter=weight) for tenant, weight in self._weights.items()}
+        return EngineStats(num_running=len(self._running), num_steps=self.num_steps, tenants=tenants)
 
     def cache_entries(self) -> Sequence[CacheEntry]:
         return [
@@ -169,6 +172,9 @@ class FakeCore:
         self._pins.discard(digest)
         self._states.pop(digest, None)
         self._refs.pop(digest, None)
+
+    def set_weight(self, tenant_id: str, weight: float) -> None:
+        self._weights[tenant_id] = weight
 
     def prefetch(self, ref: AdapterRef) -> None:
         self._refs[ref.digest] = ref

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,6 +132,7 @@ class FakeEngineClient:
         self.aborted: list[str] = []
         self.pins: dict[str, AdapterRef] = {}
         self.drops: list[str] = []
+        self.new_weights: dict[str, float] = {}
         self.prefetches: list[str] = []
         self.states: dict[str, AdapterState] = {}
         self.entries: list[CacheEntry] = []
@@ -235,6 +236,16 @@ class FakeEngineClient:
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         self.prefetches += [ref.digest for ref in refs]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {
+            stream.request.tenant_id: self.new_weights.get(stream.request.tenant_id, stream.request.weight)
+            for stream in self._streams.values()
+        }
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        self.new_weights |= weights
 
     async def drop(self, digest: str) -> None:
         self.drops.append(digest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sqlalchemy import select
@@ -16,6 +16,9 @@ from loraplex.control.database import Database, note_change
 from loraplex.control.errors import Conflict, TenantNotFound
 from loraplex.control.tables import AdapterVersion, Tenant
 from loraplex.control.types import Page, Removal, TenantInfo
+
+MAX_IDS = 500
+"""Ids that one query names."""
 
 
 class Tenants:
@@ -59,6 +62,17 @@ class Tenants:
             query = query.where(Tenant.id > after)
         with self._database.read() as session:
             return rules.make_page(session.scalars(query).all(), limit, lambda row: row.id, tenant_info)
+
+    def weights(self, tenant_ids: Iterable[str]) -> dict[str, float]:
+        """Of those of these tenants that there are."""
+        wanted = sorted(set(tenant_ids))
+        found: dict[str, float] = {}
+        with self._database.read() as session:
+            for start in range(0, len(wanted), MAX_IDS):
+                ids = wanted[start : start + MAX_IDS]
+                rows = session.execute(select(Tenant.id, Tenant.weight).where(Tenant.id.in_(ids)))
+                found |= dict(rows.tuples().all())
+        return found
 
     def update(self, tenant_id: str, changes: Mapping[str, Any]) -> TenantInfo:
         """Set `display_name`, `weight` or `limits`; a given `limits` replaces only the limits that it names."""

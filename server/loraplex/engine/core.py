@@ -144,6 +144,11 @@ class EngineCore:
         if seq is not None:
             self._end(seq, "abort")
 
+    def set_weight(self, tenant_id: str, weight: float) -> None:
+        """A tenant's share (above 0) is another from now on. Ignored for one without a request here: its next one
+        brings it."""
+        self._scheduler.queue.set_weight(tenant_id, weight)
+
     def _shed_for(self, tenant_id: str) -> bool:
         """In a full queue, end the newest request that waits of the tenant that has most, if that one has at least
         two more than `tenant_id`: nobody can fill the queue against the others. False if there is none."""

@@ -72,6 +72,9 @@ class CoreLike(Protocol):
     def unpin(self, digest: str) -> None: ...
     def drop(self, digest: str) -> None: ...
     def prefetch(self, ref: AdapterRef) -> None: ...
+    def set_weight(self, tenant_id: str, weight: float) -> None:
+        """A tenant without a request is ignored."""
+        ...
 
 
 class BuiltEngineLike(Protocol):
@@ -293,6 +296,9 @@ class EngineLoop:
             case wire.Prefetch(refs):
                 for ref in refs:
                     core.prefetch(ref)
+            case wire.SetWeights(weights):
+                for tenant_id, weight in weights.items():
+                    core.set_weight(tenant_id, weight)
             case wire.GetStats(call):
                 self._emit(wire.Stats(call, core.stats()))
             case wire.GetCache(call):

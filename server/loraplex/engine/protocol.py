@@ -149,6 +149,12 @@ class Prefetch(msgspec.Struct, frozen=True, tag=True):
     refs: tuple[AdapterRef, ...]
 
 
+class SetWeights(msgspec.Struct, frozen=True, tag=True):
+    """These tenants' shares are others from now on, also for what waits and runs; answers nothing."""
+
+    weights: dict[str, float]
+
+
 class GetStats(msgspec.Struct, frozen=True, tag=True):
     call: int
 
@@ -169,7 +175,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     drain_s: float = 0.0
 
 
-Command = Add | Abort | Pin | Unpin | Drop | Prefetch | GetStats | GetCache | Ping | Shutdown
+Command = Add | Abort | Pin | Unpin | Drop | Prefetch | SetWeights | GetStats | GetCache | Ping | Shutdown
 
 
 # Events: engine to client.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, Self
 
 from loraplex.adapters.ref import AdapterRef
@@ -190,6 +190,15 @@ class EngineClient(Protocol):
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         """A hint that these versions will be asked for, the first of them first: bring them nearer as far as there is
         room without evicting any. Says nothing of what came of it; nothing does where no engine is up."""
+        ...
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """By the tenants with a request that has not ended, the weight that the engine serves them at."""
+        ...
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """From now on the engine serves these tenants at these weights, also what it has of them already."""
         ...
 
     async def drop(self, digest: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine import protocol as wire
@@ -116,6 +116,14 @@ class InProcessEngineClient:
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         if refs and self.healthy:
             self._session.prefetch(refs)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return self._session.weights
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        if self.healthy:
+            self._session.set_weights(weights)
 
     async def drop(self, digest: str) -> None:
         self._check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from loraplex.adapters.ref import AdapterRef
@@ -37,6 +37,7 @@ class EngineSession:
         self._on_damaged = on_damaged
         self._streams: dict[str, RequestStream] = {}
         self._shares = Shares()
+        self._weights: dict[str, float] = {}
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._shared: dict[type, asyncio.Future[Answer]] = {}
         self._next_call = 0
@@ -69,9 +70,26 @@ class EngineSession:
             raise
         stream = RequestStream(request, self._abort)
         self._streams[request.request_id] = stream
+        self._weights[request.tenant_id] = request.weight
         if request.adapter is not None:
             self._know(request.adapter)
         return stream
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return dict(self._weights)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        live = {tenant_id: weight for tenant_id, weight in weights.items() if tenant_id in self._weights}
+        if live:
+            self._weights |= live
+            self._send(wire.SetWeights(live))
+
+    def _give_back(self, tenant_id: str) -> None:
+        """One of its requests has ended."""
+        self._shares.give_back(tenant_id)
+        if not self._shares.held(tenant_id):
+            del self._weights[tenant_id]
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
@@ -200,7 +218,7 @@ class EngineSession:
         if event.finish_reason is not None:
             del self._streams[event.request_id]
             self.num_served += event.finish_reason in ("stop", "length")
-            self._shares.give_back(stream.request.tenant_id)
+            self._give_back(stream.request.tenant_id)
             if self._was_cut(event, stream):
                 code: ErrorCode = "draining" if self.draining else "engine_restarting"
                 error = EngineError(code, "the engine shut down before the request ended")
@@ -219,7 +237,7 @@ class EngineSession:
         Returns the number of streams that ended."""
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
-            self._shares.give_back(stream.request.tenant_id)
+            self._give_back(stream.request.tenant_id)
             stream.put(error_event(request_id, code, message, retry_after_s))
         for future in list(self._calls.values()):
             if not future.done():

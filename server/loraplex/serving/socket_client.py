@@ -7,7 +7,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from loraplex.adapters.ref import AdapterRef
@@ -180,6 +180,14 @@ class SocketEngineClient:
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         if refs and self.healthy:
             self._session.prefetch(refs)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return self._session.weights
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        if self.healthy:
+            self._session.set_weights(weights)
 
     async def drop(self, digest: str) -> None:
         self._check()
