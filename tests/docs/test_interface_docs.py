@@ -34,7 +34,7 @@ from support import markdown
 from support.adapters import ALL_SITES, peft_config, site_module
 from support.admin import AdminPlane
 from support.byte_tokenizer import write_byte_tokenizer
-from support.data_plane import BASE, FakeAuthenticator, FakeLimiter, FakeResolver, ref
+from support.data_plane import BASE, FakeAuthenticator, FakeLedger, FakeLimiter, FakeResolver, ref
 from support.fake_engine import FakeEngineClient, fake_engine_info
 
 API, ADMIN = markdown.read("docs/api.md"), markdown.read("docs/admin.md")
@@ -73,6 +73,7 @@ def test_every_route_of_the_data_plane(tmp_path: Path) -> None:
         authenticator=FakeAuthenticator(),
         resolver=FakeResolver(),
         limiter=FakeLimiter(),
+        ledger=FakeLedger(),
         metrics=Metrics(BASE),
         drain=Drain(),
         served_model_name=BASE,

@@ -27,6 +27,8 @@ from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
 from loraplex.control.types import LimitWindow, ModelCard, Principal, Reservation, ResolvedModel
+from loraplex.control.usage.journal import JournalFull
+from loraplex.control.usage.records import Accepted, Ended
 from loraplex.serving.text import TextProcessor
 from support.api_server import RunningServer, serve_app
 from support.byte_tokenizer import write_byte_tokenizer
@@ -141,11 +143,36 @@ class FakeLimiter:
 
 
 @dataclass
+class FakeLedger:
+    """Remembers what was accepted and every row. `held`: a row is not safe before."""
+
+    accepted: list[Accepted] = field(default_factory=list)
+    rows: list[Ended] = field(default_factory=list)
+    full: bool = False
+    held: asyncio.Event | None = None
+
+    def accept(self, record: Accepted) -> None:
+        if self.full:
+            raise JournalFull
+        self.accepted.append(record)
+
+    async def end(self, record: Ended) -> None:
+        self.rows.append(record)
+        if self.held is not None:
+            await self.held.wait()
+
+    def check(self) -> None:
+        """Every request that was accepted has exactly one row."""
+        assert sorted(row.id for row in self.rows) == sorted(record.id for record in self.accepted)
+
+
+@dataclass
 class DataPlane:
     engine: FakeEngineClient
     authenticator: FakeAuthenticator
     resolver: FakeResolver
     limiter: FakeLimiter
+    ledger: FakeLedger
     metrics: Metrics
     drain: Drain
     services: ApiServices
@@ -181,7 +208,7 @@ class DataPlane:
             self.engine.__init__()  # type: ignore[misc]
             await self.engine.start()
 
-        for fake in (self.authenticator, self.resolver, self.limiter):
+        for fake in (self.authenticator, self.resolver, self.limiter, self.ledger):
             fake.__init__()  # type: ignore[misc]
         self.server.call(anew)
 
@@ -189,6 +216,7 @@ class DataPlane:
         """Returns when nothing is being answered, and checks the books."""
         assert self.server.call(lambda: self.drain.wait_idle(timeout)), "a request is still being answered"
         self.limiter.check()
+        self.ledger.check()
         assert self.on_loop(lambda: self.engine.live) == []
 
 
@@ -207,6 +235,7 @@ def running_data_plane(
             "authenticator": FakeAuthenticator(),
             "resolver": FakeResolver(),
             "limiter": FakeLimiter(),
+            "ledger": FakeLedger(),
             "metrics": metrics,
             "drain": drain,
             "served_model_name": BASE,
@@ -224,6 +253,7 @@ def running_data_plane(
             services.authenticator,
             services.resolver,
             services.limiter,
+            services.ledger,
             metrics,
             drain,
             services,

@@ -24,7 +24,7 @@ from loraplex.migrations.run import upgrade
 
 INSTALL = "apt-get install postgresql"
 USER = "loraplex"
-TABLES = ("tenants", "installation")
+TABLES = ("tenants", "installation", "usage", "usage_days", "usage_sources")
 _numbers = itertools.count()
 
 

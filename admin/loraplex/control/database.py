@@ -68,12 +68,13 @@ class Database:
             yield session
 
     @contextmanager
-    def write(self, *, ages_caches: bool = True) -> Iterator[Session]:
-        """With `ages_caches` False for what no cache holds."""
+    def write(self, *, ages_caches: bool = True, in_turn: bool = True) -> Iterator[Session]:
+        """With `ages_caches` False for what no cache holds; with `in_turn` False for what is decided by nothing that
+        was read: on PostgreSQL it does not queue up with the other writers."""
         with self._failures_named(), Session(self._writer, expire_on_commit=False) as session:
             with session.begin():
                 connection = session.connection()
-                if self.on_postgres:
+                if self.on_postgres and in_turn:
                     postgres.lock_writers(connection)
                 yield session
             if ages_caches:

@@ -128,3 +128,62 @@ class Release(Base):
     targets: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
     sticky: Mapped[str] = mapped_column(String(8))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class Usage(Base):
+    """One row for each request that was accepted. It names tenants and keys that may be gone: what was used stays
+    billable. `at` is when the request ended; the base model is `records.BASE`, version 0, without a digest."""
+
+    __tablename__ = "usage"
+    __table_args__ = (
+        Index("ix_usage_at", "at"),
+        Index("ix_usage_tenant_at", "tenant_id", "at"),
+    )
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    at: Mapped[datetime] = mapped_column(UtcDateTime)
+    tenant_id: Mapped[str] = mapped_column(String(63))
+    key_id: Mapped[str] = mapped_column(String(32))
+    adapter: Mapped[str] = mapped_column(String(63))
+    version: Mapped[int]
+    digest: Mapped[str] = mapped_column(String(64))
+    endpoint: Mapped[str] = mapped_column(String(32))
+    streamed: Mapped[bool]
+    n: Mapped[int]
+    status: Mapped[str] = mapped_column(String(32))
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+    queue_s: Mapped[float] = mapped_column(Double)
+    first_token_s: Mapped[float | None] = mapped_column(Double)
+    total_s: Mapped[float] = mapped_column(Double)
+
+
+class UsageDay(Base):
+    """Sums of the rows of a day (its midnight in UTC) that are not kept one by one any more."""
+
+    __tablename__ = "usage_days"
+    __table_args__ = (Index("ix_usage_days_tenant_at", "tenant_id", "at"),)
+
+    at: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(63), primary_key=True)
+    key_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    adapter: Mapped[str] = mapped_column(String(63), primary_key=True)
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    status: Mapped[str] = mapped_column(String(32), primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+
+
+class UsageSource(Base):
+    """How much of a server's usage journal is in the table, written together with its rows: whoever reads on after a
+    crash begins there."""
+
+    __tablename__ = "usage_sources"
+
+    life: Mapped[str] = mapped_column(String(32), primary_key=True)
+    segment: Mapped[int]
+    offset: Mapped[int]
+    updated_at: Mapped[datetime] = mapped_column(UtcDateTime)

@@ -12,6 +12,7 @@ from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
 from loraplex.control.outage import DatabaseHealth
 from loraplex.control.types import ModelCard, Principal, Reservation, ResolvedModel
+from loraplex.control.usage.records import Accepted, Ended
 from loraplex.serving.client import EngineClient
 from loraplex.serving.detokenize import TextStream
 from loraplex.serving.text import Spelling, TokenText
@@ -70,6 +71,16 @@ class Limiter(Protocol):
         ...
 
 
+class Ledger(Protocol):
+    def accept(self, record: Accepted) -> None:
+        """Raises an error with the code `server_overloaded` where no more usage can be recorded."""
+        ...
+
+    async def end(self, record: Ended) -> None:
+        """Returns when the record can't be lost any more."""
+        ...
+
+
 class AccessLog(Protocol):
     def info(self, event: str, **fields: Any) -> Any: ...
 
@@ -90,6 +101,7 @@ class ApiServices:
     authenticator: Authenticator
     resolver: Resolver
     limiter: Limiter
+    ledger: Ledger
     metrics: Metrics
     drain: Drain
     served_model_name: str

@@ -10,6 +10,7 @@ import anyio
 import structlog
 from starlette.types import Receive, Scope, Send
 
+from loraplex.api.account import Account, outcome_of
 from loraplex.api.auth import authenticate
 from loraplex.api.body import parse_json, read_body
 from loraplex.api.client_watch import ClientWatch, watch_client
@@ -55,6 +56,7 @@ class Kind:
     tokenise: Callable[[Text, ChatRequest | CompletionRequest, int], Prompts]
     answer: type[AnswerFormat]
     logprobs: type[ChatLogprobs] | type[CompletionLogprobs]
+    path: str
     id_prefix: str
     source: str
     continues: bool
@@ -81,12 +83,22 @@ def _prompt_tokens(text: Text, request: ChatRequest | CompletionRequest, max_mod
     return Prompts(prompts, echoes)
 
 
-CHAT = Kind(ChatRequest, _chat_tokens, ChatFormat, ChatLogprobs, "chatcmpl-", "messages", continues=False)
+CHAT = Kind(
+    ChatRequest,
+    _chat_tokens,
+    ChatFormat,
+    ChatLogprobs,
+    "/v1/chat/completions",
+    "chatcmpl-",
+    "messages",
+    continues=False,
+)
 COMPLETION = Kind(
     CompletionRequest,
     _prompt_tokens,
     CompletionFormat,
     CompletionLogprobs,
+    "/v1/completions",
     "cmpl-",
     "prompt",
     continues=True,
@@ -155,13 +167,16 @@ class GenerationEndpoint:
         model: ResolvedModel,
         plan: GenerationPlan,
     ) -> None:
-        """Between `reserve` and `settle` there is no way out that leaves a sequence running or a reservation
-        open. Both are shielded, so that a client that goes away cannot part them."""
+        """Between `reserve` and `settle` there is no way out that leaves a sequence running, a reservation open or an
+        account without its row. Both are shielded, so that a client that goes away cannot part them."""
         services = self._services
         with anyio.CancelScope(shield=True):
             reservation = await self._reserve(context, principal, plan)
         generation: Generation | None = None
+        account: Account | None = None
+        outcome: str | None = None
         try:
+            account = Account.open(services.ledger, context, principal, model, plan, self._kind.path)
             client.check()
             requests = engine_requests(
                 plan,
@@ -179,12 +194,17 @@ class GenerationEndpoint:
                 services.metrics,
                 continues=self._kind.continues,
             )
-            await self._answer(client, context, model, reservation, plan, generation)
+            await self._answer(client, context, model, reservation, plan, generation, account)
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
         finally:
             with anyio.CancelScope(shield=True):
                 if generation is not None:
                     await generation.close(principal.tenant_id or "")
                 await self._settle(context, reservation, generation)
+                if account is not None:
+                    await account.close(generation, outcome)
 
     async def _reserve(
         self, context: RequestContext, principal: Principal, plan: GenerationPlan
@@ -225,6 +245,7 @@ class GenerationEndpoint:
         reservation: Reservation,
         plan: GenerationPlan,
         generation: Generation,
+        account: Account,
     ) -> None:
         answer = self._kind.answer(
             f"{self._kind.id_prefix}{context.internal_id}",
@@ -245,6 +266,7 @@ class GenerationEndpoint:
             headers += [(b"x-accel-buffering", b"no")]
             await client.send({"type": "http.response.start", "status": 200, "headers": headers})
             last = await self._stream(client, context, plan, generation, answer, first)
+            await account.close(generation, context.outcome)
             await client.send({"type": "http.response.body", "body": last + DONE})
             return
         choices = [WholeChoice() for _ in range(plan.num_choices)]
@@ -254,6 +276,7 @@ class GenerationEndpoint:
                 answer.add(choices[delta.index], delta)
         await generation.last_events()
         body = answer.whole(choices, generation.usage())
+        await account.close(generation)
         headers = _headers(model, reservation, generation)
         headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await client.send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -280,8 +303,7 @@ class GenerationEndpoint:
                 if chunk:
                     await client.send({"type": "http.response.body", "body": chunk, "more_body": True})
                 deltas, chunk = await generation.next(), b""
-            if plan.request.include_usage:
-                await generation.last_events()
+            await generation.last_events()
             return answer.closing(generation.usage())
         except ClientGone:
             raise

@@ -48,6 +48,7 @@ class _Choice:
     echoed: bool = False  # of the choice that brings its log probabilities: in all that share it
     unshown: deque[tuple[int, ScoreRow]] = field(default_factory=deque)  # tokens that wait for their text
     held: list[Delta] = field(default_factory=list)  # until its echo is told
+    first_token: float | None = None
     last_token: float | None = None
     finish_reason: Literal["stop", "length"] | None = None
     terminal: TokenEvent | None = None
@@ -227,6 +228,7 @@ class Generation:
     def _measure(self, choice: _Choice, num_tokens: int) -> None:
         now = time.monotonic()
         if choice.last_token is None:
+            choice.first_token = now
             self._metrics.first_token(now - choice.started)
             num_tokens -= 1
         if num_tokens:
@@ -267,6 +269,25 @@ class Generation:
             sum(choice.completion_tokens for choice in self._choices),
             sum(choices[0].cached_tokens for choices in of_prompts),
         )
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        """Of the whole request, "length" if any choice was cut; None if not every one came to a proper end."""
+        reasons = {choice.finish_reason for choice in self._choices}
+        if None in reasons:
+            return None
+        return "length" if "length" in reasons else "stop"
+
+    @property
+    def queue_s(self) -> float:
+        """What the sequence waited for the engine that waited longest; of those whose end is known."""
+        timings = [choice.terminal.timing for choice in self._choices if choice.terminal is not None]
+        return max((timing.queue_s for timing in timings if timing is not None), default=0.0)
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When the first token of all came here, by `time.monotonic`."""
+        return min((c.first_token for c in self._choices if c.first_token is not None), default=None)
 
     async def close(self, tenant_id: str) -> None:
         """Abort what still runs, wait a moment for its end, and count each sequence once."""

@@ -47,6 +47,8 @@ from loraplex.control.releases import Releases
 from loraplex.control.resolver import Resolver
 from loraplex.control.secrets import load_or_create, load_pepper, new_admin_token
 from loraplex.control.tenants import Tenants
+from loraplex.control.usage.journal import UsageJournal
+from loraplex.control.usage.writer import UsageWriter
 from loraplex.engine.config import EngineConfig
 from loraplex.serving.client import EngineClient
 from loraplex.serving.text import TextProcessor
@@ -72,11 +74,15 @@ class Installation:
     releases: Releases
     resolver: Resolver
     database_health: DatabaseHealth
+    usage_journal: UsageJournal
+    usage_writer: UsageWriter
     new_admin_token: str | None
     lock: IO[str]
     store_lock: IO[str]
 
     def close(self) -> None:
+        self.usage_journal.close()
+        self.usage_writer.close()
         self.database.close()
         self.store_lock.close()
         self.lock.close()
@@ -154,6 +160,8 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
         token, created = load_or_create(settings.data_dir / "admin-token", new_admin_token())
     key_use = KeyUse(database)
     staleness_s = settings.database_staleness
+    usage_dir = settings.data_dir.resolve() / "usage"
+    usage_journal = UsageJournal(usage_dir, capacity=settings.usage_journal_size)
     return Installation(
         settings=settings,
         model_dir=model_dir,
@@ -171,6 +179,8 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
             database, served_name=served_name, started_at=int(time.time()), staleness_s=staleness_s
         ),
         database_health=DatabaseHealth(database.outage, staleness_s),
+        usage_journal=usage_journal,
+        usage_writer=UsageWriter(database, usage_dir, usage_journal),
         new_admin_token=token if created else None,
         lock=lock,
         store_lock=store_lock,
@@ -255,6 +265,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         authenticator=installation.key_cache,
         resolver=installation.resolver,
         limiter=RequestLimits(InProcessLimiter()),
+        ledger=installation.usage_journal,
         metrics=metrics,
         drain=drain,
         served_model_name=installation.served_name,

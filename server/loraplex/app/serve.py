@@ -89,6 +89,7 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         listening = Listening(ports, data=data, admin=admin)
         keeping = [
             asyncio.create_task(installation.key_use.run()),
+            asyncio.create_task(installation.usage_writer.run()),
             asyncio.create_task(installation.database.watch()),
             asyncio.create_task(damage.run(engine)),
             asyncio.create_task(WeightWatch(installation.database, installation.tenants).run(engine)),

@@ -134,6 +134,11 @@ class Settings(BaseSettings):
         le=86400,
         description="Seconds that known keys and adapters serve while the database cannot be reached",
     )
+    usage_journal_size: Bytes = Field(
+        256 << 20,
+        ge=16 << 20,
+        description="Disk bytes for usage that the database has not been told yet; when full, requests get 503",
+    )
     artifact_url: str = Field(
         "", description="Where adapters are kept: file:///DIR (default: in the data directory)"
     )

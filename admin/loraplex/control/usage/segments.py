@@ -1,0 +1,104 @@
+"""Files of the usage journal: of one size, written over from the front, deleted as wholes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.control.usage.records import Record, decode_all
+
+SEGMENT_BYTES = 4 << 20
+READ_BYTES = 256 << 10
+_ZEROS = bytes(64 << 10)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """A place in a journal: the segment's number, and an offset in bytes."""
+
+    segment: int
+    offset: int
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    return directory / f"{number:010}.segment"
+
+
+def segment_numbers(directory: Path) -> list[int]:
+    """Of the segments that are there, the oldest first."""
+    return sorted(int(path.stem) for path in directory.glob("*.segment") if path.stem.isdigit())
+
+
+def sync_directory(directory: Path) -> None:
+    """The names in it are on the disk when this returns. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class Segment:
+    """A file that records are appended to. Its bytes are taken from the disk when it is made, so that what is written
+    into it later can't fail for want of room, and a sync has no sizes to write."""
+
+    def __init__(self, directory: Path, number: int, size: int) -> None:
+        """Raises OSError; then the file is not there."""
+        self.number = number
+        self.size = size
+        self.used = 0
+        self._path = segment_path(directory, number)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            left = size
+            while left:
+                left -= os.write(self._fd, _ZEROS[:left])
+            os.fsync(self._fd)
+            sync_directory(directory)
+        except OSError:
+            os.close(self._fd)
+            self._path.unlink(missing_ok=True)
+            raise
+
+    @property
+    def room(self) -> int:
+        return self.size - self.used
+
+    def append(self, data: bytes | bytearray) -> None:
+        """Written to the system, which keeps it though this process is killed. Raises OSError."""
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._fd, view, self.used)
+            self.used += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        """What was appended is on the disk when this returns. Raises OSError; then nobody knows what is."""
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_records(
+    directory: Path, position: Position, upto: Position | None = None
+) -> tuple[list[Record], Position | None]:
+    """Some records from `position` on, those before `upto` (None: whatever is whole), and where to read on; None
+    where that is the end. What is torn ends its segment. Raises OSError."""
+    numbers = [number for number in segment_numbers(directory) if number >= position.segment]
+    if not numbers:
+        return [], None
+    number = numbers[0]
+    offset = position.offset if number == position.segment else 0
+    last = upto is not None and number >= upto.segment
+    with open(segment_path(directory, number), "rb") as file:
+        file.seek(offset)
+        data = file.read(READ_BYTES if not last or upto is None else min(READ_BYTES, upto.offset - offset))
+    records: list[Record] = []
+    end = 0
+    for record, end in decode_all(data):  # noqa: B007 - the last one's end
+        records.append(record)
+    if records:
+        return records, Position(number, offset + end)
+    return [], None if last or len(numbers) == 1 else Position(numbers[1], 0)

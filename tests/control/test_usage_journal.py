@@ -1,0 +1,275 @@
+"""The usage journal: what was promised is there, whatever ends the server; nothing is promised without room."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex.control.usage import journal as journal_module
+from loraplex.control.usage.journal import JournalFull, UsageJournal, leftovers, lock_life
+from loraplex.control.usage.records import MAX_RECORD_BYTES, Ended, Record, decode_all, encode
+from loraplex.control.usage.segments import Position, Segment, read_records, segment_numbers, segment_path
+from support.live_server import importable_tests
+from support.usage import accepted, ended
+
+SMALL = 64 << 10
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[UsageJournal]:
+    made = UsageJournal(tmp_path, segment_bytes=SMALL)
+    yield made
+    made.close()
+
+
+def read_all(directory: Path, upto: Position | None = None) -> list[Record]:
+    found: list[Record] = []
+    position: Position | None = Position(0, 0)
+    while position is not None:
+        records, position = read_records(directory, position, upto)
+        found += records
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+async def serve(journal: UsageJournal, count: int) -> list[Ended]:
+    """So many requests at a time, to their ends."""
+    requests = [accepted() for _ in range(count)]
+    for request in requests:
+        journal.accept(request)
+    rows = [ended(request) for request in requests]
+    await asyncio.gather(*map(journal.end, rows))
+    return rows
+
+
+async def test_what_has_ended_is_on_the_disk_in_order(journal: UsageJournal) -> None:
+    """Over several segments, which take more records than one of them holds."""
+    rows = []
+    for _ in range(24):
+        rows += await serve(journal, 25)
+    assert [r for r in read_all(journal.directory, journal.synced) if isinstance(r, Ended)] == rows
+    assert len(segment_numbers(journal.directory)) > 2
+    assert journal.num_ended == 600
+
+
+async def test_many_ends_share_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs = 0
+    sync = Segment.sync
+
+    def slow_sync(segment: Segment) -> None:
+        nonlocal syncs
+        syncs += 1
+        time.sleep(0.01)
+        sync(segment)
+
+    monkeypatch.setattr(Segment, "sync", slow_sync)
+    journal = UsageJournal(tmp_path)
+    await serve(journal, 200)
+    journal.close()
+    assert syncs <= 4
+
+
+WHOLE = [accepted(id="a"), ended(accepted(id="a")), ended(accepted(id="b"))]
+BYTES = b"".join(map(encode, WHOLE))
+ENDS = [len(b"".join(map(encode, WHOLE[:count]))) for count in range(4)]
+
+
+@given(st.integers(0, len(BYTES)), st.binary(max_size=40))
+def test_a_torn_tail_takes_nothing_before_it(cut: int, behind: bytes) -> None:
+    data = BYTES[:cut] + b"\0" * 8 + behind
+    found = [record for record, _ in decode_all(data)]
+    assert found == WHOLE[: len(found)]
+    # A record may lack nothing but zeros at its end: then it is whole.
+    assert ENDS[len(found)] <= len(BYTES[:cut]) + 8
+    assert len(found) >= max(count for count in range(4) if ENDS[count] <= cut)
+
+
+@given(st.integers(0, len(BYTES) - 1), st.integers(1, 255))
+def test_a_damaged_byte_is_never_believed(place: int, change: int) -> None:
+    data = bytearray(BYTES)
+    data[place] ^= change
+    found = [record for record, _ in decode_all(bytes(data))]
+    assert found == WHOLE[: len(found)]
+    assert ENDS[len(found)] <= place
+
+
+async def test_a_torn_segment_hides_none_behind_it(journal: UsageJournal) -> None:
+    rows = [row for _ in range(16) for row in await serve(journal, 25)]
+    first = segment_path(journal.directory, 1)
+    whole = len([r for r in read_all(journal.directory) if isinstance(r, Ended)])
+    os.truncate(first, 100)
+    left = [r for r in read_all(journal.directory) if isinstance(r, Ended)]
+    assert whole == len(rows)
+    assert 0 < len(left) < whole
+    assert left == rows[-len(left) :]
+
+
+async def test_a_full_journal_takes_no_more_and_keeps_what_it_owes(tmp_path: Path) -> None:
+    journal = UsageJournal(tmp_path, segment_bytes=SMALL, capacity=3 * SMALL)
+    open_requests, rows = [], []
+    with pytest.raises(JournalFull) as refused:
+        while True:
+            open_requests.append(accepted())
+            journal.accept(open_requests[-1])
+            if len(open_requests) > 20:
+                rows.append(ended(open_requests.pop(0)))
+                await journal.end(rows[-1])
+    assert refused.value.retry_after_s
+    open_requests.pop()
+    assert journal.full
+    assert journal.num_bytes <= 3 * SMALL
+    for request in open_requests:
+        rows.append(ended(request))
+        await journal.end(rows[-1])
+    assert [r for r in read_all(journal.directory) if isinstance(r, Ended)] == rows
+    journal.release(journal.synced)
+    until(lambda: not journal.full)
+    await serve(journal, 10)
+    journal.close()
+
+
+async def test_a_disk_that_is_full_is_told_before_a_request_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room for the ends of what runs was taken before."""
+    journal = UsageJournal(tmp_path, segment_bytes=SMALL)
+    until(lambda: journal._spare is not None)
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module, "Segment", no_room)
+        rows = []
+        with pytest.raises(JournalFull):
+            while True:
+                rows += await serve(journal, 10)
+        assert [r for r in read_all(journal.directory, journal.synced) if isinstance(r, Ended)] == rows
+    until(lambda: not journal.full)
+    await serve(journal, 10)
+    journal.close()
+
+
+async def test_a_sync_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = UsageJournal(tmp_path, segment_bytes=SMALL)
+    rows = await serve(journal, 5)
+    sync, failures = Segment.sync, [1, 1]
+
+    def fail_twice(segment: Segment) -> None:
+        if failures:
+            failures.pop()
+            raise OSError(errno.EIO, "Input/output error")
+        sync(segment)
+
+    monkeypatch.setattr(Segment, "sync", fail_twice)
+    rows += await serve(journal, 5)
+    rows += await serve(journal, 5)
+    found = [r for r in read_all(journal.directory, journal.synced) if isinstance(r, Ended)]
+    assert list(dict.fromkeys(r.id for r in found)) == [r.id for r in rows]
+    journal.close()
+
+
+async def test_a_disk_that_hangs_holds_no_answer_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SYNC_WAIT_S", 0.05)
+    journal = UsageJournal(tmp_path)
+    sync = Segment.sync
+
+    def hang(segment: Segment) -> None:
+        time.sleep(0.3)
+        sync(segment)
+
+    monkeypatch.setattr(Segment, "sync", hang)
+    began = time.monotonic()
+    rows = await serve(journal, 1)
+    assert time.monotonic() - began < 0.25
+    journal.close()
+    assert read_all(journal.directory)[-1] == rows[0]
+
+
+async def test_what_is_still_under_way_outlives_its_segment(journal: UsageJournal) -> None:
+    long = accepted()
+    journal.accept(long)
+    while journal.synced.segment < 4:
+        await serve(journal, 50)
+    until(lambda: journal.release(journal.synced) or segment_numbers(journal.directory)[0] >= 4)
+    assert long in read_all(journal.directory)
+    assert ended(long) is not None
+    await journal.end(ended(long))
+    kinds = [type(r) for r in read_all(journal.directory) if r.id == long.id]
+    assert kinds[-1] is Ended
+
+
+def test_a_life_is_locked_while_it_lasts(tmp_path: Path) -> None:
+    journal = UsageJournal(tmp_path)
+    assert leftovers(tmp_path, "another") == [journal.directory]
+    with pytest.raises(BlockingIOError):
+        lock_life(journal.directory)
+    journal.close()
+    lock_life(journal.directory).close()
+    assert leftovers(tmp_path, journal.life) == []
+
+
+def test_records_are_bounded() -> None:
+    longest = accepted(
+        tenant_id="t" * 63, key_id="k" * 32, adapter="a" * 63, digest="d" * 64, version=2**31 - 1
+    )
+    row = ended(longest, status="s" * 32, prompt_tokens=2**62, cached_tokens=2**62, completion_tokens=2**62)
+    assert len(encode(row)) <= MAX_RECORD_BYTES
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from loraplex.control.usage.journal import UsageJournal
+from support.usage import accepted, ended
+
+async def one(journal):
+    while True:
+        request = accepted()
+        journal.accept(request)
+        await journal.end(ended(request))
+        sys.stdout.write(request.id + chr(10))
+        sys.stdout.flush()
+
+async def main():
+    journal = UsageJournal(Path(sys.argv[1]), segment_bytes=65536)
+    await asyncio.gather(*(one(journal) for _ in range(8)))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_loses_nothing_that_was_promised(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": importable_tests()}
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+        promised = {line for line in [first, *process.stdout] if line.endswith("\n")}
+    (life,) = leftovers(tmp_path, "")
+    kept = [record.id for record in read_all(life) if isinstance(record, Ended)]
+    assert len(kept) == len(set(kept))
+    assert {line.strip() for line in promised} <= set(kept)
