@@ -1,0 +1,86 @@
+"""The fairness of the scheduler beside four other policies, on the same arrivals.
+
+    PYTHONPATH=tests python -m bench.fairness [--out docs] [--only overload,weights] [--seed 0]
+
+Runs every workload under every policy (a few minutes in all) and prints the tables. With --out it also writes the
+plots to OUT/fairness/, the figures to OUT/benchmarks/fairness.json and the tables into OUT/fairness.md, between the
+marks that stand there; that needs matplotlib (`pip install --constraint constraints.txt matplotlib`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.fairness.device import Device
+from bench.fairness.policies import FirstCome, LeastCounter, PlainVtc, RoundRobin
+from bench.fairness.report import FIRST_COME, OURS, Runs, figures, tables
+from bench.fairness.simulation import bound, simulate
+from bench.fairness.workloads import WORKLOADS
+from loraplex.engine.fairness import WaitingQueue
+
+POLICIES: dict[str, Callable[[], WaitingQueue] | None] = {
+    FIRST_COME: FirstCome,
+    "round robin": RoundRobin,
+    "least counter": LeastCounter,
+    "plain VTC": PlainVtc,
+    OURS: None,
+}
+BEGIN, END = "<!-- written by bench.fairness -->\n", "<!-- until here -->\n"
+
+
+def _commit() -> str:
+    """The last that changed the engine."""
+    command = ["git", "log", "-1", "--format=%h", "--", "server", "adapters"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    return told.stdout.strip() or "unknown"
+
+
+def _write(out: Path, runs: Runs, device: Device, seed: int) -> None:
+    from bench.fairness.plots import draw  # needs matplotlib
+
+    (out / "fairness").mkdir(parents=True, exist_ok=True)
+    shown = [workload for workload in WORKLOADS if workload.name in runs]
+    for workload in shown:
+        draw(workload, runs[workload.name], bound(device, workload), out / f"fairness/{workload.name}.svg")
+    told = figures(shown, runs, device)
+    head = {"commit": _commit(), "seed": seed, "device": asdict(device)}
+    (out / "benchmarks/fairness.json").write_text(json.dumps(head | {"results": told}, indent=1) + "\n")
+    page = out / "fairness.md"
+    before, _, rest = page.read_text("utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    made = f"The engine of commit {head['commit']}, seed {seed}.\n\n{tables(told, runs)}\n"
+    page.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}", "utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The scheduler's fairness beside other policies.")
+    parser.add_argument("--out", type=Path, help="the documentation's folder, to write into")
+    parser.add_argument("--only", default="", help="these workloads alone, by name, separated by commas")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    only = set(filter(None, arguments.only.split(",")))
+    if unknown := only - {workload.name for workload in WORKLOADS}:
+        sys.exit(f"there is no workload {', '.join(sorted(unknown))}")
+    if only and arguments.out:
+        sys.exit("the documentation shows all workloads: --only does not go with --out")
+    device = Device()
+    runs: Runs = {}
+    chosen = [workload for workload in WORKLOADS if workload.name in only or not only]
+    for workload in chosen:
+        runs[workload.name] = {}
+        for name, make_policy in POLICIES.items():
+            runs[workload.name][name] = simulate(workload, make_policy, device=device, seed=arguments.seed)
+            print(f"{workload.name}: {name}", file=sys.stderr, flush=True)
+    if arguments.out:
+        _write(arguments.out, runs, device, arguments.seed)
+    print(tables(figures(chosen, runs, device), runs))
+
+
+if __name__ == "__main__":
+    main()
