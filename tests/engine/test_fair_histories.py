@@ -1,0 +1,112 @@
+"""The bound on unfairness, over seeded histories with an oracle of their own (see `support.fair_histories`)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from loraplex.engine.fairness import FairQueue
+from loraplex.engine.fairness_lines import Tenant
+from loraplex.engine.scheduler import Scheduler
+from loraplex.engine.types import Sequence
+from support.fair_histories import Outcome, play, play_all
+
+SEEDS = 40
+SOAK_SEEDS = 10_000
+CHUNK = 50
+MAX_HISTORIES = 60
+
+
+def check(outcomes: list[Outcome]) -> None:
+    """They reach what they are for: a good part of them serves a pair of tenants, in one common backlog, by far more
+    than the bound; and what has to happen does."""
+    tested = sum(outcome.tested >= 1 for outcome in outcomes)
+    print(
+        f"{len(outcomes)} histories, {tested} with a pair that was served more than the bound while backlogged; the "
+        f"largest drift is {max(outcome.drift for outcome in outcomes):.0%} of the bound"
+    )
+    assert tested >= 0.35 * len(outcomes)
+    assert sum(outcome.preemptions for outcome in outcomes) > 0
+    assert sum(outcome.loads for outcome in outcomes) > 0
+    assert sum(outcome.aborts for outcome in outcomes) > 0
+
+
+@pytest.mark.slow
+def test_no_two_backlogged_tenants_drift_apart_by_more_than_the_bound() -> None:
+    check(play_all(range(SEEDS)))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_ten_thousand_histories_stay_within_the_bound() -> None:
+    chunks = [range(start, start + CHUNK) for start in range(0, SOAK_SEEDS, CHUNK)]
+    with ProcessPoolExecutor(
+        max_workers=min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        check([outcome for outcomes in pool.map(play_all, chunks) for outcome in outcomes])
+
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    BUGS[plant.__name__] = plant
+    return plant
+
+
+@bug
+def output_not_charged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "delivered", lambda self, seq, num_tokens: None)
+
+
+@bug
+def newcomers_not_lifted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FairQueue, "_lift", lambda self, tenant, credit: None)
+
+
+@bug
+def all_credit_kept_while_an_adapter_comes(patch: pytest.MonkeyPatch) -> None:
+    lift = FairQueue._lift
+
+    def keep(self: FairQueue, tenant: Tenant, credit: float) -> None:
+        lift(self, tenant, 1e9 if credit else 0.0)
+
+    patch.setattr(FairQueue, "_lift", keep)
+
+
+@bug
+def weights_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FairQueue, "_set_weight", lambda self, tenant, weight: setattr(tenant, "weight", 1.0))
+
+
+@bug
+def expectations_never_taken_back(patch: pytest.MonkeyPatch) -> None:
+    stop = FairQueue._stop
+
+    def keep(self: FairQueue, seq: Sequence, tenant: Tenant) -> None:
+        expected = tenant.expected
+        stop(self, seq, tenant)
+        tenant.expected = expected
+
+    patch.setattr(FairQueue, "_stop", keep)
+
+
+@bug
+def ranks_not_charged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_price", lambda self, seq: 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[name](monkeypatch)
+    for seed in range(MAX_HISTORIES):
+        try:
+            play(seed)
+        except AssertionError:
+            return
+    pytest.fail(f"{MAX_HISTORIES} histories did not notice it")
