@@ -36,6 +36,7 @@ TABLE: dict[str, str] = {
     "PUT /tenants/{tenant}/adapters/{name}/release": WRITE,
     "POST /tenants/{tenant}/adapters/{name}/release/promote": WRITE,
     "POST /tenants/{tenant}/adapters/{name}/release/rollback": WRITE,
+    "GET /audit": OPERATOR,
     "GET /engine": OPERATOR,
     "GET /cache": OPERATOR,
 }

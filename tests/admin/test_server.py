@@ -108,14 +108,14 @@ def test_validations_are_bounded_and_block_nobody(tmp_path: Path, monkeypatch: p
     go, lock, running, busiest = threading.Event(), threading.Lock(), 0, 0
     admit = Catalog.admit
 
-    def slow_admit(*args: object) -> object:
+    def slow_admit(*args: object, **options: object) -> object:
         nonlocal running, busiest
         with lock:
             running += 1
             busiest = max(busiest, running)
         go.wait(10)
         try:
-            return admit(*args)  # type: ignore[arg-type]
+            return admit(*args, **options)  # type: ignore[arg-type]
         finally:
             with lock:
                 running -= 1

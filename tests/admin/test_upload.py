@@ -52,8 +52,11 @@ class Uploads:
         return Principal(None, None, frozenset(), is_admin=True)
 
     def app(self) -> Plane:
-        row = Operation("POST", "/upload", "operator", self.take, "", {201: None}, upload=True)
-        return Plane([row], self.authenticate)
+        row = Operation("POST", "/upload", "operator", self.take, "", {201: None}, upload=True, action="x")
+        return Plane([row], self.authenticate, note_refusal=self.note_refusal)
+
+    async def note_refusal(self, *_: object) -> None:
+        """This plane has no log."""
 
     def leftovers(self) -> list[str]:
         return [path.name for path in (self.root / "staging").iterdir()]

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
 from loraplex.app.cli import create_cli
+from loraplex.migrations.run import upgrade
 from support.adapters import draft_adapter, make_adapter
 from support.admin import ADMIN_TOKEN, ARCH, AdminPlane
 from support.api_server import RunningServer, serve_app
@@ -91,7 +92,12 @@ def test_tenants(shell: Shell) -> None:
     assert [row["id"] for row in shell.json("tenant", "list")["data"]] == ["acme", "other"]
     assert shell.json("tenant", "show", "acme") == made
     assert "Acme" in shell.ok("tenant", "show", "acme")
-    assert "deleted" in shell.ok("tenant", "delete", "acme")
+    shell.ok("key", "create", "--tenant", "acme", "--name", "ci")
+    told = shell.ok("tenant", "delete", "acme")
+    assert "tenant acme deleted; its id is not given again" in told
+    assert "erased: 1 keys, 0 adapters (0 versions, 0 B freed), 2 texts in the audit log" in told
+    assert "kept: 3 audit rows, without texts" in told
+    assert shell.json("tenant", "delete", "other")["deleted"] is True
     assert "no tenant" in shell.fails("tenant", "show", "acme")
 
 
@@ -272,6 +278,45 @@ def test_the_program_starts_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_audit_log_is_listed_and_checked(shell: Shell) -> None:
+    shell.ok("tenant", "create", "acme", "--display-name", "Acme")
+    shell.fails("tenant", "create", "acme")
+    table = shell.ok("audit", "list")
+    assert "refused (conflict)" in table
+    assert "tenants/acme" in table
+    rows = shell.json("audit", "list", "--outcome", "done", "--limit", "1")["data"]
+    assert [(row["action"], row["actor"]) for row in rows] == [("tenant.create", "admin")]
+    database = f"sqlite:///{shell.plane.root / 'control.db'}"
+
+    def check(*options: str) -> Result:
+        return shell.run("audit", "verify", "--database-url", database, *options)
+
+    told = check()
+    assert (told.exit_code, told.stdout.splitlines()[0]) == (0, "the audit log is whole: 2 rows")
+    anchor = told.stdout.splitlines()[1].removeprefix("anchor ")
+    found = json.loads(check("--json", "--anchor", anchor).stdout)
+    assert found == {"whole": True, "rows": 2, "anchor": anchor, "broken_at": None, "reason": None}
+    assert "SEQ:HASH" in check("--anchor", "nonsense").stderr
+    with shell.plane.database.write() as session:
+        session.connection().exec_driver_sql("DROP TRIGGER audit_log_update")
+        session.connection().exec_driver_sql("UPDATE audit_log SET actor = 'key' WHERE seq = 2")
+    told = check()
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert "row 2: its content was changed. 1 rows before it are as they were written" in told.stderr
+    told = check("--json")
+    assert (told.exit_code, json.loads(told.stdout)["broken_at"]) == (1, 2)
+
+
+def test_a_check_of_no_database_makes_none(shell: Shell, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    told = shell.fails("audit", "verify", "--data-dir", str(missing))
+    assert "there is no database at" in told
+    assert not missing.exists()
+    old = tmp_path / "old.db"
+    upgrade(f"sqlite:///{old}", "0002")
+    assert "has the schema 0002" in shell.fails("audit", "verify", "--database-url", f"sqlite:///{old}")
+
+
 def test_every_command_of_the_interface_is_there() -> None:
     app = create_cli()
     names = {command.name for command in app.registered_commands} | {
@@ -283,5 +328,6 @@ def test_every_command_of_the_interface_is_there() -> None:
     wanted |= {f"tenant {verb}" for verb in ("create", "list", "show", "delete")}
     wanted |= {f"key {verb}" for verb in ("create", "list", "rotate", "revoke")}
     wanted |= {f"adapter {verb}" for verb in ("push", "list", "show", "delete", "pin", "unpin")}
+    wanted |= {f"audit {verb}" for verb in ("list", "verify")}
     wanted |= {f"release {verb}" for verb in ("set", "show", "promote", "rollback")}
     assert wanted <= names

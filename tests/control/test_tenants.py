@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
-from loraplex.control.errors import Conflict, InvalidValue, TenantNotFound
+from loraplex.control.errors import Conflict, InvalidValue, TenantIdRetired, TenantNotFound
 from loraplex.control.rules import InvalidCursor
+from loraplex.control.tables import Usage, UsageDay
 from loraplex.control.types import Limits
 from support.control import ControlPlane, digests
+from support.usage import AT, by_id, ended, rows_of
 
 
 def test_a_tenant_is_kept_as_it_was_made(plane: ControlPlane) -> None:
@@ -130,7 +134,42 @@ def test_a_tenant_goes_with_all_that_is_its_own(plane: ControlPlane) -> None:
     plane.check_integrity()
     with pytest.raises(TenantNotFound):
         plane.tenants.delete("acme")
-    plane.tenants.create("acme")
-    assert plane.keys.list("acme").items == ()
-    assert plane.catalog.list_adapters("acme").items == ()
     assert plane.catalog.get_version("rival", "shared", "v1").state == "ready"
+
+
+def test_a_deletion_says_what_went_and_what_stays(plane: ControlPlane) -> None:
+    own = plane.add("acme", "own", seed=1)
+    plane.add("acme", "shared", seed=2)
+    plane.add("rival", "shared", seed=2)
+    plane.keys.create("acme", name="one")
+    plane.keys.revoke("acme", plane.keys.create("acme", name="two")[0].id)
+    plane.tenants.update("acme", {"display_name": "Acme"})
+    told = plane.tenants.delete("acme")
+    assert told.digests == (own.digest,)
+    assert (told.num_keys, told.num_adapters, told.num_versions) == (2, 2, 2)
+    assert (told.num_bytes, told.num_shared_artifacts) == (own.bytes, 1)
+    # Two names of keys, and the tenant's. Two uploads, two keys, a revocation, a change, and the deletion.
+    assert (told.num_texts, told.num_audit_rows) == (3, 7)
+    assert told.usage_since is None
+
+
+def test_what_a_deleted_tenant_used_stays_billable(plane: ControlPlane) -> None:
+    rows = [ended(at=AT), ended(at=AT - timedelta(days=3)), ended(at=AT - timedelta(days=9), tenant_id="rival")]
+    with plane.database.write() as session:
+        session.add_all(Usage(**msgspec.structs.asdict(row)) for row in rows)
+    assert plane.tenants.delete("acme").usage_since == AT - timedelta(days=3)
+    assert rows_of(plane.database) == by_id(rows)
+    with plane.database.write() as session:
+        day = UsageDay(at=AT - timedelta(days=40), tenant_id="rival", key_id="k", adapter="", version=0, status="stop")
+        day.requests = day.prompt_tokens = day.cached_tokens = day.completion_tokens = 1
+        session.add(day)
+    assert plane.tenants.delete("rival").usage_since == AT - timedelta(days=40)
+
+
+def test_the_id_of_a_deleted_tenant_is_not_given_again(plane: ControlPlane) -> None:
+    """Its usage is billed by its id, and must not become somebody else's."""
+    plane.tenants.delete("acme")
+    with pytest.raises(TenantIdRetired) as caught:
+        plane.tenants.create("acme")
+    assert (caught.value.code, caught.value.param) == ("tenant_id_retired", "id")
+    assert plane.tenants.create("acme-2").id == "acme-2"

@@ -19,6 +19,7 @@ from loraplex.adapters.store import ArtifactStore
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.control.artifacts import Artifacts
+from loraplex.control.audit_log import AuditLog
 from loraplex.control.catalog import Catalog
 from loraplex.control.database import Database
 from loraplex.control.key_cache import KeyCache
@@ -84,6 +85,7 @@ class AdminPlane:
             catalog=Catalog(self.database, artifacts, _base_spec(), served_name=SERVED_NAME, max_rank=64),
             releases=Releases(self.database),
             artifacts=artifacts,
+            audit=AuditLog(self.database),
             engine=self.engine,
             max_upload_bytes=self.max_upload_bytes,
             upload_gate=self.gate,

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME, digest_upload
+from loraplex.control.audit_check import verify
 from loraplex.control.database import Database
 from loraplex.control.releases import current_releases
-from loraplex.control.tables import Adapter, AdapterVersion, Tenant
+from loraplex.control.tables import Adapter, AdapterVersion, AuditRow, Tenant
 
 
 def check_integrity(database: Database, root: Path) -> None:
     """Every living version that is not `corrupt` has its bytes in the store below `root`, hashed anew and of the size
     that its row says; a `corrupt` one has not; the store holds nothing else, and staging nothing at all; what is
-    released lives."""
+    released lives. The audit log is whole, and has one upload for each version that was ever made, and no other."""
     with database.read() as session:
         rows = list(session.scalars(select(AdapterVersion)))
         last = {(row.tenant_id, row.name): row.last_number for row in session.scalars(select(Adapter))}
@@ -26,6 +29,10 @@ def check_integrity(database: Database, root: Path) -> None:
             for tenant in session.scalars(select(Tenant.id))
             for name, release in current_releases(session, tenant).items()
         }
+        made = _audited_versions(session)
+    assert sorted(made) == sorted((row.tenant_id, row.name, f"v{row.number}", row.digest) for row in rows)
+    verdict = verify(database)
+    assert verdict.whole, verdict
     living = {(r.tenant_id, r.name, r.number): r for r in rows if r.state != "deleted"}
     whole = _whole_artifacts(root / "sha256")
     assert list((root / "staging").iterdir()) == []
@@ -38,6 +45,22 @@ def check_integrity(database: Database, root: Path) -> None:
     for (tenant, name), release in releases.items():
         for target in release.targets:
             assert (tenant, name, int(target.version[1:])) in living, f"{tenant}/{name}: {target} is released"
+
+
+def _audited_versions(session: Session) -> list[tuple[str, str, str, str]]:
+    """Of the tenants that there are, what the audit log says was made: tenant, name, version, digest."""
+    rows = session.scalars(
+        select(AuditRow)
+        .join(Tenant, Tenant.id == AuditRow.tenant_id)
+        .where(AuditRow.action == "version.upload", AuditRow.outcome == "done")
+    )
+    found = []
+    for row in rows:
+        after = json.loads(row.after or "{}")
+        if after["is_new"]:
+            _, tenant, _, name, _ = row.target.split("/")
+            found.append((tenant, name, after["version"], after["digest"]))
+    return found
 
 
 def _whole_artifacts(shelves: Path) -> dict[str, int | None]:

@@ -15,7 +15,9 @@ from loraplex.admin.openapi import PREFIX, docs_page, openapi
 from loraplex.admin.operation import Operation
 from loraplex.admin.plane import Plane
 from loraplex.admin.problem import Problem
+from loraplex.admin.refusals import refusals_of
 from loraplex.admin.routes.adapters import adapter_operations
+from loraplex.admin.routes.audit import audit_operations
 from loraplex.admin.routes.engine import engine_operations
 from loraplex.admin.routes.keys import key_operations
 from loraplex.admin.routes.releases import release_operations
@@ -40,6 +42,7 @@ def create_operations(services: AdminServices) -> list[Operation]:
         *adapter_operations(services),
         *version_operations(services),
         *release_operations(services),
+        *audit_operations(services),
         *engine_operations(services),
     ]
 
@@ -61,7 +64,13 @@ def create_admin_app(services: AdminServices, extra_routes: Iterable[BaseRoute] 
         Route("/docs", show_page, methods=["GET"]),
     ]
     open_routes = list(extra_routes)
-    plane = Plane(operations, services.key_cache.authenticate, PREFIX, [*pages, *open_routes])
+    plane = Plane(
+        operations,
+        services.key_cache.authenticate,
+        PREFIX,
+        [*pages, *open_routes],
+        note_refusal=refusals_of(services),
+    )
     return Edge(plane, quiet=frozenset(route.path for route in open_routes if isinstance(route, Route)))
 
 
@@ -69,7 +78,7 @@ def create_starting_admin_app(extra_routes: Iterable[BaseRoute] = ()) -> ASGIApp
     """For the operators' port until the engine is there: `extra_routes`, and a 503 `engine_restarting` for the rest."""
     open_routes = list(extra_routes)
     rest = Route("/{path:path}", _NotYet())
-    plane = Plane([], _nobody, PREFIX, [*open_routes, rest])
+    plane = Plane([], _nobody, PREFIX, [*open_routes, rest], note_refusal=_no_refusal)
     return Edge(plane, quiet=frozenset(route.path for route in open_routes if isinstance(route, Route)))
 
 
@@ -84,6 +93,10 @@ async def _nobody(_: str) -> Principal:
     raise InvalidKey("Nobody is known yet.")
 
 
+async def _no_refusal(*_: object) -> None:
+    """There is no operation yet that could be refused."""
+
+
 def create_tenant_app(services: AdminServices) -> ASGIApp:
     """The routes that a tenant's own key may use, to be mounted at /admin/v1 of the data plane. The admin token is
     not taken there: the operators' secret has no business on the tenants' port."""
@@ -94,7 +107,7 @@ def create_tenant_app(services: AdminServices) -> ASGIApp:
             raise InvalidKey("The admin token works on the admin port only.")
         return principal
 
-    return Plane(_tenant_operations(services), authenticate)
+    return Plane(_tenant_operations(services), authenticate, note_refusal=refusals_of(services))
 
 
 def tenant_document(services: AdminServices) -> dict[str, Any]:

@@ -13,8 +13,11 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from loraplex.control.audit import Actor
 from loraplex.control.types import Principal
 
+REQUEST_ID = "loraplex.request_id"
+"""Where the edge that a request came through leaves what its answer's x-request-id says."""
 Access = Literal["operator", "adapters:read", "adapters:write"]
 """`operator`: the admin token alone. A scope: also a key of the path's tenant that has it."""
 
@@ -31,6 +34,10 @@ class Call:
     query_model: BaseModel | None = None
     body_model: BaseModel | None = None
 
+    @property
+    def actor(self) -> Actor:
+        return actor_of(self.request, self.principal)
+
     def query(self, kind: type[Q]) -> Q:
         assert isinstance(self.query_model, kind)
         return self.query_model
@@ -38,6 +45,17 @@ class Call:
     def body(self, kind: type[Q]) -> Q:
         assert isinstance(self.body_model, kind)
         return self.body_model
+
+
+def actor_of(request: Request, principal: Principal) -> Actor:
+    """For the audit log."""
+    return Actor(
+        "admin" if principal.is_admin else "key",
+        principal.tenant_id,
+        principal.key_id,
+        None if request.client is None else request.client.host,
+        request.scope.get(REQUEST_ID),
+    )
 
 
 @dataclass(frozen=True)
@@ -54,8 +72,9 @@ Handler = Callable[[Call], Awaitable[Answer]]
 
 @dataclass(frozen=True)
 class Operation:
-    """`path` is below /admin/v1. `answers` are the statuses and models of success. A row with `upload` reads its
-    body itself. With `body_optional` no body stands for an empty object."""
+    """`path` is below /admin/v1. `answers` are the statuses and models of success. `action` is what the audit log calls
+    it: what changes something has one, and records it in the transaction that does. A row with `upload` reads its body
+    itself. With `body_optional` no body stands for an empty object."""
 
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
     path: str
@@ -67,6 +86,12 @@ class Operation:
     body: type[BaseModel] | None = None
     body_optional: bool = False
     upload: bool = False
+    action: str | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.action is None) == (self.method == "GET"), (
+            f"{self.name} changes something: name its action"
+        )
 
     @property
     def name(self) -> str:

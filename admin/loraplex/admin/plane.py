@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -13,12 +13,14 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.files import shown
 from loraplex.adapters.strict_json import parse_object
 from loraplex.admin.body import WatchedReceive, read_body
-from loraplex.admin.operation import Answer, Call, Operation
+from loraplex.admin.operation import Answer, Call, Operation, actor_of
 from loraplex.admin.problem import ClientGone, Problem, from_exception
-from loraplex.control.errors import TenantNotFound
+from loraplex.control.audit import Actor
+from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable, TenantNotFound
 from loraplex.control.types import Principal
 
 PRINCIPAL = "loraplex.principal"
@@ -27,6 +29,9 @@ MAX_JSON_BYTES = 256 << 10
 MAX_BEARER_CHARS = 512
 MAX_NAME_CHARS = 256
 Authenticate = Callable[[str], Awaitable[Principal]]
+NoteRefusal = Callable[[Actor, Operation, Mapping[str, str], Problem], Awaitable[None]]
+"""Told of each call that somebody with a valid secret made in vain of what changes something: who, what, the path's
+parameters, the answer. Raises LoraplexError where it cannot be kept."""
 
 log = structlog.get_logger("loraplex.admin")
 
@@ -41,8 +46,11 @@ class Plane:
         authenticate: Authenticate,
         prefix: str = "",
         extra: Iterable[BaseRoute] = (),
+        *,
+        note_refusal: NoteRefusal,
     ) -> None:
         self._authenticate = authenticate
+        self._note_refusal = note_refusal
         by_path: dict[str, list[Operation]] = {}
         for operation in operations:
             by_path.setdefault(operation.path, []).append(operation)
@@ -89,11 +97,27 @@ class Plane:
         principal = await self._authenticate(_bearer(request))
         request.scope[PRINCIPAL] = principal
         _check_path(request)
-        _authorise(principal, operation, request.path_params.get("tenant"))
-        query = _read_query(operation, request)
-        body = None if operation.upload else await _read_json(operation, request)
-        answer = await operation.handler(Call(request, principal, request.path_params, query, body))
+        try:
+            _authorise(principal, operation, request.path_params.get("tenant"))
+            query = _read_query(operation, request)
+            body = None if operation.upload else await _read_json(operation, request)
+            answer = await operation.handler(Call(request, principal, request.path_params, query, body))
+        except Exception as error:
+            if operation.action is not None and not isinstance(error, _NOT_NOTED):
+                await self._note(actor_of(request, principal), operation, request, from_exception(error))
+            raise
         return _respond(answer)
+
+    async def _note(self, by: Actor, operation: Operation, request: Request, problem: Problem) -> None:
+        """A refusal that cannot be recorded is a refusal all the same."""
+        try:
+            await self._note_refusal(by, operation, request.path_params, problem)
+        except LoraplexError as error:
+            log.warning("refusal_not_audited", action=operation.action, reason=error.message)
+
+
+_NOT_NOTED = (ClientGone, DatabaseUnavailable, DatabaseBusy)
+"""Nobody is left to be refused; or a row would be one more thing that the database cannot take now."""
 
 
 class _PathEndpoint:

@@ -40,6 +40,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "method_not_allowed": (405, "The method is not allowed here"),
     "request_timeout": (408, "The body did not arrive in time"),
     "conflict": (409, "This conflicts with what is there"),
+    "tenant_id_retired": (409, "The id belonged to a tenant that was deleted"),
     "request_too_large": (413, "The body is too large"),
     "unsupported_media_type": (415, "The body is of a type that is not read here"),
     "internal_error": (500, "The server failed"),

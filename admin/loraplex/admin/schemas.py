@@ -101,6 +101,35 @@ class TenantPage(Shown):
     next_cursor: str | None
 
 
+class Erased(Shown):
+    """What went with a tenant. `artifact_bytes` were freed; `audit_texts` are names that people had given."""
+
+    keys: int
+    adapters: int
+    versions: int
+    artifacts: int
+    artifact_bytes: int
+    audit_texts: int
+
+
+class Kept(Shown):
+    """What stays of a tenant: the usage that it is billed for, from `usage_since` on (null: there was none), audit rows,
+    without texts, and artifacts that other tenants have too."""
+
+    usage_since: Timestamp | None
+    audit_rows: int
+    shared_artifacts: int
+
+
+class TenantDeleted(Shown):
+    """The id is not given again."""
+
+    id: str
+    deleted: Literal[True]
+    erased: Erased
+    kept: Kept
+
+
 class KeyCreate(Given):
     name: Label | None = None
     scopes: Annotated[list[Scope], Field(min_length=1, max_length=8)] = ["inference"]
@@ -246,3 +275,43 @@ class Engine(Shown):
     live_requests: int
     info: dict[str, Any]
     stats: dict[str, Any] | None
+
+
+Word = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain_text)]
+
+
+class AuditQuery(PageQuery):
+    """`tenant`: rows about it, or by its keys. `actor`: admin, local, or a key's id. From `start` on, before `end`."""
+
+    tenant: Word | None = None
+    actor: Word | None = None
+    action: Word | None = None
+    outcome: Literal["done", "refused", "failed"] | None = None
+    start: GivenTime | None = None
+    end: GivenTime | None = None
+
+
+class AuditEntry(Shown):
+    """One act. `before` and `after` hold no secrets; a text that went with its tenant is `{"erased": true}`. `code` is
+    the answer's, of what was refused or failed. `hash` covers this row and all before it."""
+
+    seq: int
+    time: Timestamp
+    actor: Literal["admin", "key", "local"]
+    actor_tenant_id: str | None
+    actor_key_id: str | None
+    source: str | None
+    request_id: str | None
+    action: str
+    tenant_id: str | None
+    target: str
+    outcome: Literal["done", "refused", "failed"]
+    code: str | None
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+    hash: str
+
+
+class AuditPage(Shown):
+    data: list[AuditEntry]
+    next_cursor: str | None

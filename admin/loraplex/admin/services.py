@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from loraplex.control.artifacts import Artifacts
+from loraplex.control.audit_log import AuditLog
 from loraplex.control.catalog import Catalog
 from loraplex.control.database import Database
 from loraplex.control.key_cache import KeyCache
@@ -40,6 +41,7 @@ class AdminServices:
     catalog: Catalog
     releases: Releases
     artifacts: Artifacts
+    audit: AuditLog
     engine: EngineClient
     max_upload_bytes: int = 1 << 30
     upload_gate: UploadGate = field(default_factory=UploadGate)

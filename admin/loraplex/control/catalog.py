@@ -17,15 +17,16 @@ from loraplex.adapters.steps import Step
 from loraplex.adapters.store import Staging
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts
+from loraplex.control.audit import LOCAL, Actor, record
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database
 from loraplex.control.errors import AdapterNotFound, Conflict, TenantNotFound, VersionNotFound
-from loraplex.control.releases import add_release, current_release
+from loraplex.control.quota import check_quota
+from loraplex.control.releases import add_release, current_release, release_shown
 from loraplex.control.tables import Adapter, AdapterVersion, Tenant
-from loraplex.control.tenants import require_tenant
+from loraplex.control.tenants import require_tenant, tenant_target
 from loraplex.control.types import (
     AdapterInfo,
-    Limits,
     Page,
     ReleaseTarget,
     Removal,
@@ -43,7 +44,7 @@ log = structlog.get_logger("loraplex")
 
 class Catalog:
     """All calls are synchronous and atomic. `base` is the model that is served; `served_name` its name, which no
-    adapter may take."""
+    adapter may take. What changes something is recorded as done `by` somebody."""
 
     def __init__(
         self,
@@ -67,9 +68,11 @@ class Catalog:
             raise AdapterRefused("name_reserved", f"'{name}' is the name of the base model; choose another.")
         with self._database.read() as session:
             tenant = require_tenant(session, tenant_id)
-            _check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, 0)
+            check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, 0)
 
-    def admit(self, tenant_id: str, name: str, staging: Staging) -> tuple[VersionInfo, bool]:
+    def admit(
+        self, tenant_id: str, name: str, staging: Staging, *, by: Actor = LOCAL
+    ) -> tuple[VersionInfo, bool]:
         """Make a version of an upload's two files; whether it is new. The same bytes again within a name are the
         version that has them; where the stored ones are lost or damaged, they take their place.
 
@@ -95,7 +98,8 @@ class Catalog:
                     self._artifacts.store.commit(staging, spec.digest)
                     with self._database.write() as session:
                         self._artifacts.check_stored(spec.digest)
-                        recorded = self._record(session, tenant_id, name, spec)
+                        admitted = self._record(session, tenant_id, name, spec)
+                        _note_upload(session, by, *admitted)
                         fault(Step.COMMIT_VERSION)
             except BaseException:
                 # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
@@ -106,7 +110,7 @@ class Catalog:
                     self.mark_damaged(spec.digest)
                 raise
         fault(Step.VERSION_COMMITTED)
-        return recorded
+        return admitted
 
     def _record(
         self, session: Session, tenant_id: str, name: str, spec: AdapterSpec
@@ -133,7 +137,7 @@ class Catalog:
         ).first()
         if known is not None:
             return version_info(known), False
-        _check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
+        check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
         return version_info(self._add_version(session, tenant_id, name, spec)), True
 
     def _add_version(self, session: Session, tenant_id: str, name: str, spec: AdapterSpec) -> AdapterVersion:
@@ -227,10 +231,21 @@ class Catalog:
             rows = session.scalars(query).all()
             return rules.make_page(rows, limit, lambda row: f"v{row.number}", version_info)
 
-    def set_pin(self, tenant_id: str, name: str, version: str, pinned: bool) -> VersionInfo:
+    def set_pin(
+        self, tenant_id: str, name: str, version: str, pinned: bool, *, by: Actor = LOCAL
+    ) -> VersionInfo:
         """Record whether the version is kept on the device; the caller tells the engine."""
         with self._database.write() as session:
             row = _require_living(session, tenant_id, name, version)
+            record(
+                session,
+                by,
+                "version.pin" if pinned else "version.unpin",
+                f"{_version_target(tenant_id, name, version)}/pin",
+                tenant_id=tenant_id,
+                before={"pinned": row.pinned},
+                after={"pinned": pinned},
+            )
             row.pinned = pinned
             return version_info(row)
 
@@ -240,7 +255,7 @@ class Catalog:
             query = select(AdapterVersion).where(AdapterVersion.pinned, AdapterVersion.state == "ready")
             return [version_info(row) for row in session.scalars(query)]
 
-    def delete_version(self, tenant_id: str, name: str, version: str) -> Removal:
+    def delete_version(self, tenant_id: str, name: str, version: str, *, by: Actor = LOCAL) -> Removal:
         """A released version goes only as the last one of its name: to delete it earlier would silently change
         what the name answers. Raises Conflict."""
         with self._artifacts.lock:
@@ -255,13 +270,16 @@ class Catalog:
                     )
                 if released:
                     add_release(session, tenant_id, name, (), "none")
-                row.state, row.pinned = "deleted", False
                 digest = row.digest
+                before = {"digest": digest, "state": row.state, "pinned": row.pinned, "released": released}
+                target = _version_target(tenant_id, name, version)
+                record(session, by, "version.delete", target, tenant_id=tenant_id, before=before)
+                row.state, row.pinned = "deleted", False
                 self._artifacts.store.fault(Step.COMMIT_REMOVAL)
             self._artifacts.store.fault(Step.REMOVAL_COMMITTED)
             return self._artifacts.remove_unused([digest])
 
-    def delete_adapter(self, tenant_id: str, name: str) -> Removal:
+    def delete_adapter(self, tenant_id: str, name: str, *, by: Actor = LOCAL) -> Removal:
         """All versions of a name. What runs finishes; the name's numbers are not used again."""
         with self._artifacts.lock:
             with self._database.write() as session:
@@ -274,6 +292,12 @@ class Catalog:
                 if not rows:
                     raise _no_adapter(tenant_id, name)
                 digests = [row.digest for row in rows]
+                before = {
+                    "versions": {f"v{row.number}": row.digest for row in rows},
+                    "release": release_shown(current_release(session, tenant_id, name)),
+                }
+                target = f"{tenant_target(tenant_id)}/adapters/{name}"
+                record(session, by, "adapter.delete", target, tenant_id=tenant_id, before=before)
                 for row in rows:
                     row.state, row.pinned = "deleted", False
                 add_release(session, tenant_id, name, (), "none")
@@ -340,25 +364,24 @@ class Catalog:
         return "ready" if row.base_fingerprint == self._base.fingerprint else "incompatible"
 
 
-def _check_quota(session: Session, limits: Limits, tenant_id: str, name: str, num_bytes: int) -> None:
-    living = (AdapterVersion.tenant_id == tenant_id, LIVING)
-    if limits.max_adapters is not None:
-        others = session.scalar(
-            select(func.count(AdapterVersion.name.distinct())).where(*living, AdapterVersion.name != name)
-        )
-        if (others or 0) >= limits.max_adapters:
-            raise AdapterRefused(
-                "quota_exceeded",
-                f"The tenant may have {limits.max_adapters} adapters and has them; delete one first.",
-            )
-    if limits.max_adapter_bytes is not None:
-        used = session.scalar(select(func.sum(AdapterVersion.bytes)).where(*living)) or 0
-        if used + num_bytes > limits.max_adapter_bytes:
-            raise AdapterRefused(
-                "quota_exceeded",
-                f"The tenant may keep {limits.max_adapter_bytes} bytes of adapters; {used} are in use and this "
-                f"upload has {num_bytes}. Delete versions first.",
-            )
+def _version_target(tenant_id: str, name: str, version: str) -> str:
+    """What the audit log calls it."""
+    return f"{tenant_target(tenant_id)}/adapters/{name}/versions/{version}"
+
+
+def _note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool) -> None:
+    """The same bytes again are an act too: they may have healed what was damaged."""
+    shown = {
+        "version": info.version,
+        "digest": info.digest,
+        "bytes": info.bytes,
+        "rank": info.rank,
+        "state": info.state,
+        "is_new": is_new,
+        "release": release_shown(current_release(session, info.tenant_id, info.name)),
+    }
+    target = f"{tenant_target(info.tenant_id)}/adapters/{info.name}/versions"
+    record(session, by, "version.upload", target, tenant_id=info.tenant_id, after=shown)
 
 
 def _count_living(session: Session, tenant_id: str, name: str) -> int:

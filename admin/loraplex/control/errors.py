@@ -24,6 +24,12 @@ class Conflict(ControlError):
     code = "conflict"
 
 
+class TenantIdRetired(ControlError):
+    """A tenant of this id was deleted; bills and the audit log still name it."""
+
+    code = "tenant_id_retired"
+
+
 class InvalidKey(ControlError):
     """Missing, unknown, expired and revoked keys answer alike."""
 

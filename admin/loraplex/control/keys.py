@@ -10,12 +10,13 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from loraplex.control import rules
+from loraplex.control.audit import LOCAL, Actor, FreeText, record
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database, note_change
 from loraplex.control.errors import InvalidValue, KeyNotFound
 from loraplex.control.secrets import hash_secret, new_key_secret
 from loraplex.control.tables import ApiKey
-from loraplex.control.tenants import require_tenant
+from loraplex.control.tenants import require_tenant, tenant_target
 from loraplex.control.types import SCOPES, KeyInfo, Limits, Page
 
 MAX_GRACE_S = 30 * 86400
@@ -23,7 +24,8 @@ MAX_MODELS = 1000
 
 
 class Keys:
-    """All calls are synchronous and atomic. A secret is returned once, by the call that makes it."""
+    """All calls are synchronous and atomic. A secret is returned once, by the call that makes it. What changes
+    something is recorded as done `by` somebody."""
 
     def __init__(self, database: Database, pepper: bytes) -> None:
         self._database = database
@@ -38,6 +40,7 @@ class Keys:
         models: Sequence[str] | None = None,
         limits: Mapping[str, Any] | None = None,
         expires_at: datetime | None = None,
+        by: Actor = LOCAL,
     ) -> tuple[KeyInfo, str]:
         """The key and its secret. Raises InvalidValue, TenantNotFound."""
         secret = new_key_secret()
@@ -55,6 +58,14 @@ class Keys:
             row.created_at = database_now(session)
             row.expires_at = _check_expiry(expires_at, row.created_at)
             session.add(row)
+            shown = {
+                "name": FreeText(row.name),
+                "scopes": row.scopes,
+                "models": row.models,
+                "limits": row.limits,
+                "expires_at": _time(row.expires_at),
+            }
+            record(session, by, "key.create", _target(row), tenant_id=tenant_id, after=shown)
         return key_info(row), secret.text
 
     def list(
@@ -74,7 +85,9 @@ class Keys:
         with self._database.read() as session:
             return key_info(_require_key(session, tenant_id, key_id))
 
-    def rotate(self, tenant_id: str, key_id: str, *, grace_seconds: int = 0) -> tuple[KeyInfo, str]:
+    def rotate(
+        self, tenant_id: str, key_id: str, *, grace_seconds: int = 0, by: Actor = LOCAL
+    ) -> tuple[KeyInfo, str]:
         """A new secret for the same key; the old one works for `grace_seconds` more by the database's clock. The one
         before that ends now, if it had a grace time left: there are two secrets at most."""
         if not 0 <= grace_seconds <= MAX_GRACE_S:
@@ -85,17 +98,23 @@ class Keys:
             if row.revoked_at is not None:
                 raise InvalidValue("The key is revoked; create a new one.", param="key")
             end = database_now(session) + timedelta(seconds=grace_seconds) if grace_seconds else None
+            before = {"previous_valid_until": _time(row.previous_valid_until)}
             row.previous_hash = row.secret_hash if grace_seconds else None
             row.previous_valid_until = end
             row.secret_hash = hash_secret(self._pepper, secret.text)
+            after = {"previous_valid_until": _time(end)}
+            record(session, by, "key.rotate", _target(row), tenant_id=tenant_id, before=before, after=after)
             note_change(session, key_subject(key_id))
             return key_info(row), secret.text
 
-    def revoke(self, tenant_id: str, key_id: str) -> KeyInfo:
+    def revoke(self, tenant_id: str, key_id: str, *, by: Actor = LOCAL) -> KeyInfo:
         """For ever. Revoking again changes nothing."""
         with self._database.write() as session:
             row = _require_key(session, tenant_id, key_id)
+            before = {"revoked_at": _time(row.revoked_at)}
             row.revoked_at = row.revoked_at or database_now(session)
+            after = {"revoked_at": _time(row.revoked_at)}
+            record(session, by, "key.revoke", _target(row), tenant_id=tenant_id, before=before, after=after)
             note_change(session, key_subject(key_id))
             return key_info(row)
 
@@ -103,6 +122,16 @@ class Keys:
 def key_subject(key_id: str) -> str:
     """What `note_change` calls a change of what a key's secrets are good for."""
     return f"key:{key_id}"
+
+
+def _target(row: ApiKey) -> str:
+    """What the audit log calls it."""
+    return f"{tenant_target(row.tenant_id)}/keys/{row.id}"
+
+
+def _time(moment: datetime | None) -> str | None:
+    """For the audit log."""
+    return None if moment is None else moment.astimezone(UTC).isoformat()
 
 
 def _require_key(session: Session, tenant_id: str, key_id: str) -> ApiKey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import func, select
 
+from loraplex.control.audit import LOCAL, record
 from loraplex.control.database import Database
 from loraplex.control.errors import PepperChanged
 from loraplex.control.secrets import hash_secret
@@ -30,3 +31,4 @@ def check_pepper(database: Database, pepper: bytes, *, accept: bool = False) -> 
                     "rotate every key."
                 )
             row.value = mark
+            record(session, LOCAL, "pepper.accept", "installation/key-pepper", tenant_id=None)

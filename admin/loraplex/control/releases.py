@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.ref import AdapterRef
+from loraplex.control.audit import LOCAL, Actor, record
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database
 from loraplex.control.errors import Conflict, InvalidValue, ReleaseNotFound
 from loraplex.control.tables import AdapterVersion, Release
-from loraplex.control.tenants import require_tenant
+from loraplex.control.tenants import require_tenant, tenant_target
 from loraplex.control.types import ReleaseInfo, ReleaseTarget, Sticky
 from loraplex.control.versions import version_info
 
@@ -24,7 +25,7 @@ MAX_REVISIONS = 100
 
 
 class Releases:
-    """All calls are synchronous and atomic."""
+    """All calls are synchronous and atomic. What changes something is recorded as done `by` somebody."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -62,17 +63,26 @@ class Releases:
             return [version_info(row).ref() for row in rows if row is not None and row.state == "ready"]
 
     def put(
-        self, tenant_id: str, name: str, targets: Sequence[ReleaseTarget], *, sticky: str = "none"
+        self,
+        tenant_id: str,
+        name: str,
+        targets: Sequence[ReleaseTarget],
+        *,
+        sticky: str = "none",
+        by: Actor = LOCAL,
     ) -> ReleaseInfo:
         """Raises InvalidValue for targets that are not ready versions of this name, ReleaseNotFound."""
         with self._database.write() as session:
-            _require_release(session, tenant_id, name)
+            before = _require_release(session, tenant_id, name)
             _check_targets(session, tenant_id, name, targets)
             if sticky not in get_args(Sticky):
                 raise InvalidValue("'sticky' is user, key or none.", param="sticky")
-            return add_release(session, tenant_id, name, targets, cast(Sticky, sticky))
+            after = add_release(session, tenant_id, name, targets, cast(Sticky, sticky))
+            return _recorded(session, by, "release.set", before, after)
 
-    def promote(self, tenant_id: str, name: str, version: str | None = None) -> ReleaseInfo:
+    def promote(
+        self, tenant_id: str, name: str, version: str | None = None, *, by: Actor = LOCAL
+    ) -> ReleaseInfo:
         """All traffic to `version`, or to the newest ready one."""
         with self._database.write() as session:
             release = _require_release(session, tenant_id, name)
@@ -88,9 +98,10 @@ class Releases:
                 version = f"v{newest}"
             targets = (ReleaseTarget(version, 100),)
             _check_targets(session, tenant_id, name, targets)
-            return add_release(session, tenant_id, name, targets, release.sticky)
+            after = add_release(session, tenant_id, name, targets, release.sticky)
+            return _recorded(session, by, "release.promote", release, after)
 
-    def rollback(self, tenant_id: str, name: str) -> ReleaseInfo:
+    def rollback(self, tenant_id: str, name: str, *, by: Actor = LOCAL) -> ReleaseInfo:
         """To the newest earlier release that differs and whose versions are all ready."""
         with self._database.write() as session:
             release = _require_release(session, tenant_id, name)
@@ -102,7 +113,8 @@ class Releases:
                 earlier = _release_info(row)
                 usable = bool(earlier.targets) and all(t.version in ready for t in earlier.targets)
                 if usable and earlier.targets != release.targets:
-                    return add_release(session, tenant_id, name, earlier.targets, earlier.sticky)
+                    after = add_release(session, tenant_id, name, earlier.targets, earlier.sticky)
+                    return _recorded(session, by, "release.rollback", release, after)
             raise Conflict(f"'{name}' has no earlier release to go back to.")
 
 
@@ -150,6 +162,29 @@ def add_release(
         )
     )
     return _release_info(row)
+
+
+def release_shown(info: ReleaseInfo | None) -> dict[str, Any] | None:
+    """For the audit log."""
+    if info is None:
+        return None
+    targets = [{"version": target.version, "weight": target.weight} for target in info.targets]
+    return {"revision": info.revision, "targets": targets, "sticky": info.sticky}
+
+
+def _recorded(
+    session: Session, by: Actor, action: str, before: ReleaseInfo, after: ReleaseInfo
+) -> ReleaseInfo:
+    record(
+        session,
+        by,
+        action,
+        f"{tenant_target(after.tenant_id)}/adapters/{after.name}/release",
+        tenant_id=after.tenant_id,
+        before=release_shown(before),
+        after=release_shown(after),
+    )
+    return after
 
 
 def _require_release(session: Session, tenant_id: str, name: str) -> ReleaseInfo:

@@ -15,6 +15,7 @@ from sqlalchemy import (
     ForeignKeyConstraint,
     Index,
     String,
+    Text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
@@ -187,3 +188,58 @@ class UsageSource(Base):
     segment: Mapped[int]
     offset: Mapped[int]
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class DeletedTenant(Base):
+    """An id that is not given again: bills and audit rows name it."""
+
+    __tablename__ = "deleted_tenants"
+
+    id: Mapped[str] = mapped_column(String(63), primary_key=True)
+    deleted_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class AuditRow(Base):
+    """One act. The database refuses to change or delete it, and any `seq` but the next. `before` and `after` are JSON
+    as it went into `hash`; free texts stand there as commitments to rows of `audit_texts`."""
+
+    __tablename__ = "audit_log"
+
+    seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    time: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    actor: Mapped[str] = mapped_column(String(8))
+    actor_tenant_id: Mapped[str | None] = mapped_column(String(63))
+    actor_key_id: Mapped[str | None] = mapped_column(String(32))
+    source: Mapped[str | None] = mapped_column(String(64))
+    request_id: Mapped[str | None] = mapped_column(String(128))
+    action: Mapped[str] = mapped_column(String(40))
+    tenant_id: Mapped[str | None] = mapped_column(String(63), index=True)
+    target: Mapped[str] = mapped_column(String(400))
+    outcome: Mapped[str] = mapped_column(String(8))
+    code: Mapped[str | None] = mapped_column(String(40))
+    before: Mapped[str | None] = mapped_column(Text)
+    after: Mapped[str | None] = mapped_column(Text)
+    previous_hash: Mapped[str] = mapped_column(String(64))
+    hash: Mapped[str] = mapped_column(String(64))
+
+
+class AuditText(Base):
+    """A free text of an audit row, at `place` in it, such as `after.name`. It goes with its tenant; the row stays."""
+
+    __tablename__ = "audit_texts"
+
+    seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    place: Mapped[str] = mapped_column(String(80), primary_key=True)
+    tenant_id: Mapped[str | None] = mapped_column(String(63), index=True)
+    salt: Mapped[str] = mapped_column(String(32))
+    text: Mapped[str] = mapped_column(Text)
+
+
+class AuditHead(Base):
+    """The one row that says how long the audit log is, and the hash of its last row."""
+
+    __tablename__ = "audit_head"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    seq: Mapped[int] = mapped_column(BigInteger)
+    hash: Mapped[str] = mapped_column(String(64))

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime
+from typing import Any, cast
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, CursorResult, delete, func, select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.steps import Step
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts
+from loraplex.control.audit import LOCAL, Actor, FreeText, record
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database, note_change
-from loraplex.control.errors import Conflict, TenantNotFound
-from loraplex.control.tables import AdapterVersion, Tenant
-from loraplex.control.types import Page, Removal, TenantInfo
+from loraplex.control.errors import Conflict, TenantIdRetired, TenantNotFound
+from loraplex.control.tables import (
+    AdapterVersion,
+    ApiKey,
+    AuditRow,
+    AuditText,
+    Base,
+    DeletedTenant,
+    Tenant,
+    Usage,
+    UsageDay,
+)
+from loraplex.control.types import Page, TenantInfo, TenantRemoval
 
 MAX_IDS = 500
 """Ids that one query names."""
 
 
 class Tenants:
-    """All calls are synchronous and atomic; async callers use `Database.run`."""
+    """All calls are synchronous and atomic; async callers use `Database.run`. What changes something is recorded as
+    done `by` somebody."""
 
     def __init__(self, database: Database, artifacts: Artifacts) -> None:
         self._database = database
@@ -35,8 +48,9 @@ class Tenants:
         display_name: str | None = None,
         weight: float = 1.0,
         limits: Mapping[str, Any] | None = None,
+        by: Actor = LOCAL,
     ) -> TenantInfo:
-        """Raises InvalidValue, Conflict (the id is taken)."""
+        """Raises InvalidValue, Conflict (the id is taken), TenantIdRetired (it was, and is not given again)."""
         row = Tenant(
             id=rules.check_tenant_id(tenant_id),
             display_name=rules.check_text(display_name, "display_name"),
@@ -46,8 +60,16 @@ class Tenants:
         with self._database.write() as session:
             if session.get(Tenant, tenant_id) is not None:
                 raise Conflict(f"There is a tenant '{tenant_id}' already.", param="id")
+            if session.get(DeletedTenant, tenant_id) is not None:
+                raise TenantIdRetired(
+                    f"There was a tenant '{tenant_id}', and its usage is still on record: choose another id.",
+                    param="id",
+                )
             row.created_at = database_now(session)
             session.add(row)
+            record(
+                session, by, "tenant.create", tenant_target(tenant_id), tenant_id=tenant_id, after=_shown(row)
+            )
         return tenant_info(row)
 
     def get(self, tenant_id: str) -> TenantInfo:
@@ -74,10 +96,11 @@ class Tenants:
                 found |= dict(rows.tuples().all())
         return found
 
-    def update(self, tenant_id: str, changes: Mapping[str, Any]) -> TenantInfo:
+    def update(self, tenant_id: str, changes: Mapping[str, Any], *, by: Actor = LOCAL) -> TenantInfo:
         """Set `display_name`, `weight` or `limits`; a given `limits` replaces only the limits that it names."""
         with self._database.write() as session:
             row = require_tenant(session, tenant_id)
+            before = _shown(row)
             if "display_name" in changes:
                 row.display_name = rules.check_text(changes["display_name"], "display_name")
             if changes.get("weight") is not None:
@@ -86,25 +109,36 @@ class Tenants:
                 merged = {} if changes["limits"] is None else {**row.limits, **changes["limits"]}
                 row.limits = rules.limits_as_dict(rules.read_limits(merged))
             session.flush()
+            target = tenant_target(tenant_id)
+            record(
+                session, by, "tenant.update", target, tenant_id=tenant_id, before=before, after=_shown(row)
+            )
             return tenant_info(row)
 
-    def delete(self, tenant_id: str) -> Removal:
-        """The tenant with its keys, adapters and versions. Bytes that others have too stay."""
+    def delete(self, tenant_id: str, *, by: Actor = LOCAL) -> TenantRemoval:
+        """The tenant with its keys, adapters and versions, and its free texts in the audit log. Bytes that others have
+        too stay, and so do the audit rows; the id is not given again."""
         with self._artifacts.lock:
             with self._database.write() as session:
                 row = require_tenant(session, tenant_id)
-                digests = set(
-                    session.scalars(
-                        select(AdapterVersion.digest).where(
-                            AdapterVersion.tenant_id == tenant_id, AdapterVersion.state != "deleted"
-                        )
-                    )
-                )
+                digests = _digests_of(session, tenant_id)
+                found = _count_all(session, tenant_id, digests)
+                usage_since = _usage_since(session, tenant_id)
                 session.delete(row)
+                session.add(DeletedTenant(id=tenant_id, deleted_at=database_now(session)))
+                erased = session.execute(delete(AuditText).where(AuditText.tenant_id == tenant_id))
+                found["num_texts"] = cast("CursorResult[Any]", erased).rowcount
+                before = {"weight": row.weight, "limits": row.limits, "digests": sorted(digests)}
+                target = tenant_target(tenant_id)
+                record(session, by, "tenant.delete", target, tenant_id=tenant_id, before=before, after=found)
                 note_change(session, tenant_subject(tenant_id))
                 self._artifacts.store.fault(Step.COMMIT_REMOVAL)
             self._artifacts.store.fault(Step.REMOVAL_COMMITTED)
-            return self._artifacts.remove_unused(digests)
+            unused = self._artifacts.remove_unused(digests).digests
+        num_bytes = sum(size for digest, size in digests.items() if digest in unused)
+        return TenantRemoval(
+            unused, tenant_id=tenant_id, num_bytes=num_bytes, usage_since=usage_since, **found
+        )
 
 
 def require_tenant(session: Session, tenant_id: str) -> Tenant:
@@ -114,6 +148,11 @@ def require_tenant(session: Session, tenant_id: str) -> Tenant:
     return row
 
 
+def tenant_target(tenant_id: str) -> str:
+    """What the audit log calls a tenant."""
+    return f"tenants/{tenant_id}"
+
+
 def tenant_subject(tenant_id: str) -> str:
     """What `note_change` calls the end of a tenant."""
     return f"tenant:{tenant_id}"
@@ -121,3 +160,48 @@ def tenant_subject(tenant_id: str) -> str:
 
 def tenant_info(row: Tenant) -> TenantInfo:
     return TenantInfo(row.id, row.display_name, row.weight, rules.read_limits(row.limits), row.created_at)
+
+
+def _shown(row: Tenant) -> dict[str, Any]:
+    """For the audit log."""
+    return {"display_name": FreeText(row.display_name), "weight": row.weight, "limits": row.limits}
+
+
+def _digests_of(session: Session, tenant_id: str) -> dict[str, int]:
+    """Of the tenant's living versions, each with its bytes."""
+    query = select(AdapterVersion.digest, AdapterVersion.bytes).where(
+        AdapterVersion.tenant_id == tenant_id, AdapterVersion.state != "deleted"
+    )
+    return {row.digest: row.bytes for row in session.execute(query)}
+
+
+def _count_all(session: Session, tenant_id: str, digests: Collection[str]) -> dict[str, int]:
+    """What there is of a tenant, by the names that `TenantRemoval` has for it; the deletion's own audit row counts."""
+
+    def count(kind: type[Base], *where: ColumnElement[bool]) -> int:
+        return session.scalar(select(func.count()).select_from(kind).where(*where)) or 0
+
+    living = AdapterVersion.state != "deleted"
+    others = select(func.count(AdapterVersion.digest.distinct())).where(
+        AdapterVersion.tenant_id != tenant_id, living, AdapterVersion.digest.in_(digests)
+    )
+    names = select(func.count(AdapterVersion.name.distinct())).where(
+        AdapterVersion.tenant_id == tenant_id, living
+    )
+    return {
+        "num_keys": count(ApiKey, ApiKey.tenant_id == tenant_id),
+        "num_adapters": session.scalar(names) or 0,
+        "num_versions": count(AdapterVersion, AdapterVersion.tenant_id == tenant_id, living),
+        "num_shared_artifacts": session.scalar(others) or 0,
+        "num_audit_rows": count(AuditRow, AuditRow.tenant_id == tenant_id) + 1,
+    }
+
+
+def _usage_since(session: Session, tenant_id: str) -> datetime | None:
+    """When the tenant's oldest row of the ledger is from. Two looks into indexes, however long the ledger is: to count
+    its rows could take longer than a writer may."""
+    oldest = [
+        session.scalar(select(func.min(Usage.at)).where(Usage.tenant_id == tenant_id)),
+        session.scalar(select(func.min(UsageDay.at)).where(UsageDay.tenant_id == tenant_id)),
+    ]
+    return min((moment for moment in oldest if moment is not None), default=None)

@@ -186,3 +186,20 @@ class Removal:
     """What a deletion left to do: `digests` that no version has any more, to be forgotten by the engine."""
 
     digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRemoval(Removal):
+    """What went with a tenant, and what stays of it. `num_bytes` is of `digests`; `num_shared_artifacts` are those that
+    other tenants have too; `num_texts` counts the free texts that were erased from the audit log. The ledger's rows since
+    `usage_since` stay (None: there are none)."""
+
+    tenant_id: str
+    num_keys: int
+    num_adapters: int
+    num_versions: int
+    num_bytes: int
+    num_texts: int
+    num_shared_artifacts: int
+    num_audit_rows: int
+    usage_since: datetime | None

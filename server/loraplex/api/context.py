@@ -17,6 +17,8 @@ from loraplex.control.types import Principal
 _KEY = "loraplex.context"
 PRINCIPAL = "loraplex.principal"
 """Where an app that is served behind the data plane's edge leaves its caller in the scope, as the admin plane does."""
+REQUEST_ID = "loraplex.request_id"
+"""Where such an app finds what the answer's x-request-id will say."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 MAX_LABEL = 128
 
@@ -46,6 +48,7 @@ class RequestContext:
 
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
+        scope[REQUEST_ID] = self.label
 
 
 def context_of(scope: Scope) -> RequestContext:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from loraplex.app.commands.adapter import create_adapter_commands
+from loraplex.app.commands.audit import create_audit_commands
 from loraplex.app.commands.bench import bench
 from loraplex.app.commands.chat import chat
 from loraplex.app.commands.errors import CommandGroup
@@ -32,6 +33,7 @@ def create_cli() -> typer.Typer:
     app.add_typer(create_key_commands(), name="key")
     app.add_typer(create_adapter_commands(), name="adapter")
     app.add_typer(create_release_commands(), name="release")
+    app.add_typer(create_audit_commands(), name="audit")
     return app
 
 

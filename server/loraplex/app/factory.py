@@ -34,6 +34,7 @@ from loraplex.app.database import upgrade_database
 from loraplex.app.models import default_served_name, ensure_model
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.artifacts import Artifacts
+from loraplex.control.audit_log import AuditLog
 from loraplex.control.catalog import Catalog
 from loraplex.control.database import Database
 from loraplex.control.key_cache import KeyCache
@@ -256,6 +257,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         catalog=installation.catalog,
         releases=installation.releases,
         artifacts=installation.artifacts,
+        audit=AuditLog(installation.database),
         engine=engine,
         max_upload_bytes=settings.max_adapter_upload,
     )

@@ -15,12 +15,12 @@ from loraplex.app.settings import Settings, load_settings
 
 def register_server_commands(app: typer.Typer) -> None:
     """Add the commands to the `loraplex` program."""
-    app.command("serve", help="Serve a base model and its tenants' adapters.")(_with_settings(_serve))
+    app.command("serve", help="Serve a base model and its tenants' adapters.")(with_settings(_serve))
     app.command("migrate", help="Bring the database to this version's schema; serve does so by itself.")(
-        _with_settings(_migrate, "data_dir", "database_url", "key_pepper", accept_new_pepper=_ACCEPT)
+        with_settings(_migrate, "data_dir", "database_url", "key_pepper", accept_new_pepper=_ACCEPT)
     )
     app.command("doctor", help="Check this machine, the settings and the data directory.")(
-        _with_settings(_doctor)
+        with_settings(_doctor)
     )
     app.command(
         "quickstart", help="Fetch a small model, serve it, and ask it and three adapters one question."
@@ -34,7 +34,7 @@ _ACCEPT = typer.Option(
 )
 
 
-def _with_settings(run: Any, *only: str, **flags: Any) -> Any:
+def with_settings(run: Any, *only: str, **flags: Any) -> Any:
     """A command with one option a setting (those in `only`, or all), made from `Settings`, where they stand, and with
     `flags` of its own, which are given to `run` by name."""
 
@@ -62,7 +62,12 @@ def _with_settings(run: Any, *only: str, **flags: Any) -> Any:
         if not only or name in only
     ]
     parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=bool)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option,
+            annotation=bool if option.default is False else str | None,
+        )
         for name, option in flags.items()
     ]
     parameters.append(

@@ -41,10 +41,8 @@ def adapter_operations(services: AdminServices) -> list[Operation]:
         return Answer(await run(lambda: show(get())))
 
     async def delete_adapter(call: Call) -> Answer:
-        await forget(
-            services.engine,
-            await run(services.catalog.delete_adapter, call.path["tenant"], call.path["name"]),
-        )
+        delete = partial(services.catalog.delete_adapter, by=call.actor)
+        await forget(services.engine, await run(delete, call.path["tenant"], call.path["name"]))
         return Answer(status=204)
 
     one = "/tenants/{tenant}/adapters/{name}"
@@ -66,5 +64,6 @@ def adapter_operations(services: AdminServices) -> list[Operation]:
             delete_adapter,
             "Delete an adapter with all its versions; what runs finishes.",
             {204: None},
+            action="adapter.delete",
         ),
     ]

@@ -24,6 +24,7 @@ def key_operations(services: AdminServices) -> list[Operation]:
             models=body.models,
             limits=body.limits.model_dump(exclude_unset=True),
             expires_at=body.expires_at,
+            by=call.actor,
         )
         made, secret = await run(create, call.path["tenant"])
         return Answer(KeyWithSecret(**_fields(made), secret=secret), 201)
@@ -35,12 +36,14 @@ def key_operations(services: AdminServices) -> list[Operation]:
         return Answer(KeyPage(data=[Key(**_fields(row)) for row in page.items], next_cursor=page.next_cursor))
 
     async def rotate_key(call: Call) -> Answer:
-        rotate = partial(services.keys.rotate, grace_seconds=call.body(KeyRotate).grace_seconds)
+        grace_seconds = call.body(KeyRotate).grace_seconds
+        rotate = partial(services.keys.rotate, grace_seconds=grace_seconds, by=call.actor)
         made, secret = await run(rotate, call.path["tenant"], call.path["key"])
         return Answer(KeyWithSecret(**_fields(made), secret=secret))
 
     async def revoke_key(call: Call) -> Answer:
-        await run(services.keys.revoke, call.path["tenant"], call.path["key"])
+        revoke = partial(services.keys.revoke, by=call.actor)
+        await run(revoke, call.path["tenant"], call.path["key"])
         return Answer(status=204)
 
     all_keys, one = "/tenants/{tenant}/keys", "/tenants/{tenant}/keys/{key}"
@@ -54,6 +57,7 @@ def key_operations(services: AdminServices) -> list[Operation]:
             {201: KeyWithSecret},
             body=KeyCreate,
             body_optional=True,
+            action="key.create",
         ),
         Operation(
             "GET",
@@ -73,8 +77,17 @@ def key_operations(services: AdminServices) -> list[Operation]:
             {200: KeyWithSecret},
             body=KeyRotate,
             body_optional=True,
+            action="key.rotate",
         ),
-        Operation("DELETE", one, "operator", revoke_key, "Revoke a key at once, for ever.", {204: None}),
+        Operation(
+            "DELETE",
+            one,
+            "operator",
+            revoke_key,
+            "Revoke a key at once, for ever.",
+            {204: None},
+            action="key.revoke",
+        ),
     ]
 
 

@@ -20,15 +20,15 @@ def release_operations(services: AdminServices) -> list[Operation]:
     async def put_release(call: Call) -> Answer:
         body = call.body(ReleaseChange)
         targets = tuple(ReleaseTarget(target.version, target.weight) for target in body.targets)
-        put = partial(services.releases.put, targets=targets, sticky=body.sticky)
+        put = partial(services.releases.put, targets=targets, sticky=body.sticky, by=call.actor)
         return await released(call, put)
 
     async def promote_release(call: Call) -> Answer:
-        promote = partial(services.releases.promote, version=call.body(ReleasePromote).version)
-        return await released(call, promote)
+        version = call.body(ReleasePromote).version
+        return await released(call, partial(services.releases.promote, version=version, by=call.actor))
 
     async def rollback_release(call: Call) -> Answer:
-        return await released(call, services.releases.rollback)
+        return await released(call, partial(services.releases.rollback, by=call.actor))
 
     async def released(call: Call, change: Callable[[str, str], ReleaseInfo]) -> Answer:
         """What takes traffic from now on is brought nearer before its first request."""
@@ -54,6 +54,7 @@ def release_operations(services: AdminServices) -> list[Operation]:
             "Share an adapter's traffic among versions, from the next request on.",
             {200: Release},
             body=ReleaseChange,
+            action="release.set",
         ),
         Operation(
             "POST",
@@ -64,6 +65,7 @@ def release_operations(services: AdminServices) -> list[Operation]:
             {200: Release},
             body=ReleasePromote,
             body_optional=True,
+            action="release.promote",
         ),
         Operation(
             "POST",
@@ -72,6 +74,7 @@ def release_operations(services: AdminServices) -> list[Operation]:
             rollback_release,
             "Go back to the release before this one.",
             {200: Release},
+            action="release.rollback",
         ),
     ]
 

@@ -7,9 +7,19 @@ from functools import partial
 
 from loraplex.admin.forget import forget
 from loraplex.admin.operation import Answer, Call, Operation
-from loraplex.admin.schemas import Limits, PageQuery, Tenant, TenantChange, TenantCreate, TenantPage
+from loraplex.admin.schemas import (
+    Erased,
+    Kept,
+    Limits,
+    PageQuery,
+    Tenant,
+    TenantChange,
+    TenantCreate,
+    TenantDeleted,
+    TenantPage,
+)
 from loraplex.admin.services import AdminServices
-from loraplex.control.types import TenantInfo
+from loraplex.control.types import TenantInfo, TenantRemoval
 
 
 def tenant_operations(services: AdminServices) -> list[Operation]:
@@ -22,6 +32,7 @@ def tenant_operations(services: AdminServices) -> list[Operation]:
             display_name=body.display_name,
             weight=body.weight,
             limits=body.limits.model_dump(exclude_unset=True),
+            by=call.actor,
         )
         made = await run(create, body.id)
         return Answer(_show(made), 201, {"Location": f"/admin/v1/tenants/{made.id}"})
@@ -36,12 +47,13 @@ def tenant_operations(services: AdminServices) -> list[Operation]:
 
     async def update_tenant(call: Call) -> Answer:
         changes = call.body(TenantChange).model_dump(exclude_unset=True)
-        return Answer(_show(await run(services.tenants.update, call.path["tenant"], changes)))
+        update = partial(services.tenants.update, changes=changes, by=call.actor)
+        return Answer(_show(await run(update, call.path["tenant"])))
 
     async def delete_tenant(call: Call) -> Answer:
-        removal = await run(services.tenants.delete, call.path["tenant"])
+        removal = await run(partial(services.tenants.delete, by=call.actor), call.path["tenant"])
         await forget(services.engine, removal)
-        return Answer(status=204)
+        return Answer(_show_removal(removal))
 
     one = "/tenants/{tenant}"
     return [
@@ -53,6 +65,7 @@ def tenant_operations(services: AdminServices) -> list[Operation]:
             "Create a tenant.",
             {201: Tenant},
             body=TenantCreate,
+            action="tenant.create",
         ),
         Operation(
             "GET",
@@ -65,15 +78,23 @@ def tenant_operations(services: AdminServices) -> list[Operation]:
         ),
         Operation("GET", one, "operator", get_tenant, "Show a tenant.", {200: Tenant}),
         Operation(
-            "PATCH", one, "operator", update_tenant, "Change a tenant.", {200: Tenant}, body=TenantChange
+            "PATCH",
+            one,
+            "operator",
+            update_tenant,
+            "Change a tenant.",
+            {200: Tenant},
+            body=TenantChange,
+            action="tenant.update",
         ),
         Operation(
             "DELETE",
             one,
             "operator",
             delete_tenant,
-            "Delete a tenant with its keys and adapters; what runs finishes.",
-            {204: None},
+            "Delete a tenant with its keys, adapters and texts; what runs finishes. Says what is erased and kept.",
+            {200: TenantDeleted},
+            action="tenant.delete",
         ),
     ]
 
@@ -85,4 +106,24 @@ def _show(info: TenantInfo) -> Tenant:
         weight=info.weight,
         limits=Limits(**dataclasses.asdict(info.limits)),
         created_at=info.created_at,
+    )
+
+
+def _show_removal(removal: TenantRemoval) -> TenantDeleted:
+    return TenantDeleted(
+        id=removal.tenant_id,
+        deleted=True,
+        erased=Erased(
+            keys=removal.num_keys,
+            adapters=removal.num_adapters,
+            versions=removal.num_versions,
+            artifacts=len(removal.digests),
+            artifact_bytes=removal.num_bytes,
+            audit_texts=removal.num_texts,
+        ),
+        kept=Kept(
+            usage_since=removal.usage_since,
+            audit_rows=removal.num_audit_rows,
+            shared_artifacts=removal.num_shared_artifacts,
+        ),
     )

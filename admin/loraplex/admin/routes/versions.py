@@ -21,6 +21,7 @@ from loraplex.admin.problem import Problem
 from loraplex.admin.schemas import VERSION_PATTERN, PageQuery, Pin, Version, VersionPage
 from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.admin.upload import receive_upload
+from loraplex.control.audit import Actor
 from loraplex.control.errors import ControlError, VersionNotFound
 from loraplex.control.types import VersionInfo
 from loraplex.serving.errors import EngineUnavailable, ServingError
@@ -42,7 +43,7 @@ def version_operations(services: AdminServices) -> list[Operation]:
                 max_bytes=services.max_upload_bytes,
                 threads=gate.writers,
             ) as (staging, parts):
-                admitted = partial(admit, tenant, name, staging, parts)
+                admitted = partial(admit, tenant, name, staging, parts, call.actor)
                 info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
         await pin_healed(info.digest)
         # It is asked for soon, if only to try it.
@@ -50,7 +51,9 @@ def version_operations(services: AdminServices) -> list[Operation]:
         location = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
         return Answer(_show(info), 201 if is_new else 200, {"Location": location})
 
-    def admit(tenant: str, name: str, staging: Staging, parts: frozenset[Part]) -> tuple[VersionInfo, bool]:
+    def admit(
+        tenant: str, name: str, staging: Staging, parts: frozenset[Part], by: Actor
+    ) -> tuple[VersionInfo, bool]:
         if Part.ARCHIVE in parts:
             extract_upload(
                 staging.archive_path,
@@ -58,7 +61,7 @@ def version_operations(services: AdminServices) -> list[Operation]:
                 max_bytes=services.max_upload_bytes,
                 fault=staging.fault,
             )
-        return services.catalog.admit(tenant, name, staging)
+        return services.catalog.admit(tenant, name, staging, by=by)
 
     async def pin_healed(digest: str) -> None:
         """Versions that were pinned while their bytes were damaged have them again. The engine drops a pin with the
@@ -80,7 +83,8 @@ def version_operations(services: AdminServices) -> list[Operation]:
         return Answer(_show(await run(services.catalog.get_version, *_which(call))))
 
     async def delete_version(call: Call) -> Answer:
-        await forget(services.engine, await run(services.catalog.delete_version, *_which(call)))
+        delete = partial(services.catalog.delete_version, by=call.actor)
+        await forget(services.engine, await run(delete, *_which(call)))
         return Answer(status=204)
 
     async def pin_version(call: Call) -> Answer:
@@ -97,13 +101,15 @@ def version_operations(services: AdminServices) -> list[Operation]:
         except ServingError as error:
             raise Problem("conflict", f"The engine does not pin it: {error.message}") from error
         try:
-            return Answer(_pinned(await run(services.catalog.set_pin, *_which(call), True)))
+            set_pin = partial(services.catalog.set_pin, pinned=True, by=call.actor)
+            return Answer(_pinned(await run(set_pin, *_which(call))))
         except ControlError:  # deleted in this moment
             await services.engine.unpin(info.digest)
             raise
 
     async def unpin_version(call: Call) -> Answer:
-        info = await run(services.catalog.set_pin, *_which(call), False)
+        set_pin = partial(services.catalog.set_pin, pinned=False, by=call.actor)
+        info = await run(set_pin, *_which(call))
         if info.digest not in await run(pinned_digests):
             # An engine that is away comes back without the pin.
             with contextlib.suppress(EngineUnavailable):
@@ -125,6 +131,7 @@ def version_operations(services: AdminServices) -> list[Operation]:
             "Upload an adapter as the next version of a name. The same bytes again are the version that has them.",
             {201: Version, 200: Version},
             upload=True,
+            action="version.upload",
         ),
         Operation(
             "GET",
@@ -145,9 +152,16 @@ def version_operations(services: AdminServices) -> list[Operation]:
             delete_version,
             "Delete a version; what runs finishes.",
             {204: None},
+            action="version.delete",
         ),
         Operation(
-            "PUT", f"{one}/pin", "adapters:write", pin_version, "Keep a version on the device.", {200: Pin}
+            "PUT",
+            f"{one}/pin",
+            "adapters:write",
+            pin_version,
+            "Keep a version on the device.",
+            {200: Pin},
+            action="version.pin",
         ),
         Operation(
             "DELETE",
@@ -156,6 +170,7 @@ def version_operations(services: AdminServices) -> list[Operation]:
             unpin_version,
             "Let a version leave the device when room is needed.",
             {200: Pin},
+            action="version.unpin",
         ),
     ]
 

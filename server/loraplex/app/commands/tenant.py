@@ -9,7 +9,7 @@ import typer
 from loraplex.app.commands.client import AdminClient
 from loraplex.app.commands.confirm import YesOption, confirm
 from loraplex.app.commands.options import admin_command, parse_limits
-from loraplex.app.commands.output import Output
+from loraplex.app.commands.output import Output, size
 from loraplex.app.commands.paths import segment
 
 TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's id", show_default=False)]
@@ -71,8 +71,18 @@ def show(admin: AdminClient, out: Output, tenant: TenantArgument) -> None:
 
 def delete(admin: AdminClient, out: Output, tenant: TenantArgument, yes: YesOption = False) -> None:
     confirm(f"Delete tenant {tenant} with all its keys and adapters?", yes)
-    admin.call("DELETE", f"/tenants/{segment(tenant)}")
+    told = admin.call("DELETE", f"/tenants/{segment(tenant)}")
     if out.as_json:
-        out.json({"id": tenant, "deleted": True})
-    else:
-        out.line(f"tenant {tenant} deleted")
+        out.json(told)
+        return
+    erased, kept = told["erased"], told["kept"]
+    out.line(f"tenant {tenant} deleted; its id is not given again")
+    out.line(
+        f"erased: {erased['keys']} keys, {erased['adapters']} adapters ({erased['versions']} versions, "
+        f"{size(erased['artifact_bytes'])} freed), {erased['audit_texts']} texts in the audit log"
+    )
+    if kept["usage_since"] is not None:
+        out.line(f"kept: its usage since {kept['usage_since']}, to be billed")
+    out.line(f"kept: {kept['audit_rows']} audit rows, without texts")
+    if kept["shared_artifacts"]:
+        out.line(f"kept: {kept['shared_artifacts']} adapters' files, which other tenants have too")

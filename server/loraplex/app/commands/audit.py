@@ -1,0 +1,134 @@
+"""`loraplex audit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from sqlalchemy import make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from loraplex.app.commands.client import AdminClient
+from loraplex.app.commands.errors import CommandFailed
+from loraplex.app.commands.options import admin_command
+from loraplex.app.commands.output import Output
+from loraplex.app.database import database_url, shown_database
+from loraplex.app.server_commands import with_settings
+from loraplex.app.settings import Settings
+from loraplex.control.audit_check import Verdict, read_anchor, verify
+from loraplex.control.database import Database
+from loraplex.migrations.run import examine_schema
+
+_ANCHOR = typer.Option(
+    None, "--anchor", metavar="SEQ:HASH", help="What an earlier verify printed, kept elsewhere since"
+)
+_JSON = typer.Option(False, "--json", help="Print JSON")
+
+
+def create_audit_commands() -> typer.Typer:
+    app = typer.Typer(no_args_is_help=True, help="Read the audit log, and check that nobody changed it.")
+    app.command("list", help="List who changed what, the latest first.")(admin_command(list_))
+    app.command(
+        "verify", help="Read the whole log from the database, and check that nothing was changed or cut off."
+    )(with_settings(verify_log, "data_dir", "database_url", anchor=_ANCHOR, as_json=_JSON))
+    return app
+
+
+def list_(
+    admin: AdminClient,
+    out: Output,
+    tenant: Annotated[str | None, typer.Option(help="About this tenant, or by its keys")] = None,
+    actor: Annotated[str | None, typer.Option(help="admin, local, or a key's id")] = None,
+    action: Annotated[str | None, typer.Option(help="Such as key.create")] = None,
+    outcome: Annotated[str | None, typer.Option(help="done, refused or failed")] = None,
+    start: Annotated[str | None, typer.Option(help="From here on, such as 2030-01-31T00:00:00Z")] = None,
+    end: Annotated[str | None, typer.Option(help="Before this")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="How many rows")] = 50,
+) -> None:
+    given = {
+        "tenant": tenant,
+        "actor": actor,
+        "action": action,
+        "outcome": outcome,
+        "start": start,
+        "end": end,
+    }
+    params = {name: value for name, value in given.items() if value is not None} | {"limit": str(limit)}
+    page = admin.call("GET", "/audit", params=params)
+    if out.as_json:
+        out.json(page)
+        return
+    out.table(
+        ["row", "time", "who", "from", "action", "target", "outcome"],
+        (
+            [
+                r["seq"],
+                r["time"],
+                _who(r),
+                r["source"],
+                r["action"],
+                r["target"],
+                r["outcome"] if r["code"] is None else f"{r['outcome']} ({r['code']})",
+            ]
+            for r in page["data"]
+        ),
+    )
+
+
+def _who(row: dict[str, Any]) -> str:
+    if row["actor"] != "key":
+        return str(row["actor"])
+    return f"{row['actor_tenant_id']}, key {row['actor_key_id']}"
+
+
+def verify_log(settings: Settings, *, anchor: str | None, as_json: bool) -> None:
+    """Beside a server that runs, or without one. Raises CommandFailed where the log is not whole."""
+    expected = None if anchor is None else read_anchor(anchor)
+    url = _existing_database(settings)
+    database = Database(url)
+    try:
+        verdict = verify(database, expected)
+    finally:
+        database.close()
+    if as_json:
+        Output(True).json(_shown(verdict))
+        raise typer.Exit(0 if verdict.whole else 1)
+    if not verdict.whole:
+        raise CommandFailed(
+            f"the audit log of {shown_database(url)} is not whole: row {verdict.broken_at}: {verdict.reason}. "
+            f"{verdict.num_rows} rows before it are as they were written."
+        )
+    out = Output(False)
+    out.line(f"the audit log is whole: {verdict.num_rows} rows")
+    out.line(f"anchor {verdict.head}")
+
+
+def _existing_database(settings: Settings) -> str:
+    """Its URL, once it is known to be there with this version's schema: to look must not make one."""
+    default = settings.data_dir.resolve() / "loraplex.db"
+    url = database_url(settings) if settings.database_url else f"sqlite:///{default}"
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite" and not Path(parsed.database or "").is_file():
+        raise CommandFailed(f"there is no database at {parsed.database}; give --data-dir or --database-url.")
+    try:
+        state = examine_schema(url)
+    except SQLAlchemyError as error:
+        reason = (str(getattr(error, "orig", None) or error).splitlines() or ["no reason given"])[0]
+        raise CommandFailed(f"{shown_database(url)} cannot be read: {reason}") from error
+    if state.found != state.newest:
+        raise CommandFailed(
+            f"{shown_database(url)} has the schema {state.found or 'of nothing'}, and this version's is "
+            f"{state.newest}: run 'loraplex migrate' first, or use the version that the servers run."
+        )
+    return url
+
+
+def _shown(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "whole": verdict.whole,
+        "rows": verdict.num_rows,
+        "anchor": None if verdict.head is None else str(verdict.head),
+        "broken_at": verdict.broken_at,
+        "reason": verdict.reason,
+    }
