@@ -55,6 +55,7 @@ ADMIN: dict[str, str] = {
     "GET /admin/v1/tenants/{tenant}/keys": OPERATOR,
     "POST /admin/v1/tenants/{tenant}/keys/{key}/rotate": OPERATOR,
     "DELETE /admin/v1/tenants/{tenant}/keys/{key}": OPERATOR,
+    "GET /admin/v1/audit": OPERATOR,
     "GET /admin/v1/engine": OPERATOR,
     "GET /admin/v1/cache": OPERATOR,
     "GET /metrics": OPEN,
