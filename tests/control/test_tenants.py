@@ -154,13 +154,19 @@ def test_a_deletion_says_what_went_and_what_stays(plane: ControlPlane) -> None:
 
 
 def test_what_a_deleted_tenant_used_stays_billable(plane: ControlPlane) -> None:
-    rows = [ended(at=AT), ended(at=AT - timedelta(days=3)), ended(at=AT - timedelta(days=9), tenant_id="rival")]
+    rows = [
+        ended(at=AT),
+        ended(at=AT - timedelta(days=3)),
+        ended(at=AT - timedelta(days=9), tenant_id="rival"),
+    ]
     with plane.database.write() as session:
         session.add_all(Usage(**msgspec.structs.asdict(row)) for row in rows)
     assert plane.tenants.delete("acme").usage_since == AT - timedelta(days=3)
     assert rows_of(plane.database) == by_id(rows)
     with plane.database.write() as session:
-        day = UsageDay(at=AT - timedelta(days=40), tenant_id="rival", key_id="k", adapter="", version=0, status="stop")
+        day = UsageDay(
+            at=AT - timedelta(days=40), tenant_id="rival", key_id="k", adapter="", version=0, status="stop"
+        )
         day.requests = day.prompt_tokens = day.cached_tokens = day.completion_tokens = 1
         session.add(day)
     assert plane.tenants.delete("rival").usage_since == AT - timedelta(days=40)

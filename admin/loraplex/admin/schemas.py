@@ -113,8 +113,8 @@ class Erased(Shown):
 
 
 class Kept(Shown):
-    """What stays of a tenant: the usage that it is billed for, from `usage_since` on (null: there was none), audit rows,
-    without texts, and artifacts that other tenants have too."""
+    """What stays of a tenant: the usage that it is billed for, from `usage_since` on (null: there was none), audit
+    rows, without texts, and artifacts that other tenants have too."""
 
     usage_since: Timestamp | None
     audit_rows: int

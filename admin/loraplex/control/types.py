@@ -191,8 +191,8 @@ class Removal:
 @dataclass(frozen=True, slots=True)
 class TenantRemoval(Removal):
     """What went with a tenant, and what stays of it. `num_bytes` is of `digests`; `num_shared_artifacts` are those that
-    other tenants have too; `num_texts` counts the free texts that were erased from the audit log. The ledger's rows since
-    `usage_since` stay (None: there are none)."""
+    other tenants have too; `num_texts` counts the free texts that were erased from the audit log. The ledger's rows
+    since `usage_since` stay (None: there are none)."""
 
     tenant_id: str
     num_keys: int
