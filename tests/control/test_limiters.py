@@ -13,9 +13,9 @@ from loraplex.control.limits.gcra import PERIOD_S
 from loraplex.control.limits.limiter import PLACE_RETRY_S
 from loraplex.control.types import Limits
 from support.control import caller
-from support.limiters import Held, LimiterKit, in_process_kit, tenant
+from support.limiters import Held, LimiterKit, in_process_kit, redis_kit, tenant
 
-KITS: dict[str, Callable[[], LimiterKit]] = {"in-process": in_process_kit}
+KITS: dict[str, Callable[[], LimiterKit]] = {"in-process": in_process_kit, "redis": redis_kit}
 
 
 @pytest.fixture(params=sorted(KITS))

@@ -13,8 +13,15 @@ from loraplex.control.errors import RateLimited
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.plan import LimitPlan, plan_request
+from loraplex.control.limits.redis_limiter import RedisLimiter
+from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
 from loraplex.control.types import NO_LIMITS, Decision, Limits, Principal
 from support.control import FakeClock, caller
+from support.redis_server import redis_server
+
+CLOCK_KEY = f"{TAG}:clock-of-tests"
+START_US = 1.8e15
+"""As large as real times are."""
 
 
 class LimiterKit:
@@ -94,3 +101,99 @@ def in_process_kit() -> LimiterKit:
 def tenant(name: str = "acme", **limits: int) -> Principal:
     """A caller whose tenant has these limits, and whose key has none."""
     return caller(name, tenant_limits=Limits(**limits))
+
+
+def redis_kit() -> LimiterKit:
+    """On a real Redis whose script takes the time from a key, which `advance` moves with the limiter's own clock."""
+    server = redis_server()
+    server.client.flushall()
+    clock = FakeClock()
+    limiter = RedisLimiter(RedisLink(server.url, with_clock_of_tests(redis_script())), Watch(), clock=clock)
+
+    def advance(seconds: float) -> None:
+        clock.advance(seconds)
+        server.client.set(CLOCK_KEY, repr(START_US + clock.seconds * 1e6))
+
+    advance(0.0)
+    kit = LimiterKit(limiter, advance)
+    kit.run(limiter.start())
+    return kit
+
+
+def with_clock_of_tests(script: str) -> str:
+    """The same script, which reads the time where it would have asked Redis for it."""
+    changed = script.replace(
+        "local clock = redis.call('TIME')\nlocal now = clock[1] * 1e6 + clock[2]\n",
+        f"local now = tonumber(redis.call('GET', '{CLOCK_KEY}') or error('no time'))\n",
+    )
+    assert changed != script
+    return changed
+
+
+class SharedLimits:
+    """Several servers' limiters on one Redis, in one event loop and on one clock that is moved by hand. Fresh each
+    time; an async context manager."""
+
+    def __init__(self) -> None:
+        self.redis = redis_server()
+        self.clock = FakeClock()
+        self.limiters: list[RedisLimiter] = []
+        self.watches: list[Watch] = []
+
+    async def __aenter__(self) -> SharedLimits:
+        self.redis.client.flushall()
+        self.advance(0.0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.redis.revive()
+        for limiter in self.limiters:
+            await limiter.close()
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.tell_time()
+
+    def tell_time(self) -> None:
+        """Again, to a Redis that lost it."""
+        self.redis.client.set(CLOCK_KEY, repr(START_US + self.clock.seconds * 1e6))
+
+    async def servers(self, number: int, *, port: int | None = None) -> list[RedisLimiter]:
+        """New ones, which have heard of each other. `port`: of a way to Redis that is not the direct one."""
+        script = with_clock_of_tests(redis_script())
+        url = self.redis.url if port is None else f"redis://127.0.0.1:{port}"
+        for _ in range(number):
+            self.watches.append(Watch())
+            limiter = RedisLimiter(RedisLink(url, script), self.watches[-1], clock=self.clock)
+            self.limiters.append(limiter)
+            await limiter.start()
+        for limiter in self.limiters:
+            await limiter.beat()
+        return self.limiters[-number:]
+
+    async def together(self) -> None:
+        """Until every server decides in Redis again."""
+        async with asyncio.timeout(10):
+            while not all(watch.up for watch in self.watches):
+                await asyncio.sleep(0.005)
+
+    def running(self) -> int:
+        """Requests that Redis believes to run."""
+        return int(self.redis.client.get(f"{TAG}:busy:server:") or 0)
+
+
+class Watch:
+    """Counts what it is told."""
+
+    def __init__(self) -> None:
+        self.up = False
+        self.replicas = 0
+        self.apart: list[bool] = []
+
+    def redis_answered(self, seconds: float) -> None: ...
+
+    def decided_apart(self, passed: bool) -> None:
+        self.apart.append(passed)
+
+    def redis_up(self, up: bool, replicas: int) -> None:
+        self.up, self.replicas = up, replicas

@@ -128,3 +128,23 @@ class NeverFits(ControlError):
     """More was asked for than a limit ever allows; waiting would not help."""
 
     code = "invalid_value"
+
+
+class LimitsNotShared(ControlError):
+    """What was to keep the limits of all servers cannot be used; the server does not start."""
+
+    code = "limits_not_shared"
+
+
+class LimitsUnavailable(ControlError):
+    """What keeps the limits for all servers does not answer, and this server's own share of one is spent. Nothing was
+    consumed. `retry_after_s` is when the share allows it."""
+
+    code = "limits_unavailable"
+
+    def __init__(self, reached: str, *, retry_after_s: float) -> None:
+        super().__init__(
+            "The limits of all servers together cannot be looked up now, and by this server's own share of them: "
+            f"{reached[0].lower()}{reached[1:]} Try again later."
+        )
+        self.retry_after_s = retry_after_s

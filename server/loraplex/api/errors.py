@@ -39,6 +39,7 @@ ANSWERS: dict[str, tuple[int, str]] = {
     "internal_error": (500, "server_error"),
     "server_overloaded": (503, "server_error"),
     "database_unavailable": (503, "server_error"),
+    "limits_unavailable": (503, "server_error"),
     "adapter_unavailable": (503, "server_error"),
     "engine_restarting": (503, "server_error"),
     "deadline_exceeded": (503, "server_error"),

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.engine_metrics import EngineSnapshot, Grown, LabelSets, own_families, vllm_families
+from loraplex.api.limiter_metrics import LimiterMeter
 from loraplex.engine.protocol import CacheEntry, EngineStats
 from loraplex.engine.types import FinishReason, Timing
 from loraplex.serving.client import EngineClient
@@ -132,6 +133,7 @@ class Metrics:
             "Time since the database was lost; 0 while it is there.",
             registry=self._own,
         )
+        self.limiter = LimiterMeter(self._own)
         self.draining = Gauge("loraplex_draining", "1 while the server is shutting down.", registry=self._own)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

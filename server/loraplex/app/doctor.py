@@ -18,6 +18,7 @@ from loraplex.adapters.base import load_base_spec
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.database import describe_database
 from loraplex.app.models import ensure_model
+from loraplex.app.redis import describe_redis
 from loraplex.app.settings import Settings
 
 _PROBE = (
@@ -57,6 +58,7 @@ def examine(settings: Settings, console: Console) -> int:
         ("torch", _torch),
         ("kernels", lambda: _kernels(settings)),
         ("database", lambda: describe_database(settings)),
+        ("redis", lambda: describe_redis(settings)),
         ("data directory", lambda: _data_dir(settings.data_dir)),
         ("data port", lambda: _port(settings.host, settings.port)),
         ("admin port", lambda: _port(settings.admin_host, settings.admin_port)),

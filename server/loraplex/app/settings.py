@@ -27,7 +27,7 @@ OTHER_ENVIRONMENT = frozenset(
 )
 """Variables that other commands read; any further LORAPLEX_ variable must be a setting."""
 
-_SECRET = frozenset({"admin_token", "key_pepper", "database_url"})
+_SECRET = frozenset({"admin_token", "key_pepper", "database_url", "redis_url"})
 """Settings whose values are not repeated in messages."""
 
 _UNITS = {
@@ -138,6 +138,10 @@ class Settings(BaseSettings):
         256 << 20,
         ge=16 << 20,
         description="Disk bytes for usage that the database has not been told yet; when full, requests get 503",
+    )
+    redis_url: str = Field(
+        "",
+        description="redis://HOST:PORT/DB where all servers keep their limits (default: each counts by itself)",
     )
     artifact_url: str = Field(
         "", description="Where adapters are kept: file:///DIR (default: in the data directory)"

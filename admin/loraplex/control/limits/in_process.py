@@ -41,6 +41,9 @@ class InProcessLimiter:
         self._live: dict[str, _Live] = {}
         self._decisions = 0
 
+    async def start(self) -> None:
+        """There is nothing to be opened."""
+
     async def reserve(self, request_id: str, plan: LimitPlan) -> Decision:
         known = self._live.get(request_id)
         if known is not None:

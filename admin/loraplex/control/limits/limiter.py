@@ -13,6 +13,10 @@ class Limiter(Protocol):
 
     name: str
 
+    async def start(self) -> None:
+        """Before the first decision. Raises LimitsNotShared where it cannot decide."""
+        ...
+
     async def reserve(self, request_id: str, plan: LimitPlan) -> Decision:
         """Take all that the plan charges, in one step, or nothing. `request_id` is the server's own and unique; the
         same one again, while it is not settled, takes nothing more.

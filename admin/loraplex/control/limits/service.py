@@ -15,6 +15,10 @@ class RequestLimits:
         self._limiter = limiter
         self._server = server
 
+    async def start(self) -> None:
+        """Before the first request. Raises LimitsNotShared."""
+        await self._limiter.start()
+
     async def reserve(
         self,
         request_id: str,

@@ -1,0 +1,347 @@
+"""The limits of all servers together, in one Redis; and what a server does while it is away.
+
+A decision is one call of a Lua script (`redis_limiter.lua`), which sees every limit at one moment. It has 50 ms.
+When an answer is late or bad, this server is *apart*: it decides by its own share of each limit (`redis_share`),
+without waiting for Redis again, and looks for it in the background. When Redis is back, it is told what was spent
+meanwhile, and told again what it may have lost; only then does it decide again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from loraplex.control.errors import LimitsNotShared, LimitsUnavailable, RateLimited
+from loraplex.control.limits.gcra import PERIOD_S
+from loraplex.control.limits.in_process import limit_window
+from loraplex.control.limits.limiter import PLACE_RETRY_S
+from loraplex.control.limits.plan import LimitPlan, Owner, What
+from loraplex.control.limits.redis_link import LinkDown, RedisLink
+from loraplex.control.limits.redis_messages import (
+    Join,
+    Replica,
+    Reply,
+    Report,
+    Request,
+    Reserve,
+    Settle,
+    rates_of,
+    seats_of,
+    window_name,
+)
+from loraplex.control.limits.redis_share import LocalShare, Owed, Part, Seen
+from loraplex.control.types import Decision, LimitWindow
+
+TIMEOUT_S = 0.05
+"""For what a request waits for."""
+PATIENCE_S = 0.5
+"""For what is done in the background."""
+HEARTBEAT_S = 3.0
+"""A replica that Redis has not heard of for 15 s (LEASE in the script) has given back what it held."""
+RETRY_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Pauses before Redis is looked for again; the last one for ever."""
+MOST_REPORTED = 500
+"""Windows that one call tells of: it may not stand in the way of others for long."""
+SWEEP_EVERY = 4096
+log = structlog.get_logger("loraplex")
+
+
+class LimiterWatch(Protocol):
+    """What is measured."""
+
+    def redis_answered(self, seconds: float) -> None:
+        """A decision came from Redis."""
+
+    def decided_apart(self, passed: bool) -> None:
+        """A decision was made without it."""
+
+    def redis_up(self, up: bool, replicas: int) -> None:
+        """Decisions come from Redis, or not; `replicas` that live, as last heard."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A reservation that has not ended. `at_us` on Redis' clock. `told`: Redis knows of it."""
+
+    plan: LimitPlan
+    decision: Decision
+    at_us: float
+    told: bool
+
+
+class RedisLimiter:
+    """See `Limiter`. `start` before the first decision. `clock` is monotonic seconds.
+
+    `reserve` also raises LimitsUnavailable. `settle` raises nothing: what Redis could not be told now it is told later.
+    """
+
+    name = "redis"
+
+    def __init__(
+        self, link: RedisLink, watch: LimiterWatch, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._link = link
+        self._watch = watch
+        self._clock = clock
+        self._replica = uuid.uuid4().hex
+        self._number = 0
+        self._born = ""
+        self._offset_us = 0.0
+        self._part = Part(1, 0)
+        self._joined = False
+        self._lost = asyncio.Event()
+        self._lost_us = 0.0
+        self._share: LocalShare | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._live: dict[str, _Live] = {}
+        self._running: dict[Owner, int] = {}
+        self._seen: dict[str, Seen] = {}
+        self._owed = Owed()
+        self._ended: dict[str, int] = {}
+        self._decisions = 0
+
+    async def start(self) -> None:
+        """What was never seen cannot be shared: raises LimitsNotShared where Redis cannot be used."""
+        try:
+            await self._link.connect()
+            await self._join()
+        except LinkDown as error:
+            raise LimitsNotShared(f"the Redis of the limits cannot be used: {error}.") from error
+        self._back()
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._joined:
+            with contextlib.suppress(LinkDown):
+                await self._call("leave", self._named(), PATIENCE_S)
+        await self._link.close()
+
+    async def reserve(self, request_id: str, plan: LimitPlan) -> Decision:
+        known = self._live.get(request_id)
+        if known is not None:
+            return known.decision
+        if self._joined:
+            begin = time.perf_counter()
+            try:
+                reply = await self._call(
+                    "reserve",
+                    Reserve(self._replica, str(self._number), request_id, rates_of(plan), seats_of(plan)),
+                    TIMEOUT_S,
+                )
+            except LinkDown as error:
+                self._lose(str(error))
+            except asyncio.CancelledError:
+                self._ended[request_id] = -1
+                raise
+            else:
+                self._watch.redis_answered(time.perf_counter() - begin)
+                return self._decided(request_id, plan, reply)
+        return self._decide_apart(request_id, plan)
+
+    async def settle(self, request_id: str, *, used_tokens: int | None) -> None:
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        for place in live.plan.places:
+            self._running[place.owner] -= 1
+            if not self._running[place.owner]:
+                del self._running[place.owner]
+        used = -1 if used_tokens is None else used_tokens
+        done = False
+        try:
+            if self._joined:
+                reply = await self._call("settle", self._settling({request_id: used}), TIMEOUT_S)
+                done = True
+                self._saw(live.plan, reply)
+        except LinkDown as error:
+            self._lose(str(error))
+        finally:
+            if self._share is not None:
+                self._share.settle(request_id, used_tokens)
+            if not done and live.told:
+                self._ended[request_id] = used
+            elif not done:
+                self._owed.add(live.plan, used_tokens, live.at_us)
+
+    # Decisions.
+
+    def _decided(self, request_id: str, plan: LimitPlan, reply: Reply) -> Decision:
+        tightest: dict[What, LimitWindow] = {}
+        refusals = []
+        for charge, spent_us, wait_us in zip(plan.rates, reply.spent, reply.waits, strict=True):
+            self._seen[window_name(charge)] = Seen(charge.limit, reply.now + spent_us)
+            state = limit_window(charge.limit, min(spent_us / 1e6, PERIOD_S))
+            if charge.what not in tightest or state.remaining < tightest[charge.what].remaining:
+                tightest[charge.what] = state
+            if wait_us > 0:
+                refusals.append((wait_us / 1e6, charge.refusal))
+        self._sweep(reply.now)
+        decision = Decision(tightest.get("requests"), tightest.get("tokens"))
+        if reply.status == "refused":
+            refusals += [
+                (PLACE_RETRY_S, place.refusal)
+                for place, full in zip(plan.places, reply.full, strict=True)
+                if full
+            ]
+            wait, message = max(refusals)
+            raise RateLimited(message, retry_after_s=wait, requests=decision.requests, tokens=decision.tokens)
+        self._hold(request_id, _Live(plan, decision, reply.now, told=True))
+        return decision
+
+    def _decide_apart(self, request_id: str, plan: LimitPlan) -> Decision:
+        if self._share is None:
+            self._share = LocalShare(self._part, self._spent, self._clock)
+        try:
+            decision = self._share.reserve(request_id, plan, self._running)
+        except LimitsUnavailable:
+            self._watch.decided_apart(passed=False)
+            raise
+        self._watch.decided_apart(passed=True)
+        self._hold(request_id, _Live(plan, decision, self._now_us(), told=False))
+        return decision
+
+    def _saw(self, plan: LimitPlan, reply: Reply) -> None:
+        for charge in plan.rates:
+            name = window_name(charge)
+            self._seen[name] = Seen(charge.limit, reply.now + reply.windows.get(name, 0.0))
+
+    def _hold(self, request_id: str, live: _Live) -> None:
+        self._live[request_id] = live
+        for place in live.plan.places:
+            self._running[place.owner] = self._running.get(place.owner, 0) + 1
+
+    def _spent(self, name: str) -> float:
+        """Seconds of the minute that were spent when the window was last seen, less what has flowed back."""
+        seen = self._seen.get(name)
+        return 0.0 if seen is None else min(max(0.0, (seen.until - self._now_us()) / 1e6), PERIOD_S)
+
+    def _sweep(self, now_us: float) -> None:
+        self._decisions += 1
+        if self._decisions % SWEEP_EVERY == 0:
+            self._seen = {name: seen for name, seen in self._seen.items() if seen.until > now_us}
+
+    # Being together and apart.
+
+    def _lose(self, reason: str) -> None:
+        if self._joined:
+            self._joined = False
+            self._lost_us = self._now_us()
+            self._lost.set()
+            log.error("limiter_redis_lost", reason=reason, replicas=self._part.replicas)
+            self._watch.redis_up(False, self._part.replicas)
+
+    def _back(self) -> None:
+        self._joined = True
+        self._lost.clear()
+        self._share = None
+        self._watch.redis_up(True, self._part.replicas)
+
+    async def _keep(self) -> None:
+        while True:
+            if not self._joined:
+                await self._rejoin()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._lost.wait()
+            if self._joined:
+                await self.beat()
+
+    async def beat(self) -> None:
+        """Say that this server lives, and hear how many do. Nothing else needs to call it; nothing is raised."""
+        try:
+            self._counted(await self._call("heartbeat", self._named(), PATIENCE_S))
+            if self._ended:
+                ended = dict(self._ended)
+                await self._call("settle", self._settling(ended), PATIENCE_S)
+                self._forget_ended(ended)
+        except LinkDown as error:
+            self._lose(str(error))
+
+    async def _rejoin(self) -> None:
+        begin = self._clock()
+        tries = 0
+        while True:
+            await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+            tries += 1
+            try:
+                await self._link.connect()
+                await self._join()
+                # What was decided here meanwhile is told before any request that comes now.
+                self._back()
+                log.info("limiter_redis_back", seconds=round(self._clock() - begin, 1), tries=tries)
+                await self._join()
+            except LinkDown as error:
+                self._lose(str(error))
+                continue
+            return
+
+    async def _join(self) -> None:
+        """Reconcile: what runs here and Redis does not know is charged there, what Redis believes to run and does not
+        is settled, and every window is at least as far spent as it was seen and has been spent since."""
+        self._number += 1
+        number = str(self._number)
+        owed, self._owed = self._owed, Owed()
+        ended = dict(self._ended)
+        told = dict(self._live)
+        spending = owed.spending(self._seen, self._now_us(), self._lost_us)
+        live = [
+            Request(name, one.at_us, one.told, rates_of(one.plan), seats_of(one.plan))
+            for name, one in told.items()
+        ]
+        join = Join(self._replica, number, self._born, spending[:MOST_REPORTED], ended, live)
+        try:
+            reply = await self._call("join", join, PATIENCE_S)
+            for first in range(MOST_REPORTED, len(spending), MOST_REPORTED):
+                some = spending[first : first + MOST_REPORTED]
+                report = Report(self._replica, number, some, reply.has_lost)
+                await self._call("report", report, PATIENCE_S)
+        except BaseException:
+            # It may have been done all the same: then it is charged twice, for the minute that it takes to flow back.
+            owed.merge(self._owed)
+            self._owed = owed
+            raise
+        for one in told.values():
+            one.told = True
+        self._forget_ended(ended)
+        self._born = reply.born
+        self._counted(reply)
+
+    def _forget_ended(self, ended: dict[str, int]) -> None:
+        for name in ended:
+            self._ended.pop(name, None)
+
+    def _counted(self, reply: Reply) -> None:
+        self._part = Part(reply.replicas, reply.rank)
+        self._watch.redis_up(self._joined, reply.replicas)
+
+    # Calls.
+
+    async def _call(self, operation: str, given: msgspec.Struct, timeout_s: float) -> Reply:
+        """Raises LinkDown, too, where Redis does not know this server any more."""
+        raw = await self._link.call(operation, msgspec.msgpack.encode(given), timeout_s)
+        reply = msgspec.msgpack.decode(raw, type=Reply)
+        self._offset_us = reply.now - self._clock() * 1e6
+        if reply.status == "unknown":
+            raise LinkDown("Redis has forgotten this server")
+        return reply
+
+    def _now_us(self) -> float:
+        """Redis' clock, as far as it is known here."""
+        return self._clock() * 1e6 + self._offset_us
+
+    def _named(self) -> Replica:
+        return Replica(self._replica, str(self._number))
+
+    def _settling(self, ended: dict[str, int]) -> Settle:
+        return Settle(self._replica, str(self._number), ended)

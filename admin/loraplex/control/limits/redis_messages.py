@@ -1,0 +1,122 @@
+"""What the script in Redis is told and answers, in msgpack. Times are microseconds of Redis' clock; a `name` is
+OWNER:ID:WHAT, an `owner` OWNER:ID, as they stand in the keys."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from loraplex.control.limits.plan import LimitPlan, Owner, RateCharge
+
+
+class Rate(msgspec.Struct, frozen=True):
+    name: str
+    limit: int
+    cost: int
+    tokens: bool
+    """False: a request, of which all stays where anything came of it."""
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A place. `limit` -1: as many as there may be."""
+
+    owner: str
+    limit: int
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A reservation that was made `at` that time, and has not ended. `told`: Redis was told of it before, and may have
+    lost it or given it back."""
+
+    id: str
+    at: float
+    told: bool
+    rates: list[Rate]
+    places: list[Seat]
+
+
+class Spending(msgspec.Struct, frozen=True):
+    """What is known of a window: that it was spent until `seen`; and what was charged without Redis, of which `sum` is
+    the tokens and `floor` the time until which they alone would spend it."""
+
+    name: str
+    limit: int
+    seen: float
+    sum: float
+    floor: float
+
+
+class Join(msgspec.Struct, frozen=True):
+    """`number` names this joining in every later call; `born`: the data that Redis had at the last one, empty at first.
+    `ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended."""
+
+    replica: str
+    number: str
+    born: str
+    rates: list[Spending]
+    ended: dict[str, int]
+    live: list[Request]
+
+
+class Reserve(msgspec.Struct, frozen=True):
+    replica: str
+    number: str
+    id: str
+    rates: list[Rate]
+    places: list[Seat]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """More of what a Join tells, which answered `has_lost`."""
+
+    replica: str
+    number: str
+    rates: list[Spending]
+    has_lost: bool
+
+
+class Settle(msgspec.Struct, frozen=True):
+    replica: str
+    number: str
+    ended: dict[str, int]
+
+
+class Replica(msgspec.Struct, frozen=True):
+    """A heartbeat, or the last word."""
+
+    replica: str
+    number: str
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """`unknown`: Redis does not know this joining of this replica, and did nothing. `spent` and `waits`: microseconds,
+    for each rate of the request; `full` for each place; `windows`: by name, what is spent after settling. `replicas`
+    that live, `rank` of them come before this one. `has_lost`: other data than `born` named before."""
+
+    status: Literal["ok", "refused", "unknown"]
+    now: float
+    spent: list[float] = []
+    waits: list[float] = []
+    full: list[bool] = []
+    windows: dict[str, float] = {}
+    replicas: int = 0
+    rank: int = 0
+    has_lost: bool = False
+    born: str = ""
+
+
+def window_name(charge: RateCharge) -> str:
+    return f"{owner_name(charge.owner)}:{charge.what}"
+
+
+def owner_name(owner: Owner) -> str:
+    return f"{owner.kind}:{owner.id}"
+
+
+def rates_of(plan: LimitPlan) -> list[Rate]:
+    return [Rate(window_name(one), one.limit, one.cost, one.what == "tokens") for one in plan.rates]
+
+
+def seats_of(plan: LimitPlan) -> list[Seat]:
+    return [Seat(owner_name(one.owner), -1 if one.limit is None else one.limit) for one in plan.places]

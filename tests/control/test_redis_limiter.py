@@ -1,0 +1,278 @@
+"""Limits that several servers share in one Redis: who gives back what a dead one held, and what each does by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from loraplex.control.errors import LimitsNotShared, LimitsUnavailable, RateLimited
+from loraplex.control.limits.plan import LimitPlan, plan_request
+from loraplex.control.limits.redis_limiter import RedisLimiter
+from loraplex.control.limits.redis_link import RedisLink, redis_script
+from loraplex.control.types import NO_LIMITS, Limits, Principal
+from support.limiters import SharedLimits, Watch, tenant
+from support.tcp_proxy import TcpProxy
+
+
+def plan(who: Principal, tokens: int = 1, server: Limits = NO_LIMITS) -> LimitPlan:
+    """A request of one prompt token and an answer; `tokens` in all."""
+    return plan_request(who, server, prompt_tokens=1, asked_tokens=tokens - 1, default_tokens=1, n=1)
+
+
+async def passing(limiter: RedisLimiter, who: Principal, most: int, name: str, tokens: int = 1) -> list[str]:
+    """Those of `most` requests that pass."""
+    passed = []
+    for number in range(most):
+        try:
+            await limiter.reserve(f"{name}{number}", plan(who, tokens))
+        except (RateLimited, LimitsUnavailable):
+            continue
+        passed.append(f"{name}{number}")
+    return passed
+
+
+@pytest.fixture
+async def shared() -> AsyncIterator[SharedLimits]:
+    async with SharedLimits() as limits:
+        yield limits
+
+
+async def test_servers_share_every_limit(shared: SharedLimits) -> None:
+    one, other = await shared.servers(2)
+    acme = tenant(requests_per_minute=10, tokens_per_minute=1000, max_concurrency=3)
+    await one.reserve("a", plan(acme, 400))
+    held = await other.reserve("b", plan(acme, 500))
+    assert held.requests is not None
+    assert held.tokens is not None
+    assert (held.requests.remaining, held.tokens.remaining) == (8, 100)
+    with pytest.raises(RateLimited, match="1000 tokens"):
+        await one.reserve("c", plan(acme, 101))
+    await one.reserve("c", plan(acme, 100))
+    with pytest.raises(RateLimited, match="at a time"):
+        await other.reserve("d", plan(acme))
+    await one.settle("a", used_tokens=0)
+    await other.reserve("d", plan(acme, 400))
+
+
+async def test_what_a_silent_server_held_comes_back_and_is_charged_again_when_it_returns(
+    shared: SharedLimits,
+) -> None:
+    with TcpProxy(shared.redis.port) as proxy:
+        (cut_off,) = await shared.servers(1, port=proxy.port)
+        (one,) = await shared.servers(1)
+        acme = tenant(tokens_per_minute=1000, max_concurrency=2)
+        await cut_off.reserve("a", plan(acme, 600))
+        await cut_off.reserve("b", plan(acme, 200))
+        proxy.hang()
+        shared.advance(14)
+        await one.beat()
+        with pytest.raises(RateLimited):
+            await one.reserve("c", plan(acme))
+        shared.advance(2)
+        await one.beat()
+        held = await one.reserve("c", plan(acme, 100))
+        assert held.tokens is not None
+        assert held.tokens.remaining == 900
+        # It was not dead, and what it runs counts again.
+        await cut_off.beat()
+        proxy.carry()
+        await shared.together()
+        assert shared.running() == 3
+        with pytest.raises(RateLimited, match="at a time"):
+            await one.reserve("d", plan(acme))
+        await cut_off.settle("a", used_tokens=100)
+        await cut_off.settle("b", used_tokens=100)
+        await one.settle("c", used_tokens=100)
+        assert shared.running() == 0
+        held = await one.reserve("d", plan(acme, 100))
+        assert held.tokens is not None
+        assert held.tokens.remaining == 600  # the first two count as if they had come now
+
+
+async def test_a_server_that_ends_leaves_nothing(shared: SharedLimits) -> None:
+    one, other = await shared.servers(2)
+    acme = tenant(tokens_per_minute=1000, max_concurrency=1)
+    await one.reserve("a", plan(acme, 1000))
+    await one.close()
+    await other.reserve("b", plan(acme, 1000))
+    await other.beat()
+    assert shared.watches[1].replicas == 1
+
+
+async def test_a_redis_that_lost_its_data_is_told_what_it_knew(shared: SharedLimits) -> None:
+    one, other = await shared.servers(2)
+    acme = tenant(tokens_per_minute=1000, requests_per_minute=10, max_concurrency=3)
+    await one.reserve("a", plan(acme, 300))
+    await other.reserve("b", plan(acme, 300))
+    await other.settle("b", used_tokens=200)
+    shared.redis.kill()
+    for limiter in (one, other):
+        await limiter.beat()
+    shared.redis.start()
+    shared.tell_time()
+    await shared.together()
+    held = await one.reserve("c", plan(acme, 100))
+    assert held.requests is not None
+    assert held.tokens is not None
+    assert (held.requests.remaining, held.tokens.remaining) == (7, 400)
+    await other.reserve("d", plan(acme, 100))
+    with pytest.raises(RateLimited, match="at a time"):
+        await one.reserve("e", plan(acme, 100))
+    # What was seen stays spent until it flows back: nobody can say any more what of it was whose.
+    await one.settle("a", used_tokens=0)
+    held = await one.reserve("e", plan(acme, 100))
+    assert held.tokens is not None
+    assert held.tokens.remaining == 200
+
+
+@pytest.mark.parametrize("fault", ["killed", "hung", "full"])
+async def test_apart_all_servers_together_let_pass_what_the_limits_allow(
+    shared: SharedLimits, fault: str
+) -> None:
+    servers = await shared.servers(3)
+    acme = tenant(requests_per_minute=10, max_concurrency=8)
+    await servers[0].reserve("before", plan(acme))
+    _break(shared, fault)
+    # At places before requests: 8 in all, of which one is taken; it is settled without Redis.
+    passed = [await passing(server, acme, 8, f"s{i}-") for i, server in enumerate(servers)]
+    assert sum(len(names) for names in passed) == 7
+    for server, names in zip(servers, passed, strict=True):
+        for name in names:
+            await server.settle(name, used_tokens=1)
+    await servers[0].settle("before", used_tokens=1)
+    # Of 10 requests, servers that had not seen the first one still have all of their part.
+    more = [await passing(server, acme, 8, f"t{i}-") for i, server in enumerate(servers)]
+    total = sum(len(names) for names in passed + more)
+    assert 9 <= total <= 10
+    with pytest.raises(LimitsUnavailable, match="10 requests a minute is reached") as refused:
+        await servers[0].reserve("late", plan(acme))
+    assert 0 < refused.value.retry_after_s <= 60
+    await servers[1].reserve("free", plan(tenant("unlimited")))
+    assert all(not watch.up for watch in shared.watches)
+    _mend(shared, fault)
+    await shared.together()
+    with pytest.raises(RateLimited, match="10 requests a minute"):
+        await servers[2].reserve("after", plan(acme))
+    assert shared.running() == sum(len(names) for names in more) + 1
+
+
+def _break(shared: SharedLimits, fault: str) -> None:
+    if fault == "killed":
+        shared.redis.kill()
+    elif fault == "hung":
+        shared.redis.hang()
+    else:
+        shared.redis.fill_memory()
+
+
+def _mend(shared: SharedLimits, fault: str) -> None:
+    if fault == "killed":
+        shared.redis.start()
+        shared.tell_time()
+    elif fault == "hung":
+        shared.redis.go_on()
+    else:
+        shared.redis.free_memory()
+
+
+async def test_what_was_spent_apart_and_runs_on_is_settled_in_redis(shared: SharedLimits) -> None:
+    one, other = await shared.servers(2)
+    acme = tenant(tokens_per_minute=1000)
+    shared.redis.hang()
+    await one.reserve("runs", plan(acme, 300))
+    await one.reserve("ended", plan(acme, 200))
+    await one.settle("ended", used_tokens=50)
+    await one.reserve("nothing", plan(acme, 100))
+    await one.settle("nothing", used_tokens=None)
+    shared.redis.go_on()
+    await shared.together()
+    held = await other.reserve("a", plan(acme, 100))
+    assert held.tokens is not None
+    assert held.tokens.remaining == 1000 - 300 - 50 - 100
+    await one.settle("runs", used_tokens=100)
+    held = await other.reserve("b", plan(acme, 100))
+    assert held.tokens is not None
+    assert held.tokens.remaining == 1000 - 100 - 50 - 200
+
+
+async def test_an_outage_longer_than_a_minute_forgets_what_has_flowed_back(shared: SharedLimits) -> None:
+    (one,) = await shared.servers(1)
+    acme = tenant(tokens_per_minute=600)
+    await one.reserve("before", plan(acme, 600))
+    shared.redis.hang()
+    with pytest.raises(LimitsUnavailable):  # the share begins as spent as the whole was
+        await one.reserve("now", plan(acme, 1))
+    for minute in range(3):
+        shared.clock.advance(60)
+        await one.reserve(f"m{minute}", plan(acme, 600))
+        await one.settle(f"m{minute}", used_tokens=600)
+    shared.clock.advance(30)
+    shared.redis.go_on()
+    shared.tell_time()
+    await shared.together()
+    held = await one.reserve("after", plan(acme, 1))
+    assert held.tokens is not None
+    assert held.tokens.remaining == 299
+
+
+async def test_a_request_that_redis_took_too_late_leaves_nothing(shared: SharedLimits) -> None:
+    (one,) = await shared.servers(1)
+    acme = tenant(tokens_per_minute=1000, max_concurrency=1)
+    shared.redis.hang()
+    await one.reserve("late", plan(acme, 500))  # is in Redis' buffer, and decided here
+    await one.settle("late", used_tokens=100)
+    shared.redis.go_on()
+    await shared.together()
+    held = await one.reserve("next", plan(acme, 100))
+    assert held.tokens is not None
+    assert held.tokens.remaining == 800
+    assert shared.running() == 1
+
+
+async def test_scripts_that_somebody_flushed_are_brought_again(shared: SharedLimits) -> None:
+    (one,) = await shared.servers(1)
+    await one.reserve("a", plan(tenant()))
+    shared.redis.client.script_flush()
+    await asyncio.gather(*(one.reserve(f"b{i}", plan(tenant())) for i in range(5)))
+    assert shared.running() == 6
+    assert shared.watches[0].apart == []
+
+
+async def test_a_cancelled_request_holds_nothing(shared: SharedLimits) -> None:
+    (one,) = await shared.servers(1)
+    task = asyncio.create_task(one.reserve("a", plan(tenant(max_concurrency=1))))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await one.beat()
+    await one.reserve("b", plan(tenant(max_concurrency=1)))
+
+
+async def test_without_redis_a_server_does_not_start(shared: SharedLimits) -> None:
+    shared.redis.kill()
+    limiter = RedisLimiter(RedisLink(shared.redis.url, redis_script()), Watch())
+    with pytest.raises(LimitsNotShared, match="the Redis of the limits cannot be used"):
+        await limiter.start()
+    await limiter.close()
+
+
+async def test_no_request_waits_for_a_redis_that_hangs(shared: SharedLimits) -> None:
+    (one,) = await shared.servers(1)
+    waits = []
+
+    async def request(name: str) -> None:
+        begin = time.perf_counter()
+        await one.reserve(name, plan(tenant()))
+        waits.append(time.perf_counter() - begin)
+
+    shared.redis.hang()
+    await asyncio.gather(*(request(f"first{i}") for i in range(20)))
+    assert max(waits) < 0.15  # 50 ms, on a machine that has other things to do
+    waits.clear()
+    for number in range(100):
+        await request(f"then{number}")
+    assert sorted(waits)[95] < 0.01
