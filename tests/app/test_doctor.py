@@ -36,6 +36,7 @@ def test_all_is_well(tmp_path: Path) -> None:
         "torch",
         "kernels",
         "database",
+        "redis",
         "data directory",
         "data port",
         "admin port",
