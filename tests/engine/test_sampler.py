@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from loraplex.engine import sampler
 from loraplex.engine.inputs import PlainInputs
-from loraplex.engine.sampler import make_sampler, sample
+from loraplex.engine.sampler import NumbaSampler, make_sampler, sample
 from loraplex.engine.sampling_batch import TokenHistory, build_sampling_batch
 from loraplex.engine.sampling_noise import uniform
 from loraplex.engine.types import SamplingParams, ScheduledSequence
@@ -23,16 +24,26 @@ from support.sampling_options import sampling_params, token_lists
 CPU = torch.device("cpu")
 
 
-def draw(
-    logits: Any, rows: list[ScheduledSequence], pending: list[int] | None = None
-) -> tuple[list[int], list[bool]]:
-    x = torch.tensor(np.asarray(logits), dtype=torch.float32)
-    batch = build_sampling_batch(
-        rows, vocab_size=x.shape[1], eos_ids=EOS, history=TokenHistory(), upload=PlainInputs(CPU, 1, None)
-    )
-    last = torch.tensor(pending if pending is not None else [0] * len(rows))
-    tokens, ok = sample(x, batch, last)
-    return tokens.tolist(), ok.tolist()
+Draw = Callable[..., tuple[list[int], list[bool]]]
+
+
+@pytest.fixture(scope="module", params=["torch", "numba"])
+def draw(request: pytest.FixtureRequest) -> Draw:
+    """(logits, rows, pending tokens) → tokens and whether each row is ok, by either way of drawing on a CPU."""
+    numba = NumbaSampler(0) if request.param == "numba" else None
+
+    def drawn(
+        logits: Any, rows: list[ScheduledSequence], pending: list[int] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        x = torch.tensor(np.asarray(logits), dtype=torch.float32)
+        batch = build_sampling_batch(
+            rows, vocab_size=x.shape[1], eos_ids=EOS, history=TokenHistory(), upload=PlainInputs(CPU, 1, None)
+        )
+        last = torch.tensor(pending if pending is not None else [0] * len(rows))
+        tokens, ok = sample(x, batch, last) if numba is None else numba.sample(x, batch, last)
+        return tokens.tolist(), ok.tolist()
+
+    return drawn
 
 
 @settings(max_examples=200, deadline=None)
@@ -44,7 +55,7 @@ def draw(
     ),
     st.integers(0, 10**6),
 )
-def test_rows_equal_the_reference(drawn, seed):
+def test_rows_equal_the_reference(draw, drawn, seed):
     logits = np.random.default_rng(seed).normal(0, 3, (len(drawn), 60)).astype(np.float32)
     rows = [
         row(str(i), p, prompt=(1, *prompt), output=output, pending=pending)
@@ -68,7 +79,7 @@ def test_rows_equal_the_reference(drawn, seed):
     "options", [{"top_p": 0.9}, {"top_k": 30}, {"top_k": 3000}, {"top_p": 0.3, "top_k": 2000}]
 )
 @pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
-def test_large_vocabularies(options, spread):
+def test_large_vocabularies(draw, options, spread):
     """Whether the best candidates decide a row (peaked) or all must be sorted (flat), the set is the same."""
     logits = np.random.default_rng(1).normal(0, spread, (6, 5000)).astype(np.float32)
     rows = [row(str(i), SamplingParams(9, seed=i, **options)) for i in range(6)]
@@ -78,7 +89,7 @@ def test_large_vocabularies(options, spread):
         assert abs(tokens[i] - (np.searchsorted(edges, uniform(i, 0, 0), side="right") - 1)) <= 1
 
 
-def test_batch_mates_do_not_change_a_draw():
+def test_batch_mates_do_not_change_a_draw(draw):
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (8, 3000)).astype(np.float32)
     options = [
@@ -92,7 +103,7 @@ def test_batch_mates_do_not_change_a_draw():
     assert [together[i] for i in order] == draw(logits[order], [rows[i] for i in order])[0]
 
 
-def test_draws_follow_the_distribution():
+def test_draws_follow_the_distribution(draw):
     """Chi-square over 4,000 draws with fixed seeds: 5 degrees of freedom, 99.9% quantile 20.5."""
     logits = np.log([0.4, 0.25, 0.15, 0.1, 0.07, 0.03])
     rows = [row(str(i), SamplingParams(9, seed=i)) for i in range(4000)]
@@ -113,7 +124,7 @@ def test_noise_is_even_and_independent_of_neighbouring_counters():
     assert uniform(-1, 0, 0) != uniform(2**64 - 1, 0, 0)
 
 
-def test_greedy_takes_the_first_of_the_largest_and_uses_no_noise(monkeypatch):
+def test_greedy_takes_the_first_of_the_largest_and_uses_no_noise(draw, monkeypatch):
     monkeypatch.setattr(
         "loraplex.engine.sampling_batch.uniform", lambda *a: pytest.fail("noise for a greedy row")
     )
@@ -123,7 +134,7 @@ def test_greedy_takes_the_first_of_the_largest_and_uses_no_noise(monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6, 1e30, float("inf")])
-def test_extreme_temperatures(temperature):
+def test_extreme_temperatures(draw, temperature):
     logits = np.array([[1.0, 1.5, -3e38, 3.0], [3.4e38, -3.4e38, 0.0, 1.0]])
     rows = [row(str(i), SamplingParams(9, temperature=temperature, seed=i)) for i in range(2)]
     tokens, ok = draw(logits, rows)
@@ -133,7 +144,7 @@ def test_extreme_temperatures(temperature):
         assert tokens == [3, 0]
 
 
-def test_a_row_that_cannot_be_drawn_fails_alone():
+def test_a_row_that_cannot_be_drawn_fails_alone(draw):
     logits = np.zeros((6, 4), np.float32)
     logits[:, 1] = 1
     logits[1, 2] = np.nan
@@ -148,7 +159,7 @@ def test_a_row_that_cannot_be_drawn_fails_alone():
     assert tokens == [1, 0, 0, 0, 0, 1]
 
 
-def test_ids_beyond_the_vocabulary_are_passed_over():
+def test_ids_beyond_the_vocabulary_are_passed_over(draw):
     params = SamplingParams(
         9, temperature=0.0, logit_bias=((999, 50.0), (-1, 50.0)), stop_token_ids=(999, -3), min_tokens=3,
         repetition_penalty=1.2,
@@ -158,7 +169,7 @@ def test_ids_beyond_the_vocabulary_are_passed_over():
     )  # fmt: skip
 
 
-def test_ends_are_barred_until_min_tokens():
+def test_ends_are_barred_until_min_tokens(draw):
     logits = [[0.0, 1.0, 9.0, 5.0]] * 4
     params = SamplingParams(9, temperature=0.0, min_tokens=2, stop_token_ids=(3,))
     ignoring = SamplingParams(9, temperature=0.0, min_tokens=2, ignore_eos=True)
@@ -171,7 +182,7 @@ def test_ends_are_barred_until_min_tokens():
     assert draw(logits, rows)[0] == [1, 1, 2, 2]
 
 
-def test_presence_and_frequency_count_outputs_only_and_the_pending_token():
+def test_presence_and_frequency_count_outputs_only_and_the_pending_token(draw):
     params = SamplingParams(9, temperature=0.0, presence_penalty=2.0)
     logits = [[0.0, 3.0, 0.0, 2.0]] * 4
     rows = [
@@ -191,7 +202,7 @@ def test_history_follows_a_growing_sequence():
     assert history.tokens(item.seq).tolist() == [1, 2, 3, 4, 5]
 
 
-def test_all_greedy_needs_one_pass(monkeypatch):
+def test_all_greedy_needs_one_pass(draw, monkeypatch):
     """No option, no noise, no sort: nothing but the maximum."""
     for name in ("_draw", "_penalise", "_thresholds"):
         monkeypatch.setattr(sampler, name, lambda *a: pytest.fail("not needed"))
@@ -199,14 +210,14 @@ def test_all_greedy_needs_one_pass(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_both_samplers_give_a_growing_sequence_the_same_tokens():
+def test_all_samplers_give_a_growing_sequence_the_same_tokens():
     """Planned ahead: of each token the plan for the next knows only that there will be one."""
     rng = np.random.default_rng(4)
     options = {"repetition_penalty": 1.6, "frequency_penalty": 0.5, "presence_penalty": 0.2, "min_tokens": 3}
     tables = [SamplingParams(9, seed=3, **options), SamplingParams(9, temperature=0.0, **options)]
     logits = rng.normal(0, 1, (6, 2, 40)).astype(np.float32)
     answers = []
-    for backend in ("torch", "triton"):
+    for backend in ("torch", "numba", "triton"):
         chosen = make_sampler(backend, vocab_size=40, max_rows=4, device=CPU)
         seqs = [row(str(i), p, prompt=(1, 5)).seq for i, p in enumerate(tables)]
         last, found = torch.zeros(2, dtype=torch.int64), []
@@ -222,5 +233,5 @@ def test_both_samplers_give_a_growing_sequence_the_same_tokens():
             found.append(last.tolist())
         values = chosen.score(torch.tensor(logits[0]), last, 5)
         answers.append((found, values.ids.tolist(), values.values.numpy().round(4).tolist()))
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
     assert len({tuple(tokens) for tokens in answers[0][0]}) > 3

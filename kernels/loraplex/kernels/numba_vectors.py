@@ -98,10 +98,16 @@ def _maximum(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
+def _at_least(builder, a, b):
+    return builder.select(builder.fcmp_ordered(">=", a, b), a, nir.vector(nir.V_F32, 0.0))
+
+
 fma = _vector_intrinsic(float32x16, 3, nir.fma)
 """a·b + c"""
 maximum = _vector_intrinsic(float32x16, 2, _maximum)
 """By lane; b where one is NaN."""
+at_least = _vector_intrinsic(float32x16, 2, _at_least)
+"""By lane: a where it is b or more, else 0."""
 horizontal_sum = _vector_intrinsic(types.float32, 1, _reassociated("llvm.vector.reduce.fadd.v16f32", -0.0))
 horizontal_max = _vector_intrinsic(types.float32, 1, _reassociated("llvm.vector.reduce.fmax.v16f32", None))
 """Of the lanes that are not NaN."""
@@ -279,6 +285,24 @@ def write_float32(typing, value, address):
         return context.get_dummy_value()
 
     return types.void(types.float32, types.int64), lower
+
+
+@intrinsic
+def write_float64(typing, value, address):
+    def lower(context, builder, signature, values):
+        nir.store(builder, values[0], values[1], 8)
+        return context.get_dummy_value()
+
+    return types.void(types.float64, types.int64), lower
+
+
+@intrinsic
+def write_int64(typing, value, address):
+    def lower(context, builder, signature, values):
+        nir.store(builder, values[0], values[1], 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), lower
 
 
 @intrinsic

@@ -8,6 +8,7 @@ import torch
 from loraplex.kernels import dense_numba, lora_numba
 from loraplex.kernels.attention_numba import build_attention_batch
 from loraplex.kernels.attention_numba_tiles import BLOCK
+from loraplex.kernels.drawing_numba import draw
 from loraplex.kernels.fused_numba import SMALL, numba_ops
 from loraplex.kernels.numba_vectors import LIKE
 from loraplex.kernels.sampling_numba import largest
@@ -34,7 +35,18 @@ def warm_up(dtype: torch.dtype) -> None:
             cos = torch.ones(rows, 1, 1)
             ops.rotate_and_write(heads, 1, cos, cos, cache, batch, q_norm=norm, k_norm=norm, eps=1e-5)
         ops.paged_attention(heads[:, :1], cache, batch, scale=1.0, window=None, softcap=None)
-    one = torch.zeros(1, 2, dtype=dtype)
-    ops.linear(one, dense_numba.pack_weight(one), None)
+    row = torch.zeros(1, 2, dtype=dtype)
+    ops.linear(row, dense_numba.pack_weight(row), None)
     lora_numba.warm_up(dtype, dtype)
-    largest(torch.zeros(1, 1))
+    logits = torch.zeros(1, 1)
+    one, sure = torch.ones(1), torch.ones(1, dtype=torch.float64)
+    draw(
+        logits,
+        *largest(logits),
+        rows=torch.zeros(1, dtype=torch.int64),
+        temperature=one,
+        uniform=sure - 1,
+        min_p=one,
+        top_k=torch.ones(1, dtype=torch.int64),
+        top_p=sure,
+    )

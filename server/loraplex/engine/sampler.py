@@ -11,7 +11,7 @@ it depends on neither batch-mates nor a generator's state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -89,22 +89,48 @@ class TorchSampler:
 
 
 class NumbaSampler(TorchSampler):
-    """The same, and a kernel for the steps in which every row just takes its largest logit."""
+    """The same, with kernels for what every row needs: its largest logit, and its draw."""
 
     def __init__(self, vocab_size: int) -> None:
-        from loraplex.kernels.sampling_numba import largest  # numba takes a second to import
+        # numba takes a second to import.
+        from loraplex.kernels.drawing_numba import draw
+        from loraplex.kernels.sampling_numba import largest
 
         super().__init__(vocab_size)
         self._largest = largest
+        self._draw = draw
 
     def sample(
         self, logits: torch.Tensor, batch: SamplingBatch, last_tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        changed = (batch.penalties, batch.bias, batch.banned, batch.draws)
-        if any(part is not None for part in changed) or not logits.is_contiguous():
-            return sample(logits, batch, last_tokens)
+        logits = logits.contiguous()
         tokens, ok = self._largest(logits)
+        if batch.penalties is not None or batch.bias is not None or batch.banned is not None:
+            _edit(logits, batch, last_tokens)
+            tokens, _ = self._largest(logits)  # what is banned is not finite any more
+            ok &= logits.gather(1, tokens[:, None])[:, 0].isfinite()
+        if (draws := batch.draws) is not None:
+            self._draw(
+                logits,
+                tokens,
+                ok,
+                rows=draws.rows,
+                temperature=draws.temperature.clamp_min(MIN_TEMPERATURE),
+                uniform=draws.uniform,
+                min_p=torch.zeros_like(draws.temperature) if draws.min_p is None else draws.min_p,
+                top_k=_of_all(draws, "top_k", logits.shape[1]),
+                top_p=_of_all(draws, "top_p", 1.0),
+            )
         return tokens.masked_fill_(~ok, 0), ok
+
+
+def _of_all(draws: Draws, limit: Literal["top_k", "top_p"], off: float) -> torch.Tensor:
+    """[R, 1]: a limit of all drawn rows, those without it too."""
+    kind = torch.int64 if limit == "top_k" else torch.float64
+    values = torch.full_like(draws.uniform, off, dtype=kind)
+    if draws.ranking is not None:
+        values.index_copy_(0, draws.ranking.index, getattr(draws.ranking, limit))
+    return values
 
 
 class TritonSampler:
@@ -152,12 +178,7 @@ def sample(
     """
     least, most = torch.aminmax(logits, dim=-1)
     ok = least.isfinite() & most.isfinite()
-    if batch.penalties is not None:
-        _penalise(logits, batch.penalties, last_tokens)
-    if batch.bias is not None:
-        logits.view(-1).index_add_(0, *batch.bias)
-    if batch.banned is not None:
-        logits.view(-1).index_fill_(0, batch.banned, float("-inf"))
+    _edit(logits, batch, last_tokens)
     best, tokens = logits.max(dim=-1)
     ok &= best.isfinite()
     if batch.draws is not None:
@@ -165,6 +186,16 @@ def sample(
         drawn = _draw(logits.index_select(0, rows), best.index_select(0, rows), batch.draws)
         tokens = tokens.index_copy(0, rows, drawn)
     return tokens.masked_fill(~ok, 0), ok
+
+
+def _edit(logits: torch.Tensor, batch: SamplingBatch, last_tokens: torch.Tensor) -> None:
+    """What changes single logits before a token is taken."""
+    if batch.penalties is not None:
+        _penalise(logits, batch.penalties, last_tokens)
+    if batch.bias is not None:
+        logits.view(-1).index_add_(0, *batch.bias)
+    if batch.banned is not None:
+        logits.view(-1).index_fill_(0, batch.banned, float("-inf"))
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor) -> None:
