@@ -56,7 +56,7 @@ class TestTenants:
             "max_output_tokens",
         }
         assert set(limits.values()) == {None}
-        assert shown == {"id": "acme", "display_name": "Acme ✓", "weight": 2.0}
+        assert shown == {"id": "acme", "display_name": "Acme ✓", "weight": 2.0, "budget": None}
         assert_problem(await admin.post("/tenants", json=body), 409, "conflict")
         changed = await admin.patch("/tenants/acme", json={"limits": {"max_concurrency": 3}})
         assert changed.json()["limits"]["requests_per_minute"] == 60
@@ -118,7 +118,12 @@ class TestTenants:
                 "invalid_value",
                 "limits.requests_per_minute",
             ),
-            ({"id": "a", "limits": {"token_budget": 5}}, "invalid_value", "limits.token_budget"),
+            ({"id": "a", "limits": {"token_budget": 5}}, "invalid_value", "limits.budget_period"),
+            (
+                {"id": "a", "limits": {"token_budget": 5, "budget_period": "week"}},
+                "invalid_value",
+                "limits.budget_period",
+            ),
         ],
     )
     async def test_wrong_values_are_named(

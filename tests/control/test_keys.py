@@ -239,7 +239,7 @@ def test_many_that_ask_at_once_share_one_reading(plane: ControlPlane, statements
         ({"name": "two\nlines"}, "name"),
         ({"limits": {"requests_per_minute": 0}}, "limits.requests_per_minute"),
         ({"limits": {"max_adapters": 1}}, "limits"),
-        ({"limits": {"token_budget": 5}}, "limits.token_budget"),
+        ({"limits": {"token_budget": 5}}, "limits.budget_period"),
         ({"expires_at": datetime(2000, 1, 1, tzinfo=UTC)}, "expires_at"),
         ({"expires_at": datetime(2999, 1, 1)}, "expires_at"),
     ],

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from loraplex.control.database import Database
 from loraplex.control.errors import NeverFits, RateLimited
+from loraplex.control.limits.budget_store import BudgetStore
+from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.in_process import SWEEP_EVERY, InProcessLimiter
 from loraplex.control.limits.plan import LimitPlan, plan_request
 from loraplex.control.limits.service import RequestLimits
@@ -27,6 +30,15 @@ def plan(
     return plan_request(
         tenant(**limits), server, prompt_tokens=prompt, asked_tokens=asked, default_tokens=256, n=n
     )
+
+
+def no_budgets() -> Budgets:
+    """Nobody has one: the database is never asked."""
+    return Budgets(BudgetStore(Database("sqlite://")), _nobody)
+
+
+async def _nobody(*_: Any) -> Any:
+    raise AssertionError("the database was asked")
 
 
 def test_tokens_are_prompts_and_every_answer() -> None:
@@ -91,7 +103,7 @@ def test_what_was_not_asked_for_is_cut_to_what_the_limits_allow() -> None:
 
 
 async def test_a_reservation_is_the_requests_own_and_says_how_long_its_answers_may_be() -> None:
-    limits = RequestLimits(InProcessLimiter(), server=Limits(tokens_per_minute=100))
+    limits = RequestLimits(InProcessLimiter(), no_budgets(), server=Limits(tokens_per_minute=100))
     asked: dict[str, Any] = {"prompt_tokens": 40, "asked_tokens": None, "default_tokens": 256, "n": 1}
     held = await limits.reserve("internal-1", caller("acme"), **asked)
     assert (held.reservation_id, held.max_output_tokens) == ("internal-1", 60)
@@ -102,7 +114,6 @@ async def test_a_reservation_is_the_requests_own_and_says_how_long_its_answers_m
     with pytest.raises(RateLimited) as refused:
         await limits.reserve("internal-2", caller("rival"), **asked)
     assert "The server's limit" in refused.value.message
-    await limits.close()
 
 
 async def test_nothing_is_kept_of_those_who_went_away() -> None:
@@ -120,7 +131,7 @@ async def test_nothing_is_kept_of_those_who_went_away() -> None:
 
 async def test_many_that_come_and_fail_leave_no_place_taken() -> None:
     limiter = InProcessLimiter()
-    limits = RequestLimits(limiter, server=Limits(max_concurrency=10))
+    limits = RequestLimits(limiter, no_budgets(), server=Limits(max_concurrency=10))
     asked: dict[str, Any] = {"prompt_tokens": 1, "asked_tokens": 5, "default_tokens": 1, "n": 1}
     most = running = 0
 

@@ -15,6 +15,10 @@ import pytest
 
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.control.errors import Conflict, ControlError, DatabaseBusy, InvalidKey, TenantNotFound
+from loraplex.control.limits.budget_store import BudgetStore
+from loraplex.control.limits.budgets import Budgets
+from loraplex.control.limits.in_process import InProcessLimiter
+from loraplex.control.limits.service import RequestLimits
 from loraplex.control.types import ReleaseTarget, Removal, VersionInfo
 from support.control import ControlPlane, caller, use_database
 from support.postgres import need_programs, postgres_server
@@ -216,3 +220,57 @@ def test_a_release_made_on_one_is_followed_by_the_other(planes: Planes) -> None:
     resolved = asyncio.run(there.resolver.resolve(caller("acme"), "pirate"))
     assert resolved.adapter is not None
     assert resolved.adapter.version == 2
+
+
+def test_limits_weights_and_revocations_are_in_force_on_every_server_within_5_s(planes: Planes) -> None:
+    """What both servers remember is at most 2 s old; a rate that is lowered holds for what is spent already."""
+    first = planes[0]
+    info, secret = first.keys.create("acme")
+    caches = [plane.key_cache() for plane in planes]
+    budgets = [
+        Budgets(BudgetStore(plane.database), plane.database.run, clock=plane.clock) for plane in planes
+    ]
+    limits = [
+        RequestLimits(InProcessLimiter(clock=plane.clock), held)
+        for plane, held in zip(planes, budgets, strict=True)
+    ]
+
+    async def outcomes(number: int) -> list[str | float]:
+        """For each server: the weight of a request that it let in, or why it did not."""
+        seen: list[str | float] = []
+        for cache, decides in zip(caches, limits, strict=True):
+            try:
+                who = await cache.authenticate(secret)
+                held = await decides.reserve(
+                    f"r{number}", who, prompt_tokens=1, asked_tokens=9, default_tokens=1, n=1
+                )
+                await decides.settle(held, used_tokens=10)
+                seen.append(who.weight)
+            except ControlError as error:
+                seen.append(error.code)
+        return seen
+
+    async def after(number: int, change: Callable[[], Any]) -> list[str | float]:
+        change()
+        for plane, held in zip(planes, budgets, strict=True):
+            plane.clock.advance(2.0)
+            await held.report()  # a server does so every 5 s
+        return await outcomes(number)
+
+    def tenant(**changes: Any) -> Callable[[], Any]:
+        return lambda: first.tenants.update("acme", changes)
+
+    async def history() -> None:
+        assert await outcomes(0) == [1.0, 1.0]
+        assert await after(1, tenant(limits={"tokens_per_minute": 100})) == [1.0, 1.0]
+        # A tenth is spent; of the lower limit it is a tenth still, and the 10 tokens do not fit.
+        limited = tenant(limits={"tokens_per_minute": 10})
+        assert await after(2, limited) == ["rate_limit_exceeded"] * 2
+        assert await after(3, tenant(limits={"tokens_per_minute": None}, weight=4.0)) == [4.0, 4.0]
+        budget = {"token_budget": 20, "budget_period": "forever"}
+        assert await after(4, tenant(limits=budget)) == [4.0, 4.0]
+        assert await after(5, tenant(limits={})) == ["insufficient_quota"] * 2
+        assert await after(6, tenant(limits={"token_budget": None})) == [4.0, 4.0]
+        assert await after(7, lambda: first.keys.revoke("acme", info.id)) == ["invalid_api_key"] * 2
+
+    asyncio.run(history())

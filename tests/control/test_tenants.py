@@ -25,8 +25,8 @@ def test_a_tenant_is_kept_as_it_was_made(plane: ControlPlane) -> None:
         "max_output_tokens": 512,
         "max_adapters": 3,
         "max_adapter_bytes": 1 << 40,
-        "token_budget": None,
-        "budget_period": None,
+        "token_budget": 10**9,
+        "budget_period": "month",
     }
     made = plane.tenants.create("zeta-9", display_name="Zeta, 9 ü", weight=0.5, limits=limits)
     known = {name: value for name, value in limits.items() if value is not None}
@@ -68,8 +68,10 @@ def test_ids_that_do_not(plane: ControlPlane, tenant_id: str) -> None:
         ({"limits": {"requests_per_minute": True}}, "limits.requests_per_minute"),
         ({"limits": {"requests_per_minute": "60"}}, "limits.requests_per_minute"),
         ({"limits": {"max_adapter_bytes": 2**80}}, "limits.max_adapter_bytes"),
-        ({"limits": {"token_budget": 1000}}, "limits.token_budget"),
-        ({"limits": {"budget_period": "day"}}, "limits.budget_period"),
+        ({"limits": {"token_budget": 1000}}, "limits.budget_period"),
+        ({"limits": {"token_budget": 0, "budget_period": "day"}}, "limits.token_budget"),
+        ({"limits": {"budget_period": "day"}}, "limits.token_budget"),
+        ({"limits": {"token_budget": 1000, "budget_period": "year"}}, "limits.budget_period"),
         ({"limits": {"request_per_minute": 5}}, "limits"),
     ],
 )

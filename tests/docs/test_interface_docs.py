@@ -168,7 +168,7 @@ def test_every_scope_limit_and_state() -> None:
     limits = {
         name for cells in markdown.rows(ADMIN, "limit", "of", "meaning") for name in markdown.spans(cells[0])
     }
-    assert limits == {*Limits.__dataclass_fields__, "token_budget", "budget_period"}
+    assert limits == set(Limits.__dataclass_fields__)
     states = {name for cells in markdown.rows(ADMIN, "state", "meaning") for name in markdown.spans(cells[0])}
     described = openapi_states()
     assert states == described
@@ -194,6 +194,7 @@ def a_scrape(*, tenant_data: bool) -> dict[str, tuple[str, frozenset[str]]]:
     )
     metrics.request_answered("acme", ref("acme", "pirate", 1), 200)
     metrics.refused_by_limit("acme", "rate_limit_exceeded")
+    metrics.limits_decided("allowed", 0.001)
     metrics.stream_cut("gone")
     entry = CacheEntry(ref("acme", "pirate", 1), "hot", load_seconds={"disk": 0.1, "copy": 0.02})
     stats = EngineStats(tenants={"acme": TenantStats(1, 1, 2.0)})

@@ -25,7 +25,7 @@ from loraplex.migrations.run import upgrade
 
 INSTALL = "apt-get install postgresql"
 USER = "loraplex"
-TABLES = ("tenants", "installation", "deleted_tenants", "usage", "usage_days", "usage_sources")
+TABLES = ("tenants", "installation", "deleted_tenants", "usage", "usage_days", "usage_sources", "budgets")
 AUDIT_TABLES = ("audit_log", "audit_texts")
 _numbers = itertools.count()
 

@@ -25,6 +25,8 @@ from loraplex.app.settings import Settings
 from loraplex.control.key_use import KeyUse
 from loraplex.control.outage import DatabaseHealth
 from loraplex.control.resolver import Resolver
+from loraplex.control.usage.journal import UsageJournal
+from loraplex.control.usage.writer import UsageWriter
 from support.admin import SERVED_NAME, AdminPlane
 from support.byte_tokenizer import write_byte_tokenizer
 
@@ -66,6 +68,7 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
     services = plane.services
     chosen = Settings(port=0, admin_port=0, data_dir=root, model=str(root), **settings)
     with open(root / "lock", "w") as lock, open_ports(chosen) as ports, httpx.Client(timeout=20) as http:
+        journal = UsageJournal(root / "usage", capacity=chosen.usage_journal_size)
         installation = Installation(
             settings=chosen,
             model_dir=write_byte_tokenizer(root / "model"),
@@ -81,6 +84,8 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
             releases=services.releases,
             resolver=Resolver(plane.database, served_name=SERVED_NAME, started_at=1_700_000_000),
             database_health=DatabaseHealth(plane.database.outage, chosen.database_staleness),
+            usage_journal=journal,
+            usage_writer=UsageWriter(plane.database, root / "usage", journal),
             new_admin_token=None,
             lock=lock,
             store_lock=lock,
@@ -93,6 +98,7 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
 
         async def serve() -> None:
             listening = Listening(ports, data=apps.data, admin=apps.admin)
+            await apps.limits.start()
             try:
                 while not listening.started:
                     await asyncio.sleep(0.005)
@@ -100,6 +106,7 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
                 await stop.wait()
             finally:
                 assert await listening.close(), listening.failure
+                await apps.limits.close()
 
         def run() -> None:
             try:
@@ -117,6 +124,8 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
         finally:
             loop.call_soon_threadsafe(stop.set)
             thread.join(20)
+            journal.close()
+            installation.usage_writer.close()
             plane.close()
             if failures or thread.is_alive():
                 raise RuntimeError(f"the server did not stop: {failures}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
 
 from loraplex.control.rules import DEFAULT_PAGE, MAX_PAGE
-from loraplex.control.types import Scope
+from loraplex.control.types import BudgetPeriod, Scope
 
 _BIGGEST = 2**53 - 1  # what every JSON reader holds exactly
 
@@ -61,13 +61,13 @@ class PageQuery(Given):
 
 
 class Limits(Given):
-    """null is no limit. What is not enforced yet is refused, so that an accepted limit is one that holds."""
+    """null is no limit. `token_budget` is for each `budget_period` of the calendar in UTC: both or neither."""
 
     requests_per_minute: PositiveCount | None = None
     tokens_per_minute: PositiveCount | None = None
     max_concurrency: PositiveCount | None = None
     token_budget: PositiveCount | None = None
-    budget_period: Literal["hour", "day", "month"] | None = None
+    budget_period: BudgetPeriod | None = None
     max_adapters: PositiveCount | None = None
     max_adapter_bytes: PositiveCount | None = None
     max_output_tokens: PositiveCount | None = None
@@ -88,11 +88,27 @@ class TenantChange(Given):
     limits: Limits | None = None
 
 
+class BudgetState(Shown):
+    """A token budget in its current period; `ends_at` is null where there is no end. `spent` by requests that ended,
+    up to some seconds late; `held` by servers for requests that run and come."""
+
+    limit: int
+    period: BudgetPeriod
+    starts_at: Timestamp
+    ends_at: Timestamp | None
+    spent: int
+    held: int
+    left: int
+
+
 class Tenant(Shown):
+    """`budget` is null where `limits` has none."""
+
     id: str
     display_name: str | None
     weight: float
     limits: Limits
+    budget: BudgetState | None
     created_at: Timestamp
 
 
@@ -157,6 +173,7 @@ class Key(Shown):
     revoked_at: Timestamp | None
     previous_valid_until: Timestamp | None
     last_used_at: Timestamp | None
+    budget: BudgetState | None
 
 
 class KeyWithSecret(Key):

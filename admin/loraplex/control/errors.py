@@ -124,6 +124,12 @@ class RateLimited(ControlError):
         self.tokens = tokens
 
 
+class QuotaSpent(ControlError):
+    """A token budget is spent; nothing was consumed, and trying again before its next period does not help."""
+
+    code = "insufficient_quota"
+
+
 class NeverFits(ControlError):
     """More was asked for than a limit ever allows; waiting would not help."""
 

@@ -14,10 +14,11 @@ from loraplex.control.audit import LOCAL, Actor, FreeText, record
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database, note_change
 from loraplex.control.errors import InvalidValue, KeyNotFound
+from loraplex.control.limits.budget_store import budget_states
 from loraplex.control.secrets import hash_secret, new_key_secret
 from loraplex.control.tables import ApiKey
 from loraplex.control.tenants import require_tenant, tenant_target
-from loraplex.control.types import SCOPES, KeyInfo, Limits, Page
+from loraplex.control.types import SCOPES, BudgetState, KeyInfo, Limits, Page
 
 MAX_GRACE_S = 30 * 86400
 MAX_MODELS = 1000
@@ -66,7 +67,8 @@ class Keys:
                 "expires_at": _time(row.expires_at),
             }
             record(session, by, "key.create", _target(row), tenant_id=tenant_id, after=shown)
-        return key_info(row), secret.text
+            session.flush()
+            return key_infos(session, [row])[0], secret.text
 
     def list(
         self, tenant_id: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
@@ -79,11 +81,12 @@ class Keys:
             query = query.where(ApiKey.id > after)
         with self._database.read() as session:
             require_tenant(session, tenant_id)
-            return rules.make_page(session.scalars(query).all(), limit, lambda row: row.id, key_info)
+            infos = key_infos(session, session.scalars(query).all())
+            return rules.make_page(infos, limit, lambda info: info.id, lambda info: info)
 
     def get(self, tenant_id: str, key_id: str) -> KeyInfo:
         with self._database.read() as session:
-            return key_info(_require_key(session, tenant_id, key_id))
+            return key_infos(session, [_require_key(session, tenant_id, key_id)])[0]
 
     def rotate(
         self, tenant_id: str, key_id: str, *, grace_seconds: int = 0, by: Actor = LOCAL
@@ -105,7 +108,7 @@ class Keys:
             after = {"previous_valid_until": _time(end)}
             record(session, by, "key.rotate", _target(row), tenant_id=tenant_id, before=before, after=after)
             note_change(session, key_subject(key_id))
-            return key_info(row), secret.text
+            return key_infos(session, [row])[0], secret.text
 
     def revoke(self, tenant_id: str, key_id: str, *, by: Actor = LOCAL) -> KeyInfo:
         """For ever. Revoking again changes nothing."""
@@ -116,7 +119,7 @@ class Keys:
             after = {"revoked_at": _time(row.revoked_at)}
             record(session, by, "key.revoke", _target(row), tenant_id=tenant_id, before=before, after=after)
             note_change(session, key_subject(key_id))
-            return key_info(row)
+            return key_infos(session, [row])[0]
 
 
 def key_subject(key_id: str) -> str:
@@ -181,7 +184,12 @@ def _check_expiry(moment: datetime | None, now: datetime) -> datetime | None:
     return moment.astimezone(UTC)
 
 
-def key_info(row: ApiKey) -> KeyInfo:
+def key_infos(session: Session, rows: Sequence[ApiKey]) -> list[KeyInfo]:
+    budgets = budget_states(session, "key", {row.id: rules.read_limits(row.limits) for row in rows})
+    return [_key_info(row, budgets.get(row.id)) for row in rows]
+
+
+def _key_info(row: ApiKey, budget: BudgetState | None) -> KeyInfo:
     return KeyInfo(
         id=row.id,
         tenant_id=row.tenant_id,
@@ -194,4 +202,5 @@ def key_info(row: ApiKey) -> KeyInfo:
         revoked_at=row.revoked_at,
         previous_valid_until=row.previous_valid_until,
         last_used_at=row.last_used_at,
+        budget=budget,
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from loraplex.control.errors import ControlError, InvalidValue
-from loraplex.control.types import NO_LIMITS, Limits, Page
+from loraplex.control.types import BUDGET_PERIODS, NO_LIMITS, Limits, Page
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -20,7 +20,6 @@ MAX_LIMIT = 2**53
 MAX_WEIGHT = 1000.0
 MIN_WEIGHT = 0.001
 _LOWER = frozenset("abcdefghijklmnopqrstuvwxyz0123456789")
-_NOT_YET = ("token_budget", "budget_period")
 
 
 class InvalidCursor(ControlError):
@@ -66,9 +65,10 @@ def read_limits(given: Mapping[str, Any] | None) -> Limits:
         return NO_LIMITS
     known = {field.name for field in dataclasses.fields(Limits)}
     for name, value in given.items():
-        if name in _NOT_YET and value is not None:
-            raise InvalidValue(f"limits.{name} is not supported yet; leave it out.", param=f"limits.{name}")
-        if name not in known and name not in _NOT_YET:
+        if name == "budget_period":
+            _check_period(value, given.get("token_budget"))
+            continue
+        if name not in known:
             raise InvalidValue(
                 f"There is no limit '{name[:60]}'; known: {', '.join(sorted(known))}.", param="limits"
             )
@@ -76,11 +76,40 @@ def read_limits(given: Mapping[str, Any] | None) -> Limits:
             isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_LIMIT
         ):
             raise InvalidValue(f"limits.{name} is a whole number above 0, or null.", param=f"limits.{name}")
-    return Limits(**{name: value for name, value in given.items() if name in known})
+    if given.get("token_budget") is not None and given.get("budget_period") is None:
+        raise InvalidValue(
+            f"limits.token_budget needs limits.budget_period: {', '.join(BUDGET_PERIODS)}.",
+            param="limits.budget_period",
+        )
+    return Limits(**given)
 
 
-def limits_as_dict(limits: Limits) -> dict[str, int | None]:
+def change_limits(current: Mapping[str, Any], changes: Mapping[str, Any] | None) -> Limits:
+    """Only the limits that are named change; null takes one away, and with a budget its period. Raises InvalidValue."""
+    if changes is None:
+        return NO_LIMITS
+    merged = {**current, **changes}
+    if merged.get("token_budget") is None and "budget_period" not in changes:
+        merged["budget_period"] = None
+    return read_limits(merged)
+
+
+def limits_as_dict(limits: Limits) -> dict[str, Any]:
     return dataclasses.asdict(limits)
+
+
+def _check_period(period: Any, budget: Any) -> None:
+    if period is None:
+        return
+    if period not in BUDGET_PERIODS:
+        raise InvalidValue(
+            f"limits.budget_period is one of {', '.join(BUDGET_PERIODS)}.", param="limits.budget_period"
+        )
+    if budget is None:
+        raise InvalidValue(
+            "limits.budget_period needs limits.token_budget, the tokens that may be used in it.",
+            param="limits.token_budget",
+        )
 
 
 def read_cursor(cursor: str | None) -> str | None:

@@ -70,6 +70,44 @@ class ApiKey(Base):
     last_used_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
 
 
+class Budget(Base):
+    """A token budget in one period. `spent` is of slices that were given back. `owner_id` is a key's or a tenant's, and
+    empty for the server's; it ends with its tenant."""
+
+    __tablename__ = "budgets"
+
+    owner_kind: Mapped[str] = mapped_column(String(8), primary_key=True)
+    owner_id: Mapped[str] = mapped_column(String(63), primary_key=True)
+    period: Mapped[str] = mapped_column(String(8), primary_key=True)
+    starts_at: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    tenant_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    spent: Mapped[int] = mapped_column(BigInteger)
+
+
+class BudgetSlice(Base):
+    """What one server holds of a budget, in tokens since the slice was made: spent ≤ drawn ≤ granted."""
+
+    __tablename__ = "budget_slices"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["owner_kind", "owner_id", "period", "starts_at"],
+            ["budgets.owner_kind", "budgets.owner_id", "budgets.period", "budgets.starts_at"],
+            ondelete="CASCADE",
+        ),
+        Index("ix_budget_slices_owner", "owner_kind", "owner_id"),
+    )
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    owner_kind: Mapped[str] = mapped_column(String(8))
+    owner_id: Mapped[str] = mapped_column(String(63))
+    period: Mapped[str] = mapped_column(String(8))
+    starts_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    granted: Mapped[int] = mapped_column(BigInteger)
+    drawn: Mapped[int] = mapped_column(BigInteger)
+    spent: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
 class Installation(Base):
     """Values of the installation as a whole, by name."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from loraplex.control.audit import LOCAL, Actor, FreeText, record
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database, note_change
 from loraplex.control.errors import Conflict, TenantIdRetired, TenantNotFound
+from loraplex.control.limits.budget_store import budget_states
 from loraplex.control.tables import (
     AdapterVersion,
     ApiKey,
@@ -67,14 +68,15 @@ class Tenants:
                 )
             row.created_at = database_now(session)
             session.add(row)
+            session.flush()
             record(
                 session, by, "tenant.create", tenant_target(tenant_id), tenant_id=tenant_id, after=_shown(row)
             )
-        return tenant_info(row)
+            return tenant_infos(session, [row])[0]
 
     def get(self, tenant_id: str) -> TenantInfo:
         with self._database.read() as session:
-            return tenant_info(require_tenant(session, tenant_id))
+            return tenant_infos(session, [require_tenant(session, tenant_id)])[0]
 
     def list(self, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None) -> Page[TenantInfo]:
         """By id."""
@@ -83,7 +85,8 @@ class Tenants:
         if after is not None:
             query = query.where(Tenant.id > after)
         with self._database.read() as session:
-            return rules.make_page(session.scalars(query).all(), limit, lambda row: row.id, tenant_info)
+            infos = tenant_infos(session, session.scalars(query).all())
+            return rules.make_page(infos, limit, lambda info: info.id, lambda info: info)
 
     def weights(self, tenant_ids: Iterable[str]) -> dict[str, float]:
         """Of those of these tenants that there are."""
@@ -106,14 +109,13 @@ class Tenants:
             if changes.get("weight") is not None:
                 row.weight = rules.check_weight(changes["weight"])
             if "limits" in changes:
-                merged = {} if changes["limits"] is None else {**row.limits, **changes["limits"]}
-                row.limits = rules.limits_as_dict(rules.read_limits(merged))
+                row.limits = rules.limits_as_dict(rules.change_limits(row.limits, changes["limits"]))
             session.flush()
             target = tenant_target(tenant_id)
             record(
                 session, by, "tenant.update", target, tenant_id=tenant_id, before=before, after=_shown(row)
             )
-            return tenant_info(row)
+            return tenant_infos(session, [row])[0]
 
     def delete(self, tenant_id: str, *, by: Actor = LOCAL) -> TenantRemoval:
         """The tenant with its keys, adapters and versions, and its free texts in the audit log. Bytes that others have
@@ -158,8 +160,13 @@ def tenant_subject(tenant_id: str) -> str:
     return f"tenant:{tenant_id}"
 
 
-def tenant_info(row: Tenant) -> TenantInfo:
-    return TenantInfo(row.id, row.display_name, row.weight, rules.read_limits(row.limits), row.created_at)
+def tenant_infos(session: Session, rows: Sequence[Tenant]) -> list[TenantInfo]:
+    limits = {row.id: rules.read_limits(row.limits) for row in rows}
+    budgets = budget_states(session, "tenant", limits)
+    return [
+        TenantInfo(row.id, row.display_name, row.weight, limits[row.id], row.created_at, budgets.get(row.id))
+        for row in rows
+    ]
 
 
 def _shown(row: Tenant) -> dict[str, Any]:

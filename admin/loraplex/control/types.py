@@ -10,18 +10,23 @@ from loraplex.adapters.ref import AdapterRef
 
 Scope = Literal["inference", "adapters:read", "adapters:write", "usage:read"]
 Sticky = Literal["user", "key", "none"]
+BudgetPeriod = Literal["hour", "day", "month", "forever"]
 T = TypeVar("T")
+BUDGET_PERIODS: tuple[BudgetPeriod, ...] = ("hour", "day", "month", "forever")
 SCOPES: tuple[Scope, ...] = ("inference", "adapters:read", "adapters:write", "usage:read")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Caps on a tenant or a key; None is no cap. Bytes, tokens or counts as named."""
+    """Caps on a tenant, a key or the server; None is no cap. Bytes, tokens or counts as named. `token_budget` is for
+    each `budget_period` of the calendar in UTC; they are set both or neither."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrency: int | None = None
     max_output_tokens: int | None = None
+    token_budget: int | None = None
+    budget_period: BudgetPeriod | None = None
     max_adapters: int | None = None
     max_adapter_bytes: int | None = None
 
@@ -90,12 +95,29 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetState:
+    """A token budget in its current period, whose end is None where there is none. `spent`: by requests that ended, as
+    far as servers have told; `held`: kept by servers for those that run and come. Tokens."""
+
+    limit: int
+    period: BudgetPeriod
+    starts_at: datetime
+    ends_at: datetime | None
+    spent: int
+    held: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
 class TenantInfo:
+    """`budget` None: the tenant has none."""
+
     id: str
     display_name: str | None
     weight: float
     limits: Limits
     created_at: datetime
+    budget: BudgetState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +136,7 @@ class KeyInfo:
     revoked_at: datetime | None
     previous_valid_until: datetime | None
     last_used_at: datetime | None
+    budget: BudgetState | None = None
 
 
 VersionState = Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted"]

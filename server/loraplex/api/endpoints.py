@@ -21,12 +21,12 @@ from loraplex.api.formats import DONE, AnswerFormat, ChatFormat, CompletionForma
 from loraplex.api.generation import Delta, Generation
 from loraplex.api.limit_headers import limit_headers
 from loraplex.api.logprobs import ChatLogprobs, CompletionLogprobs
-from loraplex.api.metrics import adapter_label
+from loraplex.api.metrics import LimitsOutcome, adapter_label
 from loraplex.api.parsing import parse_request
 from loraplex.api.places import Places
 from loraplex.api.planning import GenerationPlan, engine_requests, make_plan
 from loraplex.api.schemas import ChatRequest, CompletionRequest
-from loraplex.control.errors import NeverFits
+from loraplex.control.errors import NeverFits, QuotaSpent, RateLimited
 from loraplex.control.types import Principal, Reservation, ResolvedModel
 from loraplex.serving.errors import ServingError
 from loraplex.serving.text import Spelling
@@ -209,8 +209,10 @@ class GenerationEndpoint:
     async def _reserve(
         self, context: RequestContext, principal: Principal, plan: GenerationPlan
     ) -> Reservation:
+        outcome: LimitsOutcome = "unavailable"
+        began = time.monotonic()
         try:
-            return await self._services.limiter.reserve(
+            reservation = await self._services.limiter.reserve(
                 context.internal_id,
                 principal,
                 prompt_tokens=plan.prompt_tokens,
@@ -219,9 +221,21 @@ class GenerationEndpoint:
                 n=plan.num_choices,
             )
         except NeverFits as error:
+            outcome = "never_fits"
             # The limiter knows two causes; which field each is depends on the route.
             field = plan.asked_field if error.param == "max_tokens" else self._kind.source
             raise invalid(field, error.message) from error
+        except RateLimited:
+            outcome = "rate_limit_exceeded"
+            raise
+        except QuotaSpent:
+            outcome = "insufficient_quota"
+            raise
+        else:
+            outcome = "allowed"
+            return reservation
+        finally:
+            self._services.metrics.limits_decided(outcome, time.monotonic() - began)
 
     async def _settle(
         self, context: RequestContext, reservation: Reservation, generation: Generation | None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -52,6 +53,8 @@ TTFT_S = (
 QUEUE_S = (0.001, 0.005, 0.01, 0.05, *E2E_S)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+DECISION_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+LimitsOutcome = Literal["allowed", "rate_limit_exceeded", "insufficient_quota", "never_fits", "unavailable"]
 LOAD_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
@@ -113,6 +116,13 @@ class Metrics:
         )
         self._tokens = counter("tokens", "Tokens by kind: prompt, cached, completion.", "tenant", "kind")
         self._refusals = counter("limiter_refusals", "Requests refused by a limit.", "tenant", "code")
+        self._decisions = counter("limiter_decisions", "Decisions over limits, by outcome.", "outcome")
+        self._decision_s = Histogram(
+            "loraplex_limiter_decision_seconds",
+            "Time until limits were decided.",
+            buckets=DECISION_S,
+            registry=self._own,
+        )
         self._cut = counter("streams_cut", "Answers that ended early: gone, stalled.", "reason")
         self._load = Histogram(
             "loraplex_adapter_load_seconds",
@@ -179,6 +189,10 @@ class Metrics:
 
     def refused_by_limit(self, tenant_id: str, code: str) -> None:
         self._refusals.labels(*self._tenants(tenant_id), code).inc()
+
+    def limits_decided(self, outcome: LimitsOutcome, seconds: float) -> None:
+        self._decisions.labels(outcome).inc()
+        self._decision_s.observe(seconds)
 
     def stream_cut(self, reason: str) -> None:
         self._cut.labels(reason).inc()

@@ -41,6 +41,8 @@ from loraplex.control.database import Database
 from loraplex.control.key_cache import KeyCache
 from loraplex.control.key_use import KeyUse
 from loraplex.control.keys import Keys
+from loraplex.control.limits.budget_store import BudgetStore
+from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.outage import DatabaseHealth
 from loraplex.control.pepper import check_pepper
@@ -48,6 +50,7 @@ from loraplex.control.releases import Releases
 from loraplex.control.resolver import Resolver
 from loraplex.control.secrets import load_or_create, load_pepper, new_admin_token
 from loraplex.control.tenants import Tenants
+from loraplex.control.types import Limits
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.writer import UsageWriter
 from loraplex.engine.config import EngineConfig
@@ -133,6 +136,18 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
         num_threads=settings.threads,
         kernels=settings.kernels,
         cache_dir=str(settings.data_dir.resolve()),
+    )
+
+
+def _server_limits(settings: Settings) -> Limits:
+    budget = settings.server_token_budget or None
+    return Limits(
+        requests_per_minute=settings.server_requests_per_minute or None,
+        tokens_per_minute=settings.server_tokens_per_minute or None,
+        max_concurrency=settings.server_max_concurrency or None,
+        max_output_tokens=settings.server_max_output_tokens or None,
+        token_budget=budget,
+        budget_period=None if budget is None else settings.server_budget_period,
     )
 
 
@@ -251,7 +266,9 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
     metrics.database_up.set_function(lambda: 0.0 if health.warning() else 1.0)
     metrics.database_outage.set_function(lambda: health.outage_s)
     info = engine.info
-    limits = RequestLimits(make_limiter(settings, metrics.limiter))
+    budgets = Budgets(BudgetStore(installation.database), installation.database.run)
+    limiter = make_limiter(settings, metrics.limiter)
+    limits = RequestLimits(limiter, budgets, server=_server_limits(settings))
     admin_services = AdminServices(
         database=installation.database,
         tenants=installation.tenants,

@@ -66,6 +66,7 @@ def _comma_list(value: object) -> object:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -115,6 +116,18 @@ class Settings(BaseSettings):
     )
     max_body: Bytes = Field(
         4 << 20, ge=1 << 10, description="Largest request body of the data plane in bytes"
+    )
+    server_requests_per_minute: Count = Field(0, description="Requests a minute of all tenants (0: no limit)")
+    server_tokens_per_minute: Count = Field(
+        0, description="Prompt and answer tokens a minute of all tenants (0: no limit)"
+    )
+    server_max_concurrency: Count = Field(0, description="Requests at a time of all tenants (0: no limit)")
+    server_max_output_tokens: Count = Field(0, description="Longest answer in tokens (0: no limit)")
+    server_token_budget: Count = Field(
+        0, description="Tokens of all tenants on this database in a period (0: no limit)"
+    )
+    server_budget_period: Literal["hour", "day", "month", "forever"] = Field(
+        "month", description="The period of that budget: hour, day, month (in UTC) or forever"
     )
     lookahead: Literal["auto", "0", "1"] = Field(
         "auto", description="Plan the next step while one runs: 0, 1 or auto (1 on cuda)"

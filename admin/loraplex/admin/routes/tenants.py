@@ -8,6 +8,7 @@ from functools import partial
 from loraplex.admin.forget import forget
 from loraplex.admin.operation import Answer, Call, Operation
 from loraplex.admin.schemas import (
+    BudgetState,
     Erased,
     Kept,
     Limits,
@@ -105,6 +106,7 @@ def _show(info: TenantInfo) -> Tenant:
         display_name=info.display_name,
         weight=info.weight,
         limits=Limits(**dataclasses.asdict(info.limits)),
+        budget=None if info.budget is None else BudgetState(**dataclasses.asdict(info.budget)),
         created_at=info.created_at,
     )
 

@@ -11,7 +11,8 @@ from typing import Literal
 
 from loraplex.control.errors import NeverFits
 from loraplex.control.limits.gcra import PERIOD_S
-from loraplex.control.types import Limits, Principal
+from loraplex.control.limits.periods import in_words
+from loraplex.control.types import BudgetPeriod, Limits, Principal
 
 OwnerKind = Literal["key", "tenant", "server"]
 What = Literal["requests", "tokens"]
@@ -58,12 +59,25 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetCharge:
+    """`cost` of `limit` tokens a period. `tenant_id`: with whom the budget ends; None for the server's."""
+
+    owner: Owner
+    tenant_id: str | None
+    limit: int
+    period: BudgetPeriod
+    cost: int
+
+
+@dataclass(frozen=True, slots=True)
 class LimitPlan:
     """All that one request takes, or nothing of it. `output_tokens`: for each of its answers. `tokens`: prompts and
-    answers together, the cost of each charge on tokens."""
+    answers together, the cost of each charge on tokens. A limiter decides `rates` and `places`; `budgets` are taken
+    from the slices that this server holds (`budgets.Budgets`)."""
 
     rates: tuple[RateCharge, ...]
     places: tuple[Place, ...]
+    budgets: tuple[BudgetCharge, ...]
     tokens: int
     output_tokens: int
 
@@ -94,6 +108,17 @@ def plan_request(
     return LimitPlan(
         rates=tuple(charge for owner, limits in owners for charge in _rates(owner, limits, tokens)),
         places=tuple(Place(owner, limits.max_concurrency) for owner, limits in owners),
+        budgets=tuple(
+            BudgetCharge(
+                owner,
+                None if owner.kind == "server" else principal.tenant_id,
+                limits.token_budget,
+                limits.budget_period,
+                tokens,
+            )
+            for owner, limits in owners
+            if limits.token_budget is not None and limits.budget_period is not None
+        ),
         tokens=tokens,
         output_tokens=output,
     )
@@ -119,6 +144,10 @@ def _fit(owner: Owner, limits: Limits, output: int, prompt_tokens: int, asked: i
     rate = limits.tokens_per_minute
     if rate is not None:
         output = _fit_tokens(owner, rate, f"{rate} tokens a minute", output, prompt_tokens, asked, n)
+    budget = limits.token_budget
+    if budget is not None and limits.budget_period is not None:
+        in_all = in_words(budget, limits.budget_period)
+        output = _fit_tokens(owner, budget, in_all, output, prompt_tokens, asked, n)
     return output
 
 
