@@ -13,7 +13,8 @@ from loraplex.control.limits.plan import LimitPlan, plan_request
 from loraplex.control.limits.redis_limiter import RedisLimiter
 from loraplex.control.limits.redis_link import RedisLink, redis_script
 from loraplex.control.types import NO_LIMITS, Limits, Principal
-from support.limiters import SharedLimits, Watch, tenant
+from support.limit_watch import Watch
+from support.limiters import SharedLimits, tenant
 from support.tcp_proxy import TcpProxy
 
 

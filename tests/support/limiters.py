@@ -17,6 +17,7 @@ from loraplex.control.limits.redis_limiter import RedisLimiter
 from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
 from loraplex.control.types import NO_LIMITS, Decision, Limits, Principal
 from support.control import FakeClock, caller
+from support.limit_watch import Watch
 from support.redis_server import redis_server
 
 CLOCK_KEY = f"{TAG}:clock-of-tests"
@@ -180,20 +181,3 @@ class SharedLimits:
     def running(self) -> int:
         """Requests that Redis believes to run."""
         return int(self.redis.client.get(f"{TAG}:busy:server:") or 0)
-
-
-class Watch:
-    """Counts what it is told."""
-
-    def __init__(self) -> None:
-        self.up = False
-        self.replicas = 0
-        self.apart: list[bool] = []
-
-    def redis_answered(self, seconds: float) -> None: ...
-
-    def decided_apart(self, passed: bool) -> None:
-        self.apart.append(passed)
-
-    def redis_up(self, up: bool, replicas: int) -> None:
-        self.up, self.replicas = up, replicas

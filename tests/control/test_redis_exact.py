@@ -1,0 +1,168 @@
+"""Limits in Redis are exact: as one process would decide, and from many processes at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraplex.control.errors import RateLimited
+from loraplex.control.limits.in_process import InProcessLimiter
+from loraplex.control.limits.limiter import Limiter
+from loraplex.control.limits.plan import LimitPlan, plan_request
+from loraplex.control.types import Decision, Limits
+from support.control import caller
+from support.limit_worker import AT_A_TIME, TENANT
+from support.limiters import SharedLimits
+from support.live_server import importable_tests
+from support.redis_server import RedisServer, redis_server
+
+_LIMITS = st.sampled_from(
+    [
+        Limits(),
+        Limits(requests_per_minute=7),
+        Limits(tokens_per_minute=1000, max_concurrency=3),
+        Limits(requests_per_minute=40, tokens_per_minute=977),
+        Limits(tokens_per_minute=4096),
+    ]
+)
+_EVENTS = st.lists(
+    st.tuples(
+        st.integers(0, 120),  # eighths of a second that pass: no decision hangs on what floats round away
+        st.integers(0, 1),  # the server that is asked
+        st.integers(0, 1),  # the key
+        _LIMITS,  # the tenant's by now
+        st.integers(1, 700),  # tokens
+        st.integers(0, 5),  # which of those that run ends then; 5: none
+        st.one_of(st.none(), st.integers(0, 700)),  # what it used
+    ),
+    max_size=40,
+)
+_KEY = Limits(tokens_per_minute=1500)
+_ALL = Limits(requests_per_minute=60, tokens_per_minute=3000, max_concurrency=9)
+
+
+def _compare(events: list[Any]) -> None:
+    asyncio.run(_compare_in(events))
+
+
+async def _compare_in(events: list[Any]) -> None:
+    async with SharedLimits() as shared:
+        servers = await shared.servers(2)
+        whole = InProcessLimiter(clock=shared.clock)
+        running: list[tuple[str, int]] = []
+        for number, (eighths, server, key, limits, tokens, ends, used) in enumerate(events):
+            shared.advance(eighths / 8)
+            who = caller("acme", key_id=f"k{key}", key_limits=_KEY, tenant_limits=limits)
+            plan = plan_request(who, _ALL, prompt_tokens=0, asked_tokens=tokens, default_tokens=1, n=1)
+            name = f"r{number}"
+            expected = await _outcome(whole, name, plan)
+            assert await _outcome(servers[server], name, plan) == expected
+            if "refused" not in expected:
+                running.append((name, server))
+            if ends < len(running):
+                ended, at = running.pop(ends)
+                await whole.settle(ended, used_tokens=used)
+                await servers[at].settle(ended, used_tokens=used)
+        assert shared.running() == len(running)
+        assert [watch.apart for watch in shared.watches] == [[], []]
+
+
+async def _outcome(limiter: Limiter, name: str, plan: LimitPlan) -> dict[str, Any]:
+    try:
+        decision = await limiter.reserve(name, plan)
+    except RateLimited as refusal:
+        told = {"refused": refusal.message, "wait": pytest.approx(refusal.retry_after_s, abs=1e-5)}
+        decision = Decision(refusal.requests, refusal.tokens)
+    else:
+        told = {}
+    for what, window in (("requests", decision.requests), ("tokens", decision.tokens)):
+        if window is not None:
+            told[what] = (window.limit, window.remaining, pytest.approx(window.reset_s, abs=1e-5))
+    return told
+
+
+def test_every_decision_is_the_one_that_a_single_process_would_make() -> None:
+    redis_server()
+    settings(max_examples=40, deadline=None)(given(_EVENTS)(_compare))()
+
+
+@pytest.mark.soak
+def test_every_decision_is_the_one_that_a_single_process_would_make_at_length() -> None:
+    redis_server()
+    settings(max_examples=3000, deadline=None)(given(_EVENTS)(_compare))()
+
+
+def _run_workers(redis: RedisServer, rounds: int) -> tuple[int, list[tuple[float, float, int, int]]]:
+    """Four processes at once: decisions made without Redis, and what passed."""
+    redis.client.flushall()
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-m", "support.limit_worker", redis.url, f"w{number}", str(rounds)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={"PYTHONPATH": importable_tests(), "PATH": "/usr/bin"},
+                )
+            )
+            for number in range(4)
+        ]
+        for worker in workers:
+            assert worker.stdout is not None
+            assert "ready" in worker.stdout.readline()
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+        told = [json.loads(worker.communicate(timeout=120)[0].splitlines()[-1]) for worker in workers]
+    passed = [tuple(one) for worker in told for one in worker["passed"]]
+    return sum(worker["apart"] for worker in told), sorted(passed)
+
+
+def _check_no_overshoot(passed: list[tuple[float, float, int, int]]) -> None:
+    """In every stretch of time: no more requests and tokens than the limits and what flowed back meanwhile."""
+    assert TENANT.tokens_per_minute is not None
+    assert TENANT.requests_per_minute is not None
+    for first, (begin, *_) in enumerate(passed):
+        requests = tokens = 0
+        for _, end, _, used in passed[first:]:
+            requests, tokens = requests + 1, tokens + used
+            room = 1 + (end - begin) / 60
+            assert requests <= TENANT.requests_per_minute * room
+            assert tokens <= TENANT.tokens_per_minute * room
+
+
+def _drill(rounds: int) -> None:
+    redis = redis_server()
+    for _ in range(5):
+        apart, passed = _run_workers(redis, rounds)
+        if apart == 0:
+            break
+    else:
+        pytest.fail("in five runs this machine was too busy for Redis to answer within 50 ms")
+    _check_no_overshoot(passed)
+    assert redis.client.keys("{loraplex}:busy:*") == []
+    reserved, used = sum(one[2] for one in passed), sum(one[3] for one in passed)
+    print(
+        f"\n{4 * AT_A_TIME} at a time, {rounds} rounds: {len(passed)} passed, {reserved} reserved, {used} used"
+    )
+    assert used > 0.9 * (TENANT.tokens_per_minute or 0), "the limit was not reached"
+
+
+@pytest.mark.slow
+def test_200_calls_at_once_from_four_processes_never_overshoot() -> None:
+    _drill(rounds=10)
+
+
+@pytest.mark.soak
+def test_200_calls_at_once_from_four_processes_never_overshoot_at_length() -> None:
+    _drill(rounds=600)

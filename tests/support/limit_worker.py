@@ -1,0 +1,68 @@
+"""One of several server processes on one Redis: python -m support.limit_worker URL NAME ROUNDS.
+
+Prints "ready", waits for a line, then has 50 requests under way at a time, ROUNDS times over. At the end prints JSON:
+how many decisions were not made in Redis, and each request that passed as [before, after, reserved, used]: the time
+just before and after its reservation, and its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+
+from loraplex.control.errors import LimitsUnavailable, RateLimited
+from loraplex.control.limits.plan import plan_request
+from loraplex.control.limits.redis_limiter import RedisLimiter
+from loraplex.control.limits.redis_link import RedisLink, redis_script
+from loraplex.control.types import Limits, Principal
+from support.limit_watch import Watch
+
+AT_A_TIME = 50
+SERVER = Limits(tokens_per_minute=30_000)
+TENANT = Limits(requests_per_minute=150, tokens_per_minute=12_000, max_concurrency=40)
+
+
+async def work(url: str, name: str, rounds: int) -> None:
+    watch = Watch()
+    limiter = RedisLimiter(RedisLink(url, redis_script()), watch)
+    await limiter.start()
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    passed: list[tuple[float, float, int, int]] = []
+    rng = random.Random(name)
+    who = Principal("acme", name, frozenset(), tenant_limits=TENANT)
+
+    async def request(request_id: str, prompt: int, answer: int, used: int, seconds: float) -> None:
+        plan = plan_request(
+            who,
+            SERVER,
+            prompt_tokens=prompt,
+            asked_tokens=answer,
+            default_tokens=1,
+            n=1,
+        )
+        before = time.time()
+        try:
+            await limiter.reserve(request_id, plan)
+        except (RateLimited, LimitsUnavailable):
+            return
+        passed.append((before, time.time(), plan.tokens, used))
+        await asyncio.sleep(seconds)
+        await limiter.settle(request_id, used_tokens=used)
+
+    for turn in range(rounds):
+        requests = []
+        for number in range(AT_A_TIME):
+            prompt, answer = rng.randint(1, 100), rng.randint(1, 200)
+            used = rng.randint(prompt, prompt + answer)
+            requests.append(request(f"{name}-{turn}-{number}", prompt, answer, used, rng.random() / 10))
+        await asyncio.gather(*requests)
+    await limiter.close()
+    print(json.dumps({"apart": len(watch.apart), "passed": passed}))
+
+
+if __name__ == "__main__":
+    asyncio.run(work(sys.argv[1], sys.argv[2], int(sys.argv[3])))
