@@ -32,15 +32,22 @@ def need_program() -> str:
 
 
 class RedisServer:
-    """On a free port of the loopback address. Without `keeps_data` it is empty after each start, as a Redis that lost
-    its data; `options` are redis-server's own."""
+    """On free ports of the loopback address. Without `keeps_data` it is empty after each start, as a Redis that lost
+    its data. A node of a `cluster` begins alone and without slots. `options` are redis-server's own."""
 
-    def __init__(self, *, keeps_data: bool = False, **options: str) -> None:
+    def __init__(self, *, keeps_data: bool = False, cluster: bool = False, **options: str) -> None:
         self._program = need_program()
         self.directory = Path(tempfile.mkdtemp(prefix="loraplex-redis-"))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        with socket.socket() as probe, socket.socket() as bus:
+            for one in (probe, bus):
+                one.bind(("127.0.0.1", 0))
+            self.port, self._bus = (int(one.getsockname()[1]) for one in (probe, bus))
+        if cluster:
+            options |= {
+                "cluster-enabled": "yes",
+                "cluster-port": str(self._bus),
+                "cluster-node-timeout": "500",
+            }
         kept = {"appendonly": "yes", "appendfsync": "always"} if keeps_data else {"appendonly": "no"}
         self._options = {"save": "", **kept, **options}
         self._process: subprocess.Popen[bytes] | None = None
@@ -48,7 +55,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         """Until it answers."""
@@ -69,6 +76,10 @@ class RedisServer:
     @functools.cached_property
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port, socket_timeout=5)
+
+    def meet(self, other: RedisServer) -> None:
+        """Another node joins this one's cluster."""
+        self.client.execute_command("CLUSTER", "MEET", "127.0.0.1", str(other.port), str(other._bus))
 
     def hang(self) -> None:
         """It takes connections and bytes, and does nothing, until `go_on`."""

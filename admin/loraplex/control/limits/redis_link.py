@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib.resources
 from collections import deque
@@ -15,6 +16,7 @@ from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseErro
 TAG = "{loraplex}"
 """All keys begin with it, so that in a cluster all lie in one slot and a script may use them together."""
 CONNECT_TIMEOUT_S = 1.0
+MOST_MOVES = 3
 LATE_S = 0.01
 """A time-out that fires this much too late tells of our own event loop, not of Redis."""
 
@@ -26,6 +28,10 @@ def redis_script() -> str:
 
 class LinkDown(Exception):
     """No answer from Redis, or none that can be used. Whether what was asked for was done is not known."""
+
+
+class _Moved(LinkDown):
+    """Another node of the cluster has the slot; the next connection goes there."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +61,15 @@ class RedisLink:
         self._reader: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
-        """A fresh connection to a server that has the script."""
+        """A fresh connection to a server that has the script, and in a cluster the slot."""
+        for _ in range(MOST_MOVES):
+            await self._connect()
+            with contextlib.suppress(_Moved):
+                await self._send(CONNECT_TIMEOUT_S, "EXISTS", f"{TAG}:born")
+                return
+        raise LinkDown("the nodes of the cluster name each other for the slot of the limits")
+
+    async def _connect(self) -> None:
         await self.close()
         connection: AbstractConnection = self._pool.connection_class(**self._pool.connection_kwargs)
         try:
@@ -103,7 +117,7 @@ class RedisLink:
             raise LinkDown(f"no answer within {timeout_s * 1000:.0f} ms") from error
         except MovedError as error:
             self._pool.connection_kwargs.update(host=error.host or self._home["host"], port=error.port)
-            raise LinkDown(_reason(error)) from error
+            raise _Moved(_reason(error)) from error
         except (RedisError, OSError) as error:
             raise LinkDown(_reason(error)) from error
         finally:
