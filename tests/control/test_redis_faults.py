@@ -121,12 +121,10 @@ async def run_drill(faults: int, seed: int) -> Drill:
         redis.revive()
         for limiter in limiters:
             await limiter.close()
-    print(
-        f"\n{faults} faults: {len(drill.seconds[True])} calls in them, "
-        f"p99 {drill.percentile(True, 0.99) * 1e3:.1f} ms, longest {drill.percentile(True, 1) * 1e3:.1f} ms; {len(drill.seconds[False])} between, "
-        f"p99 {drill.percentile(False, 0.99) * 1e3:.1f} ms, longest {drill.percentile(False, 1) * 1e3:.1f} ms; "
-        f"{drill.refused} refused, {drill.unavailable} unavailable"
-    )
+    for faulty, when in ((True, f"in {faults} faults"), (False, "between")):
+        p99, longest = (drill.percentile(faulty, part) * 1000 for part in (0.99, 1))
+        print(f"\n{when}: {len(drill.seconds[faulty])} calls, p99 {p99:.1f} ms, longest {longest:.1f} ms")
+    print(f"{drill.refused} refused, {drill.unavailable} unavailable")
     return drill
 
 
