@@ -16,7 +16,7 @@ quickstart: $(STAMP)
 # Fast tests first: a broken one shows within a minute.
 test: $(STAMP)-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not soak" $(ARGS)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow and not soak" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not soak" $(ARGS)
 
 soak: $(STAMP)-dev
 	$(BIN)/python -m pytest -q -s --soak -m soak --timeout 0 $(ARGS)

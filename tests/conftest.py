@@ -12,11 +12,28 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+LONGEST = (
+    "engine/test_peft_equality.py",
+    "e2e/test_engine_death.py",
+    "e2e/test_start_failures.py",
+    "app/test_doctor.py",
+    "app/test_quickstart.py",
+    "engine/test_gpu_path.py",
+    "e2e/test_drain.py",
+    "e2e/test_damaged_bytes.py",
+    "e2e/test_server_death.py",
+    "e2e/test_engine_kills.py",
+)
+"""Files whose slow tests take longest. They come first: at the end the workers have short ones to share out."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long versions of the seeded suites")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if config.getoption("--soak"):
         return
     skip = pytest.mark.skip(reason="long version: run with --soak (make soak)")

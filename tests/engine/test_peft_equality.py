@@ -5,7 +5,7 @@ All adapters and base rows go through one engine at once, their prompts in chunk
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,16 @@ import torch
 from tokenizers import Tokenizer
 
 from support.local_engine import LocalEngine
-from support.peft_zoo import KINDS, STORED, PeftReference, make_zoo
+from support.peft_zoo import ZOO, PeftReference, make_zoo
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 SHIPPED = ("pirate", "json", "sentiment")
-NUM_OUTPUTS = 12
+NUM_OUTPUTS = 8
 QUESTIONS = (
     "What do you think of the sea?",
     "I can't stand this hotel room. Everything about it made me angry. Tell me why in one word.",
-    "Tell me about owls. " * 12,
+    "Tell me about owls. " * 10,
 )
 
 
@@ -68,17 +68,19 @@ def mixed_run(
     recorder: Recorder,
     adapters: dict[str, Path],
     prompts: list[list[int]],
+    *,
+    on_every_prompt: Collection[str | None] = (None, *SHIPPED),
     **sampling: Any,
 ) -> dict[tuple[str | None, int], tuple[list[int], torch.Tensor]]:
-    """Every adapter and the base on every prompt, in one engine at once: (tokens, [outputs, V] logits)."""
+    """Every adapter and the base on the last prompt, which comes in chunks, and those named on every prompt, in one
+    engine at once: (tokens, [outputs, V] logits)."""
     refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
     rows: dict[str, list[torch.Tensor]] = {}
     asked = [
         (name, number)
         for name in (None, *adapters)
         for number in range(len(prompts))
-        # PEFT's own DoRA takes several times as long: of the further kinds, one prompt in chunks each.
-        if number == len(prompts) - 1 or name not in {**KINDS, **STORED}
+        if number == len(prompts) - 1 or name in on_every_prompt
     ]
     for name, number in asked:
         engine.add(f"{name}/{number}", prompts[number], None if name is None else refs[name], **sampling)
@@ -135,16 +137,23 @@ def engine_of(real_model_dir: Path, tmp_path: Path) -> Iterator[Any]:
         engine.close()
 
 
-@pytest.mark.parametrize("lookahead", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("lookahead", "on_every_prompt"),
+    # PEFT's own DoRA takes several times as long: the further kinds have one prompt each.
+    [(0, (None, *SHIPPED)), pytest.param(1, (None, *SHIPPED, *ZOO), marks=pytest.mark.soak)],
+)
 def test_float32_tokens_and_logits_equal_peft(
     engine_of: Any,
     adapters: dict[str, Path],
     prompts: list[list[int]],
     reference32: PeftReference,
     lookahead: int,
+    on_every_prompt: tuple[str | None, ...],
 ) -> None:
     engine, recorder = engine_of("float32", max_num_batched_tokens=192, max_num_seqs=40, lookahead=lookahead)
-    results = mixed_run(engine, recorder, adapters, prompts, max_tokens=NUM_OUTPUTS)
+    results = mixed_run(
+        engine, recorder, adapters, prompts, on_every_prompt=on_every_prompt, max_tokens=NUM_OUTPUTS
+    )
     assert max(recorder.adapters_per_step) >= 8, "the adapters did not share steps"
     worst = 0.0
     for (name, number), (tokens, logits) in results.items():

@@ -86,12 +86,13 @@ def make_zoo(base: Path, out: Path, *, std: float = 0.02) -> dict[str, Path]:
     from transformers import AutoModelForCausalLM
 
     made: dict[str, Path] = {}
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for number, (name, options) in enumerate((ZOO | KINDS).items()):
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+        model = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **options))
         train(model, number, std)
         made[name] = out / name
         model.save_pretrained(made[name], save_embedding_layers=False)
+        plain = model.unload()
     for name, dtype in STORED.items():
         made[name] = out / name
         shutil.copytree(made["some-layers"], made[name])
