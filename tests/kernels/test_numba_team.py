@@ -34,6 +34,30 @@ def _count(taken, arguments, like):
 count = Kernel(_count, "qqd")
 
 
+def _meet(taken, arguments):
+    """Two units for two threads. The first waits until the second has been taken, and then tells that it was; the
+    second is told to be done long after it."""
+    told, done, patience = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    while True:
+        unit = fetch_add(taken, 1)
+        if unit >= 2:
+            break
+        if unit == 0:
+            for _ in range(patience):
+                if fetch_add(taken, 0) >= 2:
+                    fetch_add(told, 1)
+                    break
+        else:
+            for _ in range(400_000):  # some milliseconds
+                fetch_add(done, 0)
+            fetch_add(done, 1)
+
+
+meet = Kernel(_meet, "qqq")
+PATIENCE = 200_000_000
+"""Some seconds, within which another thread gets a core."""
+
+
 @pytest.fixture(params=[1, 2, 5])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
@@ -74,6 +98,16 @@ def test_no_units_at_all(threads: int) -> None:
     assert counters[0] == 0
 
 
+def test_a_run_ends_when_those_have_that_joined_it() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    told, done = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for run in range(20):
+        meet.run((), told.ctypes.data, done.ctypes.data, PATIENCE)
+        assert (told[0], done[0]) == (run + 1, run + 1)
+    torch.set_num_threads(before)
+
+
 def in_a_process(program: str) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     done = subprocess.run(
@@ -107,16 +141,14 @@ def test_a_fork_has_threads_of_its_own() -> None:
     program = """
 import os, numpy as np, torch
 torch.set_num_threads(2)
-from kernels.test_numba_team import count
-from loraplex.kernels.numba_vectors import LIKE
-counters = np.zeros(64, np.int64)
-run = lambda: count.run((LIKE[torch.bfloat16],), 64, counters.ctypes.data, -0.75)
+from kernels.test_numba_team import PATIENCE, meet
+told, done = np.zeros(1, np.int64), np.zeros(1, np.int64)
+run = lambda: meet.run((), told.ctypes.data, done.ctypes.data, PATIENCE)
 run()
 child = os.fork()
 if not child:
-    for _ in range(100):
-        run()
-    os._exit(0 if counters.sum() == 101 * 64 else 1)
+    run()
+    os._exit(0 if (told[0], done[0]) == (2, 2) else 1)
 print(os.waitpid(child, 0)[1])
 """
     assert in_a_process(program).split() == ["0"]

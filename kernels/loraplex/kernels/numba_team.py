@@ -17,7 +17,7 @@ import platform
 import struct
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -128,7 +128,7 @@ def num_threads() -> int:
     return torch.get_num_threads()
 
 
-@lru_cache
+@cache
 def _team(threads: int) -> Team:
     made = Team(threads)
     atexit.register(made.close)
