@@ -5,7 +5,8 @@ something or takes a constant: after an update it would run the machine code of 
 name is a digest of all sources here and of the versions of numba and llvmlite. What numba itself tells apart, types
 and processors, lies side by side in it.
 
-`numba_vectors` imports this before anything is compiled.
+`numba_vectors` imports this before anything is compiled. numba asks for the directory when a function is
+decorated, so it is found, made and marked as used when this is imported: the one thing here that touches files then.
 """
 # mypy: allow-untyped-calls, allow-subclassing-any
 
@@ -41,8 +42,8 @@ _log = logging.getLogger(__name__)
 
 
 def open_cache(root: Path, sources: Path) -> Path | None:
-    """The directory below `root` for the content of the *.py in `sources`, made if need be and marked as used now; old
-    ones of other contents are removed. None, and a warning, where it can't be written: then nothing is kept."""
+    """The directory below `root` for the content of the *.py in `sources`, made if need be and marked as used now.
+    None, and a warning, where it can't be written: then nothing is kept."""
     directory = root / (_PREFIX + _digest(sources))
     try:
         # Its files are unpickled: they are to be nobody else's.
@@ -59,7 +60,6 @@ def open_cache(root: Path, sources: Path) -> Path | None:
             error.strerror or error,
         )
         return None
-    _remove_old(root, directory)
     return directory
 
 
@@ -71,8 +71,9 @@ def _digest(sources: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _remove_old(root: Path, used: Path) -> None:
-    for path in root.glob(_PREFIX + "*"):
+def _remove_old(used: Path) -> None:
+    """Directories beside this one that no process has started with for `KEPT_S`."""
+    for path in used.parent.glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):  # another process was first, or it is somebody else's
             if path != used and time.time() - path.stat().st_mtime > KEPT_S:
                 shutil.rmtree(path, ignore_errors=True)
@@ -152,8 +153,8 @@ def is_compiled(what: str, cache: Path | None = CACHE) -> bool:
 
 
 def compile_kernels(what: str, work: Callable[[], None], cache: Path | None = CACHE) -> None:
-    """Do `work`, which calls kernels so that they are compiled or read from the cache, and remember that it is done.
-    Raises what `work` raises."""
+    """Do `work`, which calls kernels so that they are compiled or read from the cache, and remember that it is done;
+    directories of contents that are no longer used are removed. Raises what `work` raises."""
     try:
         work()
     except (EOFError, pickle.UnpicklingError):
@@ -167,6 +168,7 @@ def compile_kernels(what: str, work: Callable[[], None], cache: Path | None = CA
     if cache is not None:
         with contextlib.suppress(OSError):
             _mark(what, cache).touch()
+        _remove_old(cache)
 
 
 def _mark(what: str, cache: Path) -> Path:
