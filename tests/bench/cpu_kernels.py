@@ -1,4 +1,5 @@
-"""Attention, LoRA and the fused kernels of a CPU beside torch's: `python tests/bench/cpu_kernels.py [threads]`.
+"""Linears, attention, LoRA and the fused kernels of a CPU beside torch's and oneDNN's:
+`python tests/bench/cpu_kernels.py [threads]`.
 
 SmolLM2-135M's shapes in bfloat16. Turns of both follow each other; figures are of single calls, the median and the
 least, in milliseconds for 30 layers. With one thread it is the processor's time, which holds on a busy machine too;
@@ -13,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,7 +23,7 @@ from loraplex.kernels.attention_numba import build_attention_batch as numba_batc
 from loraplex.kernels.fused_numba import numba_ops
 from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora import LoraPass, Scratch, Segment, begin_pass
-from loraplex.kernels.ops import resolve_ops
+from loraplex.kernels.ops import Ops, resolve_ops
 from support.lora_arena import ManualArena, make_arena
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, INNER = 30, 9, 3, 64, 576, 1536
@@ -121,6 +123,26 @@ def lora(name: str, arena: ManualArena, rows: int, adapters: int) -> None:
     compare(f"LoRA {name}", lambda layer: layer_of(ours, layer), lambda layer: layer_of(theirs, layer))
 
 
+def linear(rows: int) -> None:
+    """The four linears of a layer; the weights of all layers, so that they come from memory as in a step."""
+    shapes = ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)
+    inputs = {columns: torch.randn(rows, columns, dtype=DTYPE) for columns in (HIDDEN, INNER)}
+    packed = [
+        [[ops.pack_weight(torch.randn(shape, dtype=DTYPE)) for shape in shapes] for _ in range(LAYERS)]
+        for ops in (OURS, TORCH)
+    ]
+
+    def layer_of(ops: Ops, weights: list[list[Any]], layer: int) -> None:
+        for (_, columns), weight in zip(shapes, weights[layer], strict=True):
+            ops.linear(inputs[columns], weight)
+
+    compare(
+        f"linears {rows}",
+        lambda layer: layer_of(OURS, packed[0], layer),
+        lambda layer: layer_of(TORCH, packed[1], layer),
+    )
+
+
 def main() -> None:
     torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
     print(f"threads {torch.get_num_threads()}, load {os.getloadavg()}")
@@ -136,6 +158,8 @@ def main() -> None:
         lora(f"{rows} rows, {adapters} adapters", arena, rows, adapters)
     for rows in (1, 16, 512):
         around(rows)
+    for rows in (1, 2, 4, 8, 16, 32, 64, 512):
+        linear(rows)
     print(f"load {os.getloadavg()}")
 
 

@@ -44,11 +44,10 @@ _HIDDEN = np.float32(-math.inf)
 
 @intrinsic
 def wide_registers(typing):
-    """Whether sixteen float32 are one register, of which there are 32."""
+    """`numba_ir.wide_registers`."""
 
     def lower(context, builder, signature, values):
-        wide = "+avx512f" in context.codegen().magic_tuple()[2].split(",")
-        return nir.flag(wide)
+        return nir.flag(nir.wide_registers(context))
 
     return types.boolean(), lower
 

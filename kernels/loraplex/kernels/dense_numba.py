@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from loraplex.kernels import dense
 from loraplex.kernels import numba_ir as nir
 from loraplex.kernels.numba_team import Kernel, num_threads
-from loraplex.kernels.numba_vectors import JIT, fetch_add, host_features, read_int64
+from loraplex.kernels.numba_vectors import fetch_add, host_features, read_int64
 
 BLOCK = 32
 MAX_UNIT_ROWS = 384
@@ -107,83 +107,59 @@ def is_for_this_processor() -> bool:
     return "avx512bf16" in features and "amx-bf16" not in features
 
 
-def _tile(rows):
-    """An intrinsic: y[r, :count] = x[r]·Wᵀ + bias of one block, for r < rows, with all sums in registers."""
+@intrinsic
+def _tile(typing, rows, x, x_stride, weight, bias, y, y_stride, pairs, count):
+    """y[r, :count] = x[r]·Wᵀ + bias of one block, for r < rows ≤ _TILE_ROWS, with all sums in registers: code of its
+    own for each number of rows."""
 
-    @intrinsic
-    def made(typing, x, x_stride, weight, bias, y, y_stride, pairs, count):
-        def lower(context, builder, signature, values):
-            x, x_stride, weight, bias, y, y_stride, pairs, count = values
-            halves = nir.elements(context, types.uint16)
-            next_block = builder.mul(pairs, nir.i64(BLOCK * 4))
-            sources = [builder.add(x, builder.mul(x_stride, nir.i64(r))) for r in range(rows)]
+    def lower(context, builder, signature, values):
+        rows, *arguments = values
+        done = builder.append_basic_block("done")
+        cases = [builder.append_basic_block(f"rows{number}") for number in range(1, _TILE_ROWS + 1)]
+        choice = builder.switch(rows, cases[-1])
+        for number, block in enumerate(cases, 1):
+            if number < _TILE_ROWS:
+                choice.add_case(nir.i64(number), block)
+            builder.position_at_end(block)
+            _emit_tile(context, builder, number, *arguments)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
 
-            def turn(index, sums):
-                place = builder.add(weight, builder.mul(index, nir.i64(128)))
-                offset = builder.mul(index, nir.i64(4))
-                if rows >= _ROWS_TO_PREFETCH:
-                    ahead = builder.add(place, next_block)
-                    for line in (0, 64):
-                        nir.prefetch(builder, builder.add(ahead, nir.i64(line)))
-                columns = [
-                    halves.load_pair(builder, builder.add(place, nir.i64(64 * c)), None) for c in (0, 1)
-                ]
-                following = []
-                for r in range(rows):
-                    pair = halves.splat_pair(builder, builder.add(sources[r], offset))
-                    following += [halves.dot_pair(builder, sums[2 * r + c], pair, columns[c]) for c in (0, 1)]
-                return following
-
-            zero = ir.Constant(nir.V_F32, [0.0] * nir.LANES)
-            sums = nir.loop(builder, pairs, 1, [zero] * (2 * rows), turn)
-            for c in (0, 1):
-                mask = nir.lane_mask(builder, nir.i64(0), builder.sub(count, nir.i64(16 * c)))
-                start = nir.i64(32 * c)
-                has_bias = builder.icmp_signed("!=", bias, nir.i64(0))
-                # An address of 0 is never read: no lane is on.
-                lanes = builder.select(has_bias, mask, ir.Constant(nir.V_I1, [0] * nir.LANES))
-                shift = halves.load(builder, builder.add(bias, start), lanes)
-                for r in range(rows):
-                    target = builder.add(builder.add(y, builder.mul(y_stride, nir.i64(r))), start)
-                    halves.store(builder, builder.fadd(sums[2 * r + c], shift), target, mask)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 8), lower
-
-    return made
+    return types.void(*[types.int64] * 9), lower
 
 
-_t1, _t2, _t3, _t4, _t5, _t6 = (_tile(rows) for rows in range(1, 7))
-_t7, _t8, _t9, _t10, _t11, _t12 = (_tile(rows) for rows in range(7, _TILE_ROWS + 1))
+def _emit_tile(context, builder, rows, x, x_stride, weight, bias, y, y_stride, pairs, count):
+    halves = nir.elements(context, types.uint16)
+    next_block = builder.mul(pairs, nir.i64(BLOCK * 4))
+    sources = [builder.add(x, builder.mul(x_stride, nir.i64(r))) for r in range(rows)]
 
+    def turn(index, sums):
+        place = builder.add(weight, builder.mul(index, nir.i64(128)))
+        offset = builder.mul(index, nir.i64(4))
+        if rows >= _ROWS_TO_PREFETCH:
+            ahead = builder.add(place, next_block)
+            for line in (0, 64):
+                nir.prefetch(builder, builder.add(ahead, nir.i64(line)))
+        columns = [halves.load_pair(builder, builder.add(place, nir.i64(64 * c)), None) for c in (0, 1)]
+        following = []
+        for r in range(rows):
+            pair = halves.splat_pair(builder, builder.add(sources[r], offset))
+            following += [halves.dot_pair(builder, sums[2 * r + c], pair, columns[c]) for c in (0, 1)]
+        return following
 
-@njit(**JIT)
-def _few(rows, x, x_stride, weight, bias, y, y_stride, pairs, count):
-    """One tile of 1 to 12 rows."""
-    if rows == 1:
-        _t1(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    elif rows == 2:
-        _t2(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    elif rows == 3:
-        _t3(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    elif rows == 4:
-        _t4(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    elif rows == 5:
-        _t5(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    elif rows == 6:
-        _t6(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    elif rows == 7:
-        _t7(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    elif rows == 8:
-        _t8(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    elif rows == 9:
-        _t9(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    elif rows == 10:
-        _t10(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    elif rows == 11:
-        _t11(x, x_stride, weight, bias, y, y_stride, pairs, count)
-    else:
-        _t12(x, x_stride, weight, bias, y, y_stride, pairs, count)
+    zero = ir.Constant(nir.V_F32, [0.0] * nir.LANES)
+    sums = nir.loop(builder, pairs, 1, [zero] * (2 * rows), turn)
+    for c in (0, 1):
+        mask = nir.lane_mask(builder, nir.i64(0), builder.sub(count, nir.i64(16 * c)))
+        start = nir.i64(32 * c)
+        has_bias = builder.icmp_signed("!=", bias, nir.i64(0))
+        # An address of 0 is never read: no lane is on.
+        lanes = builder.select(has_bias, mask, ir.Constant(nir.V_I1, [0] * nir.LANES))
+        shift = halves.load(builder, builder.add(bias, start), lanes)
+        for r in range(rows):
+            target = builder.add(builder.add(y, builder.mul(y_stride, nir.i64(r))), start)
+            halves.store(builder, builder.fadd(sums[2 * r + c], shift), target, mask)
 
 
 def _multiply_units(taken, arguments):
@@ -210,7 +186,7 @@ def _multiply_units(taken, arguments):
                 # Tiles of equal size: a last one of a single row would take as long as one of four.
                 row = low + (high - low) * tile // tiles
                 end = low + (high - low) * (tile + 1) // tiles
-                _few(
+                _tile(
                     end - row,
                     x + row * x_stride,
                     x_stride,

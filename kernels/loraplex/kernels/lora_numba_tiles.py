@@ -33,7 +33,7 @@ _F32 = np.float32(0)
 
 def _sums_in_registers(context) -> int:
     """How many vectors of sums there is room for, beside what they are made of."""
-    return 24 if "+avx512f" in context.codegen().magic_tuple()[2].split(",") else 4
+    return 24 if nir.wide_registers(context) else 4
 
 
 def _add_lanes(builder, vectors):

@@ -16,6 +16,7 @@ from numba.core import cgutils
 LANES = 16
 F32 = ir.FloatType()
 F16 = ir.HalfType()
+F64 = ir.DoubleType()
 I1, I8, I16, I32, I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 V_F32, V_F16 = ir.VectorType(F32, LANES), ir.VectorType(F16, LANES)
 V_I1, V_I16, V_I32 = (ir.VectorType(kind, LANES) for kind in (I1, I16, I32))
@@ -117,10 +118,20 @@ def loop(builder, count, step, carried, body):
     return values
 
 
+def features(context) -> frozenset[str]:
+    """LLVM's names of what the processor has that code is made for, less what NUMBA_CPU_FEATURES leaves out."""
+    found = context.codegen().magic_tuple()[2].split(",")
+    return frozenset(feature[1:] for feature in found if feature.startswith("+"))
+
+
+def wide_registers(context) -> bool:
+    """Whether sixteen float32 are one register, of which there are 32."""
+    return "avx512f" in features(context)
+
+
 def has_dpbf16(context) -> bool:
-    """Whether code is made for a processor with AVX512-BF16."""
-    features = context.codegen().magic_tuple()[2]
-    return "+avx512bf16" in features.split(",") and "+avx512f" in features.split(",")
+    """Whether there is an instruction for the product of pairs of bfloat16."""
+    return wide_registers(context) and "avx512bf16" in features(context)
 
 
 class Elements:

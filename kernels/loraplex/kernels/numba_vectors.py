@@ -11,7 +11,7 @@ Nothing here assumes that numbers are finite: a NaN goes where arithmetic takes 
 from __future__ import annotations
 
 import operator
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -30,11 +30,10 @@ JIT = {"cache": numba_cache.CACHE is not None, "nogil": True, "boundscheck": Fal
 """Options of every compiled function. Without fastmath: it would be free to take NaN for impossible."""
 
 
-@lru_cache
+@cache
 def host_features() -> frozenset[str]:
-    """What the code is made for: LLVM's names of the processor's features, less what NUMBA_CPU_FEATURES leaves out."""
-    features: str = cpu_target.target_context.codegen().magic_tuple()[2]
-    return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
+    """`numba_ir.features` of what is compiled here."""
+    return nir.features(cpu_target.target_context)
 
 
 def host_name() -> str:
@@ -246,36 +245,23 @@ def copy_element(typing, target, source, like):
     return types.void(types.int64, types.int64, like), lower
 
 
-@intrinsic
-def read_int64(typing, address):
-    def lower(context, builder, signature, values):
-        return nir.load(builder, values[0], nir.I64, 8)
+def _reading(kind, result):
+    """An intrinsic: the number at an address that is a multiple of its size; whole numbers are int64 then."""
+    size = 8 if kind in (nir.I64, nir.F64) else 4
 
-    return types.int64(types.int64), lower
+    @intrinsic
+    def read(typing, address):
+        def lower(context, builder, signature, values):
+            number = nir.load(builder, values[0], kind, size)
+            return builder.sext(number, nir.I64) if kind is nir.I32 else number
 
+        return result(types.int64), lower
 
-@intrinsic
-def read_int32(typing, address):
-    def lower(context, builder, signature, values):
-        return builder.sext(nir.load(builder, values[0], nir.I32, 4), nir.I64)
-
-    return types.int64(types.int64), lower
-
-
-@intrinsic
-def read_float64(typing, address):
-    def lower(context, builder, signature, values):
-        return nir.load(builder, values[0], ir.DoubleType(), 8)
-
-    return types.float64(types.int64), lower
+    return read
 
 
-@intrinsic
-def read_float32(typing, address):
-    def lower(context, builder, signature, values):
-        return nir.load(builder, values[0], nir.F32, 4)
-
-    return types.float32(types.int64), lower
+read_int64, read_int32 = _reading(nir.I64, types.int64), _reading(nir.I32, types.int64)
+read_float64, read_float32 = _reading(nir.F64, types.float64), _reading(nir.F32, types.float32)
 
 
 @intrinsic
