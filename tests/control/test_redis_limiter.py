@@ -199,6 +199,32 @@ async def test_what_was_spent_apart_and_runs_on_is_settled_in_redis(shared: Shar
     assert held.tokens.remaining == 1000 - 100 - 50 - 200
 
 
+@pytest.mark.parametrize("loses_data", [False, True])
+async def test_what_was_spent_apart_counts_in_the_next_outage_too(
+    shared: SharedLimits, loses_data: bool
+) -> None:
+    """Or each would bring a whole share anew. Nobody asked Redis for this tenant in between."""
+    (one,) = await shared.servers(1)
+    acme = tenant(tokens_per_minute=1000)
+    shared.redis.hang()
+    await one.reserve("ended", plan(acme, 500))
+    await one.settle("ended", used_tokens=500)
+    await one.reserve("runs", plan(acme, 400))
+    shared.redis.go_on()
+    await shared.together()
+    if loses_data:
+        shared.redis.kill()
+        await one.beat()
+        shared.redis.start()
+        shared.tell_time()
+        await shared.together()
+    else:
+        shared.redis.hang()
+    with pytest.raises((LimitsUnavailable, RateLimited), match="1000 tokens a minute"):
+        await one.reserve("late", plan(acme, 101))
+    await one.reserve("fits", plan(acme, 100))
+
+
 async def test_an_outage_longer_than_a_minute_forgets_what_has_flowed_back(shared: SharedLimits) -> None:
     (one,) = await shared.servers(1)
     acme = tenant(tokens_per_minute=600)

@@ -216,6 +216,12 @@ class RedisLimiter:
             name = window_name(charge)
             self._seen[name] = Seen(charge.limit, reply.now + reply.windows.get(name, 0.0))
 
+    def _see(self, name: str, limit: int, until: float, more: float = 0.0) -> None:
+        """A window was spent at least `until` then, and `more` was charged: also what was spent apart counts when Redis
+        goes again before it was asked for this window."""
+        seen = self._seen.get(name)
+        self._seen[name] = Seen(limit, (until if seen is None else max(until, seen.until)) + more)
+
     def _hold(self, request_id: str, live: _Live) -> None:
         self._live[request_id] = live
         for place in live.plan.places:
@@ -311,7 +317,14 @@ class RedisLimiter:
             owed.merge(self._owed)
             self._owed = owed
             raise
+        for debt in spending:
+            self._see(
+                debt.name, debt.limit, max(debt.seen + debt.sum * PERIOD_S * 1e6 / debt.limit, debt.floor)
+            )
         for one in told.values():
+            if not one.told:
+                for charge in one.plan.rates:
+                    self._see(window_name(charge), charge.limit, one.at_us, charge.seconds * 1e6)
             one.told = True
         self._forget_ended(ended)
         self._born = reply.born
