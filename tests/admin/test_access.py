@@ -37,6 +37,8 @@ TABLE: dict[str, str] = {
     "POST /tenants/{tenant}/adapters/{name}/release/promote": WRITE,
     "POST /tenants/{tenant}/adapters/{name}/release/rollback": WRITE,
     "GET /audit": OPERATOR,
+    "GET /usage": OPERATOR,
+    "GET /tenants/{tenant}/usage": "usage:read",
     "GET /engine": OPERATOR,
     "GET /cache": OPERATOR,
 }
@@ -130,7 +132,7 @@ class TestDataPort:
     async def test_it_has_the_tenants_own_routes_only(self, plane: AdminPlane) -> None:
         plane.make_tenant("acme")
         plane.make_adapter()
-        secret = plane.make_key("acme", READ, WRITE)
+        secret = plane.make_key("acme", READ, WRITE, "usage:read")
         async with admin_client(plane.tenant_app, secret) as client:
             client.base_url = httpx.URL("http://data")
             for route, access in TABLE.items():

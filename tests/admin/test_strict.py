@@ -49,7 +49,7 @@ async def test_unknown_query_parameters(plane: AdminPlane, admin: httpx.AsyncCli
         ("GET", "/nonsense", 404, "not_found"),
         ("GET", "/tenants/", 404, "not_found"),
         ("GET", "/tenants/a/b/c/d", 404, "not_found"),
-        ("GET", "/usage", 404, "not_found"),
+        ("GET", "/usages", 404, "not_found"),
         ("PUT", "/tenants", 405, "method_not_allowed"),
         ("DELETE", "/tenants", 405, "method_not_allowed"),
         ("OPTIONS", "/tenants", 405, "method_not_allowed"),

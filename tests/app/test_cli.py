@@ -7,18 +7,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from sqlalchemy import insert
 from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
 from loraplex.app.cli import create_cli
+from loraplex.control.tables import Usage
 from loraplex.migrations.run import upgrade
 from support.adapters import draft_adapter, make_adapter
 from support.admin import ADMIN_TOKEN, ARCH, AdminPlane
 from support.api_server import RunningServer, serve_app
+from support.usage import ended
 
 
 @dataclass
@@ -331,3 +336,29 @@ def test_every_command_of_the_interface_is_there() -> None:
     wanted |= {f"audit {verb}" for verb in ("list", "verify")}
     wanted |= {f"release {verb}" for verb in ("set", "show", "promote", "rollback")}
     assert wanted <= names
+
+
+def test_usage(shell: Shell) -> None:
+    shell.plane.make_tenant("acme")
+    when = datetime(2026, 3, 1, 7, 30, tzinfo=UTC)
+    rows = [ended(at=when, adapter="json", version=2, completion_tokens=n) for n in (3, 4)]
+    with shell.plane.database.write() as session:
+        session.execute(insert(Usage), [msgspec.structs.asdict(row) for row in rows])
+    period = ["--start", "2026-03-01", "--end", "2026-03-02T00:00:00Z"]
+    (row,) = shell.json("usage", *period, "--group-by", "tenant,adapter,version")["data"]
+    assert (row["tenant"], row["adapter"], row["version"], row["completion_tokens"]) == (
+        "acme",
+        "json",
+        "v2",
+        7,
+    )
+    table = shell.ok("usage", *period, "--tenant", "acme", "--bucket", "hour")
+    assert "2026-03-01T07:00:00Z" in table
+    assert "completion tokens" in table
+    printed = shell.ok("usage", *period, "--csv", "--bucket", "none", "--group-by", "status")
+    columns = "status,requests,prompt_tokens,cached_tokens,completion_tokens"
+    assert printed.splitlines() == [columns, "stop,2,20,0,7"]
+    assert "bucket" in shell.fails("usage", "--bucket", "week")
+    assert "not both" in shell.fails("usage", "--csv", "--json")
+    own = shell.plane.make_key("acme", "usage:read")
+    assert shell.json("usage", *period, "--tenant", "acme", token=own)["data"][0]["requests"] == 2

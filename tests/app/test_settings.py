@@ -52,6 +52,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "cors_origins": ("https://a.example, https://b.example", ["https://a.example", "https://b.example"]),
     "metrics_on_data_port": ("true", True),
     "usage_journal_size": ("32MiB", 32 << 20),
+    "usage_keep_days": ("7", 7),
     "stream_stall_timeout": ("3.5", 3.5),
     "drain_grace": ("1.5", 1.5),
     "drain_timeout": ("7", 7.0),

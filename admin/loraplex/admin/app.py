@@ -22,6 +22,7 @@ from loraplex.admin.routes.engine import engine_operations
 from loraplex.admin.routes.keys import key_operations
 from loraplex.admin.routes.releases import release_operations
 from loraplex.admin.routes.tenants import tenant_operations
+from loraplex.admin.routes.usage import usage_operations
 from loraplex.admin.routes.versions import version_operations
 from loraplex.admin.services import AdminServices
 from loraplex.control.errors import InvalidKey
@@ -44,6 +45,7 @@ def create_operations(services: AdminServices) -> list[Operation]:
         *release_operations(services),
         *audit_operations(services),
         *engine_operations(services),
+        *usage_operations(services),
     ]
 
 

@@ -80,7 +80,9 @@ def _describe(row: Operation) -> dict[str, Any]:
         "description": f"Needs {_access(row)}.",
         "operationId": row.handler.__name__.rstrip("_"),
         "parameters": [*_path_parameters(row), *_query_parameters(row)],
-        "responses": {str(status): _answer(status, model) for status, model in row.answers.items()}
+        "responses": {
+            str(status): _answer(status, model, row.also_as) for status, model in row.answers.items()
+        }
         | {str(status): _error(status) for status in sorted(_errors(row))},
     }
     if row.upload:
@@ -145,14 +147,21 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     return kinds[0] if len(kinds) == 1 else schema
 
 
-def _answer(status: int, model: type[BaseModel] | None) -> dict[str, Any]:
+def _answer(status: int, model: type[BaseModel] | None, also_as: str | None = None) -> dict[str, Any]:
     if model is None:
         return {"description": "Done", "headers": _HEADERS}
     headers = dict(_HEADERS)
     if status == 201 and model.__name__ == "Version":
         headers["Location"] = {"description": "Where it is.", "schema": {"type": "string"}}
     schema = {"$ref": _REF.format(model=model.__name__)}
-    content = {"application/json": {"schema": schema}}
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
+    if also_as is not None:
+        content[also_as] = {"schema": {"type": "string"}}
+        next_page = {
+            "description": "The cursor of the next page, where there is one.",
+            "schema": {"type": "string"},
+        }
+        headers["X-Next-Cursor"] = next_page
     return {"description": model.__name__, "headers": headers, "content": content}
 
 

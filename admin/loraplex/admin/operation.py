@@ -18,7 +18,7 @@ from loraplex.control.types import Principal
 
 REQUEST_ID = "loraplex.request_id"
 """Where the edge that a request came through leaves what its answer's x-request-id says."""
-Access = Literal["operator", "adapters:read", "adapters:write"]
+Access = Literal["operator", "adapters:read", "adapters:write", "usage:read"]
 """`operator`: the admin token alone. A scope: also a key of the path's tenant that has it."""
 
 Q = TypeVar("Q", bound=BaseModel)
@@ -60,11 +60,13 @@ def actor_of(request: Request, principal: Principal) -> Actor:
 
 @dataclass(frozen=True)
 class Answer:
-    """`content` None is an answer without a body. `headers` are added."""
+    """`content` None is an answer without a body, unless it has a `text` of `media_type`. `headers` are added."""
 
     content: BaseModel | None = None
     status: int = 200
     headers: Mapping[str, str] | None = None
+    text: str | None = None
+    media_type: str | None = None
 
 
 Handler = Callable[[Call], Awaitable[Answer]]
@@ -74,7 +76,8 @@ Handler = Callable[[Call], Awaitable[Answer]]
 class Operation:
     """`path` is below /admin/v1. `answers` are the statuses and models of success. `action` is what the audit log calls
     it: what changes something has one, and records it in the transaction that does. A row with `upload` reads its body
-    itself. With `body_optional` no body stands for an empty object."""
+    itself. With `body_optional` no body stands for an empty object. `also_as` is a media type that its answers come
+    in, too, where the caller asks for it."""
 
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
     path: str
@@ -87,6 +90,7 @@ class Operation:
     body_optional: bool = False
     upload: bool = False
     action: str | None = None
+    also_as: str | None = None
 
     def __post_init__(self) -> None:
         assert (self.action is None) == (self.method == "GET"), (

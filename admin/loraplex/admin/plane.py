@@ -231,6 +231,8 @@ def _say(problem: Any) -> tuple[str, str, str]:
 
 def _respond(answer: Answer) -> Response:
     headers = dict(answer.headers or {}) | {"Cache-Control": "no-store"}
+    if answer.text is not None:
+        return Response(answer.text, answer.status, headers, answer.media_type)
     if answer.content is None:
         return Response(None, answer.status, headers)
     return Response(answer.content.model_dump_json().encode(), answer.status, headers, "application/json")

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 
 from loraplex.control.rules import DEFAULT_PAGE, MAX_PAGE
 from loraplex.control.types import BudgetPeriod, Scope
+from loraplex.control.usage.report import GROUPS, Bucket, Group
 
 _BIGGEST = 2**53 - 1  # what every JSON reader holds exactly
 
@@ -58,6 +59,31 @@ class Shown(BaseModel):
 class PageQuery(Given):
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE)] = DEFAULT_PAGE
     cursor: Annotated[str | None, Field(max_length=512)] = None
+
+
+def _groups(value: str | None) -> str | None:
+    names = [] if value is None else value.split(",")
+    if len(set(names)) < len(names) or not set(names) <= set(GROUPS):
+        raise ValueError(f"some of {', '.join(GROUPS)}, each once, separated by commas")
+    return value
+
+
+class OwnUsageQuery(PageQuery):
+    """The period is start ≤ time < end; without `start` the 30 days before `end`, without `end` until now."""
+
+    start: GivenTime | None = None
+    end: GivenTime | None = None
+    bucket: Bucket = "day"
+    group_by: Annotated[str | None, Field(max_length=64), AfterValidator(_groups)] = None
+
+    @property
+    def groups(self) -> list[Group]:
+        given = set((self.group_by or "").split(","))
+        return [name for name in GROUPS if name in given]
+
+
+class UsageQuery(OwnUsageQuery):
+    tenant: Annotated[str | None, Field(max_length=63), AfterValidator(_plain_text)] = None
 
 
 class Limits(Given):
@@ -254,6 +280,27 @@ class Adapter(Shown):
 
 class AdapterPage(Shown):
     data: list[Adapter]
+    next_cursor: str | None
+
+
+class UsageSum(Shown):
+    """Sums of a group in a bucket that begins at `start`; null where they are not parted by that. `adapter` is
+    `(base)` for the base model, whose `version` is null."""
+
+    start: Timestamp | None
+    tenant: str | None
+    key: str | None
+    adapter: str | None
+    version: str | None
+    status: str | None
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class UsagePage(Shown):
+    data: list[UsageSum]
     next_cursor: str | None
 
 

@@ -30,6 +30,8 @@ READS: dict[str, Any] = {
     _PATIENCE: READ_TIMEOUT_S,
 }
 """Execution options of a reader: one snapshot for all of its statements, as SQLite gives it."""
+REPORTS: dict[str, Any] = READS | {_PATIENCE: STATEMENT_TIMEOUT_S + PING_TIMEOUT_S}
+"""Of a reader that sums up much: the server itself ends it first."""
 WRITES: dict[str, Any] = {
     "isolation_level": "READ COMMITTED",
     _PATIENCE: STATEMENT_TIMEOUT_S + PING_TIMEOUT_S,

@@ -144,6 +144,25 @@ class Metrics:
             registry=self._own,
         )
         self.limiter = LimiterMeter(self._own)
+        self.usage_written = Counter(
+            "loraplex_usage_rows_written", "Rows that the usage ledger has.", registry=self._own
+        )
+        self.usage_waiting = Gauge(
+            "loraplex_usage_rows_waiting", "Rows that the database has not been told yet.", registry=self._own
+        )
+        self.usage_lag = Gauge(
+            "loraplex_usage_lag_seconds",
+            "For how long some row has been waiting for the database; 0 where none waits.",
+            registry=self._own,
+        )
+        self.usage_journal = Gauge(
+            "loraplex_usage_journal_bytes", "Disk that the usage journal takes.", registry=self._own
+        )
+        self.usage_full = Gauge(
+            "loraplex_usage_journal_full",
+            "1 while no request is taken, because its usage could not be recorded.",
+            registry=self._own,
+        )
         self.draining = Gauge("loraplex_draining", "1 while the server is shutting down.", registry=self._own)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

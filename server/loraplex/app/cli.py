@@ -10,8 +10,10 @@ from loraplex.app.commands.bench import bench
 from loraplex.app.commands.chat import chat
 from loraplex.app.commands.errors import CommandGroup
 from loraplex.app.commands.key import create_key_commands
+from loraplex.app.commands.options import admin_command
 from loraplex.app.commands.release import create_release_commands
 from loraplex.app.commands.tenant import create_tenant_commands
+from loraplex.app.commands.usage import usage
 
 
 def create_cli() -> typer.Typer:
@@ -34,6 +36,7 @@ def create_cli() -> typer.Typer:
     app.add_typer(create_adapter_commands(), name="adapter")
     app.add_typer(create_release_commands(), name="release")
     app.add_typer(create_audit_commands(), name="audit")
+    app.command("usage", help="Sum up what was used.")(admin_command(usage))
     return app
 
 

@@ -265,6 +265,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
     health = installation.database_health
     metrics.database_up.set_function(lambda: 0.0 if health.warning() else 1.0)
     metrics.database_outage.set_function(lambda: health.outage_s)
+    _show_usage(metrics, installation)
     info = engine.info
     budgets = Budgets(BudgetStore(installation.database), installation.database.run)
     limiter = make_limiter(settings, metrics.limiter)
@@ -313,3 +314,12 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         metrics=metrics,
         limits=limits,
     )
+
+
+def _show_usage(metrics: Metrics, installation: Installation) -> None:
+    journal, writer = installation.usage_journal, installation.usage_writer
+    writer.on_written = metrics.usage_written.inc
+    metrics.usage_waiting.set_function(lambda: writer.num_waiting)
+    metrics.usage_lag.set_function(lambda: writer.lag_s)
+    metrics.usage_journal.set_function(lambda: journal.num_bytes)
+    metrics.usage_full.set_function(lambda: float(journal.full))

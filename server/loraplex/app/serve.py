@@ -26,6 +26,7 @@ from loraplex.app.logs import configure_logging
 from loraplex.app.ports import Ports, open_ports, url
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.weights import WeightWatch
+from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.serving.client import EngineClient
 from loraplex.serving.socket_client import SocketEngineClient
 
@@ -90,6 +91,7 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         keeping = [
             asyncio.create_task(installation.key_use.run()),
             asyncio.create_task(installation.usage_writer.run()),
+            asyncio.create_task(UsageRollUp(installation.database, settings.usage_keep_days).run()),
             asyncio.create_task(installation.database.watch()),
             asyncio.create_task(damage.run(engine)),
             asyncio.create_task(WeightWatch(installation.database, installation.tenants).run(engine)),

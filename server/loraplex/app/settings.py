@@ -156,6 +156,12 @@ class Settings(BaseSettings):
         "",
         description="redis://HOST:PORT/DB where all servers keep their limits (default: each counts by itself)",
     )
+    usage_keep_days: int = Field(
+        90,
+        ge=0,
+        le=36500,
+        description="Days for which each request keeps its own usage row; older ones become daily sums (0: for ever)",
+    )
     artifact_url: str = Field(
         "", description="Where adapters are kept: file:///DIR (default: in the data directory)"
     )

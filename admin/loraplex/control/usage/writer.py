@@ -70,8 +70,9 @@ class UsageWriter:
         self._lock = threading.Lock()
         self._caught_up_at = clock()
         self.num_written = 0
-        """Rows of this life's requests that the database has; and those of lives before it, as they are found."""
-        self.num_adopted = 0
+        """Rows of this life's requests that the database has."""
+        self.on_written: Callable[[int], None] = lambda rows: None
+        """Told of every batch, of this life or one before it."""
 
     @property
     def num_waiting(self) -> int:
@@ -193,7 +194,6 @@ class UsageWriter:
         ended = [record for record in records if isinstance(record, Ended)]
         self._commit(source, ended, after)
         self._follow(source, records)
-        self.num_adopted += len(ended)
         return True
 
     @staticmethod
@@ -209,7 +209,6 @@ class UsageWriter:
         lost = [interrupted(record) for record in source.open.values()]
         for start in range(0, len(lost), MAX_ROWS):
             self._commit(source, lost[start : start + MAX_ROWS], source.position)
-        self.num_adopted += len(lost)
         self._remove(source)
         if lost:
             log.warning("usage_interrupted", requests=len(lost))
@@ -231,6 +230,7 @@ class UsageWriter:
                     values = [msgspec.structs.asdict(row) for row in rows[start : start + MAX_ROWS]]
                     session.execute(self._insert(Usage).on_conflict_do_nothing(), values)
                 self._note(session, source.directory.name, after)
+            self.on_written(len(rows))
         source.position = after
 
     def _note(self, session: Session, life: str, after: Position) -> None:

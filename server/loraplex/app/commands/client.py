@@ -120,11 +120,11 @@ class AdminClient:
             raise refused(response.status_code, body)
         return response.status_code, body
 
-    def pages(self, path: str) -> Iterator[dict[str, Any]]:
+    def pages(self, path: str, **query: str) -> Iterator[dict[str, Any]]:
         """Every row of a paged list."""
         cursor: str | None = None
         while True:
-            params = {"limit": str(PAGE_SIZE)} | ({"cursor": cursor} if cursor else {})
+            params = query | {"limit": str(PAGE_SIZE)} | ({"cursor": cursor} if cursor else {})
             page = self.call("GET", path, params=params)
             yield from page["data"]
             cursor = page.get("next_cursor")
