@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.fairness.__main__ import POLICIES
+from bench.fairness.comparison import POLICIES
 from bench.fairness.device import Device
 from bench.fairness.gap import Gaps
 from bench.fairness.policies import FirstCome, LeastCounter, PlainVtc, RoundRobin

@@ -1,6 +1,6 @@
 """The fairness of the scheduler beside four other policies, on the same arrivals.
 
-    PYTHONPATH=tests python -m bench.fairness [--out docs] [--only overload,weights] [--seed 0]
+    PYTHONPATH=tests python -m bench.fairness [--out docs] [--only overload,weights] [--seed 0] [--jobs 1]
 
 Runs every workload under every policy (a few minutes in all) and prints the tables. With --out it also writes the
 plots to OUT/fairness/, the figures to OUT/benchmarks/fairness.json and the tables into OUT/fairness.md, between the
@@ -13,24 +13,15 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.fairness.comparison import compare
 from bench.fairness.device import Device
-from bench.fairness.policies import FirstCome, LeastCounter, PlainVtc, RoundRobin
-from bench.fairness.report import FIRST_COME, OURS, Runs, figures, tables
-from bench.fairness.simulation import bound, simulate
+from bench.fairness.report import Runs, figures, tables
+from bench.fairness.simulation import bound
 from bench.fairness.workloads import WORKLOADS
-from loraplex.engine.fairness import WaitingQueue
 
-POLICIES: dict[str, Callable[[], WaitingQueue] | None] = {
-    FIRST_COME: FirstCome,
-    "round robin": RoundRobin,
-    "least counter": LeastCounter,
-    "plain VTC": PlainVtc,
-    OURS: None,
-}
 BEGIN, END = "<!-- written by bench.fairness -->\n", "<!-- until here -->\n"
 
 
@@ -63,6 +54,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the documentation's folder, to write into")
     parser.add_argument("--only", default="", help="these workloads alone, by name, separated by commas")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="simulations beside each other")
     arguments = parser.parse_args()
     only = set(filter(None, arguments.only.split(",")))
     if unknown := only - {workload.name for workload in WORKLOADS}:
@@ -70,13 +62,8 @@ def main() -> None:
     if only and arguments.out:
         sys.exit("the documentation shows all workloads: --only does not go with --out")
     device = Device()
-    runs: Runs = {}
     chosen = [workload for workload in WORKLOADS if workload.name in only or not only]
-    for workload in chosen:
-        runs[workload.name] = {}
-        for name, make_policy in POLICIES.items():
-            runs[workload.name][name] = simulate(workload, make_policy, device=device, seed=arguments.seed)
-            print(f"{workload.name}: {name}", file=sys.stderr, flush=True)
+    runs = compare(chosen, device, arguments.seed, arguments.jobs)
     if arguments.out:
         _write(arguments.out, runs, device, arguments.seed)
     print(tables(figures(chosen, runs, device), runs))

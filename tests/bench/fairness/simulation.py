@@ -171,6 +171,8 @@ class _Simulation:
             end = min(row.start + row.num_tokens, seq.num_prompt)
             new = max(0, end - done)
             self._prompt_done[seq.request_id] = done + new
+            if new == 0:
+                continue
             self._units[seq.request.tenant_id] += _prices(seq.request.adapter is not None)[0] * new
             self.run.tokens += new
 
