@@ -1,13 +1,14 @@
 """Where a step's time goes on a CPU, part by part, beside the least it could take.
 
     PYTHONPATH=tests python -m bench.cpu_profile MODEL [--kernels numba,torch] [--batch 1,16,64] [--adapters 0,16]
-        [--context 128] [--prompt 512] [--dtype bfloat16] [--threads N]
+        [--context 128] [--prompt 512] [--dtype bfloat16] [--threads N] [--temperature 1]
 
 MODEL is the directory of SmolLM2-135M-Instruct. The engine is the real one, in this process, with adapters of rank 16
 on all seven sites.
 Engines of the named kernels take turns, step by step; figures are medians in milliseconds. The floor of a part is the
 time to read its weights, adapters and KV at the memory bandwidth that is measured at the start, or to compute its
-products at the rate of a large product, whichever is more.
+products at the rate of a large product, whichever is more. "host" is what the engine's process does besides: planning,
+the prefix cache, a step's inputs and events. Detokenising is the API process's work, beside the next step.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ import torch
 from loraplex.engine import factory
 from loraplex.engine.model import loading
 from loraplex.kernels.dense import linear, pack_weight
+from loraplex.serving.detokenize import TextStream
+from loraplex.serving.text import TextProcessor
 from support.live_server import write_real_adapter
 from support.local_engine import LocalEngine
 
@@ -235,17 +238,25 @@ def report(
 
 
 def decode(
-    engines: dict[str, Engine], folders: list[Path], batch: int, adapters: int, context: int, machine: Machine
+    engines: dict[str, Engine],
+    folders: list[Path],
+    batch: int,
+    adapters: int,
+    machine: Machine,
+    arguments: argparse.Namespace,
 ) -> None:
     """Steps of `batch` sequences around a context of `context`, each with the next of `adapters` adapters."""
     rng = random.Random(0)
+    context = arguments.context
     names = []
     for number in range(batch):
         names.append(f"d{batch}-{adapters}-{number}")
         prompt = [rng.randrange(100, 40_000) for _ in range(context - TURNS // 2)]
         for timed in engines.values():
             ref = timed.engine.publish(folders[number % adapters]) if adapters else None
-            timed.engine.add(names[-1], prompt, ref, max_tokens=4 * TURNS)
+            timed.engine.add(
+                names[-1], prompt, ref, max_tokens=4 * TURNS, temperature=arguments.temperature, seed=number
+            )
     for timed in engines.values():
         while len(timed.engine.events.keys() & names) < batch:
             timed.engine.step()
@@ -258,6 +269,22 @@ def decode(
         timed.engine.run()
     least = floors(batch, adapters, batch * context, machine, engines_dtype(engines))
     report(f"decode, batch {batch}, {adapters} adapters, context {context}", found, least)
+    print(f"detokenising a step's {batch} tokens: {detokenising(batch, arguments.model):.2f} ms", flush=True)
+
+
+def detokenising(batch: int, model: Path) -> float:
+    """Milliseconds for one token of each of `batch` texts, with a stop string each."""
+    table = TextProcessor(model, max_model_len=2048).table
+    texts = [TextStream(table, ["never said"]) for _ in range(batch)]
+    rng = random.Random(2)
+    times = []
+    for _ in range(8 * TURNS):
+        tokens = [(rng.randrange(100, 40_000),) for _ in texts]
+        begin = time.perf_counter()
+        for text, token in zip(texts, tokens, strict=True):
+            text.push(token)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e3
 
 
 def prefill(
@@ -294,6 +321,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="as clients leave it where they do not say"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with ThreadPoolExecutor(1) as pool:  # the threads of its operations end with it
@@ -315,7 +345,7 @@ def main() -> None:
         for batch in map(int, arguments.batch.split(",")):
             for adapters in counts:
                 if adapters <= batch:
-                    decode(engines, folders, batch, adapters, arguments.context, machine)
+                    decode(engines, folders, batch, adapters, machine, arguments)
         for adapters in counts:
             prefill(engines, folders, adapters, arguments.prompt, machine)
         for timed in engines.values():
