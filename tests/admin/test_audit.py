@@ -10,10 +10,12 @@ import httpx
 import pytest
 
 from loraplex.admin.app import create_operations
+from loraplex.admin.pace import Pace
 from loraplex.control.audit_check import verify
 from loraplex.control.audit_log import AuditEntry, AuditFilter, AuditLog
 from support.adapters import draft_adapter
 from support.admin import ADMIN_TOKEN, ARCH, AdminPlane, adapter_files, admin_client
+from support.control import FakeClock
 
 ADAPTER = "/tenants/acme/adapters/support"
 
@@ -224,3 +226,40 @@ class TestReading:
         assert answer.json()["data"][-1]["after"]["display_name"] == {"erased": True}
         again = await admin.post("/tenants", json={"id": "acme"})
         assert (again.status_code, again.json()["code"]) == (409, "tenant_id_retired")
+
+
+class TestPace:
+    @pytest.fixture
+    def clock(self) -> FakeClock:
+        return FakeClock()
+
+    @pytest.fixture
+    def plane(self, tmp_path: Path, clock: FakeClock) -> Iterator[AdminPlane]:
+        made = AdminPlane(tmp_path, pace=Pace(3, clock=clock))
+        made.make_tenant("acme")
+        made.make_tenant("rival")
+        yield made
+        made.close()
+
+    async def test_a_tenant_that_changes_too_much_waits_and_nobody_else_does(
+        self, plane: AdminPlane, clock: FakeClock, admin: httpx.AsyncClient
+    ) -> None:
+        path = f"{ADAPTER}/release/promote"
+        async with (
+            admin_client(plane.app, plane.make_key("acme")) as one,
+            admin_client(plane.tenant_app, plane.make_key("acme")) as other,
+            admin_client(plane.app, plane.make_key("rival")) as rival,
+        ):
+            other.base_url = httpx.URL("http://data")
+            before = len(rows(plane))
+            # Two keys of a tenant, on both ports; asking in vain counts.
+            assert [(await client.post(path)).status_code for client in (one, other, one)] == [404] * 3
+            refused = await other.post(path)
+            assert (refused.status_code, refused.json()["code"]) == (429, "rate_limit_exceeded")
+            assert refused.headers["retry-after"] == "20"
+            assert len(rows(plane)) == before + 3
+            assert (await one.get(ADAPTER)).status_code == 404
+            assert (await rival.post(path.replace("acme", "rival"))).status_code == 404
+            assert [(await admin.post(path)).status_code for _ in range(5)] == [404] * 5
+            clock.advance(20)
+            assert [(await one.post(path)).status_code for _ in range(2)] == [404, 429]

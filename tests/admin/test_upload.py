@@ -18,6 +18,7 @@ import pytest
 from loraplex.adapters.store import ArtifactStore
 from loraplex.admin import upload
 from loraplex.admin.operation import Answer, Call, Operation
+from loraplex.admin.pace import Pace
 from loraplex.admin.plane import Plane
 from loraplex.admin.upload import receive_upload
 from loraplex.control.types import Principal
@@ -53,7 +54,7 @@ class Uploads:
 
     def app(self) -> Plane:
         row = Operation("POST", "/upload", "operator", self.take, "", {201: None}, upload=True, action="x")
-        return Plane([row], self.authenticate, note_refusal=self.note_refusal)
+        return Plane([row], self.authenticate, note_refusal=self.note_refusal, pace=Pace())
 
     async def note_refusal(self, *_: object) -> None:
         """This plane has no log."""

@@ -17,6 +17,7 @@ from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.steps import Fault, no_fault
 from loraplex.adapters.store import ArtifactStore
 from loraplex.admin.app import create_admin_app, create_tenant_app
+from loraplex.admin.pace import Pace
 from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit_log import AuditLog
@@ -64,6 +65,7 @@ class AdminPlane:
     root: Path
     max_upload_bytes: int = 8 << 20
     gate: UploadGate = field(default_factory=UploadGate)
+    pace: Pace = field(default_factory=Pace)
     fault: Fault = no_fault
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ class AdminPlane:
             engine=self.engine,
             max_upload_bytes=self.max_upload_bytes,
             upload_gate=self.gate,
+            pace=self.pace,
         )
         self.app = create_admin_app(self.services)
         self.tenant_app = create_tenant_app(self.services)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loraplex.admin.edge import Edge
 from loraplex.admin.openapi import PREFIX, docs_page, openapi
 from loraplex.admin.operation import Operation
+from loraplex.admin.pace import Pace
 from loraplex.admin.plane import Plane
 from loraplex.admin.problem import Problem
 from loraplex.admin.refusals import refusals_of
@@ -72,6 +73,7 @@ def create_admin_app(services: AdminServices, extra_routes: Iterable[BaseRoute] 
         PREFIX,
         [*pages, *open_routes],
         note_refusal=refusals_of(services),
+        pace=services.pace,
     )
     return Edge(plane, quiet=frozenset(route.path for route in open_routes if isinstance(route, Route)))
 
@@ -80,7 +82,7 @@ def create_starting_admin_app(extra_routes: Iterable[BaseRoute] = ()) -> ASGIApp
     """For the operators' port until the engine is there: `extra_routes`, and a 503 `engine_restarting` for the rest."""
     open_routes = list(extra_routes)
     rest = Route("/{path:path}", _NotYet())
-    plane = Plane([], _nobody, PREFIX, [*open_routes, rest], note_refusal=_no_refusal)
+    plane = Plane([], _nobody, PREFIX, [*open_routes, rest], note_refusal=_no_refusal, pace=Pace())
     return Edge(plane, quiet=frozenset(route.path for route in open_routes if isinstance(route, Route)))
 
 
@@ -109,7 +111,9 @@ def create_tenant_app(services: AdminServices) -> ASGIApp:
             raise InvalidKey("The admin token works on the admin port only.")
         return principal
 
-    return Plane(_tenant_operations(services), authenticate, note_refusal=refusals_of(services))
+    return Plane(
+        _tenant_operations(services), authenticate, note_refusal=refusals_of(services), pace=services.pace
+    )
 
 
 def tenant_document(services: AdminServices) -> dict[str, Any]:

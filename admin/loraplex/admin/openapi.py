@@ -106,6 +106,8 @@ def _errors(row: Operation) -> set[int]:
         statuses.add(404)
     if row.method != "GET":
         statuses |= {409, 507}
+    if row.action is not None and row.access != "operator":
+        statuses.add(429)
     if row.upload:
         statuses.add(422)
     return statuses
@@ -115,7 +117,7 @@ def _error(status: int) -> dict[str, Any]:
     headers: dict[str, Any] = dict(_HEADERS)
     if status == 401:
         headers["WWW-Authenticate"] = {"required": True, "schema": {"const": "Bearer"}}
-    if status == 503:
+    if status in (429, 503):
         seconds = {"type": "string", "pattern": "^[1-9][0-9]*$"}
         headers["Retry-After"] = {"required": True, "description": "Seconds.", "schema": seconds}
     return {

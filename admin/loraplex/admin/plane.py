@@ -18,6 +18,7 @@ from loraplex.adapters.files import shown
 from loraplex.adapters.strict_json import parse_object
 from loraplex.admin.body import WatchedReceive, read_body
 from loraplex.admin.operation import Answer, Call, Operation, actor_of
+from loraplex.admin.pace import Pace
 from loraplex.admin.problem import ClientGone, Problem, from_exception
 from loraplex.control.audit import Actor
 from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable, TenantNotFound
@@ -48,8 +49,10 @@ class Plane:
         extra: Iterable[BaseRoute] = (),
         *,
         note_refusal: NoteRefusal,
+        pace: Pace,
     ) -> None:
         self._authenticate = authenticate
+        self._pace = pace
         self._note_refusal = note_refusal
         by_path: dict[str, list[Operation]] = {}
         for operation in operations:
@@ -97,6 +100,8 @@ class Plane:
         principal = await self._authenticate(_bearer(request))
         request.scope[PRINCIPAL] = principal
         _check_path(request)
+        if operation.action is not None and principal.tenant_id is not None:
+            self._pace.take(principal.tenant_id)
         try:
             _authorise(principal, operation, request.path_params.get("tenant"))
             query = _read_query(operation, request)

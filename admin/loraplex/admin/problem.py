@@ -43,6 +43,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "tenant_id_retired": (409, "The id belonged to a tenant that was deleted"),
     "request_too_large": (413, "The body is too large"),
     "unsupported_media_type": (415, "The body is of a type that is not read here"),
+    "rate_limit_exceeded": (429, "Too many changes in a short time"),
     "internal_error": (500, "The server failed"),
     "server_overloaded": (503, "The server has too much to do"),
     "database_unavailable": (503, "The database cannot be reached now"),
@@ -94,7 +95,7 @@ class Problem(LoraplexError):
         headers = dict(self.extra_headers) | ({"Connection": "close"} if close else {})
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        if self.status == 503:
+        if self.status in (429, 503):
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s or 1)))
         content = json.dumps(self.body(), ensure_ascii=False, allow_nan=False, default=str).encode()
         return Response(content, self.status, headers, MEDIA_TYPE)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from loraplex.admin.pace import Pace
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit_log import AuditLog
 from loraplex.control.catalog import Catalog
@@ -45,3 +46,4 @@ class AdminServices:
     engine: EngineClient
     max_upload_bytes: int = 1 << 30
     upload_gate: UploadGate = field(default_factory=UploadGate)
+    pace: Pace = field(default_factory=Pace)
