@@ -81,7 +81,7 @@ async def test_every_route_that_changes_something_writes_one_row(
 async def test_every_route_that_is_refused_writes_one_row(plane: AdminPlane) -> None:
     """Here for want of the right scope."""
     plane.make_tenant()
-    secret = plane.make_key("acme", "usage:read")
+    secret = plane.make_key("acme", "inference")
     async with admin_client(plane.app, secret) as client:
         for row in create_operations(plane.services):
             values = {"tenant": "acme", "name": "support", "version": "v9", "key": "nokey"}
