@@ -82,6 +82,15 @@ def test_a_wrong_password_is_told_without_it(redis: RedisServer) -> None:
     assert SECRET not in refused.value.message
 
 
+def test_a_user_that_may_not_do_it_is_told_at_once(redis: RedisServer) -> None:
+    for rights, wanted in (("~other* +@all", "keys"), ("~{loraplex}* +@all -eval", "eval")):
+        redis.client.execute_command("ACL", "SETUSER", "narrow", "reset", "on", f">{SECRET}", *rights.split())
+        url = redis.url.replace("redis://", f"redis://narrow:{SECRET}@")
+        with pytest.raises(SettingsInvalid, match=f"permissions.*{wanted}") as refused:
+            check_redis(settings(url))
+        assert SECRET not in refused.value.message
+
+
 def test_a_redis_that_throws_limits_out_is_refused(redis: RedisServer) -> None:
     check_redis(settings(redis.url))
     described = describe_redis(settings(redis.url))

@@ -7,6 +7,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from loraplex.control.errors import RateLimited
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.plan import LimitPlan, plan_request
+from loraplex.control.limits.redis_limiter import RedisLimiter
+from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
 from loraplex.control.types import Decision, Limits
 from support.control import caller
+from support.limit_watch import Watch
 from support.limit_worker import AT_A_TIME, TENANT
 from support.limiters import SharedLimits
 from support.live_server import importable_tests
@@ -100,25 +104,28 @@ def test_every_decision_is_the_one_that_a_single_process_would_make_at_length() 
     settings(max_examples=3000, deadline=None)(given(_EVENTS)(_compare))()
 
 
+def _worker(redis: RedisServer, name: str, rounds: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "support.limit_worker", redis.url, name, str(rounds)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": importable_tests(), "PATH": "/usr/bin"},
+    )
+
+
+def _wait_ready(worker: subprocess.Popen[str]) -> None:
+    assert worker.stdout is not None
+    assert "ready" in worker.stdout.readline()
+
+
 def _run_workers(redis: RedisServer, rounds: int) -> tuple[int, list[tuple[float, float, int, int]]]:
     """Four processes at once: decisions made without Redis, and what passed."""
     redis.client.flushall()
     with contextlib.ExitStack() as stack:
-        workers = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-m", "support.limit_worker", redis.url, f"w{number}", str(rounds)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env={"PYTHONPATH": importable_tests(), "PATH": "/usr/bin"},
-                )
-            )
-            for number in range(4)
-        ]
+        workers = [stack.enter_context(_worker(redis, f"w{number}", rounds)) for number in range(4)]
         for worker in workers:
-            assert worker.stdout is not None
-            assert "ready" in worker.stdout.readline()
+            _wait_ready(worker)
         for worker in workers:
             assert worker.stdin is not None
             worker.stdin.write("go\n")
@@ -165,4 +172,29 @@ def test_200_calls_at_once_from_four_processes_never_overshoot() -> None:
 
 @pytest.mark.soak
 def test_200_calls_at_once_from_four_processes_never_overshoot_at_length() -> None:
-    _drill(rounds=600)
+    for _ in range(20):
+        _drill(rounds=10)
+
+
+@pytest.mark.soak
+async def test_what_a_killed_server_held_comes_back() -> None:
+    """Within the lease of 15 s and a heartbeat of the others."""
+    redis = redis_server()
+    redis.client.flushall()
+    with _worker(redis, "dies", 10_000) as worker:
+        _wait_ready(worker)
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+        while not redis.client.exists(f"{TAG}:busy:server:"):
+            await asyncio.sleep(0.001)
+        worker.kill()
+    other = RedisLimiter(RedisLink(redis.url, redis_script()), Watch())
+    await other.start()
+    assert redis.client.exists(f"{TAG}:busy:server:")
+    began = time.monotonic()
+    while redis.client.exists(f"{TAG}:busy:server:"):
+        assert time.monotonic() - began < 20
+        await asyncio.sleep(0.1)
+    print(f"\ngiven back after {time.monotonic() - began:.1f} s")
+    await other.close()

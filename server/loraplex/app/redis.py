@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
 import structlog
 from redis import Redis
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import MovedError, NoPermissionError, RedisError
 
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.redis_limiter import LimiterWatch, RedisLimiter
-from loraplex.control.limits.redis_link import RedisLink, redis_script
+from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
 
 _PATIENCE_S = 5.0
 _OLDEST = (6, 0)
@@ -63,7 +64,9 @@ def _examine(url: str) -> _Fitness:
     _check_url(url)
     try:
         with Redis.from_url(url, socket_timeout=_PATIENCE_S, socket_connect_timeout=_PATIENCE_S) as client:
-            client.ping()
+            # What its user may not do is found out now, and not after the model has been loaded.
+            with contextlib.suppress(MovedError):
+                client.eval("return redis.call('EXISTS', KEYS[1])", 1, TAG)
             try:
                 facts = client.info()
             except NoPermissionError:

@@ -1,0 +1,47 @@
+"""`loraplex serve --redis-url`: limits that outlive the server that counted them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.live_server import TINY_SIZES, LiveServer
+from support.redis_server import redis_server
+
+pytestmark = pytest.mark.slow
+SECRET = "not-to-be-seen"
+
+
+def test_a_server_counts_in_redis_and_leaves_nothing_of_itself_there(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    redis = redis_server()
+    redis.client.flushall()
+    redis.client.execute_command("ACL", "SETUSER", "loraplex", "on", f">{SECRET}", "~{loraplex}*", "+@all")
+    url = redis.url.replace("redis://", f"redis://loraplex:{SECRET}@")
+    environment = {"LORAPLEX_REDIS_URL": url}
+    server = LiveServer(
+        tiny_model, tmp_path / "data", environment=environment, served_model_name="base", **TINY_SIZES
+    )
+    try:
+        server.start()
+        server.create_tenant("acme", limits={"requests_per_minute": 2, "max_concurrency": 1})
+        key = server.create_key("acme")
+        codes = []
+        with server.client(key) as client:
+            body = {"model": "base", "prompt": "x", "max_tokens": 1}
+            codes += [client.post("/v1/completions", json=body).status_code for _ in range(2)]
+            assert redis.client.keys("{loraplex}:joined") != []
+            assert server.stop() == 0
+            assert redis.client.keys("{loraplex}:joined") == redis.client.keys("{loraplex}:busy:*") == []
+            server.start()  # in-process, it would have forgotten
+            codes.append(client.post("/v1/completions", json=body).status_code)
+        assert codes == [200, 200, 429]
+        redis.kill()
+        assert server.stop() == 0
+        assert len(server.logged("limiter_redis_lost")) == 1
+        assert SECRET not in server.log_path.read_text()
+    finally:
+        server.reap()
+        redis.revive()
