@@ -76,7 +76,7 @@ async def _compare_in(events: list[Any]) -> None:
                 await whole.settle(ended, used_tokens=used)
                 await servers[at].settle(ended, used_tokens=used)
         assert shared.running() == len(running)
-        assert [watch.apart for watch in shared.watches] == [[], []]
+        assert [watch.apart for watch in shared.watches] == [[], []], "this machine is too busy"
 
 
 async def _outcome(limiter: Limiter, name: str, plan: LimitPlan) -> dict[str, Any]:
@@ -150,12 +150,8 @@ def _check_no_overshoot(passed: list[tuple[float, float, int, int]]) -> None:
 
 def _drill(rounds: int) -> None:
     redis = redis_server()
-    for _ in range(5):
-        apart, passed = _run_workers(redis, rounds)
-        if apart == 0:
-            break
-    else:
-        pytest.fail("in five runs this machine was too busy for Redis to answer within 50 ms")
+    apart, passed = _run_workers(redis, rounds)
+    assert apart == 0
     _check_no_overshoot(passed)
     assert redis.client.keys("{loraplex}:busy:*") == []
     reserved, used = sum(one[2] for one in passed), sum(one[3] for one in passed)
@@ -172,8 +168,7 @@ def test_200_calls_at_once_from_four_processes_never_overshoot() -> None:
 
 @pytest.mark.soak
 def test_200_calls_at_once_from_four_processes_never_overshoot_at_length() -> None:
-    for _ in range(20):
-        _drill(rounds=10)
+    _drill(rounds=300)
 
 
 @pytest.mark.soak

@@ -68,6 +68,7 @@ async def test_what_a_silent_server_held_comes_back_and_is_charged_again_when_it
         await cut_off.reserve("a", plan(acme, 600))
         await cut_off.reserve("b", plan(acme, 200))
         proxy.hang()
+        shared.lose_patience()
         shared.advance(14)
         await one.beat()
         with pytest.raises(RateLimited):
@@ -80,6 +81,7 @@ async def test_what_a_silent_server_held_comes_back_and_is_charged_again_when_it
         # It was not dead, and what it runs counts again.
         await cut_off.beat()
         proxy.carry()
+        shared.go_on()
         await shared.together()
         assert shared.running() == 3
         with pytest.raises(RateLimited, match="at a time"):
@@ -164,7 +166,7 @@ def _break(shared: SharedLimits, fault: str) -> None:
     if fault == "killed":
         shared.redis.kill()
     elif fault == "hung":
-        shared.redis.hang()
+        shared.hang()
     else:
         shared.redis.fill_memory()
 
@@ -174,7 +176,7 @@ def _mend(shared: SharedLimits, fault: str) -> None:
         shared.redis.start()
         shared.tell_time()
     elif fault == "hung":
-        shared.redis.go_on()
+        shared.go_on()
     else:
         shared.redis.free_memory()
 
@@ -182,13 +184,13 @@ def _mend(shared: SharedLimits, fault: str) -> None:
 async def test_what_was_spent_apart_and_runs_on_is_settled_in_redis(shared: SharedLimits) -> None:
     one, other = await shared.servers(2)
     acme = tenant(tokens_per_minute=1000)
-    shared.redis.hang()
+    shared.hang()
     await one.reserve("runs", plan(acme, 300))
     await one.reserve("ended", plan(acme, 200))
     await one.settle("ended", used_tokens=50)
     await one.reserve("nothing", plan(acme, 100))
     await one.settle("nothing", used_tokens=None)
-    shared.redis.go_on()
+    shared.go_on()
     await shared.together()
     held = await other.reserve("a", plan(acme, 100))
     assert held.tokens is not None
@@ -229,7 +231,7 @@ async def test_an_outage_longer_than_a_minute_forgets_what_has_flowed_back(share
     (one,) = await shared.servers(1)
     acme = tenant(tokens_per_minute=600)
     await one.reserve("before", plan(acme, 600))
-    shared.redis.hang()
+    shared.hang()
     with pytest.raises(LimitsUnavailable):  # the share begins as spent as the whole was
         await one.reserve("now", plan(acme, 1))
     for minute in range(3):
@@ -237,7 +239,7 @@ async def test_an_outage_longer_than_a_minute_forgets_what_has_flowed_back(share
         await one.reserve(f"m{minute}", plan(acme, 600))
         await one.settle(f"m{minute}", used_tokens=600)
     shared.clock.advance(30)
-    shared.redis.go_on()
+    shared.go_on()
     shared.tell_time()
     await shared.together()
     held = await one.reserve("after", plan(acme, 1))
@@ -248,10 +250,10 @@ async def test_an_outage_longer_than_a_minute_forgets_what_has_flowed_back(share
 async def test_a_request_that_redis_took_too_late_leaves_nothing(shared: SharedLimits) -> None:
     (one,) = await shared.servers(1)
     acme = tenant(tokens_per_minute=1000, max_concurrency=1)
-    shared.redis.hang()
+    shared.hang()
     await one.reserve("late", plan(acme, 500))  # is in Redis' buffer, and decided here
     await one.settle("late", used_tokens=100)
-    shared.redis.go_on()
+    shared.go_on()
     await shared.together()
     held = await one.reserve("next", plan(acme, 100))
     assert held.tokens is not None
@@ -296,7 +298,7 @@ async def test_no_request_waits_for_a_redis_that_hangs(shared: SharedLimits) -> 
         await one.reserve(name, plan(tenant()))
         waits.append(time.perf_counter() - begin)
 
-    shared.redis.hang()
+    shared.hang()
     await asyncio.gather(*(request(f"first{i}") for i in range(20)))
     assert max(waits) < 0.15  # 50 ms, on a machine that has other things to do
     waits.clear()

@@ -16,9 +16,9 @@ import time
 from loraplex.control.errors import LimitsUnavailable, RateLimited
 from loraplex.control.limits.plan import plan_request
 from loraplex.control.limits.redis_limiter import RedisLimiter
-from loraplex.control.limits.redis_link import RedisLink, redis_script
+from loraplex.control.limits.redis_link import redis_script
 from loraplex.control.types import Limits, Principal
-from support.limit_watch import Watch
+from support.limit_watch import PatientLink, Watch
 
 AT_A_TIME = 50
 SERVER = Limits(tokens_per_minute=30_000)
@@ -27,7 +27,7 @@ TENANT = Limits(requests_per_minute=150, tokens_per_minute=12_000, max_concurren
 
 async def work(url: str, name: str, rounds: int) -> None:
     watch = Watch()
-    limiter = RedisLimiter(RedisLink(url, redis_script()), watch)
+    limiter = RedisLimiter(PatientLink(url, redis_script()), watch)
     await limiter.start()
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)

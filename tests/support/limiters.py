@@ -14,10 +14,10 @@ from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.plan import LimitPlan, plan_request
 from loraplex.control.limits.redis_limiter import RedisLimiter
-from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
+from loraplex.control.limits.redis_link import TAG, redis_script
 from loraplex.control.types import NO_LIMITS, Decision, Limits, Principal
 from support.control import FakeClock, caller
-from support.limit_watch import Watch
+from support.limit_watch import PatientLink, Watch
 from support.redis_server import redis_server
 
 CLOCK_KEY = f"{TAG}:clock-of-tests"
@@ -109,7 +109,7 @@ def redis_kit() -> LimiterKit:
     server = redis_server()
     server.client.flushall()
     clock = FakeClock()
-    limiter = RedisLimiter(RedisLink(server.url, with_clock_of_tests(redis_script())), Watch(), clock=clock)
+    limiter = RedisLimiter(PatientLink(server.url, with_clock_of_tests(redis_script())), Watch(), clock=clock)
 
     def advance(seconds: float) -> None:
         clock.advance(seconds)
@@ -140,6 +140,7 @@ class SharedLimits:
         self.clock = FakeClock()
         self.limiters: list[RedisLimiter] = []
         self.watches: list[Watch] = []
+        self._links: list[PatientLink] = []
 
     async def __aenter__(self) -> SharedLimits:
         self.redis.client.flushall()
@@ -165,12 +166,27 @@ class SharedLimits:
         url = self.redis.url if port is None else f"redis://127.0.0.1:{port}"
         for _ in range(number):
             self.watches.append(Watch())
-            limiter = RedisLimiter(RedisLink(url, script), self.watches[-1], clock=self.clock)
+            self._links.append(PatientLink(url, script))
+            limiter = RedisLimiter(self._links[-1], self.watches[-1], clock=self.clock)
             self.limiters.append(limiter)
             await limiter.start()
         for limiter in self.limiters:
             await limiter.beat()
         return self.limiters[-number:]
+
+    def hang(self) -> None:
+        """Redis hangs, and servers wait no longer than they do."""
+        self.lose_patience()
+        self.redis.hang()
+
+    def lose_patience(self) -> None:
+        for link in self._links:
+            link.patience_s = 0.0
+
+    def go_on(self) -> None:
+        self.redis.go_on()
+        for link in self._links:
+            link.patience_s = PatientLink.patience_s
 
     async def together(self) -> None:
         """Until every server decides in Redis again."""
