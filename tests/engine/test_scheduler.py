@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
+from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, SequenceState, StepPlan
 from support.fake_transport import FakeTransport, Fate, make_cache
@@ -17,11 +17,13 @@ from support.work import lines_run
 class Bench:
     """A scheduler with lookahead 0 whose runner is the test: every sampling slice draws token 7."""
 
-    def __init__(self, *, blocks: int = 64, seqs: int = 16, tokens: int = 64) -> None:
+    def __init__(
+        self, *, blocks: int = 64, seqs: int = 16, tokens: int = 64, charges: Charges | None = None
+    ) -> None:
         self.now = 0.0
         self.transport = FakeTransport(lambda: self.now, num_pages=4)
         self.cache = make_cache(self.transport)
-        config = SchedulerConfig(blocks, 4096, seqs, tokens, 1000)
+        config = SchedulerConfig(blocks, 4096, seqs, tokens, 1000, charges=charges or Charges())
         self.scheduler = Scheduler(config, self.cache)
         self.live: dict[str, Sequence] = {}
         self._order = count()
@@ -251,6 +253,24 @@ def test_recomputation_is_free_and_every_token_is_charged_once() -> None:
     assert first.epoch + second.epoch > 0
     # The last charge falls together with the accounts being closed: 2 units for the last token.
     assert charged == pytest.approx(2 * 15 * 1.0 + (2 * 30 - 1) * 2.0)
+
+
+def test_an_adapter_costs_its_ranks_by_the_token_and_its_load_once() -> None:
+    charges = Charges(per_rank=0.01, load_per_rank=2.0)
+    bench = Bench(charges=charges)
+    ref = AdapterRef("acme", "a", 1, "a" * 64, 16)
+    bench.add("x", 1, tenant="anchor")  # keeps the accounts from starting anew
+    bench.step()
+    before = bench.scheduler.queue.counter("anchor")
+    for name in "ab":
+        bench.add(name, 10, max_tokens=4, adapter=ref, first=ord(name) * 1000)
+    level = bench.scheduler.queue.counter("acme")
+    assert level == before
+    while bench.live.keys() > {"x"}:
+        bench.transport.settle()
+        bench.step()
+    charged = bench.scheduler.queue.counter("acme") - level
+    assert charged == pytest.approx(16 * 2.0 + 1.16 * 2 * (10 + 4 * 2.0))
 
 
 def test_a_lone_sequence_can_use_the_whole_pool() -> None:

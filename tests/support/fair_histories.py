@@ -75,7 +75,7 @@ class FairHistory:
         self.now = 0.0
         self.num_aborts = 0
         self._order = count()
-        self.charges = Charges(per_rank=rng.choice((0.0, 0.02)))
+        self.charges = Charges(per_rank=rng.choice((0.0, 0.02)), load_per_rank=0.0)  # no load is in the plans
         num_adapters = rng.choice((0, 0, 1, 3, 6))
         self.tenants = [
             _Tenant(f"t{index}", rng, self._draw_adapters(f"t{index}", num_adapters))

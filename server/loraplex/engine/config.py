@@ -39,7 +39,8 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True)
 class Charges:
     """What the fair queue charges for, in units of service: a prompt token on the base model is one. Whatever was
-    computed before and had to be computed again is free. The last two were measured by tests/bench/charges.py.
+    computed before and had to be computed again is free. The last two were measured on a CPU by tests/bench/charges.py
+    (SmolLM2-135M: 0.004 to 0.006, and 0.74; there an output token costs 2.2).
     """
 
     prefill: float = 1.0
@@ -48,9 +49,9 @@ class Charges:
     """An output token."""
     cached: float = 0.1
     """A prompt token whose KV was found in the prefix cache: it takes memory, hardly any work."""
-    per_rank: float = 0.0
+    per_rank: float = 0.005
     """What a rank of its adapter adds to a token, as a share of the token."""
-    load_per_rank: float = 0.0
+    load_per_rank: float = 0.75
     """Bringing an adapter to the device, for each of its ranks."""
 
     def price(self, rank: int) -> float:
@@ -71,7 +72,7 @@ class SchedulerConfig:
     max_scored_tokens: int = 128
     """Prompt positions of one step whose logits are kept for log probabilities, [positions, vocabulary] float32. Each
     sequence that asks for them gets one at least."""
-    adapter_wait_aging_s: float = 5.0
+    adapter_wait_aging_s: float = 3.0
     """After so long a wait for room on the device, a request's adapter goes before all others."""
     charges: Charges = Charges()
     residency_quantum: float = 2048.0

@@ -30,6 +30,10 @@ from loraplex.engine.fairness_lines import Entry, Line, Tenant, TenantHeap
 from loraplex.engine.output_lengths import OutputLengths
 from loraplex.engine.types import Sequence
 
+FORESIGHT = 0.5
+"""The part of what is expected that counts in the choice. All of it would hold tenants level at the end of what runs,
+nothing at its beginning; a half keeps their counters closest while it runs."""
+
 
 class WaitingQueue(Protocol):
     """What the scheduler asks of the policy that decides who is served next. `FairQueue` is the one that serves; a
@@ -299,7 +303,7 @@ class FairQueue:
         return [(t.tenant_id, t.requests, t.charged) for t in self._tenants.values() if t.requests]
 
     def _rank(self, tenant: Tenant) -> float:
-        return tenant.charged + min(tenant.expected, self._most_expected) / tenant.weight
+        return tenant.charged + FORESIGHT * min(tenant.expected, self._most_expected) / tenant.weight
 
     def _fell(self, tenant: Tenant) -> None:
         """Its rank may be lower than before."""

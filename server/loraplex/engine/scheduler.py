@@ -304,7 +304,7 @@ class Scheduler:
             if residency is Residency.NO_ROOM and self._cache.state(first.ref.digest) == "warm":
                 return True
         stuck: Counter[str] = Counter()
-        for line in self.parked.coming():
+        for line in sorted(self.parked.coming(), key=lambda line: self.queue.counter(line.tenant_id)):
             stuck[line.tenant_id] += self._ask(draft, line, self._may_evict(line)) is Residency.NO_ROOM
         asked, begun = 0, True
         while begun and asked < MAX_ASKED and stuck.total() < MAX_STUCK:
