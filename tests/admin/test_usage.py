@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
+import threading
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from sqlalchemy import insert
 
 from loraplex.control.tables import Usage
+from loraplex.control.usage.report import UsageReports
 from support.admin import AdminPlane, admin_client
 from support.usage import ended
 
@@ -160,3 +163,36 @@ async def test_a_tenants_usage_outlives_it(used: AdminPlane) -> None:
     used.services.tenants.delete("acme")
     answer = await get(used, "/usage", **DAY, bucket="none", tenant="acme")
     assert answer.json()["data"][0]["requests"] == 3
+
+
+async def test_sums_that_take_long_keep_nobody_waiting(
+    used: AdminPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tenant asks for half of what may be asked at a time; another still gets in, and so does everything else."""
+    go = threading.Event()
+    real = UsageReports.sums
+
+    def slow(*given: Any, **options: Any) -> Any:
+        assert go.wait(10)
+        return real(*given, **options)
+
+    monkeypatch.setattr(UsageReports, "sums", slow)
+    keys = {tenant: used.make_key(tenant, "usage:read") for tenant in ("acme", "rival")}
+    gate = used.services.report_gate
+
+    async def ask(tenant: str) -> int:
+        return int((await get(used, f"/tenants/{tenant}/usage", keys[tenant], **DAY)).status_code)
+
+    asked = [asyncio.create_task(ask("acme")) for _ in range(4)]
+    try:
+        while gate.reports.held("acme") < 4:
+            await asyncio.sleep(0.005)
+        assert await ask("acme") == 503
+        asked.append(asyncio.create_task(ask("rival")))
+        while gate.reports.held("rival") < 1:
+            await asyncio.sleep(0.005)
+        assert (await get(used, "/tenants")).status_code == 200
+    finally:
+        go.set()
+    assert await asyncio.gather(*asked) == [200] * 5
+    assert len(gate.reports) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -140,6 +141,10 @@ def test_what_cannot_be_asked(plane: ControlPlane) -> None:
             reports.sums(start=START, end=END, group_by=group_by, cursor=page.next_cursor)
     with pytest.raises(InvalidCursor):
         reports.sums(start=START, end=END, cursor="bm8=")
+    for place in ('["\\u0000"]', '["\\ud800"]', '["a", "b"]', "[1]", "[[]]", '"a"', "null"):
+        with pytest.raises(InvalidCursor):
+            cursor = base64.urlsafe_b64encode(place.encode()).decode()
+            reports.sums(start=START, end=END, cursor=cursor)
 
 
 # Rolling up.

@@ -31,6 +31,16 @@ class UploadGate:
         self.validators = anyio.CapacityLimiter(max_validations)
 
 
+class ReportGate:
+    """Sums over a long ledger take seconds: `max_reports` are asked for at a time, shared by the tenants as `Shares`
+    does (more get 503), of which `max_running` are made, in threads of their own, so that nothing else waits."""
+
+    def __init__(self, max_reports: int = 8, max_running: int = 2) -> None:
+        self.max_reports = max_reports
+        self.reports = Shares()
+        self.threads = anyio.CapacityLimiter(max_running)
+
+
 @dataclass(frozen=True)
 class AdminServices:
     """`max_upload_bytes` bounds an adapter's files together."""
@@ -46,4 +56,5 @@ class AdminServices:
     engine: EngineClient
     max_upload_bytes: int = 1 << 30
     upload_gate: UploadGate = field(default_factory=UploadGate)
+    report_gate: ReportGate = field(default_factory=ReportGate)
     pace: Pace = field(default_factory=Pace)

@@ -147,7 +147,10 @@ def _read_place(cursor: str, names: Sequence[str]) -> list[str | int]:
     kinds = [int if name == "version" else str for name in names]
     if not isinstance(place, list) or [type(value) for value in place] != kinds:
         raise InvalidCursor("The cursor is not one that this list gave.", param="cursor")
-    if not all(-(2**31) <= value < 2**31 for value in place if isinstance(value, int)):
+    # JSON spells what no name has and not every database takes: NUL, halves of a character.
+    if not all(
+        value.isprintable() if isinstance(value, str) else -(2**31) <= value < 2**31 for value in place
+    ):
         raise InvalidCursor("The cursor is not one that this list gave.", param="cursor")
     return place
 
