@@ -88,8 +88,14 @@ def test_tenants(shell: Shell) -> None:
         "2",
         "--limit",
         "requests-per-minute=60",
+        "--limit",
+        "token_budget=5000",
+        "--limit",
+        "budget_period=month",
     )
     assert (made["id"], made["weight"], made["limits"]["requests_per_minute"]) == ("acme", 2.0, 60)
+    assert (made["budget"]["period"], made["budget"]["left"]) == ("month", 5000)
+    assert "month" in shell.ok("tenant", "show", "acme")
     assert "key create --tenant other" in shell.ok("tenant", "create", "other")
     table = shell.ok("tenant", "list")
     assert "acme" in table

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from loraplex.control.errors import DatabaseUnavailable, InvalidKey, NeverFits, QuotaSpent, RateLimited
+from loraplex.control.limits.budget_store import BudgetStore
+from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.periods import period_end, period_start
 from loraplex.control.limits.plan import BudgetCharge, Owner, plan_request
@@ -307,6 +309,34 @@ def test_many_at_once_ask_the_database_together(world: World, one: Replica) -> N
     assert outcomes.count(None) == 100
     assert one.asked <= 5
     assert world.promised() == 1000
+
+
+@pytest.mark.slow
+def test_a_database_that_does_not_answer_is_waited_for_once(world: World, one: Replica) -> None:
+    """For a second at most; those who come later are not kept waiting, and it serves again when it answers."""
+    answers = asyncio.Event()
+
+    async def ask(function: Callable[..., Any], *args: Any) -> Any:
+        await answers.wait()
+        return function(*args)
+
+    async def history() -> None:
+        store = BudgetStore(world.database, now=lambda _: world.clock.now())
+        budgets = Budgets(store, ask, clock=world.clock)
+        loop = asyncio.get_running_loop()
+        for number, longest in enumerate((1.5, 0.5, 0.5)):
+            began = loop.time()
+            with pytest.raises(DatabaseUnavailable):
+                await budgets.take(f"r{number}", [charge(10)])
+            assert loop.time() - began < longest
+            await asyncio.sleep(0.05)
+        assert budgets.num_live == 0
+        answers.set()
+        await asyncio.sleep(0.05)
+        await budgets.take("later", [charge(10)])
+        await budgets.close()
+
+    one._run(history())
 
 
 def test_what_the_limiter_refuses_takes_nothing_from_a_budget(world: World, one: Replica) -> None:

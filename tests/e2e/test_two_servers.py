@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,15 +27,16 @@ PROMISED_S = 5.0
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Callable[[str], LiveServer]]:
+def servers(tmp_path: Path) -> Iterator[Callable[..., LiveServer]]:
     need_programs()
     model, url = write_tiny_model(tmp_path / "model"), postgres_server().create_database()
     shared = {"database_url": url, "artifact_url": f"file://{tmp_path / 'artifacts'}"}
     made: list[LiveServer] = []
 
-    def server(name: str) -> LiveServer:
+    def server(name: str, **settings: Any) -> LiveServer:
         environment = {"LORAPLEX_KEY_PEPPER": PEPPER}
-        made.append(LiveServer(model, tmp_path / name, environment=environment, **shared, **TINY_SIZES))
+        given = shared | TINY_SIZES | settings
+        made.append(LiveServer(model, tmp_path / name, environment=environment, **given))
         return made[-1]
 
     yield server
@@ -56,7 +59,7 @@ def seconds_until(condition: Callable[[], bool]) -> float:
     return time.monotonic() - began
 
 
-def test_what_one_does_the_other_follows(servers: Callable[[str], LiveServer], tmp_path: Path) -> None:
+def test_what_one_does_the_other_follows(servers: Callable[..., LiveServer], tmp_path: Path) -> None:
     first, second = servers("first"), servers("second")
     staging = tmp_path / "artifacts" / "staging"
     (staging / "of-a-crash").mkdir(parents=True)
@@ -94,6 +97,42 @@ def test_what_one_does_the_other_follows(servers: Callable[[str], LiveServer], t
     assert outcome.code == 1
     assert "key pepper" in outcome.said[0]
     assert "00" * 32 not in outcome.stderr
+
+
+@pytest.mark.soak
+def test_they_share_a_budget_and_never_overspend_it(servers: Callable[..., LiveServer]) -> None:
+    """Not all at once either, and not when one is killed; one that ends in order gives back what it holds."""
+    first, second = (servers(name, kernels="torch") for name in ("first", "second"))
+    first.start()
+    second.start()
+    first.create_tenant("acme", limits={"token_budget": 400, "budget_period": "forever"})
+    key = first.create_key("acme")
+
+    def use(number: int) -> tuple[int, int]:
+        with (first, second)[number % 2].client(key) as client:
+            body = {"model": "model", "prompt": "x", "max_tokens": 9, "ignore_eos": True}
+            answer = client.post("/v1/completions", json=body)
+        told = answer.json()
+        return answer.status_code, told["usage"]["total_tokens"] if answer.status_code == 200 else 0
+
+    with ThreadPoolExecutor(8) as pool:
+        early = list(pool.map(use, range(20)))
+    assert {status for status, _ in early} <= {200, 429}
+    second.kill()
+    spent = sum(tokens for _, tokens in early)
+    while True:
+        status, tokens = use(0)
+        spent += tokens
+        assert spent <= 400
+        if status != 200:
+            break
+    assert status == 429
+    first.stop()
+    first.start()
+    budget = checked(first.admin.get("tenants/acme"))["budget"]
+    assert budget["spent"] + budget["held"] <= 400
+    assert spent <= 400 - budget["left"]
+    print(f"{spent} of 400 tokens answered, {budget['held']} held by the server that was killed")
 
 
 def served(server: LiveServer, key: str) -> str:

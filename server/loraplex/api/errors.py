@@ -7,7 +7,6 @@ message that tells nothing of the inside.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.responses import Response
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.api.codec import dumps
-from loraplex.api.limit_headers import limit_headers
+from loraplex.api.limit_headers import limit_headers, whole_seconds
 from loraplex.control.errors import RateLimited
 from loraplex.engine.types import EngineError
 
@@ -84,7 +83,7 @@ class ApiError(LoraplexError):
         if self.code == "insufficient_quota":
             headers["x-should-retry"] = "false"
         elif self.status in NEEDS_RETRY_AFTER:
-            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s or 1)))
+            headers["Retry-After"] = str(max(1, whole_seconds(self.retry_after_s or 1)))
         return headers
 
     def response(self) -> Response:

@@ -17,9 +17,14 @@ def limit_headers(requests: LimitWindow | None, tokens: LimitWindow | None) -> I
             yield f"x-ratelimit-reset-{name}", duration(window.reset_s)
 
 
+def whole_seconds(seconds: float) -> int:
+    """Rounded up. Less than a microsecond is what sums of floats are off, and is not worth another second."""
+    return math.ceil(round(seconds, 6))
+
+
 def duration(seconds: float) -> str:
     """Go's way to write a time, rounded up to whole seconds: `1s`, `6m0s`, `1h0m0s`."""
-    whole = max(0, math.ceil(seconds))
+    whole = max(0, whole_seconds(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     if hours:
         return f"{hours}h{minutes}m{rest}s"
