@@ -83,8 +83,9 @@ def _comes_late(rng: random.Random) -> Iterator[Arrival]:
 
 
 @pytest.mark.slow
-def test_at_overload_the_gap_is_a_twentieth_of_the_bound() -> None:
-    workload = short("overload", 120)
+@pytest.mark.parametrize("name", ["overload", "waves"])
+def test_at_overload_the_gap_is_a_twentieth_of_the_bound(name: str) -> None:
+    workload = short(name, 120)
     gap = simulate(workload, None).max_gap
     assert gap is not None
     assert 0 < gap <= 0.05 * bound(Device(), workload)
@@ -178,7 +179,7 @@ def test_every_workload_in_full_stays_within_the_bound(workload: Workload) -> No
         )
         assert gap <= 1
         match workload.name:
-            case "overload":
+            case "overload" | "waves":
                 assert gap <= 0.05
             case "weights":
                 for tenant, weight in run.weights.items():
