@@ -76,6 +76,21 @@ async def _compare_in(events: list[Any]) -> None:
                 await whole.settle(ended, used_tokens=used)
                 await servers[at].settle(ended, used_tokens=used)
         assert shared.running() == len(running)
+        # One ends: all that it held comes back at once.
+        await servers[0].close()
+        for name, server in running:
+            if server == 0:
+                await whole.settle(name, used_tokens=None)
+        plan = plan_request(
+            caller("acme", key_id="k0", key_limits=_KEY),
+            _ALL,
+            prompt_tokens=0,
+            asked_tokens=1,
+            default_tokens=1,
+            n=1,
+        )
+        expected = await _outcome(whole, "last", plan)
+        assert await _outcome(servers[1], "last", plan) == expected
         assert [watch.apart for watch in shared.watches] == [[], []], "this machine is too busy"
 
 

@@ -6,15 +6,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from loraplex.control.errors import LimitsNotShared, LimitsUnavailable, RateLimited
 from loraplex.control.limits.plan import LimitPlan, plan_request
 from loraplex.control.limits.redis_limiter import RedisLimiter
-from loraplex.control.limits.redis_link import RedisLink, redis_script
+from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
+from loraplex.control.limits.redis_messages import Reply, Reserve, rates_of, seats_of
 from loraplex.control.types import NO_LIMITS, Limits, Principal
 from support.limit_watch import Watch
-from support.limiters import SharedLimits, tenant
+from support.limiters import SharedLimits, tenant, with_clock_of_tests
 from support.tcp_proxy import TcpProxy
 
 
@@ -259,6 +261,22 @@ async def test_a_request_that_redis_took_too_late_leaves_nothing(shared: SharedL
     assert held.tokens is not None
     assert held.tokens.remaining == 800
     assert shared.running() == 1
+
+
+async def test_a_call_of_an_earlier_joining_does_nothing(shared: SharedLimits) -> None:
+    """It lay in a buffer of a Redis that hung, and this server has given it up since."""
+    await shared.servers(1)
+    ((replica, number),) = shared.redis.client.hgetall(f"{TAG}:joined").items()
+    link = RedisLink(shared.redis.url, with_clock_of_tests(redis_script()))
+    await link.connect()
+    for name, joining in (("early", str(int(number) - 1)), ("now", number.decode())):
+        late = Reserve(replica.decode(), joining, name, rates_of(plan(tenant())), seats_of(plan(tenant())))
+        reply = msgspec.msgpack.decode(
+            await link.call("reserve", msgspec.msgpack.encode(late), 10.0), type=Reply
+        )
+        assert reply.status == ("unknown" if name == "early" else "ok")
+        assert shared.running() == (name == "now")
+    await link.close()
 
 
 async def test_scripts_that_somebody_flushed_are_brought_again(shared: SharedLimits) -> None:
