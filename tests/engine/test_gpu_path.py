@@ -43,18 +43,18 @@ class Repeater:
 
 
 @pytest.mark.parametrize(
-    ("family", "lookahead"),
+    ("family", "lookahead", "requests", "tokens"),
     [
-        pytest.param("llama-biases", 1, marks=pytest.mark.slow),
-        pytest.param("gemma3", 0, marks=pytest.mark.slow),
+        pytest.param("llama-biases", 1, 5, 5, marks=pytest.mark.slow),
+        pytest.param("gemma3", 0, 5, 4, marks=pytest.mark.slow),
         *(
-            pytest.param(family, lookahead, marks=pytest.mark.soak)
-            for family in ("qwen3", "phi3", "gemma2", "mistral-window")
+            pytest.param(family, lookahead, 7, 9, marks=pytest.mark.soak)
+            for family in ("llama-biases", "gemma3", "qwen3", "phi3", "gemma2", "mistral-window")
             for lookahead in (0, 1)
         ),
     ],
 )
-def test_tokens_are_those_of_transformers_and_peft(family, lookahead, tmp_path):
+def test_tokens_are_those_of_transformers_and_peft(family, lookahead, requests, tokens, tmp_path):
     options = FAMILIES[family]
     base = save_tiny(tmp_path / "base", options)
     adapters = save_adapters(base, tmp_path)
@@ -80,13 +80,13 @@ def test_tokens_are_those_of_transformers_and_peft(family, lookahead, tmp_path):
     refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
     shared = [rng.randrange(3, VOCAB) for _ in range(35)]
     asked = []
-    for number in range(7):
+    for number in range(requests):
         name = [None, "all", "many-ranks"][number % 3]
         prompt = shared[: rng.choice([0, 16, 35])] + [
             rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 9]))
         ]
         asked.append((name, prompt))
-        engine.add(str(number), prompt, refs.get(name), max_tokens=9)
+        engine.add(str(number), prompt, refs.get(name), max_tokens=tokens)
     engine.run()
     answers = [engine.tokens(str(number)) for number in range(len(asked))]
     engine.close()
