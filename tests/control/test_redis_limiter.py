@@ -97,6 +97,20 @@ async def test_what_a_silent_server_held_comes_back_and_is_charged_again_when_it
         assert held.tokens.remaining == 600  # the first two count as if they had come now
 
 
+async def test_what_was_used_after_a_charge_that_is_given_back_stays_used(shared: SharedLimits) -> None:
+    """It began when it came, and not when the one before it would have ended."""
+    (one,) = await shared.servers(1)
+    acme = tenant(tokens_per_minute=1000)
+    await one.reserve("first", plan(acme, 500))
+    shared.advance(20)
+    await one.reserve("second", plan(acme, 100))
+    await one.settle("second", used_tokens=100)
+    await one.settle("first", used_tokens=None)
+    held = await one.reserve("third", plan(acme, 100))
+    assert held.tokens is not None
+    assert held.tokens.remaining == 800
+
+
 async def test_a_server_that_ends_leaves_nothing(shared: SharedLimits) -> None:
     one, other = await shared.servers(2)
     acme = tenant(tokens_per_minute=1000, max_concurrency=1)
