@@ -224,11 +224,11 @@ async def test_what_was_spent_apart_counts_in_the_next_outage_too(
     """Or each would bring a whole share anew. Nobody asked Redis for this tenant in between."""
     (one,) = await shared.servers(1)
     acme = tenant(tokens_per_minute=1000)
-    shared.redis.hang()
+    shared.hang()
     await one.reserve("ended", plan(acme, 500))
     await one.settle("ended", used_tokens=500)
     await one.reserve("runs", plan(acme, 400))
-    shared.redis.go_on()
+    shared.go_on()
     await shared.together()
     if loses_data:
         shared.redis.kill()
@@ -237,7 +237,7 @@ async def test_what_was_spent_apart_counts_in_the_next_outage_too(
         shared.tell_time()
         await shared.together()
     else:
-        shared.redis.hang()
+        shared.hang()
     with pytest.raises((LimitsUnavailable, RateLimited), match="1000 tokens a minute"):
         await one.reserve("late", plan(acme, 101))
     await one.reserve("fits", plan(acme, 100))
