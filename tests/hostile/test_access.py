@@ -33,6 +33,7 @@ TENANT_ROUTES = {
     f"PUT {OWN}/{{name}}/release": WRITE,
     f"POST {OWN}/{{name}}/release/promote": WRITE,
     f"POST {OWN}/{{name}}/release/rollback": WRITE,
+    "GET /admin/v1/tenants/{tenant}/usage": USAGE,
 }
 PROBES = dict.fromkeys(("GET /livez", "GET /readyz", "GET /startupz", "GET /health"), OPEN)
 DATA: dict[str, str] = {
@@ -56,6 +57,7 @@ ADMIN: dict[str, str] = {
     "POST /admin/v1/tenants/{tenant}/keys/{key}/rotate": OPERATOR,
     "DELETE /admin/v1/tenants/{tenant}/keys/{key}": OPERATOR,
     "GET /admin/v1/audit": OPERATOR,
+    "GET /admin/v1/usage": OPERATOR,
     "GET /admin/v1/engine": OPERATOR,
     "GET /admin/v1/cache": OPERATOR,
     "GET /metrics": OPEN,

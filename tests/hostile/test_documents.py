@@ -28,8 +28,8 @@ CHECKED = (
     "unsupported_method",
 )
 SCOPES = ("inference", "adapters:read", "adapters:write", "usage:read")
-THERE = {"tenant": "acme", "name": "support", "version": "v1", "id": SERVED_NAME}
-"""Path parameters that lead to something."""
+THERE = {"name": "support", "version": "v1", "id": SERVED_NAME}
+"""Path parameters that lead to something of the tenant that is there."""
 
 
 @pytest.fixture
@@ -46,6 +46,8 @@ class Caller:
         self.server, self.port = server, port
         self.url = server.data_url if port == "data" else server.admin_url
         self.statuses: Counter[int] = Counter()
+        self.tenant = ""
+        self._num_tenants = 0
         self.session = requests.Session()
         load_all_checks()
         self.checks = CHECKS.get_by_names(list(CHECKED))
@@ -57,11 +59,13 @@ class Caller:
     def make_what_is_there(self) -> None:
         """Some operations delete it."""
         services = self.server.plane.services
-        if not any(info.id == "acme" for info in services.tenants.list().items):
-            self.server.plane.make_tenant("acme")
-        if not services.catalog.list_adapters("acme").items:
-            self.server.plane.make_adapter("support", "acme")
-        secret = self.server.plane.make_key("acme", *SCOPES)
+        if not any(info.id == self.tenant for info in services.tenants.list().items):
+            self._num_tenants += 1  # an id is never given twice
+            self.tenant = f"caller-{self._num_tenants}"
+            self.server.plane.make_tenant(self.tenant)
+        if not services.catalog.list_adapters(self.tenant).items:
+            self.server.plane.make_adapter("support", self.tenant)
+        secret = self.server.plane.make_key(self.tenant, *SCOPES)
         self.headers = bearer(ADMIN_TOKEN if self.port == "admin" else secret)
 
     def run(
@@ -91,17 +95,14 @@ def call_everything(server: WholeServer, port: str, *, max_examples: int, seed: 
     modes = schemathesis.GenerationMode
     for operation in caller.operations:
         names = [parameter.name for parameter in operation.path_parameters]
-        there = {name: THERE[name] for name in names if name in THERE}
-        for mode, path in (
-            (modes.POSITIVE, there),
-            (modes.NEGATIVE, there),
-            (modes.POSITIVE, None),
-        ):
-            if path is None and not names:
+        for mode, is_there in ((modes.POSITIVE, True), (modes.NEGATIVE, True), (modes.POSITIVE, False)):
+            if not is_there and not names:
                 continue
             if mode is modes.NEGATIVE and not (operation.body or operation.query):
                 continue
             caller.make_what_is_there()
+            there = THERE | {"tenant": caller.tenant}
+            path = {name: there[name] for name in names if name in there} if is_there else None
             caller.run(operation, mode, path, max_examples, seed)
     return caller.statuses
 
