@@ -14,6 +14,7 @@ from loraplex.adapters.placement import HEAD_LAYER
 from loraplex.adapters.weights import HostImage
 from loraplex.kernels.backend import resolve_backend
 from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora import GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment, begin_pass
 
 
@@ -38,8 +39,12 @@ class AdapterArena:
         self.device = device
         self.backend = resolve_backend(kernels, device)
         self._num_pages = num_pages
-        self._pages = torch.empty(num_pages + 1, layout.page_bytes, dtype=torch.uint8, device=device)
-        self._pages[0].zero_()
+        sizes = (num_pages + 1, layout.page_bytes)
+        if device.type == "cpu":
+            self._pages = untouched_zeros(sizes, torch.uint8)
+        else:
+            self._pages = torch.empty(sizes, dtype=torch.uint8, device=device)
+            self._pages[0].zero_()
         self._layers = self._empty_tables(layout.groups, layout.num_layers, num_slots)
         # The head is one group more, run once and for the sampled rows alone: a model of one layer, so to say.
         self._head = None if layout.head is None else self._empty_tables((layout.head,), 1, num_slots)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.kernels.attention_tiling import AttentionShape
 from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.ops import LayOut
 
 
@@ -52,15 +51,6 @@ class ModelShape:
     max_positions: int
 
 
-def _untouched_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of the system's, which take no memory before they are touched: torch's own are written one by one, for 4
-    GiB in some seconds. From a cache line's beginning, as torch's."""
-    line = 64
-    memory = np.zeros(math.prod(sizes) * dtype.itemsize + line, np.uint8)
-    first = -memory.ctypes.data % line
-    return torch.from_numpy(memory[first : first + len(memory) - line]).view(dtype).view(sizes)
-
-
 class KVCache:
     """One preallocated pool of KV blocks for all layers: [layers, N, 16, 2, Hkv, D], K before V.
 
@@ -72,7 +62,7 @@ class KVCache:
     def __init__(self, shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         sizes = (shape.num_layers, num_blocks, BLOCK_SIZE, 2, shape.num_kv_heads, shape.head_dim)
         if device.type == "cpu":
-            self.tensor = _untouched_zeros(sizes, dtype)
+            self.tensor = untouched_zeros(sizes, dtype)
         else:
             self.tensor = torch.zeros(sizes, dtype=dtype, device=device)
 

@@ -1,0 +1,52 @@
+"""Large memory on the host: zeros at a line's beginning, in huge pages where they are large."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from loraplex.kernels.host_memory import untouched_zeros
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (3, 5), (1 << 20,), (1 << 20, 3), (7, 1 << 19)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_it_is_zeros_that_can_be_written(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = untouched_zeros(sizes, dtype)
+    assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (sizes, dtype, True)
+    assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
+    assert not tensor.any()
+    tensor.fill_(1)
+    gc.collect()
+    assert tensor.all()
+
+
+def test_two_do_not_share_memory() -> None:
+    one, other = untouched_zeros((1 << 21,), torch.uint8), untouched_zeros((1 << 21,), torch.uint8)
+    one.fill_(7)
+    assert not other.any()
+
+
+def test_memory_that_nobody_has_is_said_so() -> None:
+    with pytest.raises(MemoryError, match="the system has no"):
+        untouched_zeros((1 << 60,), torch.uint8)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux's huge pages")
+def test_large_memory_asks_for_huge_pages() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    tensor = untouched_zeros((16 << 20,), torch.uint8)
+    assert tensor.data_ptr() % (2 << 20) == 0
+    middle = tensor.data_ptr() + (8 << 20)
+    flags = None
+    for mapping in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", mapping)
+        if bounds and int(bounds[1], 16) <= middle < int(bounds[2], 16):
+            flags = mapping.partition("VmFlags:")[2].split()
+    assert flags is not None
+    assert "hg" in flags
