@@ -17,8 +17,8 @@ def untouched_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     GiB in some seconds. From a cache line's beginning, as torch's.
 
     What is larger than a huge page lies in such where the system gives them on request (Linux's transparent huge
-    pages): the first touch of small pages, a fault each, took a tenth of a prompt's time, and reading scattered blocks
-    looks up fewer addresses. Raises MemoryError where there is not so much.
+    pages): the first touch of small pages, a fault each, took a twentieth of a prompt's time, and reading scattered
+    blocks looks up fewer addresses. Raises MemoryError where there is not so much.
     """
     num_bytes = math.prod(sizes) * dtype.itemsize
     step = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else 64
