@@ -21,6 +21,7 @@ TABLE: dict[str, str] = {
     "DELETE /tenants/{tenant}": OPERATOR,
     "POST /tenants/{tenant}/keys": OPERATOR,
     "GET /tenants/{tenant}/keys": OPERATOR,
+    "PATCH /tenants/{tenant}/keys/{key}": OPERATOR,
     "POST /tenants/{tenant}/keys/{key}/rotate": OPERATOR,
     "DELETE /tenants/{tenant}/keys/{key}": OPERATOR,
     "GET /tenants/{tenant}/adapters": READ,

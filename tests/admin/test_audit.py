@@ -26,6 +26,10 @@ def steps(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "POST /tenants": ("/tenants", {"json": {"id": "acme", "display_name": "Acme"}}),
         "PATCH /tenants/{tenant}": ("/tenants/acme", {"json": {"weight": 2}}),
         "POST /tenants/{tenant}/keys": ("/tenants/acme/keys", {"json": {"name": "ci"}}),
+        "PATCH /tenants/{tenant}/keys/{key}": (
+            "/tenants/acme/keys/KEY",
+            {"json": {"limits": {"max_concurrency": 2}}},
+        ),
         "POST /tenants/{tenant}/keys/{key}/rotate": ("/tenants/acme/keys/KEY/rotate", {}),
         "DELETE /tenants/{tenant}/keys/{key}": ("/tenants/acme/keys/KEY", {}),
         "POST /tenants/{tenant}/adapters/{name}/versions": (

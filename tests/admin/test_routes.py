@@ -162,6 +162,32 @@ class TestKeys:
         assert (await admin.delete(f"/tenants/acme/keys/{key['id']}")).status_code == 204
         assert (await admin.get("/tenants/acme/keys")).json()["data"][0]["revoked_at"] is not None
 
+    async def test_a_change_touches_what_it_names_alone(
+        self, admin: httpx.AsyncClient, plane: AdminPlane
+    ) -> None:
+        plane.make_tenant("acme")
+        limits = {"max_concurrency": 3, "requests_per_minute": 9}
+        made = (await admin.post("/tenants/acme/keys", json={"name": "ci", "limits": limits})).json()
+        secret, one = made.pop("secret"), f"/tenants/acme/keys/{made['id']}"
+        changed = await admin.patch(one, json={"limits": {"max_concurrency": None, "tokens_per_minute": 5}})
+        assert changed.status_code == 200
+        assert secret not in changed.text
+        made["limits"] |= {"max_concurrency": None, "tokens_per_minute": 5}
+        assert changed.json() == made
+        end = "2099-01-01T00:00:00Z"
+        changed = await admin.patch(
+            one, json={"name": None, "scopes": ["adapters:read"], "models": ["a"], "expires_at": end}
+        )
+        made |= {"name": None, "scopes": ["adapters:read"], "models": ["a"], "expires_at": end}
+        assert changed.json() == made
+        changed = await admin.patch(one, json={"scopes": None, "models": None, "expires_at": None})
+        made |= {"models": None, "expires_at": None}
+        assert changed.json() == made
+        assert (await admin.get("/tenants/acme/keys")).json()["data"] == [made]
+        assert (await admin.patch(one, json={})).json() == made
+        await admin.delete(one)
+        assert_problem(await admin.patch(one, json={"name": "x"}), 400, "invalid_value")
+
     async def test_no_body_makes_an_inference_key(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
         plane.make_tenant("acme")
         assert (await admin.post("/tenants/acme/keys")).json()["scopes"] == ["inference"]
@@ -187,6 +213,11 @@ class TestKeys:
     ) -> None:
         plane.make_tenant("acme")
         assert_problem(await admin.post("/tenants/acme/keys", json=body), 400, "invalid_value")
+        made = (await admin.post("/tenants/acme/keys")).json()
+        refused = await admin.patch(f"/tenants/acme/keys/{made['id']}", json=body)
+        assert_problem(refused, 400, "invalid_value")
+        (kept,) = (await admin.get("/tenants/acme/keys")).json()["data"]
+        assert kept == {name: value for name, value in made.items() if name != "secret"}
 
     async def test_another_tenants_key_is_not_found(
         self, admin: httpx.AsyncClient, plane: AdminPlane
@@ -194,8 +225,8 @@ class TestKeys:
         plane.make_tenant("acme")
         plane.make_tenant("other")
         key = (await admin.post("/tenants/other/keys")).json()
-        for method, path in (("DELETE", ""), ("POST", "/rotate")):
-            answer = await admin.request(method, f"/tenants/acme/keys/{key['id']}{path}")
+        for method, path in (("DELETE", ""), ("POST", "/rotate"), ("PATCH", "")):
+            answer = await admin.request(method, f"/tenants/acme/keys/{key['id']}{path}", json={})
             assert_problem(answer, 404, "key_not_found")
 
 

@@ -103,11 +103,21 @@ def test_tenants(shell: Shell) -> None:
     assert [row["id"] for row in shell.json("tenant", "list")["data"]] == ["acme", "other"]
     assert shell.json("tenant", "show", "acme") == made
     assert "Acme" in shell.ok("tenant", "show", "acme")
+    changed = shell.json(
+        "tenant", "update", "acme", "--weight", "3", "--limit", "token_budget=none", "--display-name", ""
+    )
+    assert (changed["weight"], changed["display_name"], changed["budget"]) == (3.0, None, None)
+    assert changed["limits"]["requests_per_minute"] == 60
+    assert "requests_per_minute=70" in shell.ok(
+        "tenant", "update", "acme", "--limit", "requests_per_minute=70"
+    )
+    assert "nothing to change" in shell.fails("tenant", "update", "acme")
+    assert "no tenant" in shell.fails("tenant", "update", "nobody", "--weight", "2")
     shell.ok("key", "create", "--tenant", "acme", "--name", "ci")
     told = shell.ok("tenant", "delete", "acme")
     assert "tenant acme deleted; its id is not given again" in told
-    assert "erased: 1 keys, 0 adapters (0 versions, 0 B freed), 2 texts in the audit log" in told
-    assert "kept: 3 audit rows, without texts" in told
+    assert "erased: 1 keys, 0 adapters (0 versions, 0 B freed), 3 texts in the audit log" in told
+    assert "kept: 5 audit rows, without texts" in told
     assert shell.json("tenant", "delete", "other")["deleted"] is True
     assert "no tenant" in shell.fails("tenant", "show", "acme")
 
@@ -138,6 +148,23 @@ def test_keys(shell: Shell) -> None:
     listed = shell.ok("key", "list", "--tenant", "acme")
     assert made["id"] in listed
     assert made["secret"] not in listed
+    of_acme = ("key", "update", made["id"], "--tenant", "acme")
+    changed = shell.json(*of_acme, "--limit", "max-concurrency=2", "--limit", "requests_per_minute=9")
+    assert (changed["limits"]["max_concurrency"], changed["models"]) == (2, ["support"])
+    end = "2099-01-01T00:00:00Z"
+    changed = shell.json(
+        *of_acme, "--limit", "max_concurrency=none", "--all-models", "--name", "ci", "--expires-at", end
+    )
+    limits = {name: value for name, value in changed["limits"].items() if value is not None}
+    assert (limits, changed["models"]) == ({"requests_per_minute": 9}, None)
+    assert (changed["name"], changed["expires_at"]) == ("ci", end)
+    shown = shell.ok(*of_acme, "--expires-at", "none", "--name", "", "--scope", "adapters:read")
+    assert "requests_per_minute=9" in shown
+    (changed,) = (row for row in shell.json("key", "list", "-t", "acme")["data"] if row["id"] == made["id"])
+    assert (changed["name"], changed["expires_at"], changed["scopes"]) == (None, None, ["adapters:read"])
+    assert "nothing to change" in shell.fails(*of_acme)
+    assert "contradict" in shell.fails(*of_acme, "--all-models", "--model", "support")
+    assert "[invalid_value]" in shell.fails(*of_acme, "--limit", "max_concurrency=0")
     rotated = shell.json("key", "rotate", made["id"], "--tenant", "acme", "--grace-seconds", "60")
     assert rotated["secret"] != made["secret"]
     assert "revoked" in shell.ok("key", "revoke", made["id"], "--tenant", "acme")
@@ -336,8 +363,8 @@ def test_every_command_of_the_interface_is_there() -> None:
         for command in (group.typer_instance.registered_commands if group.typer_instance else ())
     }
     wanted = {"quickstart", "serve", "migrate", "doctor", "chat", "bench"}
-    wanted |= {f"tenant {verb}" for verb in ("create", "list", "show", "delete")}
-    wanted |= {f"key {verb}" for verb in ("create", "list", "rotate", "revoke")}
+    wanted |= {f"tenant {verb}" for verb in ("create", "list", "show", "update", "delete")}
+    wanted |= {f"key {verb}" for verb in ("create", "list", "update", "rotate", "revoke")}
     wanted |= {f"adapter {verb}" for verb in ("push", "list", "show", "delete", "pin", "unpin")}
     wanted |= {f"audit {verb}" for verb in ("list", "verify")}
     wanted |= {f"release {verb}" for verb in ("set", "show", "promote", "rollback")}

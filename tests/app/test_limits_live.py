@@ -123,6 +123,29 @@ def test_changes_are_in_force_at_once_on_the_server_that_made_them(server: Whole
     assert server.plane.engine.requests[-1].weight == 7.0
 
 
+def test_a_keys_limits_change_while_it_is_used(server: WholeServer) -> None:
+    """At once, and what is spent stays spent as a share. The secret is the same."""
+    headers = make_tenant(server)
+    (key,) = server.plane.services.keys.list("acme").items
+    url = f"{server.admin_url}/admin/v1/tenants/acme/keys/{key.id}"
+
+    def limit(**limits: int | None) -> None:
+        answer = server.http.patch(url, json={"limits": limits}, headers=bearer(ADMIN_TOKEN))
+        assert answer.status_code == 200, answer.text
+
+    def statuses(number: int) -> list[int]:
+        return [complete(server, headers).status_code for _ in range(number)]
+
+    assert statuses(3) == [200] * 3
+    limit(requests_per_minute=4)
+    assert statuses(2) == [200] * 2
+    limit(requests_per_minute=2)  # of which half is spent
+    assert statuses(2) == [200, 429]
+    limit(requests_per_minute=None, max_output_tokens=4)
+    assert complete(server, headers, max_tokens=5).status_code == 400
+    assert complete(server, headers, max_tokens=4).status_code == 200
+
+
 def test_limits_over_all_tenants(tmp_path: Path) -> None:
     limits = {"server_requests_per_minute": 3, "server_max_output_tokens": 5}
     with whole_server(tmp_path, **limits, server_token_budget=1000) as server:

@@ -76,6 +76,15 @@ def test_a_keys_life(plane: ControlPlane) -> None:
     assert (made.action, made.target) == ("key.create", f"tenants/acme/keys/{info.id}")
     assert made.after is not None
     assert (made.after["name"], made.after["scopes"]) == ("ci", ["adapters:read"])
+    plane.keys.update("acme", info.id, {"name": None, "limits": {"max_concurrency": 2}}, by=ACTOR)
+    changed = last(plane)
+    assert (changed.action, changed.target, changed.by) == ("key.update", made.target, ACTOR)
+    assert changed.before == made.after
+    assert changed.after == {
+        **made.after,
+        "name": None,
+        "limits": {**made.after["limits"], "max_concurrency": 2},
+    }
     rotated, _ = plane.keys.rotate("acme", info.id, grace_seconds=60, by=ACTOR)
     assert rotated.previous_valid_until is not None
     assert last(plane).after == {"previous_valid_until": rotated.previous_valid_until.isoformat()}

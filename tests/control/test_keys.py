@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from loraplex.control.errors import ControlError, InvalidKey, InvalidValue, KeyNotFound, TenantNotFound
+from loraplex.control.errors import (
+    ControlError,
+    DatabaseUnavailable,
+    InvalidKey,
+    InvalidValue,
+    KeyNotFound,
+    TenantNotFound,
+)
 from loraplex.control.key_cache import KeyCache
 from loraplex.control.keys import Keys
 from loraplex.control.rules import InvalidCursor
@@ -249,11 +256,59 @@ def test_what_a_key_cannot_be(plane: ControlPlane, options: dict[str, Any], para
         plane.keys.create("acme", **options)
     assert caught.value.param == param
     assert plane.keys.list("acme").items == ()
+    made, _ = plane.keys.create("acme")
+    with pytest.raises(InvalidValue) as caught:
+        plane.keys.update("acme", made.id, options)
+    assert caught.value.param == param
+    assert plane.keys.get("acme", made.id) == made
+
+
+def test_a_change_is_in_force_at_once_here_and_soon_in_other_processes(plane: ControlPlane) -> None:
+    info, secret = plane.keys.create("acme", limits={"requests_per_minute": 3})
+    other = ControlPlane(plane.root, clock=plane.clock)
+    here, there = plane.key_cache(), other.key_cache()
+    before = who(here, secret)
+    assert who(there, secret) == before
+    end = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=1000)
+    changed = plane.keys.update(
+        "acme",
+        info.id,
+        {"limits": {"max_concurrency": 2}, "models": ["pirate"], "scopes": ["usage:read"], "expires_at": end},
+    )
+    assert changed.limits == Limits(requests_per_minute=3, max_concurrency=2)
+    assert changed == plane.keys.get("acme", info.id)
+    now = who(here, secret)
+    assert (now.key_limits, now.models, now.scopes) == (changed.limits, {"pirate"}, {"usage:read"})
+    assert who(there, secret) == before  # as remembered
+    plane.clock.advance(5)
+    assert who(there, secret) == now
+    other.close()
+
+
+def test_what_a_change_took_away_is_not_served_from_memory_in_an_outage(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrowed, secret = plane.keys.create("acme")
+    renamed, other = plane.keys.create("acme")
+    cache = plane.key_cache()
+    for known in (secret, other):
+        who(cache, known)
+    plane.keys.update("acme", narrowed.id, {"models": ["pirate"]})
+    plane.keys.update("acme", renamed.id, {"name": "ci"})
+
+    async def away(*_: Any) -> Any:
+        raise DatabaseUnavailable()
+
+    monkeypatch.setattr(plane.database, "look_up", away)
+    assert who(cache, other).key_id == renamed.id
+    with pytest.raises(DatabaseUnavailable):
+        who(cache, secret)
 
 
 def test_keys_belong_to_their_tenant(plane: ControlPlane) -> None:
     info, secret = plane.keys.create("acme")
-    calls: list[Any] = [plane.keys.get, plane.keys.rotate, plane.keys.revoke]
+    change = functools.partial(plane.keys.update, changes={"name": "x"})
+    calls: list[Any] = [plane.keys.get, plane.keys.rotate, plane.keys.revoke, change]
     for call in calls:
         with pytest.raises(KeyNotFound):
             call("rival", info.id)
@@ -265,9 +320,11 @@ def test_keys_belong_to_their_tenant(plane: ControlPlane) -> None:
     assert plane.keys.list("rival").items == ()
 
 
-def test_a_revoked_key_does_not_come_back_by_rotation(plane: ControlPlane) -> None:
+def test_a_revoked_key_does_not_come_back(plane: ControlPlane) -> None:
     info, _ = plane.keys.create("acme")
     plane.keys.revoke("acme", info.id)
+    with pytest.raises(InvalidValue, match="revoked"):
+        plane.keys.update("acme", info.id, {"expires_at": None})
     with pytest.raises(ControlError):
         plane.keys.rotate("acme", info.id)
     for grace in (-1, 31 * 86400):

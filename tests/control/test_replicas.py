@@ -271,6 +271,12 @@ def test_limits_weights_and_revocations_are_in_force_on_every_server_within_5_s(
         assert await after(4, tenant(limits=budget)) == [4.0, 4.0]
         assert await after(5, tenant(limits={})) == ["insufficient_quota"] * 2
         assert await after(6, tenant(limits={"token_budget": None})) == [4.0, 4.0]
-        assert await after(7, lambda: first.keys.revoke("acme", info.id)) == ["invalid_api_key"] * 2
+        few = {"limits": {"requests_per_minute": 2}}
+        assert await after(7, lambda: first.keys.update("acme", info.id, few)) == [4.0, 4.0]
+        more = {"limits": {"requests_per_minute": None}}
+        assert await outcomes(8) == [4.0, 4.0]
+        assert await outcomes(9) == ["rate_limit_exceeded"] * 2
+        assert await after(10, lambda: first.keys.update("acme", info.id, more)) == [4.0, 4.0]
+        assert await after(11, lambda: first.keys.revoke("acme", info.id)) == ["invalid_api_key"] * 2
 
     asyncio.run(history())

@@ -54,6 +54,7 @@ ADMIN: dict[str, str] = {
     "DELETE /admin/v1/tenants/{tenant}": OPERATOR,
     "POST /admin/v1/tenants/{tenant}/keys": OPERATOR,
     "GET /admin/v1/tenants/{tenant}/keys": OPERATOR,
+    "PATCH /admin/v1/tenants/{tenant}/keys/{key}": OPERATOR,
     "POST /admin/v1/tenants/{tenant}/keys/{key}/rotate": OPERATOR,
     "DELETE /admin/v1/tenants/{tenant}/keys/{key}": OPERATOR,
     "GET /admin/v1/audit": OPERATOR,

@@ -180,6 +180,17 @@ class KeyCreate(Given):
     expires_at: GivenTime | None = None
 
 
+class KeyChange(Given):
+    """Only the fields that are there are changed; of `limits` likewise, and null takes a limit away. `models` of null:
+    all of the tenant's; `expires_at` of null: never."""
+
+    name: Label | None = None
+    scopes: Annotated[list[Scope], Field(min_length=1, max_length=8)] | None = None
+    models: Annotated[list[ModelName], Field(max_length=1000)] | None = None
+    limits: Limits | None = None
+    expires_at: GivenTime | None = None
+
+
 class KeyRotate(Given):
     grace_seconds: Annotated[int, Field(ge=0, le=30 * 86400)] = 0
 

@@ -1,4 +1,4 @@
-"""API keys: made, rotated, revoked."""
+"""API keys: made, changed, rotated, revoked."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from loraplex.control.types import SCOPES, BudgetState, KeyInfo, Limits, Page
 
 MAX_GRACE_S = 30 * 86400
 MAX_MODELS = 1000
+_RIGHTS = frozenset({"scopes", "models", "expires_at"})
+"""Changes of these may take a right away, which must not be served from memory while the database is gone."""
 
 
 class Keys:
@@ -52,21 +54,14 @@ class Keys:
             secret_hash=hash_secret(self._pepper, secret.text),
             scopes=_check_scopes(scopes),
             models=_check_models(models),
-            limits=rules.limits_as_dict(_key_limits(limits)),
+            limits=rules.limits_as_dict(_of_a_key(rules.read_limits(limits))),
         )
         with self._database.write() as session:
             require_tenant(session, tenant_id)
             row.created_at = database_now(session)
             row.expires_at = _check_expiry(expires_at, row.created_at)
             session.add(row)
-            shown = {
-                "name": FreeText(row.name),
-                "scopes": row.scopes,
-                "models": row.models,
-                "limits": row.limits,
-                "expires_at": _time(row.expires_at),
-            }
-            record(session, by, "key.create", _target(row), tenant_id=tenant_id, after=shown)
+            record(session, by, "key.create", _target(row), tenant_id=tenant_id, after=_shown(row))
             session.flush()
             return key_infos(session, [row])[0], secret.text
 
@@ -88,6 +83,33 @@ class Keys:
         with self._database.read() as session:
             return key_infos(session, [_require_key(session, tenant_id, key_id)])[0]
 
+    def update(
+        self, tenant_id: str, key_id: str, changes: Mapping[str, Any], *, by: Actor = LOCAL
+    ) -> KeyInfo:
+        """Set `name`, `scopes`, `models`, `limits` or `expires_at`, as `create` takes them; a given `limits` replaces
+        only the limits that it names, and `scopes` of None stay. Raises InvalidValue, TenantNotFound, KeyNotFound."""
+        with self._database.write() as session:
+            row = _require_living_key(session, tenant_id, key_id)
+            before = _shown(row)
+            if "name" in changes:
+                row.name = rules.check_text(changes["name"], "name")
+            if changes.get("scopes") is not None:
+                row.scopes = _check_scopes(changes["scopes"])
+            if "models" in changes:
+                row.models = _check_models(changes["models"])
+            if "limits" in changes:
+                row.limits = rules.limits_as_dict(
+                    _of_a_key(rules.change_limits(row.limits, changes["limits"]))
+                )
+            if "expires_at" in changes:
+                row.expires_at = _check_expiry(changes["expires_at"], database_now(session))
+            session.flush()
+            after = _shown(row)
+            record(session, by, "key.update", _target(row), tenant_id=tenant_id, before=before, after=after)
+            if not _RIGHTS.isdisjoint(changes):
+                note_change(session, key_subject(key_id))
+            return key_infos(session, [row])[0]
+
     def rotate(
         self, tenant_id: str, key_id: str, *, grace_seconds: int = 0, by: Actor = LOCAL
     ) -> tuple[KeyInfo, str]:
@@ -97,9 +119,7 @@ class Keys:
             raise InvalidValue(f"'grace_seconds' is from 0 to {MAX_GRACE_S}.", param="grace_seconds")
         secret = new_key_secret(key_id)
         with self._database.write() as session:
-            row = _require_key(session, tenant_id, key_id)
-            if row.revoked_at is not None:
-                raise InvalidValue("The key is revoked; create a new one.", param="key")
+            row = _require_living_key(session, tenant_id, key_id)
             end = database_now(session) + timedelta(seconds=grace_seconds) if grace_seconds else None
             before = {"previous_valid_until": _time(row.previous_valid_until)}
             row.previous_hash = row.secret_hash if grace_seconds else None
@@ -132,6 +152,17 @@ def _target(row: ApiKey) -> str:
     return f"{tenant_target(row.tenant_id)}/keys/{row.id}"
 
 
+def _shown(row: ApiKey) -> dict[str, Any]:
+    """For the audit log."""
+    return {
+        "name": FreeText(row.name),
+        "scopes": row.scopes,
+        "models": row.models,
+        "limits": row.limits,
+        "expires_at": _time(row.expires_at),
+    }
+
+
 def _time(moment: datetime | None) -> str | None:
     """For the audit log."""
     return None if moment is None else moment.astimezone(UTC).isoformat()
@@ -142,6 +173,13 @@ def _require_key(session: Session, tenant_id: str, key_id: str) -> ApiKey:
     row = session.get(ApiKey, key_id)
     if row is None or row.tenant_id != tenant_id:
         raise KeyNotFound(f"The tenant '{tenant_id}' has no key '{key_id[:80]}'.")
+    return row
+
+
+def _require_living_key(session: Session, tenant_id: str, key_id: str) -> ApiKey:
+    row = _require_key(session, tenant_id, key_id)
+    if row.revoked_at is not None:
+        raise InvalidValue("The key is revoked; create a new one.", param="key")
     return row
 
 
@@ -163,13 +201,12 @@ def _check_models(models: Sequence[str] | None) -> list[str] | None:
     return sorted(set(models))
 
 
-def _key_limits(limits: Mapping[str, Any] | None) -> Limits:
-    read = rules.read_limits(limits)
-    if read.max_adapters is not None or read.max_adapter_bytes is not None:
+def _of_a_key(limits: Limits) -> Limits:
+    if limits.max_adapters is not None or limits.max_adapter_bytes is not None:
         raise InvalidValue(
             "max_adapters and max_adapter_bytes are limits of a tenant, not of a key.", param="limits"
         )
-    return read
+    return limits
 
 
 def _check_expiry(moment: datetime | None, now: datetime) -> datetime | None:

@@ -7,7 +7,16 @@ from functools import partial
 from typing import Any, cast
 
 from loraplex.admin.operation import Answer, Call, Operation
-from loraplex.admin.schemas import Key, KeyCreate, KeyPage, KeyRotate, KeyWithSecret, Limits, PageQuery
+from loraplex.admin.schemas import (
+    Key,
+    KeyChange,
+    KeyCreate,
+    KeyPage,
+    KeyRotate,
+    KeyWithSecret,
+    Limits,
+    PageQuery,
+)
 from loraplex.admin.services import AdminServices
 from loraplex.control.types import KeyInfo, Scope
 
@@ -34,6 +43,11 @@ def key_operations(services: AdminServices) -> list[Operation]:
         list_page = partial(services.keys.list, limit=query.limit, cursor=query.cursor)
         page = await run(list_page, call.path["tenant"])
         return Answer(KeyPage(data=[Key(**_fields(row)) for row in page.items], next_cursor=page.next_cursor))
+
+    async def update_key(call: Call) -> Answer:
+        changes = call.body(KeyChange).model_dump(exclude_unset=True)
+        update = partial(services.keys.update, changes=changes, by=call.actor)
+        return Answer(Key(**_fields(await run(update, call.path["tenant"], call.path["key"]))))
 
     async def rotate_key(call: Call) -> Answer:
         grace_seconds = call.body(KeyRotate).grace_seconds
@@ -67,6 +81,16 @@ def key_operations(services: AdminServices) -> list[Operation]:
             "List keys, without their secrets.",
             {200: KeyPage},
             query=PageQuery,
+        ),
+        Operation(
+            "PATCH",
+            one,
+            "operator",
+            update_key,
+            "Change a key's name, scopes, models, limits or end.",
+            {200: Key},
+            body=KeyChange,
+            action="key.update",
         ),
         Operation(
             "POST",

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from loraplex.app.commands.client import AdminClient
-from loraplex.app.commands.options import TenantOption, admin_command, parse_limits
+from loraplex.app.commands.errors import CommandFailed
+from loraplex.app.commands.options import LimitChanges, TenantOption, admin_command, parse_limits
 from loraplex.app.commands.output import Output
 from loraplex.app.commands.paths import segment
 
@@ -15,9 +16,10 @@ KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="The key's id", 
 
 
 def create_key_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke a tenant's keys.")
+    app = typer.Typer(no_args_is_help=True, help="Create, list, change, rotate and revoke a tenant's keys.")
     app.command("create", help="Create a key; its secret is shown this once.")(admin_command(create))
     app.command("list", help="List a tenant's keys, without their secrets.")(admin_command(list_))
+    app.command("update", help="Change a key; what is not named stays.")(admin_command(update))
     app.command("rotate", help="Replace a key's secret; the old one works for the grace time.")(
         admin_command(rotate)
     )
@@ -71,6 +73,46 @@ def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
             for r in rows
         ),
     )
+
+
+def update(
+    admin: AdminClient,
+    out: Output,
+    key: KeyArgument,
+    tenant: TenantOption,
+    name: Annotated[str | None, typer.Option(help="A name for people; '' for none")] = None,
+    scope: Annotated[list[str] | None, typer.Option(help="Its scopes from now on; may be repeated")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="The models that it may use from now on; may be repeated")
+    ] = None,
+    all_models: Annotated[bool, typer.Option("--all-models", help="It may use all of the tenant's")] = False,
+    limit: LimitChanges = None,
+    expires_at: Annotated[
+        str | None, typer.Option(help="RFC 3339, such as 2030-01-31T00:00:00Z; 'none': it does not end")
+    ] = None,
+) -> None:
+    if model and all_models:
+        raise CommandFailed("--model and --all-models contradict each other: give one of them.")
+    body: dict[str, Any] = {}
+    if name is not None:
+        body["name"] = name or None
+    if scope:
+        body["scopes"] = scope
+    if model or all_models:
+        body["models"] = model or None
+    if limits := parse_limits(limit):
+        body["limits"] = limits
+    if expires_at is not None:
+        body["expires_at"] = None if expires_at.lower() == "none" else expires_at
+    if not body:
+        raise CommandFailed(
+            "nothing to change: give --name, --scope, --model, --all-models, --limit or --expires-at."
+        )
+    changed = admin.call("PATCH", f"/tenants/{segment(tenant)}/keys/{segment(key)}", json=body)
+    if out.as_json:
+        out.json(changed)
+    else:
+        out.fields(changed)
 
 
 def rotate(

@@ -19,6 +19,10 @@ DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 TenantOption = Annotated[str, typer.Option("--tenant", "-t", help="The tenant's id", show_default=False)]
+LimitChanges = Annotated[
+    list[str] | None,
+    typer.Option("--limit", metavar="NAME=VALUE", help="May be repeated; NAME=none takes a limit away"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 UrlOption = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="The data plane")]
 ApiKeyOption = Annotated[

@@ -8,7 +8,8 @@ import typer
 
 from loraplex.app.commands.client import AdminClient
 from loraplex.app.commands.confirm import YesOption, confirm
-from loraplex.app.commands.options import admin_command, parse_limits
+from loraplex.app.commands.errors import CommandFailed
+from loraplex.app.commands.options import LimitChanges, admin_command, parse_limits
 from loraplex.app.commands.output import Output, size
 from loraplex.app.commands.paths import segment
 
@@ -16,10 +17,11 @@ TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="The tenan
 
 
 def create_tenant_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="Create, list, show and delete tenants.")
+    app = typer.Typer(no_args_is_help=True, help="Create, list, show, change and delete tenants.")
     app.command("create", help="Create a tenant.")(admin_command(create))
     app.command("list", help="List all tenants.")(admin_command(list_))
     app.command("show", help="Show one tenant.")(admin_command(show))
+    app.command("update", help="Change a tenant; what is not named stays.")(admin_command(update))
     app.command("delete", help="Delete a tenant with its keys and adapters.")(admin_command(delete))
     return app
 
@@ -67,6 +69,30 @@ def show(admin: AdminClient, out: Output, tenant: TenantArgument) -> None:
         out.json(found)
     else:
         out.fields(found)
+
+
+def update(
+    admin: AdminClient,
+    out: Output,
+    tenant: TenantArgument,
+    display_name: Annotated[str | None, typer.Option(help="A name for people; '' for none")] = None,
+    weight: Annotated[float | None, typer.Option(help="Its share relative to other tenants'")] = None,
+    limit: LimitChanges = None,
+) -> None:
+    body: dict[str, Any] = {}
+    if display_name is not None:
+        body["display_name"] = display_name or None
+    if weight is not None:
+        body["weight"] = weight
+    if limits := parse_limits(limit):
+        body["limits"] = limits
+    if not body:
+        raise CommandFailed("nothing to change: give --display-name, --weight or --limit.")
+    changed = admin.call("PATCH", f"/tenants/{segment(tenant)}", json=body)
+    if out.as_json:
+        out.json(changed)
+    else:
+        out.fields(changed)
 
 
 def delete(admin: AdminClient, out: Output, tenant: TenantArgument, yes: YesOption = False) -> None:
