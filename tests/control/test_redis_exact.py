@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -134,7 +135,11 @@ def _wait_ready(worker: subprocess.Popen[str]) -> None:
     assert "ready" in worker.stdout.readline()
 
 
-def _run_workers(redis: RedisServer, rounds: int) -> tuple[int, list[tuple[float, float, int, int]]]:
+_Passed = list[tuple[float, float, float, int, int]]
+"""Each request that passed, as a worker tells it."""
+
+
+def _run_workers(redis: RedisServer, rounds: int) -> tuple[int, _Passed]:
     """Four processes at once: decisions made without Redis, and what passed."""
     redis.client.flushall()
     with contextlib.ExitStack() as stack:
@@ -145,22 +150,31 @@ def _run_workers(redis: RedisServer, rounds: int) -> tuple[int, list[tuple[float
             assert worker.stdin is not None
             worker.stdin.write("go\n")
             worker.stdin.flush()
-        told = [json.loads(worker.communicate(timeout=120)[0].splitlines()[-1]) for worker in workers]
+        told = [
+            json.loads(worker.communicate(timeout=60 + 2 * rounds)[0].splitlines()[-1]) for worker in workers
+        ]
     passed = [tuple(one) for worker in told for one in worker["passed"]]
     return sum(worker["apart"] for worker in told), sorted(passed)
 
 
-def _check_no_overshoot(passed: list[tuple[float, float, int, int]]) -> None:
-    """In every stretch of time: no more requests and tokens than the limits and what flowed back meanwhile."""
+def _check_no_overshoot(passed: _Passed) -> None:
+    """In every stretch of time: no more requests and tokens than the limits and what flowed back meanwhile; at every
+    moment: no more requests than there are places."""
     assert TENANT.tokens_per_minute is not None
     assert TENANT.requests_per_minute is not None
     for first, (begin, *_) in enumerate(passed):
         requests = tokens = 0
-        for _, end, _, used in passed[first:]:
+        for _, end, _, _, used in passed[first:]:
             requests, tokens = requests + 1, tokens + used
             room = 1 + (end - begin) / 60
             assert requests <= TENANT.requests_per_minute * room
             assert tokens <= TENANT.tokens_per_minute * room
+    assert _most_at_a_time(passed) <= (TENANT.max_concurrency or 0)
+
+
+def _most_at_a_time(passed: _Passed) -> int:
+    changes = sorted(change for _, begin, end, _, _ in passed for change in ((begin, 1), (end, -1)))
+    return max(accumulate(change for _, change in changes))
 
 
 def _drill(rounds: int) -> None:
@@ -169,9 +183,11 @@ def _drill(rounds: int) -> None:
     assert apart == 0
     _check_no_overshoot(passed)
     assert redis.client.keys("{loraplex}:busy:*") == []
-    reserved, used = sum(one[2] for one in passed), sum(one[3] for one in passed)
+    reserved, used = sum(one[3] for one in passed), sum(one[4] for one in passed)
+    most = _most_at_a_time(passed)
     print(
-        f"\n{4 * AT_A_TIME} at a time, {rounds} rounds: {len(passed)} passed, {reserved} reserved, {used} used"
+        f"\n{4 * AT_A_TIME} at a time, {rounds} rounds: {len(passed)} passed, {reserved} reserved, {used} used, "
+        f"{most} of {TENANT.max_concurrency} places taken at most; overshoot 0 requests, 0 tokens, 0 places"
     )
     assert used > 0.9 * (TENANT.tokens_per_minute or 0), "the limit was not reached"
 

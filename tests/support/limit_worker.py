@@ -1,8 +1,8 @@
 """One of several server processes on one Redis: python -m support.limit_worker URL NAME ROUNDS.
 
 Prints "ready", waits for a line, then has 50 requests under way at a time, ROUNDS times over. At the end prints JSON:
-how many decisions were not made in Redis, and each request that passed as [before, after, reserved, used]: the time
-just before and after its reservation, and its tokens.
+how many decisions were not made in Redis, and each request that passed as [before, after, ended, reserved, used]: the
+times just before and after its reservation and before it was settled, and its tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def work(url: str, name: str, rounds: int) -> None:
     await limiter.start()
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    passed: list[tuple[float, float, int, int]] = []
+    passed: list[tuple[float, float, float, int, int]] = []
     rng = random.Random(name)
     who = Principal("acme", name, frozenset(), tenant_limits=TENANT)
 
@@ -49,8 +49,9 @@ async def work(url: str, name: str, rounds: int) -> None:
             await limiter.reserve(request_id, plan)
         except (RateLimited, LimitsUnavailable):
             return
-        passed.append((before, time.time(), plan.tokens, used))
+        after = time.time()
         await asyncio.sleep(seconds)
+        passed.append((before, after, time.time(), plan.tokens, used))
         await limiter.settle(request_id, used_tokens=used)
 
     for turn in range(rounds):
