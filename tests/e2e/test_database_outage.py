@@ -23,6 +23,7 @@ from support.live_server import (
 )
 from support.postgres import PostgresServer, need_programs
 from support.tcp_proxy import TcpProxy
+from support.usage import rows_of
 from support.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -168,11 +169,17 @@ def outage_of(
         database = Database(url)
         keys = {info.id: info for info in Keys(database, b"").list("acme").items}
         assert keys[unused.split("_")[1]].last_used_at is not None  # written by the end, at the latest
+        # Three were asked before the outage and after it, and one in each round of six.
+        num_answered = len(long.ended) + len(short.ended) + 3 + num_asked // 6
+        rows = rows_of(database)
+        assert len(rows) == num_answered, "a usage row was lost, or there is one of nobody"
+        assert {row.status for row in rows.values()} <= {"stop", "length"}
         database.close()
         return (
             f"noticed after {noticed_s:.1f} s; {during} streams within it, {len(through)} ran through its "
             f"beginning, 0 failed; longest gap between events {max(short.longest_wait_s, long.longest_wait_s):.1f} s; "
-            f"{num_asked} other requests, slowest round of six {slowest_s:.1f} s; back after {back_s:.1f} s"
+            f"{num_asked} other requests, slowest round of six {slowest_s:.1f} s; back after {back_s:.1f} s; "
+            f"{len(rows)} usage rows for {num_answered} answers"
         )
 
 
