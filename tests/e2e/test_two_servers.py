@@ -81,13 +81,21 @@ def test_what_one_does_the_other_follows(servers: Callable[..., LiveServer], tmp
     checked(first.admin.delete(f"tenants/acme/keys/{key.split('_')[1]}"), 204)
     checked(first.admin.delete("tenants/rival"), 200)
     assert ask(first, key, "pirate") == 401
-    took = seconds_until(lambda: (ask(second, key, "pirate"), ask(second, ended, "pirate")) == (401, 401))
+    checked(first.admin.patch("tenants/acme", json={"limits": {"requests_per_minute": 1}}))
+
+    def heard() -> bool:
+        answers = [ask(second, secret, "pirate") for secret in (key, ended, other)]
+        return answers == [401, 401, 429]
+
+    took = seconds_until(heard)
     assert took < PROMISED_S
-    print(f"revoked on one, refused on the other after {took:.1f} s")
+    print(f"revoked, deleted and limited on one, refused on the other after {took:.1f} s")
+    checked(first.admin.patch("tenants/acme", json={"limits": {"requests_per_minute": None}}))
 
     second.upload("acme", "pirate", write_tiny_adapter(tmp_path / "better", seed=2))
     checked(second.admin.post("tenants/acme/adapters/pirate/release/promote"))
     seconds_until(lambda: served(first, other) == "pirate@v2")
+    seconds_until(lambda: ask(second, other, "pirate") == 200)  # the limit is gone there too
 
     stranger = second.command[len(SERVE) :]
     stranger[stranger.index("--data-dir") + 1] = str(tmp_path / "stranger")
