@@ -204,7 +204,8 @@ def floors(
     """The least milliseconds of the parts that read much or compute much. `positions`: of KV, of all sequences."""
     size = dtype.itemsize
     weights = 2 * HIDDEN * QUERY + 2 * HIDDEN * KEY_VALUE + 3 * HIDDEN * INNER
-    lora = RANK * (4 * HIDDEN + 2 * QUERY + 2 * KEY_VALUE + 3 * INNER)
+    # A of q, k, v, gate, up · o · down, and B of q · k, v · gate, up · o, down
+    lora = RANK * ((5 * HIDDEN + QUERY + INNER) + (QUERY + 2 * KEY_VALUE + 2 * INNER + 2 * HIDDEN))
     head = HIDDEN * VOCABULARY
     read = {
         "linears": LAYERS * weights,

@@ -43,10 +43,11 @@ def test_large_memory_asks_for_huge_pages() -> None:
     tensor = untouched_zeros((16 << 20,), torch.uint8)
     assert tensor.data_ptr() % (2 << 20) == 0
     middle = tensor.data_ptr() + (8 << 20)
-    flags = None
+    flags, access = None, ""
     for mapping in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", mapping)
         if bounds and int(bounds[1], 16) <= middle < int(bounds[2], 16):
-            flags = mapping.partition("VmFlags:")[2].split()
+            flags, access = mapping.partition("VmFlags:")[2].split(), mapping.split()[1]
     assert flags is not None
     assert "hg" in flags
+    assert access == "rw-p"  # what is shared gets none, whatever it asks for, by the usual settings

@@ -23,7 +23,9 @@ def untouched_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = math.prod(sizes) * dtype.itemsize
     step = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else 64
     try:
-        mapping = mmap.mmap(-1, num_bytes + step)  # lives as long as the tensor
+        # Private: shared memory, which is mmap's default, has settings of its own, by which it gets no huge pages.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, num_bytes + step, flags=flags)  # lives as long as the tensor
     except OSError as error:
         raise MemoryError(f"the system has no {num_bytes} bytes of memory: {error.strerror}") from error
     if step == _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -4,9 +4,10 @@
     y[t, cols_i] += h[t, :] · B_{a,i}                      and g, c where a site has them
 
 A tile is up to ROWS adjacent rows of one adapter: each weight is read once for all of them. Pairs of a tile and a site
-are units of work, which threads take as they get done with others; nobody adds to what another writes, and every sum
-has one order. So what a row gets depends neither on the threads nor on the other rows, to the bit. Where tiles lie is
-read from the adapters' tables as they are: a step prepares nothing but its list of tiles.
+are units of work. Threads take them as they get done with others, one ahead of what they compute: its weights are on
+their way from memory meanwhile. Nobody adds to what another writes, and every sum has one order. So what a row gets
+depends neither on the threads nor on the other rows, to the bit. Where tiles lie is read from the adapters' tables as
+they are: a step prepares nothing but its list of tiles.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -17,13 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 
 from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora_numba_tiles import ROWS, expand, shrink
 from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraWeights, Scratch, Segment
 from loraplex.kernels.numba_team import Kernel
-from loraplex.kernels.numba_vectors import LIKE, fetch_add, read_int32, read_int64, size_of
+from loraplex.kernels.numba_vectors import JIT, LIKE, fetch_add, read_int32, read_int64, size_of
 
 _ROWS, _CHUNK, _GRANULE_BYTES = ROWS, CHUNK, GRANULE_BYTES
 
@@ -144,6 +146,19 @@ def _tiles(by_slot: Mapping[int, Sequence[Segment]]) -> NDArray[np.int64]:
     return np.array(found, np.int64).reshape(-1, 3)
 
 
+@njit(**JIT)
+def _look_up(entry, step, most, storage, a_tiles, b_tiles):
+    """The addresses of the A and of the B tiles of one adapter's site, whose chunks' table entries lie `step` bytes
+    apart. Returns how many there are."""
+    chunks = 0
+    while chunks < most and read_int32(entry):
+        a_tiles[chunks] = storage + read_int32(entry) * _GRANULE_BYTES
+        b_tiles[chunks] = storage + read_int32(entry + 4) * _GRANULE_BYTES
+        chunks += 1
+        entry += step
+    return chunks
+
+
 def _take_units(taken, arguments, x_like, y_like, like):
     """`arguments` as `NumbaLoraPass._run` gives them."""
     x, x_row, columns = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
@@ -157,35 +172,40 @@ def _take_units(taken, arguments, x_like, y_like, like):
     )
     num_tiles, max_chunks = read_int64(arguments + 104), read_int64(arguments + 112)
     num_layers, all_sites = read_int64(arguments + 120), read_int64(arguments + 128)
+    sites = num_layers * all_sites
     hidden = np.empty((_ROWS, max_chunks * _CHUNK), np.float32)
-    b_tiles = np.empty(max_chunks, np.int64)
-    while True:
-        # Site by site: what tiles of one adapter have in common stays in the cache.
-        unit = fetch_add(taken, 1)
-        if unit >= num_tiles * num_sites:
-            break
-        site = unit // num_tiles
-        tile = tiles + unit % num_tiles * 24
-        first, rows, slot = read_int64(tile), read_int64(tile + 8), read_int64(tile + 16)
-        inputs = x + first * x_row
-        place = layer * all_sites + first_site + site
-        a_step = num_layers * all_sites * 8
-        entry = tables + slot * (max_chunks + 1) * a_step + place * 8
-        chunk = 0
-        while chunk < max_chunks and read_int32(entry):
-            a_tile = storage + read_int32(entry) * _GRANULE_BYTES
-            shrink(rows, inputs, x_row, columns, a_tile, hidden, chunk * _CHUNK, x_like, like)
-            b_tiles[chunk] = storage + read_int32(entry + 4) * _GRANULE_BYTES
-            chunk += 1
-            entry += a_step
-        if chunk:
+    # Of two units: weights come from memory, so the next one's are brought near while this one is computed.
+    a_tiles, b_tiles = np.empty((2, max_chunks), np.int64), np.empty((2, max_chunks), np.int64)
+    # Site by site: what tiles of one adapter have in common stays in the cache.
+    num_units = num_tiles * num_sites
+    now, unit, chunks = 0, num_units, 0
+    following = fetch_add(taken, 1)
+    while unit < num_units or following < num_units:
+        ahead, next_chunks = 1 - now, 0
+        if following < num_units:
+            slot = read_int64(tiles + following % num_tiles * 24 + 16)
+            place = layer * all_sites + first_site + following // num_tiles
+            entry = tables + (slot * (max_chunks + 1) * sites + place) * 8
+            next_chunks = _look_up(entry, sites * 8, max_chunks, storage, a_tiles[ahead], b_tiles[ahead])
+        for chunk in range(next_chunks, chunks):
+            # There is no next: what is near already is looked at again.
+            a_tiles[ahead, chunk], b_tiles[ahead, chunk] = a_tiles[now, chunk], b_tiles[now, chunk]
+        if chunks:
+            site, tile = unit // num_tiles, tiles + unit % num_tiles * 24
+            first, rows, slot = read_int64(tile), read_int64(tile + 8), read_int64(tile + 16)
+            inputs = x + first * x_row
+            for chunk in range(chunks):
+                tile_a, next_a = a_tiles[now, chunk], a_tiles[ahead, chunk]
+                shrink(rows, inputs, x_row, columns, tile_a, next_a, hidden, chunk * _CHUNK, x_like, like)
             begin, end = read_int64(bounds + site * 8), read_int64(bounds + site * 8 + 8)
-            moved = read_int32(vectors + (slot * num_layers * all_sites + place) * 4) * _GRANULE_BYTES
+            place = layer * all_sites + first_site + site
+            moved = read_int32(vectors + (slot * sites + place) * 4) * _GRANULE_BYTES
             expand(
                 rows,
                 hidden,
-                b_tiles,
-                chunk,
+                b_tiles[now],
+                b_tiles[ahead],
+                chunks,
                 end - begin,
                 storage + moved if moved else 0,
                 y + first * y_row + begin * size_of(y_like),
@@ -193,6 +213,9 @@ def _take_units(taken, arguments, x_like, y_like, like):
                 y_like,
                 like,
             )
+        now, unit, chunks = ahead, following, next_chunks
+        if following < num_units:
+            following = fetch_add(taken, 1)
 
 
 _units = Kernel(_take_units, "q" * 17)

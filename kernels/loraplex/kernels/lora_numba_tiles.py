@@ -53,12 +53,18 @@ def _add_lanes(builder, vectors):
     return vectors[0]
 
 
+def _bring_near(builder, address, size):
+    """So many bytes that are read later. A tile is read in many short runs, which no processor foresees."""
+    for line in range(0, size, 64):
+        nir.prefetch(builder, builder.add(address, nir.i64(line)))
+
+
 @intrinsic(prefer_literal=True)
-def _products(typing, count, x, x_row, columns, a, hidden, hidden_row, x_like, like):
+def _products(typing, count, x, x_row, columns, a, ahead, hidden, hidden_row, x_like, like):
     """hidden[m, r] = x[m] · A[r] over the first whole turns of the columns, for `count` (a constant) rows.
 
-    x: rows x_row bytes apart; a: [CHUNK, columns]; hidden: float32, rows hidden_row bytes apart. Returns the columns
-    that were summed.
+    x: rows x_row bytes apart; a: [CHUNK, columns]; ahead: what is read next, of the same size; hidden: float32, rows
+    hidden_row bytes apart. Returns the columns that were summed.
     """
     if not isinstance(count, types.IntegerLiteral):
         return None
@@ -68,12 +74,13 @@ def _products(typing, count, x, x_row, columns, a, hidden, hidden_row, x_like, l
         x_element, element = (nir.elements(context, kind) for kind in signature.args[-2:])
         # Pairs of bfloat16 cost less to take apart than vectors; of other dtypes they cost more.
         in_pairs = signature.args[-2] == signature.args[-1] == types.uint16
-        _, x, x_row, columns, a, hidden, hidden_row, _, _ = values
+        _, x, x_row, columns, a, ahead, hidden, hidden_row, _, _ = values
         ranks = 1
         while 2 * ranks <= CHUNK and 2 * ranks * rows <= _sums_in_registers(context):
             ranks *= 2
         whole = builder.and_(columns, nir.i64(-_TURN))
         a_row = builder.mul(columns, nir.i64(element.size))
+        to_ahead = builder.sub(ahead, a)
 
         def turn_of(kind, row, k):
             address = builder.add(row, builder.mul(k, nir.i64(kind.size)))
@@ -96,6 +103,8 @@ def _products(typing, count, x, x_row, columns, a, hidden, hidden_row, x_like, l
                 inputs = [turn_of(x_element, row, k) for row in x_rows]
                 following = []
                 for r, row in enumerate(a_rows):
+                    place = builder.add(row, builder.mul(k, nir.i64(element.size)))
+                    _bring_near(builder, builder.add(place, to_ahead), _TURN * element.size)
                     weights = turn_of(element, row, k)
                     mine = sums[r * rows : (r + 1) * rows]
                     following += [add_turn(s, weights, given) for s, given in zip(mine, inputs, strict=True)]
@@ -115,17 +124,19 @@ def _products(typing, count, x, x_row, columns, a, hidden, hidden_row, x_like, l
         return whole
 
     whole = types.int64
-    return types.int64(count, whole, whole, whole, whole, whole, whole, x_like, like), lower
+    return types.int64(count, *(whole,) * 7, x_like, like), lower
 
 
 @intrinsic(prefer_literal=True)
-def _updates(typing, count, hidden, hidden_row, tiles, num_tiles, width, vectors, y, y_row, y_like, like):
+def _updates(
+    typing, count, hidden, hidden_row, tiles, ahead, num_tiles, width, vectors, y, y_row, y_like, like
+):
     """y[m, n] (· g + c) + hidden[m] · B[:, n] into y, over the first whole turns of the columns, for `count` (a
     constant) rows.
 
-    hidden: float32, rows hidden_row bytes apart; tiles: [num_tiles] int64, addresses of B tiles [CHUNK, width];
-    vectors: address of g - 1 and c [2, width] float32, 0 where there are none; y: rows y_row bytes apart. Returns the
-    columns that are done.
+    hidden: float32, rows hidden_row bytes apart; tiles, ahead: [num_tiles] int64, addresses of B tiles [CHUNK, width],
+    of these and of those that are read next; vectors: address of g - 1 and c [2, width] float32, 0 where there are
+    none; y: rows y_row bytes apart. Returns the columns that are done.
     """
     if not isinstance(count, types.IntegerLiteral):
         return None
@@ -133,7 +144,7 @@ def _updates(typing, count, hidden, hidden_row, tiles, num_tiles, width, vectors
 
     def lower(context, builder, signature, values):
         y_element, element = (nir.elements(context, kind) for kind in signature.args[-2:])
-        _, hidden, hidden_row, tiles, num_tiles, width, vectors, y, y_row, _, _ = values
+        _, hidden, hidden_row, tiles, ahead, num_tiles, width, vectors, y, y_row, _, _ = values
         parts = min(4, _sums_in_registers(context) // rows)
         whole = builder.and_(width, nir.i64(-parts * nir.LANES))
         b_row = builder.mul(width, nir.i64(element.size))
@@ -160,9 +171,12 @@ def _updates(typing, count, hidden, hidden_row, tiles, num_tiles, width, vectors
 
             def one_tile(tile, sums):
                 b = nir.load(builder, builder.add(tiles, builder.mul(tile, nir.i64(8))), nir.I64, 8)
+                near = nir.load(builder, builder.add(ahead, builder.mul(tile, nir.i64(8))), nir.I64, 8)
                 first = builder.add(hidden, builder.mul(tile, nir.i64(4 * CHUNK)))
                 for r in range(CHUNK):
                     row = builder.add(b, builder.mul(b_row, nir.i64(r)))
+                    place = builder.add(near, builder.mul(b_row, nir.i64(r)))
+                    _bring_near(builder, at(place, column, 0, element.size), parts * nir.LANES * element.size)
                     weights = [
                         element.load(builder, at(row, column, part, element.size)) for part in range(parts)
                     ]
@@ -188,25 +202,26 @@ def _updates(typing, count, hidden, hidden_row, tiles, num_tiles, width, vectors
         return whole
 
     whole = types.int64
-    return types.int64(count, *(whole,) * 8, y_like, like), lower
+    return types.int64(count, *(whole,) * 9, y_like, like), lower
 
 
 @njit(**JIT)
-def shrink(rows, x, x_row, columns, a, hidden, first, x_like, like):
+def shrink(rows, x, x_row, columns, a, ahead, hidden, first, x_like, like):
     """hidden[m, first + r] = x[m] · A[r], for `rows` ≤ ROWS rows and the CHUNK ranks of one tile.
 
-    x: rows x_row bytes apart; a: address of [CHUNK, columns]; hidden: [ROWS, ranks] float32.
+    x: rows x_row bytes apart; a: address of [CHUNK, columns]; ahead: that of the tile of this size that is read next;
+    hidden: [ROWS, ranks] float32.
     """
     ranks = hidden.shape[1]
     target = hidden.ctypes.data + first * 4
     if rows == 1:
-        done = _products(1, x, x_row, columns, a, target, ranks * 4, x_like, like)
+        done = _products(1, x, x_row, columns, a, ahead, target, ranks * 4, x_like, like)
     elif rows == 2:
-        done = _products(2, x, x_row, columns, a, target, ranks * 4, x_like, like)
+        done = _products(2, x, x_row, columns, a, ahead, target, ranks * 4, x_like, like)
     elif rows == 3:
-        done = _products(3, x, x_row, columns, a, target, ranks * 4, x_like, like)
+        done = _products(3, x, x_row, columns, a, ahead, target, ranks * 4, x_like, like)
     else:
-        done = _products(4, x, x_row, columns, a, target, ranks * 4, x_like, like)
+        done = _products(4, x, x_row, columns, a, ahead, target, ranks * 4, x_like, like)
     if done == columns:
         return
     for m in range(rows):
@@ -220,23 +235,23 @@ def shrink(rows, x, x_row, columns, a, hidden, first, x_like, like):
 
 
 @njit(**JIT)
-def expand(rows, hidden, tiles, num_tiles, width, vectors, y, y_row, y_like, like):
+def expand(rows, hidden, tiles, ahead, num_tiles, width, vectors, y, y_row, y_like, like):
     """y[m] = y[m] (· g + c) + hidden[m] · B, rounded once, for `rows` ≤ ROWS rows of one site.
 
-    hidden: [ROWS, ranks] float32; tiles: [≥ num_tiles] int64, addresses of B tiles [CHUNK, width]; vectors: address of
-    g - 1 and c [2, width] float32, 0 where there are none; y: address of the first row's columns of this site, rows
-    y_row bytes apart.
+    hidden: [ROWS, ranks] float32; tiles: [≥ num_tiles] int64, addresses of B tiles [CHUNK, width]; ahead: likewise, of
+    what is read next; vectors: address of g - 1 and c [2, width] float32, 0 where there are none; y: address of the
+    first row's columns of this site, rows y_row bytes apart.
     """
     ranks = hidden.shape[1]
-    source, table = hidden.ctypes.data, tiles.ctypes.data
+    source, table, near = hidden.ctypes.data, tiles.ctypes.data, ahead.ctypes.data
     if rows == 1:
-        done = _updates(1, source, ranks * 4, table, num_tiles, width, vectors, y, y_row, y_like, like)
+        done = _updates(1, source, ranks * 4, table, near, num_tiles, width, vectors, y, y_row, y_like, like)
     elif rows == 2:
-        done = _updates(2, source, ranks * 4, table, num_tiles, width, vectors, y, y_row, y_like, like)
+        done = _updates(2, source, ranks * 4, table, near, num_tiles, width, vectors, y, y_row, y_like, like)
     elif rows == 3:
-        done = _updates(3, source, ranks * 4, table, num_tiles, width, vectors, y, y_row, y_like, like)
+        done = _updates(3, source, ranks * 4, table, near, num_tiles, width, vectors, y, y_row, y_like, like)
     else:
-        done = _updates(4, source, ranks * 4, table, num_tiles, width, vectors, y, y_row, y_like, like)
+        done = _updates(4, source, ranks * 4, table, near, num_tiles, width, vectors, y, y_row, y_like, like)
     for m in range(rows):
         for n in range(done, width, 16):
             left = width - n
