@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loraplex.adapters.cache import AdapterCache
 from loraplex.adapters.ref import AdapterRef
-from loraplex.adapters.residency import Ticket
+from loraplex.adapters.residency import Residency, Ticket
 
 PAGE_BYTES = 100
 TORN = "torn"
@@ -110,3 +111,52 @@ class HandTransport:
 def make_ref(name: str, tenant: str = "tenant", version: int = 1) -> AdapterRef:
     """Its digest is the name, so that tests can read it."""
     return AdapterRef(tenant, name, version, name, 8)
+
+
+class CacheRig:
+    """A cache over the transport of hands, and a clock that each step moves on by a little."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 4,
+        num_slots: int = 4,
+        host_pages: int = 100,
+        sizes: dict[str, int] | None = None,
+        max_loads: int = 2,
+    ) -> None:
+        self.clock = FakeClock()
+        self.transport = HandTransport(num_pages, sizes)
+        self.cache: AdapterCache[FakeImage] = AdapterCache(
+            transport=self.transport,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            host_bytes=host_pages * PAGE_BYTES,
+            load_timeout_s=60.0,
+            clock=self.clock,
+            max_loads=max_loads,
+        )
+
+    def step(self, *refs: AdapterRef) -> list[Residency]:
+        """One step of the engine: poll, then a pass that asks for these in order."""
+        self.clock.now += 0.01
+        self.cache.poll()
+        self.cache.check_integrity()
+        self.cache.begin_pass()
+        answers = [self.cache.request(ref) for ref in refs]
+        self.cache.check_integrity()
+        return answers
+
+    def bring(self, *refs: AdapterRef) -> None:
+        """All of them to the device, one after the other."""
+        for ref in refs:
+            assert self.step(ref) == [Residency.LOADING]
+            if self.transport.loads:
+                self.transport.finish_load()
+                assert self.step(ref) == [Residency.LOADING]
+            self.transport.finish_copy(ref.digest)
+            assert self.step(ref) == [Residency.READY]
+        self.step()
+
+    def failed(self, digest: str) -> str:
+        return self.cache.failure(digest)

@@ -1,4 +1,4 @@
-"""Which adapters are where: disk, host memory or device, who holds a lease, and who has to go.
+"""Which adapters are where: disk, host memory or device, and who holds a lease.
 
     cold ──load──▶ LOADING ──▶ HOST ──copy──▶ COPYING ──▶ DEVICE
                       │          ▲                          │
@@ -8,11 +8,13 @@
 One thread, the step thread, calls everything here. Nothing blocks: the transport begins work elsewhere and hands
 back tickets that `poll` looks at. There is no torch and no clock but the injected one, so that the same code runs
 under the simulator. Adapters are known by digest alone: two tenants with the same upload share one residency.
+
+What moves when is decided here; who has to go for it in `room`. The books are kept in `residents`; `pins`, `failures`
+and `wishes` remember what was asked for and what went wrong.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, KeysView
 from typing import Generic
 
@@ -31,11 +33,10 @@ from loraplex.adapters.residency import (
     Residency,
 )
 from loraplex.adapters.residents import Resident, Residents, Stage
+from loraplex.adapters.room import DeviceRoom, HostRoom, Pass
+from loraplex.adapters.wishes import Wishes
 
 __all__ = ["AdapterCache", "CacheEntry", "CacheUsage", "Lease", "LeaseError", "PinRefused", "Residency"]
-
-MAX_WISHES = 1024
-"""Bound on what is remembered of prefetches not begun yet."""
 
 
 class AdapterCache(Generic[ImageT]):
@@ -68,16 +69,12 @@ class AdapterCache(Generic[ImageT]):
 
         self._residents = Residents(transport, num_pages, num_slots)
         self._pins = Pins(num_pages, num_slots)
-        self._wishes: OrderedDict[str, AdapterRef] = OrderedDict()
+        self._pass = Pass()
+        self._device = DeviceRoom(self._residents, self._pins, self._pass)
+        self._host = HostRoom(self._residents, self._pass, host_bytes)
+        self._wishes = Wishes()
         self._failures = Failures()
         self._damaged: dict[str, None] = {}
-
-        self._pass = 0
-        self._wanted: dict[str, None] = {}
-        self._host_full = False  # found in this pass
-        self._loads = self._copies = 0
-        self._device_evictions = self._host_evictions = 0
-        self._seconds = {"disk": 0.0, "copy": 0.0}
 
     # The course of a step.
 
@@ -90,7 +87,7 @@ class AdapterCache(Generic[ImageT]):
         for entry in list(self._residents.copying.values()):
             self._poll_copy(entry, now)
         self._residents.clear_stuck()
-        self._trim_host()
+        self._host.trim()
         for ref in self._pins.refs.values():
             if self._failures.retry_at(ref.digest) <= now:
                 self._bring_pinned(ref, now)
@@ -98,9 +95,7 @@ class AdapterCache(Generic[ImageT]):
 
     def begin_pass(self) -> None:
         """A new scheduling pass: nothing is wanted yet."""
-        self._pass += 1
-        self._wanted.clear()
-        self._host_full = False
+        self._pass.begin()
 
     def next_timeout_s(self) -> float | None:
         """Seconds until time alone makes `poll` do something (a load to give up, a pinned adapter to try again);
@@ -119,7 +114,7 @@ class AdapterCache(Generic[ImageT]):
         evicts it; this one evicts nothing that it may not."""
         now = self._clock()
         digest = ref.digest
-        self._wanted[digest] = None
+        self._pass.digests[digest] = None
         if self._failures.retry_at(digest) > now and digest not in self._residents.by_digest:
             return Residency.FAILED
         residency = self._ensure(ref, now, may_evict)
@@ -127,7 +122,7 @@ class AdapterCache(Generic[ImageT]):
         if entry is not None:
             entry.ref = ref
             entry.doomed = False
-            entry.wanted_in = self._pass
+            entry.wanted_in = self._pass.number
             self._residents.touch(entry, now)
         return residency
 
@@ -169,12 +164,12 @@ class AdapterCache(Generic[ImageT]):
         entry = self._residents.get(digest)
         failure = self._failures.get(digest)
         num_pages = entry.num_pages if entry is not None else 0 if failure is None else failure.num_pages
-        unfit = self._why_never(digest, num_pages) if entry else self._known_unfit(digest, now)
+        unfit = self._device.why_never(digest, num_pages) if entry else self._known_unfit(digest, now)
         unfit = unfit or self._pins.why_not(ref, num_pages)
         if unfit:
             raise PinRefused(f"{unfit}; unpin another version first")
         self._pins.add(ref)
-        self._wishes.pop(digest, None)
+        self._wishes.remove(digest)
         if entry is not None:
             entry.doomed = False
             if entry.num_pages:
@@ -192,7 +187,7 @@ class AdapterCache(Generic[ImageT]):
         """The version was deleted: forget it, its pin and its failures, as soon as no lease and no copy needs it.
         A later request brings it back if its files are still there."""
         self._pins.remove(digest)
-        self._wishes.pop(digest, None)
+        self._wishes.remove(digest)
         self._failures.forget(digest)
         entry = self._residents.get(digest)
         if entry is None:
@@ -208,19 +203,13 @@ class AdapterCache(Generic[ImageT]):
         without evicting any. Until somebody asks for it, it is the first to be evicted. A hint: it promises nothing
         and fails silently."""
         if ref.digest not in self._pins.refs:
-            self._wishes[ref.digest] = ref
-            self._wishes.move_to_end(ref.digest)
-            if len(self._wishes) > MAX_WISHES:
-                self._wishes.popitem(last=False)
+            self._wishes.add(ref)
 
     # What others may know.
 
     def state(self, digest: str) -> AdapterState:
         """Where an adapter is: on the device, in host memory, or on disk only (also: not known at all)."""
-        entry = self._residents.get(digest)
-        if entry is None or entry.stage is Stage.LOADING:
-            return "cold"
-        return "hot" if entry.stage is Stage.DEVICE else "warm"
+        return self._residents.state(digest)
 
     @property
     def on_device(self) -> KeysView[str]:
@@ -229,40 +218,41 @@ class AdapterCache(Generic[ImageT]):
 
     def residency(self) -> dict[str, AdapterState]:
         """Every version that is not cold."""
-        return {
-            d: self.state(d)
-            for d, entry in self._residents.by_digest.items()
-            if entry.stage is not Stage.LOADING
-        }
+        return self._residents.states()
 
     def entries(self) -> tuple[CacheEntry, ...]:
         """Every version that is somewhere, on its way, pinned, or whose load failed of late."""
-        listed = [self._entry_of(entry) for entry in self._residents.by_digest.values()]
-        others = self._pins.refs | self._failures.refs
+        pins, failures = self._pins.refs, self._failures
+        listed = [
+            entry.shown(pinned=digest in pins, error=failures.message(digest) or None)
+            for digest, entry in self._residents.by_digest.items()
+        ]
+        others = pins | failures.refs
         for digest in others.keys() - self._residents.by_digest.keys():
-            error = self._failures.message(digest) or None
-            listed.append(CacheEntry(others[digest], "cold", pinned=digest in self._pins.refs, error=error))
+            error = failures.message(digest) or None
+            listed.append(CacheEntry(others[digest], "cold", pinned=digest in pins, error=error))
         return tuple(listed)
 
     def usage(self) -> CacheUsage:
+        residents = self._residents
         return CacheUsage(
-            num_pages=self._residents.num_pages,
-            num_pages_used=self._residents.num_pages - len(self._residents.free_pages),
-            num_slots=self._residents.num_slots,
-            num_slots_used=self._residents.num_slots - len(self._residents.free_slots),
-            host_bytes=self._host_limit,
-            host_bytes_used=self._residents.host_bytes,
-            num_leases=self._residents.num_leases,
+            num_pages=residents.num_pages,
+            num_pages_used=residents.num_pages - len(residents.free_pages),
+            num_slots=residents.num_slots,
+            num_slots_used=residents.num_slots - len(residents.free_slots),
+            host_bytes=self._host.limit,
+            host_bytes_used=residents.host_bytes,
+            num_leases=residents.num_leases,
             num_pinned=len(self._pins.refs),
-            num_device=sum(entry.stage is Stage.DEVICE for entry in self._residents.by_digest.values()),
-            num_host=len(self._residents.hosted),
-            num_loading=len(self._residents.loading),
-            loads=self._loads,
+            num_device=len(residents.on_device),
+            num_host=len(residents.hosted),
+            num_loading=len(residents.loading),
+            loads=residents.loads,
             load_failures=self._failures.count,
-            copies=self._copies,
-            device_evictions=self._device_evictions,
-            host_evictions=self._host_evictions,
-            load_seconds=dict(self._seconds),
+            copies=residents.copies,
+            device_evictions=residents.device_evictions,
+            host_evictions=residents.host_evictions,
+            load_seconds=dict(residents.seconds),
         )
 
     # The way to the device.
@@ -296,20 +286,19 @@ class AdapterCache(Generic[ImageT]):
         self._ensure(ref, now)
 
     def _begin_load(self, ref: AdapterRef, now: float) -> Residency:
-        if len(self._residents.loading) >= self._max_loads or not self._host_has_room():
+        if len(self._residents.loading) >= self._max_loads or not self._host.may_load():
             return Residency.NO_ROOM
         self._residents.load(ref, now)
         return Residency.LOADING
 
     def _begin_copy(self, entry: Resident[ImageT], now: float, may_evict: Callable[[str], bool]) -> Residency:
-        if unfit := self._why_never(entry.ref.digest, entry.num_pages):
+        if unfit := self._device.why_never(entry.ref.digest, entry.num_pages):
             self._fail(entry, unfit, now)
             return Residency.FAILED
-        victims = self._victims(entry, may_evict)
+        victims = self._device.victims(entry, may_evict)
         if victims is None:
             return Residency.NO_ROOM
         for victim in victims:
-            self._device_evictions += 1
             self._residents.evict(victim)
         self._residents.copy(entry, now)
         self._pins.hold(entry.ref.digest, entry.num_pages)
@@ -328,12 +317,10 @@ class AdapterCache(Generic[ImageT]):
                 self._damaged[entry.ref.digest] = None
             self._fail(entry, ticket.error, now)
             return
-        self._residents.loaded(entry, ticket.value)
-        self._took(entry, "disk", now)
-        self._loads += 1
+        self._residents.loaded(entry, ticket.value, now)
         self._pins.learn(entry.ref.digest, entry.num_pages)
         # The back-off goes on where the same happens again: an adapter that has no place.
-        if unfit := self._why_never(entry.ref.digest, entry.num_pages):
+        if unfit := self._device.why_never(entry.ref.digest, entry.num_pages):
             self._fail(entry, unfit, now)
             return
         self._failures.forget(entry.ref.digest)
@@ -356,53 +343,28 @@ class AdapterCache(Generic[ImageT]):
         if ticket.error is not None:
             self._fail(entry, ticket.error, now)
             return
-        self._residents.copied(entry)
-        entry.safe_until = self._pass + 1
-        self._took(entry, "copy", now)
-        self._copies += 1
+        self._residents.copied(entry, now)
+        entry.safe_until = self._pass.number + 1
         self._on_idle(entry)
 
     def _grant_wish(self, now: float) -> None:
         """Begin the next prefetch, if the disk has nothing else to do."""
         while self._wishes and not self._residents.loading:
-            digest, ref = next(iter(self._wishes.items()))
-            entry = self._residents.get(digest)
-            if entry is None and self._failures.retry_at(digest) <= now and self._host_has_free_room():
+            ref = self._wishes.first()
+            entry = self._residents.get(ref.digest)
+            if entry is None and self._failures.retry_at(ref.digest) <= now and self._host.is_free():
                 if self._begin_load(ref, now) is Residency.NO_ROOM:
                     return
-                self._residents.by_digest[digest].prefetched = True
+                self._residents.by_digest[ref.digest].prefetched = True
             elif entry is not None and entry.stage is Stage.HOST:
                 self._place_if_free(entry, now)
-            self._wishes.pop(digest, None)
+            self._wishes.remove(ref.digest)
 
     def _place_if_free(self, entry: Resident[ImageT], now: float) -> None:
-        if self._residents.free_slots and entry.num_pages <= len(self._residents.free_pages):
+        if self._device.is_free(entry.num_pages):
             self._residents.copy(entry, now)
 
-    def _took(self, entry: Resident[ImageT], stage: str, now: float) -> None:
-        entry.seconds[stage] = now - entry.since
-        self._seconds[stage] += now - entry.since
-
-    # Room on the device.
-
-    def _victims(
-        self, entry: Resident[ImageT], may_evict: Callable[[str], bool]
-    ) -> list[Resident[ImageT]] | None:
-        """Whom to evict so that `entry` fits, the least recently used first; None if that is not enough."""
-        pages = len(self._residents.free_pages)
-        slots = len(self._residents.free_slots)
-        victims: list[Resident[ImageT]] = []
-        idle = iter(self._residents.idle.values())
-        while pages < entry.num_pages or slots < 1:
-            victim = next(idle, None)
-            if victim is None:
-                return None
-            spared = self._is_wanted(victim) or victim.safe_until >= self._pass
-            if not spared and may_evict(victim.ref.digest):
-                victims.append(victim)
-                pages += victim.num_pages
-                slots += 1
-        return victims
+    # Bookkeeping.
 
     def _on_idle(self, entry: Resident[ImageT]) -> None:
         """Its last lease, its copy or its pin has ended."""
@@ -419,85 +381,10 @@ class AdapterCache(Generic[ImageT]):
         failure = self._failures.get(digest)
         if failure is None or not failure.num_pages:
             return ""
-        unfit = self._why_never(digest, failure.num_pages)
+        unfit = self._device.why_never(digest, failure.num_pages)
         if unfit:
             failure.again(unfit, now)
         return unfit
-
-    def _why_never(self, digest: str, num_pages: int) -> str:
-        """Why an adapter of so many pages could not be copied even if no adapter were in use: for what is pinned, and
-        for copies that hang. Empty if it could."""
-        kept = list(self._residents.stuck)
-        kept += [self._residents.by_digest[other] for other in self._pins.held.keys() - {digest}]
-        total = self._residents.num_pages
-        room = total - sum(other.num_pages for other in kept)
-        if num_pages > room:
-            has = f"the device memory for adapters has {total}"
-            if kept:
-                has += f", and {total - room} of them are pinned"
-            return f"it does not fit: it needs {num_pages} pages of device memory; {has}"
-        if len(kept) >= self._residents.num_slots:
-            return f"it does not fit: all {len(kept)} places on the device are pinned"
-        return ""
-
-    # Room in host memory.
-
-    def _host_has_room(self) -> bool:
-        """Whether another load may begin: not while images that can't be dropped now, or that are about to come,
-        fill the host's share. Else adapters that wait for room on the device would push each other out of host
-        memory and be read from disk over and over."""
-        if self._host_full:
-            return False
-        if (
-            not self._residents.loading
-            and not self._residents.copying
-            and not any(map(self._waits, self._wanted))
-        ):
-            return True  # what only passes through may be larger than the share
-        mean = self._residents.host_bytes // len(self._residents.hosted) if self._residents.hosted else 0
-        used = mean * (len(self._residents.loading) + 1)
-        used += sum(entry.num_bytes for entry in self._residents.copying.values())
-        used += sum(
-            self._residents.by_digest[digest].num_bytes for digest in self._wanted if self._waits(digest)
-        )
-        self._host_full = used > self._host_limit
-        return not self._host_full
-
-    def _host_has_free_room(self) -> bool:
-        """Whether one more image, of the usual size, would push none out."""
-        hosted = len(self._residents.hosted)
-        return not hosted or self._residents.host_bytes * (hosted + 1) <= self._host_limit * hosted
-
-    def _waits(self, digest: str) -> bool:
-        entry = self._residents.get(digest)
-        return entry is not None and entry.stage is Stage.HOST
-
-    def _trim_host(self) -> None:
-        """Drop images until the rest is within bounds: the least recently used first, and those that somebody
-        waits for after all others. One of those stays, or an image larger than the bound could never pass."""
-        if self._residents.host_bytes <= self._host_limit:
-            return
-        waiting = []
-        for entry in list(self._residents.hosted.values()):
-            if entry.stage is Stage.HOST and self._is_wanted(entry):
-                waiting.append(entry)
-            elif entry.stage is not Stage.COPYING:
-                self._drop_from_host(entry)
-                if self._residents.host_bytes <= self._host_limit:
-                    return
-        for entry in waiting[:-1]:
-            self._drop_from_host(entry)
-            if self._residents.host_bytes <= self._host_limit:
-                return
-
-    def _drop_from_host(self, entry: Resident[ImageT]) -> None:
-        self._host_evictions += 1
-        self._residents.drop_image(entry)
-
-    # Bookkeeping.
-
-    def _is_wanted(self, entry: Resident[ImageT]) -> bool:
-        return entry.wanted_in == self._pass
 
     def _fail(self, entry: Resident[ImageT], message: str, now: float) -> None:
         self._remember(entry.ref, message, now, entry.num_pages)
@@ -506,23 +393,7 @@ class AdapterCache(Generic[ImageT]):
     def _remember(self, ref: AdapterRef, message: str, now: float, num_pages: int) -> None:
         self._failures.add(ref, message, now, num_pages)
         self._pins.let_go(ref.digest)
-        self._wishes.pop(ref.digest, None)
-
-    def _entry_of(self, entry: Resident[ImageT]) -> CacheEntry:
-        digest = entry.ref.digest
-        return CacheEntry(
-            ref=entry.ref,
-            state=self.state(digest),
-            loading=entry.stage in (Stage.LOADING, Stage.COPYING),
-            pinned=digest in self._pins.refs,
-            leases=len(entry.leases),
-            pages=len(entry.pages),
-            device_bytes=entry.num_bytes if entry.pages else 0,
-            host_bytes=entry.num_bytes if entry.image is not None else 0,
-            last_used=entry.last_used,
-            load_seconds=dict(entry.seconds),
-            error=self.failure(digest) or None,
-        )
+        self._wishes.remove(ref.digest)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page, slot, lease and byte has one owner and each adapter is in the

@@ -13,7 +13,15 @@ from enum import Enum
 from typing import Generic
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.adapters.residency import AdapterTransport, ImageT, Lease, LeaseError, Ticket
+from loraplex.adapters.residency import (
+    AdapterState,
+    AdapterTransport,
+    CacheEntry,
+    ImageT,
+    Lease,
+    LeaseError,
+    Ticket,
+)
 
 
 class Stage(Enum):
@@ -55,6 +63,29 @@ class Resident(Generic[ImageT]):
         """It was prefetched, and no request has named it since."""
         return self.prefetched and self.last_used is None
 
+    @property
+    def state(self) -> AdapterState:
+        if self.stage is Stage.LOADING:
+            return "cold"
+        return "hot" if self.stage is Stage.DEVICE else "warm"
+
+    def shown(self, *, pinned: bool, error: str | None) -> CacheEntry:
+        """What others may know of it, with what other books know: whether it is pinned, and why its last load
+        failed."""
+        return CacheEntry(
+            ref=self.ref,
+            state=self.state,
+            loading=self.stage in (Stage.LOADING, Stage.COPYING),
+            pinned=pinned,
+            leases=len(self.leases),
+            pages=len(self.pages),
+            device_bytes=self.num_bytes if self.pages else 0,
+            host_bytes=self.num_bytes if self.image is not None else 0,
+            last_used=self.last_used,
+            load_seconds=dict(self.seconds),
+            error=error,
+        )
+
 
 class Residents(Generic[ImageT]):
     """All adapters that are not cold, by digest, and each list of them that the cache looks through.
@@ -62,6 +93,9 @@ class Residents(Generic[ImageT]):
     `on_device` are those that can be lent, `idle` those on the device that are neither leased nor pinned, `hosted`
     those with an image in host memory, the last two with the oldest use first. `stuck` are copies past their time,
     known under no digest any more: they keep their pages, to which they may still write.
+
+    `loads` and `copies` count those that came to their end, `seconds` sums up what they took, by "disk" and "copy"; the
+    evictions count adapters that left the device, and images dropped from host memory, to make room.
     """
 
     def __init__(self, transport: AdapterTransport[ImageT], num_pages: int, num_slots: int) -> None:
@@ -79,9 +113,24 @@ class Residents(Generic[ImageT]):
         self.on_device: dict[str, Resident[ImageT]] = {}
         self.host_bytes = 0
         self.num_leases = 0
+        self.loads = self.copies = 0
+        self.device_evictions = self.host_evictions = 0
+        self.seconds = {"disk": 0.0, "copy": 0.0}
 
     def get(self, digest: str) -> Resident[ImageT] | None:
         return self.by_digest.get(digest)
+
+    def state(self, digest: str) -> AdapterState:
+        entry = self.by_digest.get(digest)
+        return "cold" if entry is None else entry.state
+
+    def states(self) -> dict[str, AdapterState]:
+        """Of all but those that are still cold."""
+        return {
+            digest: entry.state
+            for digest, entry in self.by_digest.items()
+            if entry.stage is not Stage.LOADING
+        }
 
     def load(self, ref: AdapterRef, now: float) -> Resident[ImageT]:
         """Cold → LOADING."""
@@ -89,7 +138,7 @@ class Residents(Generic[ImageT]):
         self.by_digest[ref.digest] = self.loading[ref.digest] = entry
         return entry
 
-    def loaded(self, entry: Resident[ImageT], image: ImageT) -> None:
+    def loaded(self, entry: Resident[ImageT], image: ImageT, now: float) -> None:
         """LOADING → HOST."""
         del self.loading[entry.ref.digest]
         entry.load, entry.image, entry.stage = None, image, Stage.HOST
@@ -97,6 +146,8 @@ class Residents(Generic[ImageT]):
         self.hosted[entry.ref.digest] = entry
         self.hosted.move_to_end(entry.ref.digest, last=not entry.unasked)
         self.host_bytes += entry.num_bytes
+        self.loads += 1
+        self._took(entry, "disk", now)
 
     def copy(self, entry: Resident[ImageT], now: float) -> None:
         """HOST → COPYING, into pages and a slot that must be free."""
@@ -108,11 +159,13 @@ class Residents(Generic[ImageT]):
         self.copying[entry.ref.digest] = entry
         entry.copy = self._transport.copy(entry.image, entry.slot, entry.pages)
 
-    def copied(self, entry: Resident[ImageT]) -> None:
+    def copied(self, entry: Resident[ImageT], now: float) -> None:
         """COPYING → DEVICE."""
         del self.copying[entry.ref.digest]
         entry.copy, entry.stage = None, Stage.DEVICE
         self.on_device[entry.ref.digest] = entry
+        self.copies += 1
+        self._took(entry, "copy", now)
 
     def strand(self, entry: Resident[ImageT]) -> None:
         """COPYING → stuck; its digest is cold. What it holds stays held until `clear_stuck` finds its copy done."""
@@ -128,6 +181,7 @@ class Residents(Generic[ImageT]):
 
     def evict(self, entry: Resident[ImageT]) -> None:
         """DEVICE → HOST if it still has its image, else cold."""
+        self.device_evictions += 1
         if entry.image is None:
             self.forget(entry)
         else:
@@ -136,6 +190,7 @@ class Residents(Generic[ImageT]):
 
     def drop_image(self, entry: Resident[ImageT]) -> None:
         """HOST → cold; on the device it stays there without its image."""
+        self.host_evictions += 1
         if entry.stage is Stage.HOST:
             self.forget(entry)
         elif entry.image is not None:
@@ -179,6 +234,10 @@ class Residents(Generic[ImageT]):
         for order in (self.idle, self.hosted):
             if entry.ref.digest in order:
                 order.move_to_end(entry.ref.digest)
+
+    def _took(self, entry: Resident[ImageT], stage: str, now: float) -> None:
+        entry.seconds[stage] = now - entry.since
+        self.seconds[stage] += now - entry.since
 
     def _free_device(self, entry: Resident[ImageT]) -> None:
         assert not entry.leases, "pages with a lease on them may not be given away"
