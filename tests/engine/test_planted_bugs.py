@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from loraplex.engine import core, prefix, scheduler
+from loraplex.engine import answers, prefix, scheduler
 from loraplex.engine.adapter_wait import AdapterWait
+from loraplex.engine.answers import Answers
 from loraplex.engine.blocks import BlockManager
 from loraplex.engine.core import EngineCore
 from loraplex.engine.fairness import FairQueue
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.step_size import StepSize
+from loraplex.engine.steps import Flights
 from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan, StepResult
 from support.fake_runner import FakeRunner
 from support.simulator import Violation, play
@@ -57,9 +59,9 @@ def lease_kept_by_a_preempted_sequence(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def no_lease_for_the_step_in_flight(patch: pytest.MonkeyPatch) -> None:
-    submit = EngineCore._submit
+    submit = Flights.submit
 
-    def careless(self: EngineCore, plan: StepPlan) -> bool:
+    def careless(self: Flights, plan: StepPlan) -> bool:
         submitted = submit(self, plan)
         if submitted:
             for lease in self._in_flight[-1].leases:
@@ -67,7 +69,7 @@ def no_lease_for_the_step_in_flight(patch: pytest.MonkeyPatch) -> None:
             self._in_flight[-1].leases.clear()
         return submitted
 
-    patch.setattr(EngineCore, "_submit", careless)
+    patch.setattr(Flights, "submit", careless)
 
 
 @bug
@@ -75,7 +77,7 @@ def abort_lost_while_running(patch: pytest.MonkeyPatch) -> None:
     abort = EngineCore.abort
 
     def lose(self: EngineCore, request_id: str) -> None:
-        seq = self._live.get(request_id)
+        seq = self._answers.live.get(request_id)
         if seq is not None and seq.state is not SequenceState.RUNNING:
             abort(self, request_id)
 
@@ -204,29 +206,29 @@ def newcomers_not_lifted(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def pending_token_fed_as_a_placeholder(patch: pytest.MonkeyPatch) -> None:
-    submit = EngineCore._submit
+    submit = Flights.submit
 
-    def wrong(self: EngineCore, plan: StepPlan) -> bool:
+    def wrong(self: Flights, plan: StepPlan) -> bool:
         rows = tuple(replace(row, pending_input=False) for row in plan.scheduled)
         return submit(self, replace(plan, scheduled=rows))
 
-    patch.setattr(EngineCore, "_submit", wrong)
+    patch.setattr(Flights, "submit", wrong)
 
 
 @bug
 def deadline_ignored_while_running(patch: pytest.MonkeyPatch) -> None:
-    error = EngineCore._error
+    error = Answers.error
 
-    def ignore(self: EngineCore, seq: Sequence, code: Any, message: str) -> None:
+    def ignore(self: Answers, seq: Sequence, code: Any, message: str, *, spoilt: bool = False) -> None:
         if code != "deadline_exceeded" or seq.state is not SequenceState.RUNNING:
-            error(self, seq, code, message)
+            error(self, seq, code, message, spoilt=spoilt)
 
-    patch.setattr(EngineCore, "_error", ignore)
+    patch.setattr(Answers, "error", ignore)
 
 
 @bug
 def failed_step_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EngineCore, "_fail_step", lambda self, flight, error: self._land(flight))
+    patch.setattr(Flights, "_fail", lambda self, flight, error, void=(): self._land(flight))
 
 
 @bug
@@ -237,13 +239,13 @@ def spoilt_kv_still_found(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def failed_row_registered_as_a_prefix(patch: pytest.MonkeyPatch) -> None:
-    take = EngineCore._take_row
+    take = Answers.take_row
 
-    def register(self: EngineCore, scheduled: ScheduledSequence, *rest: Any) -> None:
+    def register(self: Answers, scheduled: ScheduledSequence, *rest: Any) -> None:
         self._scheduler.computed(scheduled)
         take(self, scheduled, *rest)
 
-    patch.setattr(EngineCore, "_take_row", register)
+    patch.setattr(Answers, "take_row", register)
     spoilt_kv_still_found(patch)
 
 
@@ -298,25 +300,25 @@ def lost_step_taken_for_computed(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def step_behind_a_lost_one_believed(patch: pytest.MonkeyPatch) -> None:
-    take = EngineCore._take_step
-    patch.setattr(EngineCore, "_take_step", lambda self, flight, void: take(self, flight, ()))
+    take = Flights._take
+    patch.setattr(Flights, "_take", lambda self, flight, void: take(self, flight, ()))
 
 
 @bug
 def leases_of_a_lost_step_kept(patch: pytest.MonkeyPatch) -> None:
-    start_over = EngineCore._start_over
+    start_over = Flights._start_over
 
-    def keep(self: EngineCore, flight: Any, error: Any) -> None:
+    def keep(self: Flights, flight: Any, error: Any) -> None:
         leases, flight.leases = flight.leases, []
         start_over(self, flight, error)
         flight.leases = leases
 
-    patch.setattr(EngineCore, "_start_over", keep)
+    patch.setattr(Flights, "_start_over", keep)
 
 
 @bug
 def lack_of_memory_ends_all_requests_of_a_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EngineCore, "_start_over", EngineCore._fail_step)
+    patch.setattr(Flights, "_start_over", Flights._fail)
 
 
 @bug
@@ -354,7 +356,7 @@ def aborted_prompt_still_scored(patch: pytest.MonkeyPatch) -> None:
     abort = EngineCore.abort
 
     def later(self: EngineCore, request_id: str) -> None:
-        seq = self._live.get(request_id)
+        seq = self._answers.live.get(request_id)
         if seq is None or not 0 < seq.num_scored < seq.num_to_score:
             abort(self, request_id)
 
@@ -407,7 +409,7 @@ def scores_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def scores_of_an_event_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "cut_scores", lambda scores, start, end: None)
+    patch.setattr(answers, "cut_scores", lambda scores, start, end: None)
 
 
 @bug
