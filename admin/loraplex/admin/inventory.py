@@ -7,7 +7,7 @@ from sqlalchemy import select, tuple_
 from loraplex.control import rules
 from loraplex.control.database import Database
 from loraplex.control.rules import InvalidCursor
-from loraplex.control.tables import AdapterVersion
+from loraplex.control.tables import LIVING, AdapterVersion
 from loraplex.control.types import Page, VersionInfo
 from loraplex.control.versions import version_info
 
@@ -15,7 +15,7 @@ from loraplex.control.versions import version_info
 def list_all_versions(database: Database, limit: int, cursor: str | None) -> Page[VersionInfo]:
     """Living versions by tenant, name and number. Raises InvalidCursor."""
     key = (AdapterVersion.tenant_id, AdapterVersion.name, AdapterVersion.number)
-    query = select(AdapterVersion).where(AdapterVersion.state != "deleted").order_by(*key).limit(limit + 1)
+    query = select(AdapterVersion).where(LIVING).order_by(*key).limit(limit + 1)
     after = rules.read_cursor(cursor)
     if after is not None:
         tenant, name, number = _read_key(after)

@@ -14,7 +14,7 @@ from loraplex.adapters.errors import ArtifactMissing
 from loraplex.adapters.store import ArtifactStore, SweepReport
 from loraplex.control.database import Database
 from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable
-from loraplex.control.tables import AdapterVersion
+from loraplex.control.tables import LIVING, AdapterVersion
 from loraplex.control.types import Removal
 
 log = structlog.get_logger("loraplex")
@@ -72,7 +72,7 @@ class Artifacts:
 
     def live(self) -> set[str]:
         with self._database.read() as session:
-            query = select(AdapterVersion.digest).where(AdapterVersion.state != "deleted").distinct()
+            query = select(AdapterVersion.digest).where(LIVING).distinct()
             return set(session.scalars(query))
 
     def sweep(self) -> SweepReport:
@@ -83,7 +83,5 @@ class Artifacts:
 
 
 def _is_live(session: Session, digest: str) -> bool:
-    query = select(AdapterVersion.digest).where(
-        AdapterVersion.digest == digest, AdapterVersion.state != "deleted"
-    )
+    query = select(AdapterVersion.digest).where(AdapterVersion.digest == digest, LIVING)
     return session.scalars(query.limit(1)).first() is not None

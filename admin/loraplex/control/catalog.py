@@ -20,10 +20,10 @@ from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit import LOCAL, Actor, record
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database
-from loraplex.control.errors import AdapterNotFound, Conflict, TenantNotFound, VersionNotFound
+from loraplex.control.errors import Conflict, TenantNotFound
 from loraplex.control.quota import check_quota
 from loraplex.control.releases import add_release, current_release, release_shown
-from loraplex.control.tables import Adapter, AdapterVersion, Tenant
+from loraplex.control.tables import LIVING, Adapter, AdapterVersion, Tenant
 from loraplex.control.tenants import require_tenant, tenant_target
 from loraplex.control.types import (
     AdapterInfo,
@@ -33,9 +33,16 @@ from loraplex.control.types import (
     VersionInfo,
     VersionState,
 )
-from loraplex.control.versions import version_info
+from loraplex.control.versions import (
+    count_living,
+    no_adapter,
+    require_living,
+    require_version,
+    version_info,
+    version_number,
+    version_target,
+)
 
-LIVING = AdapterVersion.state != "deleted"
 MAX_LOGGED = 20
 """Versions that one log line names."""
 
@@ -174,9 +181,9 @@ class Catalog:
         with self._database.read() as session:
             require_tenant(session, tenant_id)
             adapter = session.get(Adapter, (tenant_id, name))
-            living = _count_living(session, tenant_id, name)
+            living = count_living(session, tenant_id, name)
             if adapter is None or not living:
-                raise _no_adapter(tenant_id, name)
+                raise no_adapter(tenant_id, name)
             return AdapterInfo(tenant_id, name, adapter.last_number, living, adapter.created_at)
 
     def list_adapters(
@@ -207,7 +214,7 @@ class Catalog:
 
     def get_version(self, tenant_id: str, name: str, version: str) -> VersionInfo:
         with self._database.read() as session:
-            return version_info(_require_version(session, tenant_id, name, version))
+            return version_info(require_version(session, tenant_id, name, version))
 
     def list_versions(
         self, tenant_id: str, name: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
@@ -221,13 +228,13 @@ class Catalog:
             .limit(rules.check_page_limit(limit) + 1)
         )
         if after is not None:
-            if _number(after) < 0:
+            if version_number(after) < 0:
                 raise rules.InvalidCursor("The cursor is not one that this list gave.", param="cursor")
-            query = query.where(AdapterVersion.number > _number(after))
+            query = query.where(AdapterVersion.number > version_number(after))
         with self._database.read() as session:
             require_tenant(session, tenant_id)
             if session.get(Adapter, (tenant_id, name)) is None:
-                raise _no_adapter(tenant_id, name)
+                raise no_adapter(tenant_id, name)
             rows = session.scalars(query).all()
             return rules.make_page(rows, limit, lambda row: f"v{row.number}", version_info)
 
@@ -236,12 +243,12 @@ class Catalog:
     ) -> VersionInfo:
         """Record whether the version is kept on the device; the caller tells the engine."""
         with self._database.write() as session:
-            row = _require_living(session, tenant_id, name, version)
+            row = require_living(session, tenant_id, name, version)
             record(
                 session,
                 by,
                 "version.pin" if pinned else "version.unpin",
-                f"{_version_target(tenant_id, name, version)}/pin",
+                f"{version_target(tenant_id, name, version)}/pin",
                 tenant_id=tenant_id,
                 before={"pinned": row.pinned},
                 after={"pinned": pinned},
@@ -260,10 +267,10 @@ class Catalog:
         what the name answers. Raises Conflict."""
         with self._artifacts.lock:
             with self._database.write() as session:
-                row = _require_living(session, tenant_id, name, version)
+                row = require_living(session, tenant_id, name, version)
                 release = current_release(session, tenant_id, name)
                 released = release is not None and any(t.version == version for t in release.targets)
-                if released and _count_living(session, tenant_id, name) > 1:
+                if released and count_living(session, tenant_id, name) > 1:
                     raise Conflict(
                         f"{name}@{version} is released: release another version first, or delete the adapter.",
                         param="version",
@@ -272,7 +279,7 @@ class Catalog:
                     add_release(session, tenant_id, name, (), "none")
                 digest = row.digest
                 before = {"digest": digest, "state": row.state, "pinned": row.pinned, "released": released}
-                target = _version_target(tenant_id, name, version)
+                target = version_target(tenant_id, name, version)
                 record(session, by, "version.delete", target, tenant_id=tenant_id, before=before)
                 row.state, row.pinned = "deleted", False
                 self._artifacts.store.fault(Step.COMMIT_REMOVAL)
@@ -290,7 +297,7 @@ class Catalog:
                     )
                 ).all()
                 if not rows:
-                    raise _no_adapter(tenant_id, name)
+                    raise no_adapter(tenant_id, name)
                 digests = [row.digest for row in rows]
                 before = {
                     "versions": {f"v{row.number}": row.digest for row in rows},
@@ -364,11 +371,6 @@ class Catalog:
         return "ready" if row.base_fingerprint == self._base.fingerprint else "incompatible"
 
 
-def _version_target(tenant_id: str, name: str, version: str) -> str:
-    """What the audit log calls it."""
-    return f"{tenant_target(tenant_id)}/adapters/{name}/versions/{version}"
-
-
 def _note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool) -> None:
     """The same bytes again are an act too: they may have healed what was damaged."""
     shown = {
@@ -382,39 +384,3 @@ def _note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool) -
     }
     target = f"{tenant_target(info.tenant_id)}/adapters/{info.name}/versions"
     record(session, by, "version.upload", target, tenant_id=info.tenant_id, after=shown)
-
-
-def _count_living(session: Session, tenant_id: str, name: str) -> int:
-    query = select(func.count()).where(
-        AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING
-    )
-    return session.scalar(query) or 0
-
-
-def _number(version: str) -> int:
-    """The number that a version's name has; -1 for what is no such name. Each number has one name: "v01" is not v1."""
-    digits = version.removeprefix("v")
-    if digits == version or not digits.isascii() or not digits.isdigit() or len(digits) > 9:
-        return -1
-    return -1 if digits.startswith("0") else int(digits)
-
-
-def _require_version(session: Session, tenant_id: str, name: str, version: str) -> AdapterVersion:
-    require_tenant(session, tenant_id)
-    if session.get(Adapter, (tenant_id, name)) is None:
-        raise _no_adapter(tenant_id, name)
-    row = session.get(AdapterVersion, (tenant_id, name, _number(version)))
-    if row is None:
-        raise VersionNotFound(f"'{name}' has no version '{version[:40]}'; versions are named v1, v2, …")
-    return row
-
-
-def _require_living(session: Session, tenant_id: str, name: str, version: str) -> AdapterVersion:
-    row = _require_version(session, tenant_id, name, version)
-    if row.state == "deleted":
-        raise VersionNotFound(f"{name}@{version} is deleted.")
-    return row
-
-
-def _no_adapter(tenant_id: str, name: str) -> AdapterNotFound:
-    return AdapterNotFound(f"The tenant '{tenant_id}' has no adapter '{name[:80]}'.")

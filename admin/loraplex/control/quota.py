@@ -6,13 +6,13 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.errors import AdapterRefused
-from loraplex.control.tables import AdapterVersion
+from loraplex.control.tables import LIVING, AdapterVersion
 from loraplex.control.types import Limits
 
 
 def check_quota(session: Session, limits: Limits, tenant_id: str, name: str, num_bytes: int) -> None:
     """Whether the tenant may have a version of `name` with `num_bytes` more. Raises AdapterRefused."""
-    living = (AdapterVersion.tenant_id == tenant_id, AdapterVersion.state != "deleted")
+    living = (AdapterVersion.tenant_id == tenant_id, LIVING)
     if limits.max_adapters is not None:
         others = session.scalar(
             select(func.count(AdapterVersion.name.distinct())).where(*living, AdapterVersion.name != name)

@@ -16,8 +16,9 @@ from loraplex.control.cache import DEFAULT_STALENESS_S, ReadThrough
 from loraplex.control.database import Database
 from loraplex.control.errors import AdapterUnavailable, ModelNotAllowed, ModelNotFound
 from loraplex.control.releases import current_releases
-from loraplex.control.tables import AdapterVersion
+from loraplex.control.tables import LIVING, AdapterVersion
 from loraplex.control.types import ModelCard, Principal, ReleaseInfo, ResolvedModel
+from loraplex.control.versions import version_number
 
 MIN_DIGEST_CHARS = 12
 _HEX = frozenset("0123456789abcdef")
@@ -157,7 +158,7 @@ class Resolver:
         of = AdapterVersion
         query = (
             select(of.name, of.number, of.digest, of.rank, of.state, of.created_at)
-            .where(of.tenant_id == tenant_id, of.state != "deleted")
+            .where(of.tenant_id == tenant_id, LIVING)
             .order_by(of.name, of.number)
         )
         with self._database.read() as session:
@@ -171,10 +172,7 @@ class Resolver:
 def _select(adapter: _Adapter, selector: str) -> _Version | None:
     """A version by `vN` or by at least 12 characters of its digest, `sha256:…`."""
     if selector.startswith("v"):
-        digits = selector[1:]
-        if digits.isascii() and digits.isdigit() and len(digits) <= 9 and digits[0] != "0":
-            return adapter.versions.get(int(digits))
-        return None
+        return adapter.versions.get(version_number(selector))
     prefix = selector.removeprefix("sha256:")
     if prefix == selector or not MIN_DIGEST_CHARS <= len(prefix) <= 64 or not _HEX.issuperset(prefix):
         return None

@@ -151,6 +151,10 @@ class AdapterVersion(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
+LIVING = AdapterVersion.state != "deleted"
+"""Versions that are not deleted, as a condition."""
+
+
 class Release(Base):
     """The latest releases of a name; the one with the highest revision is in force."""
 

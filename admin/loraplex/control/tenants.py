@@ -18,6 +18,7 @@ from loraplex.control.database import Database, note_change
 from loraplex.control.errors import Conflict, TenantIdRetired, TenantNotFound
 from loraplex.control.limits.budget_store import budget_states
 from loraplex.control.tables import (
+    LIVING,
     AdapterVersion,
     ApiKey,
     AuditRow,
@@ -177,7 +178,7 @@ def _shown(row: Tenant) -> dict[str, Any]:
 def _digests_of(session: Session, tenant_id: str) -> dict[str, int]:
     """Of the tenant's living versions, each with its bytes."""
     query = select(AdapterVersion.digest, AdapterVersion.bytes).where(
-        AdapterVersion.tenant_id == tenant_id, AdapterVersion.state != "deleted"
+        AdapterVersion.tenant_id == tenant_id, LIVING
     )
     return {row.digest: row.bytes for row in session.execute(query)}
 
@@ -188,17 +189,16 @@ def _count_all(session: Session, tenant_id: str, digests: Collection[str]) -> di
     def count(kind: type[Base], *where: ColumnElement[bool]) -> int:
         return session.scalar(select(func.count()).select_from(kind).where(*where)) or 0
 
-    living = AdapterVersion.state != "deleted"
     others = select(func.count(AdapterVersion.digest.distinct())).where(
-        AdapterVersion.tenant_id != tenant_id, living, AdapterVersion.digest.in_(digests)
+        AdapterVersion.tenant_id != tenant_id, LIVING, AdapterVersion.digest.in_(digests)
     )
     names = select(func.count(AdapterVersion.name.distinct())).where(
-        AdapterVersion.tenant_id == tenant_id, living
+        AdapterVersion.tenant_id == tenant_id, LIVING
     )
     return {
         "num_keys": count(ApiKey, ApiKey.tenant_id == tenant_id),
         "num_adapters": session.scalar(names) or 0,
-        "num_versions": count(AdapterVersion, AdapterVersion.tenant_id == tenant_id, living),
+        "num_versions": count(AdapterVersion, AdapterVersion.tenant_id == tenant_id, LIVING),
         "num_shared_artifacts": session.scalar(others) or 0,
         "num_audit_rows": count(AuditRow, AuditRow.tenant_id == tenant_id) + 1,
     }
