@@ -12,8 +12,8 @@ from support.admin import AdminPlane, admin_client
 from support.control import use_database
 from support.postgres import need_programs, postgres_server
 
-ON_BOTH_DATABASES = "test_routes"
-"""The module whose tests are about what the database holds; the others' are about HTTP."""
+ON_BOTH_DATABASES = ("test_adapter_routes", "test_tenant_routes")
+"""The modules whose tests are about what the database holds; the others' are about HTTP."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

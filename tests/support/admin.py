@@ -136,3 +136,14 @@ def adapter_files(directory: Path, **options: Any) -> dict[str, tuple[str, bytes
     """A small adapter as httpx's `files`."""
     made = make_adapter(directory, ARCH, **options)
     return {path.name: (path.name, path.read_bytes()) for path in (made.config, made.tensors)}
+
+
+def assert_problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """That it is this problem document, with all its parts; returns it."""
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json"), (
+        answer.text
+    )
+    body: dict[str, Any] = answer.json()
+    assert (body["status"], body["code"]) == (status, code), body
+    assert all(isinstance(body[key], str) and body[key] for key in ("type", "title", "detail"))
+    return body
