@@ -6,21 +6,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
-from loraplex.adapters.ref import AdapterRef
 from loraplex.engine import protocol as wire
 from loraplex.engine.loop import Build, EngineLoop, Log, Outbox
-from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
-from loraplex.engine.types import AdapterState, EngineRequest
+from loraplex.engine.protocol import EngineInfo
+from loraplex.engine.types import EngineRequest
 from loraplex.serving.client import RequestStream
 from loraplex.serving.errors import EngineDraining, EngineStartError, EngineUnavailable
 from loraplex.serving.session import EngineSession
+from loraplex.serving.session_client import SessionClient
 
 STOP_GRACE_S = 5.0
 
 
-class InProcessEngineClient:
+class InProcessEngineClient(SessionClient):
     """An `EngineClient` over an `EngineLoop` in a thread. There is no restart: an engine that fails leaves the
     client unhealthy, with the reason. Values are not copied on their way; they are frozen."""
 
@@ -33,21 +33,14 @@ class InProcessEngineClient:
     ) -> None:
         self._outbox = Outbox(self._notify)
         self._engine = EngineLoop(build, self._outbox.put, log)
-        self._session = EngineSession(self._engine.post, on_damaged)
+        super().__init__(EngineSession(self._engine.post, on_damaged))
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._ended = asyncio.Event()
-        self._info: EngineInfo | None = None
         self._failure: str | None = None
         self._closing = False
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineUnavailable("the engine has not been started")
-        return self._info
 
     @property
     def healthy(self) -> bool:
@@ -64,10 +57,6 @@ class InProcessEngineClient:
     @property
     def num_restarts(self) -> int:
         return 0
-
-    @property
-    def num_live(self) -> int:
-        return self._session.num_live
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -88,54 +77,10 @@ class InProcessEngineClient:
     def submit(self, request: EngineRequest) -> RequestStream:
         if self._closing:
             raise EngineDraining("the server is shutting down")
-        if not self.healthy:
-            raise EngineUnavailable(self.unhealthy_reason or "the engine is not ready")
-        info = self.info
-        # As in SocketEngineClient: whom to refuse in a full queue is the engine's to say.
-        return self._session.submit(request, max_inflight=2 * (info.max_waiting + info.max_num_seqs))
+        return self._submit(request)
 
-    def adapter_state(self, digest: str) -> AdapterState:
-        return self._session.adapter_state(digest)
-
-    async def stats(self) -> EngineStats:
-        self._check()
-        return await self._session.stats()
-
-    async def cache(self) -> list[CacheEntry]:
-        self._check()
-        return await self._session.cache()
-
-    async def pin(self, ref: AdapterRef) -> None:
-        self._check()
-        await self._session.pin(ref)
-
-    async def unpin(self, digest: str) -> None:
-        self._check()
-        await self._session.unpin(digest)
-
-    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
-        if refs and self.healthy:
-            self._session.prefetch(refs)
-
-    @property
-    def weights(self) -> dict[str, float]:
-        return self._session.weights
-
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        if self.healthy:
-            self._session.set_weights(weights)
-
-    async def drop(self, digest: str) -> None:
-        self._check()
-        await self._session.drop(digest)
-
-    async def ping(self) -> None:
-        self._check()
-        await self._session.ping()
-
-    def _check(self) -> None:
-        if not self.healthy:
-            raise EngineUnavailable(self.unhealthy_reason or "the engine is not ready")
+    def _unavailable(self) -> EngineUnavailable:
+        return EngineUnavailable(self.unhealthy_reason or "the engine is not ready")
 
     # The step thread.
 

@@ -7,19 +7,19 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine import protocol as wire
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.loop import Log
-from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
-from loraplex.engine.types import AdapterState, EngineRequest
+from loraplex.engine.types import EngineRequest
 from loraplex.serving.child import Child
 from loraplex.serving.client import RequestStream
 from loraplex.serving.errors import EngineDraining, EngineStartError, EngineUnavailable, TextTooLong
 from loraplex.serving.session import EngineSession
+from loraplex.serving.session_client import SessionClient
 from loraplex.serving.supervisor import KILL_WAIT_S, EngineProcess, RestartPolicy, spawn_spare
 from loraplex.serving.watchdog import WatchdogPolicy
 
@@ -36,7 +36,7 @@ DOWN_RETRY_S = 60.0
 Phase = Literal["new", "starting", "ready", "restarting", "failed", "closing", "closed"]
 
 
-class SocketEngineClient:
+class SocketEngineClient(SessionClient):
     """An `EngineClient` over an engine process. `start_timeout_s` bounds a start, the loading of the model
     included; `on_progress(stage, seconds)` is called about once a second during it. `on_damaged(digests)` is called
     when loads found the stored bytes of versions damaged or lost. With `keep_spare`, a second process stands by,
@@ -56,6 +56,7 @@ class SocketEngineClient:
         log: Log = lambda event, **fields: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(EngineSession(self._send, on_damaged))
         self._config = config
         self._command = command
         self._start_timeout_s = start_timeout_s
@@ -64,11 +65,9 @@ class SocketEngineClient:
         self._on_progress = on_progress
         self._log = log
         self._clock = clock
-        self._session = EngineSession(self._send, on_damaged)
         self._process: EngineProcess | None = None
         self._keep_spare = keep_spare
         self._spare: Child | None = None
-        self._info: EngineInfo | None = None
         self._phase: Phase = "new"
         self._reason: str | None = "the engine has not been started"
         self._num_restarts = 0
@@ -79,12 +78,6 @@ class SocketEngineClient:
         self._back_at: float | None = None  # when a restart should be done
         self._hot: tuple[AdapterRef, ...] = ()
         self._restarter: asyncio.Task[None] | None = None
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineUnavailable("the engine has not been started")
-        return self._info
 
     @property
     def healthy(self) -> bool:
@@ -104,10 +97,6 @@ class SocketEngineClient:
         if self._back_at is None:
             return DOWN_RETRY_S
         return max(1.0, self._back_at - self._clock())
-
-    @property
-    def num_live(self) -> int:
-        return self._session.num_live
 
     @property
     def pid(self) -> int | None:
@@ -150,59 +139,15 @@ class SocketEngineClient:
     def submit(self, request: EngineRequest) -> RequestStream:
         if self._phase in ("closing", "closed"):
             raise EngineDraining("the server is shutting down")
-        self._check()
-        info = self.info
         try:
-            # Twice what the engine takes: one tenant, who may have half, can fill it, and another still comes in.
-            return self._session.submit(request, max_inflight=2 * (info.max_waiting + info.max_num_seqs))
+            return self._submit(request)
         except wire.FrameTooLarge as error:
             raise TextTooLong(f"the request is too large for the engine: {error}") from error
 
-    def adapter_state(self, digest: str) -> AdapterState:
-        return self._session.adapter_state(digest)
-
-    async def stats(self) -> EngineStats:
-        self._check()
-        return await self._session.stats()
-
-    async def cache(self) -> list[CacheEntry]:
-        self._check()
-        return await self._session.cache()
-
-    async def pin(self, ref: AdapterRef) -> None:
-        self._check()
-        await self._session.pin(ref)
-
-    async def unpin(self, digest: str) -> None:
-        self._check()
-        await self._session.unpin(digest)
-
-    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
-        if refs and self.healthy:
-            self._session.prefetch(refs)
-
-    @property
-    def weights(self) -> dict[str, float]:
-        return self._session.weights
-
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        if self.healthy:
-            self._session.set_weights(weights)
-
-    async def drop(self, digest: str) -> None:
-        self._check()
-        await self._session.drop(digest)
-
-    async def ping(self) -> None:
-        """Returns when the step thread has answered between two steps. Raises EngineUnavailable."""
-        self._check()
-        await self._session.ping()
-
-    def _check(self) -> None:
-        if not self.healthy:
-            error = EngineUnavailable(self._reason or "the engine is not ready")
-            error.retry_after_s = self.retry_after_s
-            raise error
+    def _unavailable(self) -> EngineUnavailable:
+        error = EngineUnavailable(self._reason or "the engine is not ready")
+        error.retry_after_s = self.retry_after_s
+        return error
 
     def _send(self, command: wire.Command) -> None:
         if self._process is not None:
