@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from loraplex.control.usage.journal import JournalFull, UsageJournal, leftovers,
 from loraplex.control.usage.records import MAX_RECORD_BYTES, Ended, Record, decode_all, encode
 from loraplex.control.usage.segments import Position, Segment, read_records, segment_numbers, segment_path
 from support.live_server import importable_tests
-from support.usage import accepted, ended
+from support.usage import AT, accepted, ended
 
 SMALL = 64 << 10
 
@@ -240,7 +241,7 @@ KILLED = """
 import asyncio, sys
 from pathlib import Path
 from loraplex.control.usage.journal import UsageJournal
-from support.usage import accepted, ended
+from support.usage import AT, accepted, ended
 
 async def one(journal):
     while True:
@@ -273,3 +274,34 @@ def test_kill_9_loses_nothing_that_was_promised(tmp_path: Path) -> None:
     kept = [record.id for record in read_all(life) if isinstance(record, Ended)]
     assert len(kept) == len(set(kept))
     assert {line.strip() for line in promised} <= set(kept)
+
+
+def test_records_are_arrays_in_this_order() -> None:
+    """What one version wrote another may have to read."""
+    request = accepted(id="r1", adapter="support", version=3, digest="d" * 64, streamed=True, n=2)
+    row = request.ended(
+        AT,
+        "stop",
+        prompt_tokens=10,
+        cached_tokens=4,
+        completion_tokens=5,
+        queue_s=0.25,
+        first_token_s=0.5,
+        total_s=1.5,
+    )
+    begin = ["r1", AT, "acme", "k1", "support", 3, "d" * 64, "/v1/completions", True, 2]
+    header = 8
+    assert msgspec.msgpack.decode(encode(request)[header:]) == ["a", *begin]
+    assert msgspec.msgpack.decode(encode(row)[header:]) == ["e", *begin, "stop", 10, 4, 5, 0.25, 0.5, 1.5]
+
+
+def test_a_start_for_which_there_is_no_room_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Segment:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(journal_module, "Segment", full)
+    with pytest.raises(OSError, match="No space"):
+        UsageJournal(tmp_path)
+    assert list(tmp_path.iterdir()) == []

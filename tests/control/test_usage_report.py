@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import random
 from collections import defaultdict
@@ -208,6 +209,30 @@ def test_a_chunk_is_added_and_deleted_or_neither(
         pass
     found = everything(UsageReports(plane.database), bucket="none", **EVER)
     assert set(found) == oracle(rows, "none", ())
+
+
+async def test_rolling_up_goes_on_whatever_fails(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(plane, some_rows(50))
+    roll_up = UsageRollUp(plane.database, 1, clock=lambda: END + timedelta(days=30))
+    failures = [DatabaseUnavailable(), ValueError("what nobody foresaw")]
+    roll_some = roll_up.roll_some
+
+    def fails_at_first() -> int:
+        if failures:
+            raise failures.pop()
+        return roll_some()
+
+    monkeypatch.setattr(roll_up, "roll_some", fails_at_first)
+    task = asyncio.create_task(roll_up.run(interval_s=0.01))
+    async with asyncio.timeout(10):
+        while rows_of(plane.database):
+            await asyncio.sleep(0.01)
+    assert not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_csv_harms_no_spreadsheet() -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from loraplex.control.database import Database
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.tables import UsageSource
-from loraplex.control.usage.journal import UsageJournal
+from loraplex.control.usage.journal import UsageJournal, lock_life
 from loraplex.control.usage.records import INTERRUPTED, Accepted, Ended
+from loraplex.control.usage.segments import segment_path
 from loraplex.control.usage.writer import UsageWriter
 from support.control import ControlPlane
 from support.usage import accepted, by_id, ended, rows_of
@@ -29,7 +33,7 @@ class Flaky:
     def __init__(self, database: Database) -> None:
         self._database = database
         self.failures: list[str] = []
-        self.on_postgres = database.on_postgres
+        self.insert = database.insert
         self.read = database.read
         self.run = database.run
 
@@ -195,6 +199,42 @@ def test_a_row_that_was_told_is_not_told_again_after_it_was_rolled_up(
     second.write()
     assert rows_of(plane.database) == by_id(late)
     second.stop()
+
+
+def damage(life: Life, how: str) -> None:
+    first = segment_path(life.journal.directory, 1)
+    if how == "its disk fails":
+        first.unlink()
+        first.mkdir()  # which is no file that could be read
+        return
+    record = msgspec.msgpack.encode(["z", "of a version to come"])
+    with open(first, "r+b") as file:
+        file.write(struct.pack("<II", len(record), zlib.crc32(record)) + record)
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["nothing told", "begun"])
+@pytest.mark.parametrize("how", ["its disk fails", "another version wrote it"])
+def test_a_journal_that_cannot_be_read_keeps_no_other_waiting(
+    plane: ControlPlane, tmp_path: Path, how: str, told: bool
+) -> None:
+    """Nor the rows of requests that are served now. It stays for a start that can read it."""
+    broken = Life(tmp_path / "usage", plane.database)
+    lost = broken.serve(3)
+    if told:
+        broken.write()
+    broken.die()
+    whole = Life(tmp_path / "usage", plane.database)
+    rows = whole.serve(3)
+    whole.die()
+    damage(broken, how)
+    life = Life(tmp_path / "usage", plane.database)
+    rows += life.serve(2)
+    life.write()
+    assert rows_of(plane.database) == by_id([*rows, *lost] if told else rows)
+    assert life.writer.lag_s == 0
+    lock_life(broken.journal.directory).close()  # nobody holds it
+    life.stop()
+    assert list((tmp_path / "usage").iterdir()) == [broken.journal.directory]
 
 
 def history(database: Any, directory: Path, seed: int, steps: int) -> None:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 from sqlalchemy import Engine, text
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects import sqlite as sqlite_dialect
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
@@ -23,6 +25,7 @@ from loraplex.control import postgres, sqlite
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.failures import meaning_of
 from loraplex.control.outage import Outage
+from loraplex.control.tables import Base
 
 T = TypeVar("T")
 MAX_THREADS = 8
@@ -83,6 +86,10 @@ class Database:
                 yield session
             if ages_caches:
                 self._note(session.info.get(_SUBJECTS, ()))
+
+    def insert(self, table: type[Base]) -> postgresql.Insert | sqlite_dialect.Insert:
+        """The database's own INSERT, which can say what happens where a row is there already."""
+        return postgresql.insert(table) if self.on_postgres else sqlite_dialect.insert(table)
 
     def lock(self, name: str) -> AbstractContextManager[None]:
         """Held by one server at a time of all on this database; within a server the caller keeps order. A SQLite

@@ -11,7 +11,7 @@ from loraplex.api.errors import ClientGone, from_exception
 from loraplex.api.generation import Generation
 from loraplex.api.planning import GenerationPlan
 from loraplex.control.types import Principal, ResolvedModel
-from loraplex.control.usage.records import BASE, CANCELLED, Accepted, Ended
+from loraplex.control.usage.records import BASE, CANCELLED, Accepted
 
 
 class Account:
@@ -56,23 +56,13 @@ class Account:
         if self._closed:
             return
         self._closed = True
-        accepted = self._accepted
         usage = None if generation is None else generation.usage()
         first = None if generation is None else generation.first_token_at
         proper = None if generation is None else generation.finish_reason
         await self._ledger.end(
-            Ended(
-                id=accepted.id,
-                at=datetime.now(UTC),
-                tenant_id=accepted.tenant_id,
-                key_id=accepted.key_id,
-                adapter=accepted.adapter,
-                version=accepted.version,
-                digest=accepted.digest,
-                endpoint=accepted.endpoint,
-                streamed=accepted.streamed,
-                n=accepted.n,
-                status=outcome or proper or CANCELLED,
+            self._accepted.ended(
+                datetime.now(UTC),
+                outcome or proper or CANCELLED,
                 prompt_tokens=0 if usage is None else usage.prompt_tokens,
                 cached_tokens=0 if usage is None else usage.cached_tokens,
                 completion_tokens=0 if usage is None else usage.completion_tokens,

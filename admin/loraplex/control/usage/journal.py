@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import shutil
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,14 +87,19 @@ class UsageJournal:
         self._segment_bytes = segment_bytes
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.directory.mkdir(mode=0o700)
-        self._lock_file = lock_life(self.directory)
-        sync_directory(directory)
+        try:
+            self._lock_file = lock_life(self.directory)
+            sync_directory(directory)
+            self._current = Segment(self.directory, 1, segment_bytes)
+        except OSError:
+            # Else each try to start on a full disk would leave a folder.
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._queue: list[_Item] = []
         self._queued_bytes = 0
-        self._open: OrderedDict[str, _Open] = OrderedDict()
-        self._current = Segment(self.directory, 1, segment_bytes)
+        self._open: dict[str, _Open] = {}
         self._began = time.monotonic()
         self._spare: Segment | None = None
         self._numbers = [1]
@@ -112,9 +117,7 @@ class UsageJournal:
         """From here on `end` is owed. Raises JournalFull; what is accepted always has room for its end."""
         opened = _Open(encode(record))
         with self._wake:
-            room = self._current.room + (0 if self._spare is None else self._segment_bytes)
-            owed = self._queued_bytes + (len(self._open) + 2) * MAX_RECORD_BYTES
-            if self._broken or self._closing or owed > room:
+            if self._closing or not self._has_room():
                 raise JournalFull
             self._open[record.id] = opened
             self._put(_Item(opened.record, opened))
@@ -167,8 +170,13 @@ class UsageJournal:
     def full(self) -> bool:
         """Whether `accept` would raise."""
         with self._lock:
-            room = self._current.room + (0 if self._spare is None else self._segment_bytes)
-            return self._broken or self._queued_bytes + (len(self._open) + 2) * MAX_RECORD_BYTES > room
+            return not self._has_room()
+
+    def _has_room(self) -> bool:
+        """For one more request and its end, beside all that is owed already. Call with the lock held."""
+        room = self._current.room + (0 if self._spare is None else self._segment_bytes)
+        owed = self._queued_bytes + (len(self._open) + 2) * MAX_RECORD_BYTES
+        return not self._broken and owed <= room
 
     def turn(self, min_age_s: float) -> None:
         """Begin another segment if the current one has records and is so old: the next `release` can remove it."""

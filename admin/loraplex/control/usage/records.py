@@ -25,9 +25,9 @@ INTERRUPTED = "interrupted"
 """The status of a request whose server died; what it had used died with it, and is told as 0."""
 
 
-class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """A request that may run from now on. `id` is our own and unique; `at` is UTC. `adapter` is `BASE`, `version` 0
-    and `digest` empty for the base model."""
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    """What both records begin with. `id` is our own and unique; `at` is UTC. `adapter` is `BASE`, `version` 0 and
+    `digest` empty for the base model."""
 
     id: str
     at: datetime
@@ -41,21 +41,44 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     n: int
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e"):
-    """The row of a request. `at` is when it ended, in UTC. `status`: its finish reason, an error's code, `CANCELLED`
-    or `INTERRUPTED`. Seconds: in the engine's queue; from arrival to the first token (None: there was none), and to
+class Accepted(_Request, frozen=True, array_like=True, tag="a"):
+    """A request that may run from `at` on."""
+
+    def ended(
+        self,
+        at: datetime,
+        status: str,
+        *,
+        prompt_tokens: int = 0,
+        cached_tokens: int = 0,
+        completion_tokens: int = 0,
+        queue_s: float = 0.0,
+        first_token_s: float | None = None,
+        total_s: float = 0.0,
+    ) -> Ended:
+        """Its row. See `Ended`."""
+        fields: dict[str, Any] = msgspec.structs.asdict(self) | {"at": at}
+        return Ended(
+            **fields,
+            status=status,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=completion_tokens,
+            queue_s=queue_s,
+            first_token_s=first_token_s,
+            total_s=total_s,
+        )
+
+    def interrupted(self) -> Ended:
+        """The row of a request of which nothing is known but that it was accepted."""
+        return self.ended(self.at, INTERRUPTED)
+
+
+class Ended(_Request, frozen=True, array_like=True, tag="e"):
+    """The row of a request. `at` is when it ended. `status`: its finish reason, an error's code, `CANCELLED` or
+    `INTERRUPTED`. Seconds: in the engine's queue; from arrival to the first token (None: there was none), and to
     the end."""
 
-    id: str
-    at: datetime
-    tenant_id: str
-    key_id: str
-    adapter: str
-    version: int
-    digest: str
-    endpoint: str
-    streamed: bool
-    n: int
     status: str
     prompt_tokens: int
     cached_tokens: int
@@ -69,21 +92,6 @@ Record = Accepted | Ended
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
-
-
-def interrupted(accepted: Accepted) -> Ended:
-    """The row of a request of which nothing is known but that it was accepted."""
-    fields: dict[str, Any] = msgspec.structs.asdict(accepted)
-    return Ended(
-        **fields,
-        status=INTERRUPTED,
-        prompt_tokens=0,
-        cached_tokens=0,
-        completion_tokens=0,
-        queue_s=0.0,
-        first_token_s=None,
-        total_s=0.0,
-    )
 
 
 def encode(record: Record) -> bytes:

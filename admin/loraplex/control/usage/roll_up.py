@@ -9,18 +9,16 @@ from datetime import datetime, timedelta
 
 import structlog
 from sqlalchemy import delete, select
-from sqlalchemy.dialects.postgresql import insert as postgres_insert
-from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.control.database import Database, utc_now
 from loraplex.control.tables import Usage, UsageDay
+from loraplex.control.usage.report import COUNTS
 
 CHUNK_ROWS = 2000
 PAUSE_S = 0.1
 INTERVAL_S = 3600.0
 _KEY = ("at", "tenant_id", "key_id", "adapter", "version", "status")
-_SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 log = structlog.get_logger("loraplex")
 
 
@@ -47,17 +45,17 @@ class UsageRollUp:
             ).all()
             if not rows:
                 return 0
-            days: dict[tuple[object, ...], list[int]] = defaultdict(lambda: [0] * len(_SUMS))
+            days: dict[tuple[object, ...], list[int]] = defaultdict(lambda: [0] * len(COUNTS))
             for row in rows:
                 key = (_midnight(row.at), row.tenant_id, row.key_id, row.adapter, row.version, row.status)
                 sums = days[key]
                 counts = (1, row.prompt_tokens, row.cached_tokens, row.completion_tokens)
                 sums[:] = [total + count for total, count in zip(sums, counts, strict=True)]
             values = [
-                dict(zip((*_KEY, *_SUMS), (*key, *sums), strict=True)) for key, sums in sorted(days.items())
+                dict(zip((*_KEY, *COUNTS), (*key, *sums), strict=True)) for key, sums in sorted(days.items())
             ]
-            insert = (postgres_insert if self._database.on_postgres else sqlite_insert)(UsageDay)
-            added = {name: getattr(UsageDay, name) + insert.excluded[name] for name in _SUMS}
+            insert = self._database.insert(UsageDay)
+            added = {name: getattr(UsageDay, name) + insert.excluded[name] for name in COUNTS}
             session.execute(insert.on_conflict_do_update(index_elements=_KEY, set_=added), values)
             session.execute(
                 delete(Usage).where(Usage.id.in_([row.id for row in rows])),
@@ -75,6 +73,9 @@ class UsageRollUp:
                     await asyncio.sleep(PAUSE_S)
             except LoraplexError as error:
                 log.warning("usage_not_rolled_up", reason=error.message)
+            except Exception as error:
+                # Nobody watches this task: it must not end for what another try may not meet.
+                log.error("usage_not_rolled_up", exc_info=error)
             if total:
                 log.info("usage_rolled_up", rows=total)
             await asyncio.sleep(interval_s)

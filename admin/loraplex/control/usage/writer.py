@@ -10,23 +10,20 @@ import asyncio
 import shutil
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 import structlog
 from sqlalchemy import delete, select
-from sqlalchemy.dialects.postgresql import insert as postgres_insert
-from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.control.database import Database, utc_now
 from loraplex.control.tables import Usage, UsageSource
 from loraplex.control.usage.journal import UsageJournal, leftovers, lock_life
-from loraplex.control.usage.records import Accepted, Ended, Record, interrupted
+from loraplex.control.usage.records import Accepted, Ended, Record
 from loraplex.control.usage.segments import Position, read_records
 
 BEGINNING = Position(0, 0)
@@ -36,6 +33,8 @@ MAX_ROWS = 500
 """In one statement; SQLite takes 32,766 values."""
 TURN_S = 60.0
 """After so long a segment that the database has is left, so that it can go."""
+_UNREADABLE = (OSError, msgspec.MsgspecError)
+"""What a journal raises whose disk fails, or that a version has written whose records this one does not know."""
 log = structlog.get_logger("loraplex")
 
 
@@ -46,7 +45,12 @@ class _Source:
         self.directory = directory
         self.lock_file = lock_file
         self.position = BEGINNING
-        self.open: OrderedDict[str, Accepted] = OrderedDict()
+        self.open: dict[str, Accepted] = {}
+
+    def unlock(self) -> None:
+        """Leave it to whoever comes next."""
+        if self.lock_file is not None:
+            self.lock_file.close()
 
 
 class UsageWriter:
@@ -91,10 +95,8 @@ class UsageWriter:
             if self._left is None:
                 self._left = self._adopt()
             if self._left:
-                if self._read_on(self._left[0]):
-                    return True
-                self._bury(self._left[0])
-                del self._left[0]
+                if not self._told(self._left[0]):
+                    del self._left[0]
                 return True
             if self._own_batch():
                 return True
@@ -142,8 +144,7 @@ class UsageWriter:
     def forget(self) -> None:
         """Leave the journals of dead lives to whoever comes next."""
         for source in self._left or ():
-            if source.lock_file is not None:
-                source.lock_file.close()
+            source.unlock()
         self._left = None
 
     # This life's.
@@ -164,21 +165,56 @@ class UsageWriter:
     # Those of lives before it.
 
     def _adopt(self) -> list[_Source]:
-        found = []
-        for directory in leftovers(self._directory, self._journal.life):
-            try:
-                source = _Source(directory, lock_life(directory))
-            except BlockingIOError:
-                continue  # it lives
+        found: list[_Source] = []
+        try:
+            for directory in leftovers(self._directory, self._journal.life):
+                source = self._take_over(directory)
+                if source is not None:
+                    found.append(source)
+        except BaseException:
+            for source in found:
+                source.unlock()
+            raise
+        if found:
+            log.info("usage_journals_adopted", lives=len(found))
+        return found
+
+    def _take_over(self, directory: Path) -> _Source | None:
+        """A dead life's journal, to be read from where the database has it; None for one that lives, or that can't be
+        read."""
+        try:
+            source = _Source(directory, lock_life(directory))
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            _set_aside(directory, error)
+            return None
+        try:
             with self._database.read() as session:
                 known = session.get(UsageSource, directory.name)
                 if known is not None:
                     source.position = Position(known.segment, known.offset)
             self._read_before(source)
-            found.append(source)
-        if found:
-            log.info("usage_journals_adopted", lives=len(found))
-        return found
+        except _UNREADABLE as error:
+            source.unlock()
+            _set_aside(directory, error)
+            return None
+        except BaseException:
+            source.unlock()
+            raise
+        return source
+
+    def _told(self, source: _Source) -> bool:
+        """Read on in a dead life's journal; whether there may be more. One that can't be read keeps nothing else
+        waiting."""
+        try:
+            if self._read_on(source):
+                return True
+            self._bury(source)
+        except _UNREADABLE as error:
+            source.unlock()
+            _set_aside(source.directory, error)
+        return False
 
     def _read_before(self, source: _Source) -> None:
         """What was under way where the database's part of the journal ends."""
@@ -206,7 +242,7 @@ class UsageWriter:
 
     def _bury(self, source: _Source) -> None:
         """Its journal has been read: what it had accepted and not ended ended with it."""
-        lost = [interrupted(record) for record in source.open.values()]
+        lost = [record.interrupted() for record in source.open.values()]
         for start in range(0, len(lost), MAX_ROWS):
             self._commit(source, lost[start : start + MAX_ROWS], source.position)
         self._remove(source)
@@ -216,8 +252,7 @@ class UsageWriter:
     def _remove(self, source: _Source) -> None:
         if source.directory.is_dir():  # else it went before, and the database did not hear
             shutil.rmtree(source.directory)
-        if source.lock_file is not None:
-            source.lock_file.close()
+        source.unlock()
         with self._database.write(ages_caches=False, in_turn=False) as session:
             session.execute(delete(UsageSource).where(UsageSource.life == source.directory.name))
 
@@ -228,7 +263,7 @@ class UsageWriter:
             with self._database.write(ages_caches=False, in_turn=False) as session:
                 for start in range(0, len(rows), MAX_ROWS):
                     values = [msgspec.structs.asdict(row) for row in rows[start : start + MAX_ROWS]]
-                    session.execute(self._insert(Usage).on_conflict_do_nothing(), values)
+                    session.execute(self._database.insert(Usage).on_conflict_do_nothing(), values)
                 self._note(session, source.directory.name, after)
             self.on_written(len(rows))
         source.position = after
@@ -240,5 +275,8 @@ class UsageWriter:
             session.add(known)
         known.segment, known.offset, known.updated_at = after.segment, after.offset, utc_now()
 
-    def _insert(self, table: type[Usage]) -> Any:
-        return (postgres_insert if self._database.on_postgres else sqlite_insert)(table)
+
+def _set_aside(directory: Path, error: Exception) -> None:
+    """It stays as it is, and is tried again by the next start."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    log.error("usage_journal_unreadable", folder=str(directory), reason=reason)
