@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import anyio
+import anyio.to_thread
 
 from loraplex.admin.pace import Pace
+from loraplex.admin.problem import Problem
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit_log import AuditLog
 from loraplex.control.catalog import Catalog
@@ -17,6 +21,8 @@ from loraplex.control.releases import Releases
 from loraplex.control.tenants import Tenants
 from loraplex.serving.client import EngineClient
 from loraplex.serving.shares import Shares
+
+T = TypeVar("T")
 
 
 class UploadGate:
@@ -32,13 +38,27 @@ class UploadGate:
 
 
 class ReportGate:
-    """Sums over a long ledger take seconds: `max_reports` are asked for at a time, shared by the tenants as `Shares`
-    does (more get 503), of which `max_running` are made, in threads of their own, so that nothing else waits."""
+    """What reads through a long ledger or log takes seconds: `max_reports` are asked for at a time, shared by the
+    tenants as `Shares` does (more get 503), of which `max_running` are made, in threads of their own, so that nothing
+    else waits."""
 
     def __init__(self, max_reports: int = 8, max_running: int = 2) -> None:
         self.max_reports = max_reports
         self.reports = Shares()
-        self.threads = anyio.CapacityLimiter(max_running)
+        self._threads = anyio.CapacityLimiter(max_running)
+
+    async def run(self, owner: str, read: Callable[[], T]) -> T:
+        """`read` in one of the threads, for this owner. Raises Problem."""
+        if not self.reports.take(owner, self.max_reports):
+            raise Problem(
+                "server_overloaded",
+                "Too many sums and lists over all that was recorded are being made at the moment; try again.",
+                retry_after_s=5,
+            )
+        try:
+            return await anyio.to_thread.run_sync(read, limiter=self._threads)
+        finally:
+            self.reports.give_back(owner)
 
 
 @dataclass(frozen=True)

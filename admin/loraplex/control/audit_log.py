@@ -96,7 +96,7 @@ class AuditLog:
             query = query.where(AuditRow.time >= chosen.start)
         if chosen.end is not None:
             query = query.where(AuditRow.time < chosen.end)
-        with self._database.read() as session:
+        with self._database.read(report=True) as session:
             rows = session.scalars(query).all()
             texts = _texts(session, [row.seq for row in rows])
         return rules.make_page(rows, limit, lambda row: str(row.seq), lambda row: _entry(row, texts))
@@ -110,8 +110,20 @@ class AuditLog:
         if skipped is None:
             return
         after = {"not_recorded": skipped} if skipped else None
-        with self._database.write(ages_caches=False) as session:
-            record(session, by, action, target, tenant_id=tenant_id, after=after, outcome=outcome, code=code)
+        try:
+            with self._database.write(ages_caches=False) as session:
+                record(
+                    session, by, action, target, tenant_id=tenant_id, after=after, outcome=outcome, code=code
+                )
+        except BaseException:
+            self._left_out(by, skipped + 1)
+            raise
+
+    def _left_out(self, by: Actor, count: int) -> None:
+        """For the caller's next row to tell."""
+        with self._lock:
+            who = (by.kind, by.key_id)
+            self._refusals.setdefault(who, _Refusals(self._clock())).skipped += count
 
     def _admit(self, by: Actor) -> int | None:
         """How many of the caller's were left out since the last that was not; None where this one is."""

@@ -12,12 +12,11 @@ from loraplex.control.audit_log import AuditFilter
 
 
 def audit_operations(services: AdminServices) -> list[Operation]:
-    run = services.database.run
-
     async def list_audit(call: Call) -> Answer:
         query = call.query(AuditQuery)
         chosen = AuditFilter(query.tenant, query.actor, query.action, query.outcome, query.start, query.end)
-        page = await run(partial(services.audit.list, chosen, limit=query.limit, cursor=query.cursor))
+        read = partial(services.audit.list, chosen, limit=query.limit, cursor=query.cursor)
+        page = await services.report_gate.run(call.principal.tenant_id or "", read)
         return Answer(AuditPage(data=[_show(entry) for entry in page.items], next_cursor=page.next_cursor))
 
     return [

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
-import anyio
-import anyio.to_thread
-
 from loraplex.admin.operation import Answer, Call, Operation
-from loraplex.admin.problem import Problem
 from loraplex.admin.schemas import OwnUsageQuery, UsagePage, UsageQuery, UsageSum
-from loraplex.admin.services import AdminServices, ReportGate
+from loraplex.admin.services import AdminServices
 from loraplex.control.types import Page
 from loraplex.control.usage import report
 from loraplex.control.usage.csv_text import csv_text
@@ -37,8 +31,7 @@ def usage_operations(services: AdminServices) -> list[Operation]:
             limit=query.limit,
             cursor=query.cursor,
         )
-        with _slot(services.report_gate, call.principal.tenant_id or ""):
-            page = await anyio.to_thread.run_sync(read, limiter=services.report_gate.threads)
+        page = await services.report_gate.run(call.principal.tenant_id or "", read)
         return _as_csv(page, query) if _wants_csv(call) else _as_json(page)
 
     async def get_usage(call: Call) -> Answer:
@@ -70,20 +63,6 @@ def usage_operations(services: AdminServices) -> list[Operation]:
             also_as=CSV,
         ),
     ]
-
-
-@contextlib.contextmanager
-def _slot(gate: ReportGate, owner: str) -> Iterator[None]:
-    if not gate.reports.take(owner, gate.max_reports):
-        raise Problem(
-            "server_overloaded",
-            "Too many sums of usage are being made at the moment; try again.",
-            retry_after_s=5,
-        )
-    try:
-        yield
-    finally:
-        gate.reports.give_back(owner)
 
 
 def _wants_csv(call: Call) -> bool:
