@@ -11,10 +11,10 @@ import httpx
 
 from loraplex.app.commands.errors import CommandFailed
 from loraplex.app.commands.report import report_fields
+from loraplex.control.rules import MAX_PAGE
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 600.0
-PAGE_SIZE = 100
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -124,7 +124,7 @@ class AdminClient:
         """Every row of a paged list."""
         cursor: str | None = None
         while True:
-            params = query | {"limit": str(PAGE_SIZE)} | ({"cursor": cursor} if cursor else {})
+            params = query | {"limit": str(MAX_PAGE)} | ({"cursor": cursor} if cursor else {})
             page = self.call("GET", path, params=params)
             yield from page["data"]
             cursor = page.get("next_cursor")
