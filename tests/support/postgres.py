@@ -121,6 +121,23 @@ class PostgresServer:
         self._process.send_signal(signal.SIGQUIT)
         self._process.wait(60)
 
+    def hang(self) -> None:
+        """All of its processes: it takes connections and bytes, and does nothing, until `go_on`."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        """To the postmaster first, so that it starts no more."""
+        assert self._process is not None
+        self._process.send_signal(number)
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                parent = int(status.read_text().rpartition(")")[2].split()[1])
+                if parent == self._process.pid:
+                    os.kill(int(status.parent.name), number)
+
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
