@@ -1,8 +1,10 @@
-"""What tests put around a limiter on Redis: what it tells of itself, and a link with more patience."""
+"""What tests put around a limiter on Redis: what it tells of itself, and a link with more patience, or with faults."""
 
 from __future__ import annotations
 
-from loraplex.control.limits.redis_link import RedisLink
+from typing import Literal
+
+from loraplex.control.limits.redis_link import LinkDown, RedisLink
 
 
 class Watch:
@@ -11,6 +13,7 @@ class Watch:
     def __init__(self) -> None:
         self.up = False
         self.replicas = 0
+        self.losses = 0
         self.apart: list[bool] = []
 
     def redis_answered(self, seconds: float) -> None: ...
@@ -21,11 +24,28 @@ class Watch:
     def redis_up(self, up: bool, replicas: int) -> None:
         self.up, self.replicas = up, replicas
 
+    def redis_lost_data(self) -> None:
+        self.losses += 1
+
 
 class PatientLink(RedisLink):
-    """Waits longer than a server would, so that a busy machine is no fault; until a test makes Redis hang."""
+    """Waits longer than a server would, so that a busy machine is no fault; until a test makes Redis hang. `reach`:
+    what becomes of a call: it is answered; it is done, and the answer comes too late; it does not get there."""
 
     patience_s = 10.0
+    reach: Literal["answers", "late", "away"] = "answers"
+    num_late = 0
+
+    async def connect(self) -> None:
+        if self.reach == "away":
+            raise LinkDown("no way there")
+        await super().connect()
 
     async def call(self, operation: str, given: bytes, timeout_s: float) -> bytes:
-        return await super().call(operation, given, max(timeout_s, self.patience_s))
+        if self.reach == "away":
+            raise LinkDown("no way there")
+        answer = await super().call(operation, given, max(timeout_s, self.patience_s))
+        if self.reach != "answers":
+            self.num_late += 1
+            raise LinkDown("the answer came too late")
+        return answer

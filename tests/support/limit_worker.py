@@ -1,8 +1,10 @@
-"""One of several server processes on one Redis: python -m support.limit_worker URL NAME ROUNDS.
+"""One of several server processes on one Redis: python -m support.limit_worker URL NAME ROUNDS [LATE].
 
-Prints "ready", waits for a line, then has 50 requests under way at a time, ROUNDS times over. At the end prints JSON:
-how many decisions were not made in Redis, and each request that passed as [before, after, ended, reserved, used]: the
-times just before and after its reservation and before it was settled, and its tokens.
+Prints "ready", waits for a line, then has 50 requests under way at a time, ROUNDS times over. With LATE all answers of
+Redis come too late in the middle third of the rounds; what it was asked for is done all the same. At the end prints
+JSON: how many decisions were not made in Redis, how many of them passed, and each request that passed as [before,
+after, ended, reserved, used]: the times just before and after its reservation and before it was settled, and its
+tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ SERVER = Limits(tokens_per_minute=30_000)
 TENANT = Limits(requests_per_minute=150, tokens_per_minute=12_000, max_concurrency=40)
 
 
-async def work(url: str, name: str, rounds: int) -> None:
+async def work(url: str, name: str, rounds: int, late: bool) -> None:
     watch = Watch()
-    limiter = RedisLimiter(PatientLink(url, redis_script()), watch)
+    link = PatientLink(url, redis_script())
+    limiter = RedisLimiter(link, watch)
     await limiter.start()
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
@@ -55,6 +58,7 @@ async def work(url: str, name: str, rounds: int) -> None:
         await limiter.settle(request_id, used_tokens=used)
 
     for turn in range(rounds):
+        link.reach = "late" if late and rounds // 3 <= turn < 2 * rounds // 3 else "answers"
         requests = []
         for number in range(AT_A_TIME):
             prompt, answer = rng.randint(1, 100), rng.randint(1, 200)
@@ -62,8 +66,8 @@ async def work(url: str, name: str, rounds: int) -> None:
             requests.append(request(f"{name}-{turn}-{number}", prompt, answer, used, rng.random() / 10))
         await asyncio.gather(*requests)
     await limiter.close()
-    print(json.dumps({"apart": len(watch.apart), "passed": passed}))
+    print(json.dumps({"apart": len(watch.apart), "passed_apart": sum(watch.apart), "passed": passed}))
 
 
 if __name__ == "__main__":
-    asyncio.run(work(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    asyncio.run(work(sys.argv[1], sys.argv[2], int(sys.argv[3]), late="LATE" in sys.argv[4:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from loraplex.control.errors import RateLimited
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.plan import LimitPlan, plan_request
-from loraplex.control.limits.redis_limiter import RedisLimiter
+from loraplex.control.limits.redis_limiter import DRIFT_S, SILENCE_S, RedisLimiter
 from loraplex.control.limits.redis_link import TAG, redis_script
 from loraplex.control.types import NO_LIMITS, Decision, Limits, Principal
 from support.control import FakeClock, caller
@@ -140,7 +141,7 @@ class SharedLimits:
         self.clock = FakeClock()
         self.limiters: list[RedisLimiter] = []
         self.watches: list[Watch] = []
-        self._links: list[PatientLink] = []
+        self.links: list[PatientLink] = []
 
     async def __aenter__(self) -> SharedLimits:
         self.redis.client.flushall()
@@ -166,8 +167,8 @@ class SharedLimits:
         url = self.redis.url if port is None else f"redis://127.0.0.1:{port}"
         for _ in range(number):
             self.watches.append(Watch())
-            self._links.append(PatientLink(url, script))
-            limiter = RedisLimiter(self._links[-1], self.watches[-1], clock=self.clock)
+            self.links.append(PatientLink(url, script))
+            limiter = RedisLimiter(self.links[-1], self.watches[-1], clock=self.clock)
             self.limiters.append(limiter)
             await limiter.start()
         for limiter in self.limiters:
@@ -180,19 +181,44 @@ class SharedLimits:
         self.redis.hang()
 
     def lose_patience(self) -> None:
-        for link in self._links:
+        for link in self.links:
             link.patience_s = 0.0
 
     def go_on(self) -> None:
+        """Redis answers again, and its clock has gone on meanwhile."""
         self.redis.go_on()
-        for link in self._links:
+        self.tell_time()
+        for link in self.links:
             link.patience_s = PatientLink.patience_s
+
+    async def pass_time(self, seconds: float) -> None:
+        """In which servers let hear of themselves."""
+        for _ in range(math.ceil(seconds)):
+            self.advance(seconds / math.ceil(seconds))
+            for limiter in self.limiters:
+                await limiter.beat()
+
+    async def noticed(self) -> None:
+        """Until every server knows that Redis does not answer."""
+        plan = plan_request(tenant("any"), NO_LIMITS, prompt_tokens=1, asked_tokens=1, default_tokens=1, n=1)
+        for number, limiter in enumerate(self.limiters):
+            await limiter.reserve(f"notices-{number}", plan)
+            await limiter.settle(f"notices-{number}", used_tokens=1)
+        assert not any(watch.up for watch in self.watches)
+
+    async def hang_for(self, seconds: float) -> None:
+        """Redis hangs, and it is so long since the servers began to spend their shares."""
+        self.hang()
+        await self.noticed()
+        self.clock.advance(SILENCE_S + DRIFT_S + seconds)
 
     async def together(self) -> None:
         """Until every server decides in Redis again."""
         async with asyncio.timeout(10):
             while not all(watch.up for watch in self.watches):
                 await asyncio.sleep(0.005)
+        for limiter in self.limiters:
+            await limiter.beat()  # after all that it told when it came back
 
     def running(self) -> int:
         """Requests that Redis believes to run."""

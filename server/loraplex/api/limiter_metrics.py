@@ -26,6 +26,11 @@ class LimiterMeter:
             buckets=SECONDS,
             registry=registry,
         )
+        self._losses = Counter(
+            "loraplex_limiter_redis_data_losses",
+            "Times that Redis had lost its data and was told again what this server knew.",
+            registry=registry,
+        )
         decisions = Counter(
             "loraplex_limiter_apart_decisions",
             "Decisions by this server's own share, by result: passed, refused.",
@@ -39,6 +44,9 @@ class LimiterMeter:
 
     def decided_apart(self, passed: bool) -> None:
         (self._passed if passed else self._refused).inc()
+
+    def redis_lost_data(self) -> None:
+        self._losses.inc()
 
     def redis_up(self, up: bool, replicas: int) -> None:
         self._apart.set(0 if up else 1)

@@ -18,12 +18,20 @@
 --   TAG:born              a name for this set of data: another one tells that it was lost
 --   TAG:joined            replica -> the number of its joining, which every call names
 --   TAG:seen              replica -> when it was last heard of
+--   TAG:parts             replica -> the fewest replicas that it may believe there are
+--   TAG:awaited, :told    after a loss of data: how many replicas knew it, and those that have told what they knew
+--
+-- A replica that cannot reach this Redis spends its share of each limit by itself: from SILENCE after it was last heard
+-- of, beginning with nothing, at the limit over the number of replicas. Just that much is kept back here from all others
+-- until it is heard of again, or forgotten. So all together never let pass more than the limit.
 
 local PERIOD = 60e6
 local LEASE = 15e6
 local SLACK = 1e6
+local SILENCE = 1e6
 local TAG = KEYS[1]
-local JOINED, SEEN, BORN = TAG .. ':joined', TAG .. ':seen', TAG .. ':born'
+local JOINED, SEEN, BORN, PARTS = TAG .. ':joined', TAG .. ':seen', TAG .. ':born', TAG .. ':parts'
+local AWAITED, TOLD = TAG .. ':awaited', TAG .. ':told'
 local given = cmsgpack.unpack(ARGV[2])
 local clock = redis.call('TIME')
 local now = clock[1] * 1e6 + clock[2]
@@ -214,14 +222,16 @@ local function forget(replica)
   settle(replica, ended)
   redis.call('HDEL', JOINED, replica)
   redis.call('ZREM', SEEN, replica)
+  redis.call('HDEL', PARTS, replica)
 end
 
-local function heard_of(replica)
-  redis.call('ZADD', SEEN, string.format('%.17g', now), replica)
+-- `at`: when it sent this, by its knowledge of our clock. It may lie about for long before it is done.
+local function heard_of(replica, at)
+  redis.call('ZADD', SEEN, string.format('%.17g', math.min(at, now)), replica)
 end
 
--- How many replicas live, and how many of them come before this one.
-local function count(replica)
+-- How many replicas live, and how many of them come before this one, which believed in `replicas` until now.
+local function count(replica, replicas)
   for _, silent in ipairs(redis.call('ZRANGEBYSCORE', SEEN, '-inf', string.format('%.17g', now - LEASE))) do
     if silent ~= replica then forget(silent) end
   end
@@ -229,7 +239,49 @@ local function count(replica)
   for _, other in ipairs(all) do
     if other < replica then before = before + 1 end
   end
+  -- This answer may be lost.
+  redis.call('HSET', PARTS, replica, replicas > 0 and math.min(replicas, #all) or #all)
   return { status = 'ok', now = now, replicas = #all, rank = before }
+end
+
+-- How much of a limit the others may be spending by themselves: a function of the limit.
+local function kept_back(replica)
+  local silent = {}
+  local since = '(' .. string.format('%.17g', now - SILENCE)
+  local found = redis.call('ZRANGEBYSCORE', SEEN, '-inf', since, 'WITHSCORES')
+  for i = 1, #found, 2 do
+    if found[i] ~= replica then
+      local parts = tonumber(redis.call('HGET', PARTS, found[i]) or 1)
+      silent[#silent + 1] = { parts, now - SILENCE - tonumber(found[i + 1]) }
+    end
+  end
+  return function(limit)
+    local sum = 0
+    for _, one in ipairs(silent) do sum = sum + math.ceil(limit / one[1]) * one[2] end
+    return sum
+  end
+end
+
+-- After a loss of data nobody decides here before all that knew it have told what they knew, or had LEASE for it.
+local function await_all(replicas)
+  local awaited = tonumber(redis.call('GET', AWAITED) or 0)
+  if awaited > 0 then
+    redis.call('SET', AWAITED, math.max(awaited, replicas), 'KEEPTTL')
+  else
+    redis.call('SET', AWAITED, replicas, 'PX', string.format('%.0f', LEASE / 1000))
+  end
+end
+
+local function has_told(replica)
+  redis.call('SADD', TOLD, replica)
+  redis.call('PEXPIRE', TOLD, string.format('%.0f', LEASE / 1000))
+end
+
+local function have_all_told()
+  local awaited = tonumber(redis.call('GET', AWAITED) or 0)
+  if redis.call('SCARD', TOLD) < awaited then return false end
+  redis.call('DEL', AWAITED, TOLD)
+  return true
 end
 
 -- What was spent here before, if this Redis lost its data; if it did not it knows better, as what was seen may have been
@@ -273,23 +325,29 @@ function operations.join()
   redis.call('SETNX', BORN, replica .. given.number)
   local born = redis.call('GET', BORN)
   local has_lost = given.born ~= '' and given.born ~= born
-  heard_of(replica)
+  -- A replica that was apart may spend its share until it hears this answer. Until it says so it counts as silent, and
+  -- is not forgotten meanwhile.
+  heard_of(replica, given.heard < 0 and now or math.max(given.heard, now - LEASE / 2))
   settle(replica, ended)
   report(given.rates, has_lost)
   restore(replica, given.live, existing, has_lost)
-  local counted = count(replica)
+  local counted = count(replica, given.replicas)
   counted.has_lost, counted.born = has_lost, born
+  if has_lost then await_all(given.replicas) end
+  if has_lost and given.is_whole then has_told(replica) end
+  counted.ready = have_all_told()
   return counted
 end
 
 function operations.report()
   report(given.rates, given.has_lost)
-  return { status = 'ok', now = now }
+  if given.has_lost and given.is_last then has_told(given.replica) end
+  return { status = 'ok', now = now, ready = have_all_told() }
 end
 
 function operations.heartbeat()
-  heard_of(given.replica)
-  return count(given.replica)
+  heard_of(given.replica, given.heard)
+  return count(given.replica, given.replicas)
 end
 
 function operations.leave()
@@ -300,10 +358,12 @@ end
 -- All that the request is charged, or nothing.
 function operations.reserve()
   local windows, spents, waits, full, refused = {}, {}, {}, {}, false
+  local kept = kept_back(given.replica)
   for i, rate in ipairs(given.rates) do
     local window = open(rate.name, rate.limit)
     local capacity = PERIOD * rate.limit
-    local over = spent(window) * (rate.limit / window.limit) + rate.cost * PERIOD - capacity
+    local taken = spent(window) * (rate.limit / window.limit) + kept(rate.limit)
+    local over = taken + rate.cost * PERIOD - capacity
     -- Sums of floats, where the numbers are too large to be whole: a billionth is not worth a refusal.
     if over <= capacity * 1e-9 then over = 0 end
     windows[i], spents[i], waits[i] = window, spent(window) / window.limit, over / rate.limit

@@ -2,8 +2,9 @@
 
 A decision is one call of a Lua script (`redis_limiter.lua`), which sees every limit at one moment. It has 50 ms.
 When an answer is late or bad, this server is *apart*: it decides by its own share of each limit (`redis_share`),
-without waiting for Redis again, and looks for it in the background. When Redis is back, it is told what was spent
-meanwhile, and told again what it may have lost; only then does it decide again.
+and looks for Redis in the background. That share begins when Redis, if it lives, has not heard of this server for a
+second, and keeps just as much back from the others. When Redis is back, it is told what was spent meanwhile, and told
+again what it may have lost; only then does it decide again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from loraplex.control.limits.limiter import PLACE_RETRY_S
 from loraplex.control.limits.plan import LimitPlan, Owner, What
 from loraplex.control.limits.redis_link import LinkDown, RedisLink
 from loraplex.control.limits.redis_messages import (
+    Beat,
     Join,
-    Replica,
+    Leave,
     Reply,
     Report,
     Request,
@@ -44,9 +46,14 @@ TIMEOUT_S = 0.05
 """For what a request waits for."""
 PATIENCE_S = 0.5
 """For what is done in the background."""
-HEARTBEAT_S = 3.0
-"""A replica that Redis has not heard of for 15 s (LEASE in the script) has given back what it held."""
-RETRY_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+HEARTBEAT_S = 0.25
+"""Shorter than SILENCE_S, so that one that is a little late costs nothing. A replica that Redis has not heard of for
+15 s (LEASE in the script) has given back what it held."""
+SILENCE_S = 1.0
+"""As in the script: then Redis begins to keep back what this server may spend by itself."""
+DRIFT_S = 0.1
+"""So much later this server begins, as no two clocks run alike."""
+RETRY_S = (0.0, 0.02, 0.05, 0.1, 0.2)
 """Pauses before Redis is looked for again; the last one for ever."""
 MOST_REPORTED = 500
 """Windows that one call tells of: it may not stand in the way of others for long."""
@@ -65,6 +72,9 @@ class LimiterWatch(Protocol):
 
     def redis_up(self, up: bool, replicas: int) -> None:
         """Decisions come from Redis, or not; `replicas` that live, as last heard."""
+
+    def redis_lost_data(self) -> None:
+        """It came back without what this server had told it."""
 
 
 @dataclass(slots=True)
@@ -98,7 +108,10 @@ class RedisLimiter:
         self._part = Part(1, 0)
         self._joined = False
         self._lost = asyncio.Event()
+        self._found = asyncio.Event()
         self._lost_us = 0.0
+        # When that was sent by which Redis may last have heard of this server.
+        self._heard = clock()
         self._share: LocalShare | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._live: dict[str, _Live] = {}
@@ -112,10 +125,13 @@ class RedisLimiter:
         """What was never seen cannot be shared: raises LimitsNotShared where Redis cannot be used."""
         try:
             await self._link.connect()
-            await self._join()
+            is_ready = await self._join(apart=False)
         except LinkDown as error:
             raise LimitsNotShared(f"the Redis of the limits cannot be used: {error}.") from error
-        self._back()
+        if is_ready:
+            self._back()
+        else:
+            self._lost_us = self._now_us()
         self._keeper = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
@@ -124,30 +140,25 @@ class RedisLimiter:
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self._joined:
             with contextlib.suppress(LinkDown):
-                await self._call("leave", self._named(), PATIENCE_S)
+                await self._call("leave", Leave(self._replica, str(self._number)), PATIENCE_S)
         await self._link.close()
 
     async def reserve(self, request_id: str, plan: LimitPlan) -> Decision:
         known = self._live.get(request_id)
         if known is not None:
             return known.decision
-        if self._joined:
-            begin = time.perf_counter()
-            try:
-                reply = await self._call(
-                    "reserve",
-                    Reserve(self._replica, str(self._number), request_id, rates_of(plan), seats_of(plan)),
-                    TIMEOUT_S,
-                )
-            except LinkDown as error:
-                self._lose(str(error))
-            except asyncio.CancelledError:
-                self._ended[request_id] = -1
-                raise
-            else:
-                self._watch.redis_answered(time.perf_counter() - begin)
+        end = asyncio.get_running_loop().time() + TIMEOUT_S
+        while True:
+            reply = await self._ask(request_id, plan) if self._joined else None
+            if reply is not None:
                 return self._decided(request_id, plan, reply)
-        return self._decide_apart(request_id, plan)
+            try:
+                return self._decide_apart(request_id, plan)
+            except LimitsUnavailable:
+                if await self._is_back_by(end):
+                    continue
+                self._watch.decided_apart(passed=False)
+                raise
 
     async def settle(self, request_id: str, *, used_tokens: int | None) -> None:
         live = self._live.pop(request_id, None)
@@ -176,6 +187,21 @@ class RedisLimiter:
 
     # Decisions.
 
+    async def _ask(self, request_id: str, plan: LimitPlan) -> Reply | None:
+        """None where Redis is lost by this."""
+        begin = time.perf_counter()
+        asked = Reserve(self._replica, str(self._number), request_id, rates_of(plan), seats_of(plan))
+        try:
+            reply = await self._call("reserve", asked, TIMEOUT_S)
+        except LinkDown as error:
+            self._lose(str(error))
+            return None
+        except asyncio.CancelledError:
+            self._ended[request_id] = -1
+            raise
+        self._watch.redis_answered(time.perf_counter() - begin)
+        return reply
+
     def _decided(self, request_id: str, plan: LimitPlan, reply: Reply) -> Decision:
         tightest: dict[What, LimitWindow] = {}
         refusals = []
@@ -200,16 +226,25 @@ class RedisLimiter:
         return decision
 
     def _decide_apart(self, request_id: str, plan: LimitPlan) -> Decision:
-        if self._share is None:
-            self._share = LocalShare(self._part, self._spent, self._clock)
-        try:
-            decision = self._share.reserve(request_id, plan, self._running)
-        except LimitsUnavailable:
-            self._watch.decided_apart(passed=False)
-            raise
+        decision = self._own_share().reserve(request_id, plan, self._running)
         self._watch.decided_apart(passed=True)
         self._hold(request_id, _Live(plan, decision, self._now_us(), told=False))
         return decision
+
+    def _own_share(self) -> LocalShare:
+        if self._share is None:
+            self._share = LocalShare(self._part, self._heard + SILENCE_S + DRIFT_S, self._clock)
+        return self._share
+
+    async def _is_back_by(self, end: float) -> bool:
+        """Most times Redis was only late. Once the share has begun, nobody waits for it."""
+        left = end - asyncio.get_running_loop().time()
+        if left <= 0 or self._own_share().has_begun:
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                await self._found.wait()
+        return self._joined
 
     def _saw(self, plan: LimitPlan, reply: Reply) -> None:
         for charge in plan.rates:
@@ -227,11 +262,6 @@ class RedisLimiter:
         for place in live.plan.places:
             self._running[place.owner] = self._running.get(place.owner, 0) + 1
 
-    def _spent(self, name: str) -> float:
-        """Seconds of the minute that were spent when the window was last seen, less what has flowed back."""
-        seen = self._seen.get(name)
-        return 0.0 if seen is None else min(max(0.0, (seen.until - self._now_us()) / 1e6), PERIOD_S)
-
     def _sweep(self, now_us: float) -> None:
         self._decisions += 1
         if self._decisions % SWEEP_EVERY == 0:
@@ -244,12 +274,14 @@ class RedisLimiter:
             self._joined = False
             self._lost_us = self._now_us()
             self._lost.set()
+            self._found.clear()
             log.error("limiter_redis_lost", reason=reason, replicas=self._part.replicas)
             self._watch.redis_up(False, self._part.replicas)
 
     def _back(self) -> None:
         self._joined = True
         self._lost.clear()
+        self._found.set()
         self._share = None
         self._watch.redis_up(True, self._part.replicas)
 
@@ -260,13 +292,17 @@ class RedisLimiter:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._lost.wait()
-            if self._joined:
-                await self.beat()
+            await self.beat()
 
     async def beat(self) -> None:
-        """Say that this server lives, and hear how many do. Nothing else needs to call it; nothing is raised."""
+        """Say that this server lives, and hear how many do. Nothing else needs to call it; nothing is raised. While it
+        is apart it says nothing, and Redis keeps its share back."""
+        if not self._joined:
+            return
         try:
-            self._counted(await self._call("heartbeat", self._named(), PATIENCE_S))
+            self._heard = self._clock()
+            beat = Beat(self._replica, str(self._number), self._heard_us(), self._part.replicas)
+            self._counted(await self._call("heartbeat", beat, PATIENCE_S))
             if self._ended:
                 ended = dict(self._ended)
                 await self._call("settle", self._settling(ended), PATIENCE_S)
@@ -282,19 +318,23 @@ class RedisLimiter:
             tries += 1
             try:
                 await self._link.connect()
-                await self._join()
+                if not await self._join(apart=True):
+                    tries = 1  # Redis is there, and others are not yet
+                    continue
                 # What was decided here meanwhile is told before any request that comes now.
                 self._back()
                 log.info("limiter_redis_back", seconds=round(self._clock() - begin, 1), tries=tries)
-                await self._join()
+                if await self._join(apart=False):
+                    return
+                self._lose("Redis has lost its data again")
             except LinkDown as error:
                 self._lose(str(error))
-                continue
-            return
 
-    async def _join(self) -> None:
+    async def _join(self, *, apart: bool) -> bool:
         """Reconcile: what runs here and Redis does not know is charged there, what Redis believes to run and does not
-        is settled, and every window is at least as far spent as it was seen and has been spent since."""
+        is settled, and every window is at least as far spent as it was seen and has been spent since. `apart`: this
+        server decides by itself until it hears the answer. False: Redis lost its data, and other servers have yet to
+        tell what they knew."""
         self._number += 1
         number = str(self._number)
         owed, self._owed = self._owed, Owed()
@@ -305,13 +345,27 @@ class RedisLimiter:
             Request(name, one.at_us, one.told, rates_of(one.plan), seats_of(one.plan))
             for name, one in told.items()
         ]
-        join = Join(self._replica, number, self._born, spending[:MOST_REPORTED], ended, live)
+        if not apart:
+            self._heard = self._clock()
+        join = Join(
+            replica=self._replica,
+            number=number,
+            heard=self._heard_us() if self._born else -1.0,
+            replicas=self._part.replicas if self._born else 0,
+            born=self._born,
+            rates=spending[:MOST_REPORTED],
+            ended=ended,
+            live=live,
+            is_whole=len(spending) <= MOST_REPORTED,
+        )
         try:
             reply = await self._call("join", join, PATIENCE_S)
+            is_ready = reply.ready
             for first in range(MOST_REPORTED, len(spending), MOST_REPORTED):
                 some = spending[first : first + MOST_REPORTED]
-                report = Report(self._replica, number, some, reply.has_lost)
-                await self._call("report", report, PATIENCE_S)
+                is_last = first + MOST_REPORTED >= len(spending)
+                report = Report(self._replica, number, some, reply.has_lost, is_last)
+                is_ready = (await self._call("report", report, PATIENCE_S)).ready
         except BaseException:
             # It may have been done all the same: then it is charged twice, for the minute that it takes to flow back.
             owed.merge(self._owed)
@@ -327,8 +381,14 @@ class RedisLimiter:
                     self._see(window_name(charge), charge.limit, one.at_us, charge.seconds * 1e6)
             one.told = True
         self._forget_ended(ended)
+        if not self._born:
+            self._heard = self._clock()  # at its first joining Redis takes the time itself
         self._born = reply.born
         self._counted(reply)
+        if reply.has_lost:
+            log.error("limiter_redis_lost_data", told_windows=len(spending), told_requests=len(live))
+            self._watch.redis_lost_data()
+        return is_ready
 
     def _forget_ended(self, ended: dict[str, int]) -> None:
         for name in ended:
@@ -353,8 +413,8 @@ class RedisLimiter:
         """Redis' clock, as far as it is known here."""
         return self._clock() * 1e6 + self._offset_us
 
-    def _named(self) -> Replica:
-        return Replica(self._replica, str(self._number))
+    def _heard_us(self) -> float:
+        return self._heard * 1e6 + self._offset_us
 
     def _settling(self, ended: dict[str, int]) -> Settle:
         return Settle(self._replica, str(self._number), ended)

@@ -49,14 +49,19 @@ class Spending(msgspec.Struct, frozen=True):
 
 class Join(msgspec.Struct, frozen=True):
     """`number` names this joining in every later call; `born`: the data that Redis had at the last one, empty at first.
-    `ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended."""
+    `ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended. `heard`: since then this
+    replica may have decided by itself, -1 where it did not. `replicas` that it believes there are, 0 at first.
+    `is_whole`: no Report follows."""
 
     replica: str
     number: str
+    heard: float
+    replicas: int
     born: str
     rates: list[Spending]
     ended: dict[str, int]
     live: list[Request]
+    is_whole: bool
 
 
 class Reserve(msgspec.Struct, frozen=True):
@@ -74,6 +79,7 @@ class Report(msgspec.Struct, frozen=True):
     number: str
     rates: list[Spending]
     has_lost: bool
+    is_last: bool
 
 
 class Settle(msgspec.Struct, frozen=True):
@@ -82,8 +88,17 @@ class Settle(msgspec.Struct, frozen=True):
     ended: dict[str, int]
 
 
-class Replica(msgspec.Struct, frozen=True):
-    """A heartbeat, or the last word."""
+class Beat(msgspec.Struct, frozen=True):
+    """A heartbeat, sent at the time `heard`. `replicas` as in a Join."""
+
+    replica: str
+    number: str
+    heard: float
+    replicas: int
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """The last word."""
 
     replica: str
     number: str
@@ -92,7 +107,8 @@ class Replica(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True):
     """`unknown`: Redis does not know this joining of this replica, and did nothing. `spent` and `waits`: microseconds,
     for each rate of the request; `full` for each place; `windows`: by name, what is spent after settling. `replicas`
-    that live, `rank` of them come before this one. `has_lost`: other data than `born` named before."""
+    that live, `rank` of them come before this one. `has_lost`: other data than `born` named before. `ready`: all that
+    knew the data that was lost have told, and decisions may be asked for."""
 
     status: Literal["ok", "refused", "unknown"]
     now: float
@@ -103,6 +119,7 @@ class Reply(msgspec.Struct, frozen=True):
     replicas: int = 0
     rank: int = 0
     has_lost: bool = False
+    ready: bool = True
     born: str = ""
 
 

@@ -18,6 +18,8 @@ from loraplex.control.types import Decision, LimitWindow
 SWEEP_FROM = 4096
 """Windows, before those that have flowed back are forgotten."""
 PERIOD_US = PERIOD_S * 1e6
+LATE_RETRY_S = 1.0
+"""Before a share begins: most times Redis was only late."""
 TOO_LARGE_RETRY_S = 5.0
 """What is more than the whole share has to wait for Redis, and nobody knows how long."""
 
@@ -44,16 +46,20 @@ class Part:
 
 
 class LocalShare:
-    """Decisions of one server over its part of each limit. A window begins as far spent as `spent` (seconds of the
-    minute, by name) says that the whole was; `clock` is monotonic seconds."""
+    """Decisions of one server over its part of each limit. All windows are spent when it `begins_at`, and flow back
+    from then on: Redis keeps just that back from the others. `clock` is monotonic seconds."""
 
-    def __init__(self, part: Part, spent: Callable[[str], float], clock: Callable[[], float]) -> None:
+    def __init__(self, part: Part, begins_at: float, clock: Callable[[], float]) -> None:
         self._part = part
-        self._spent = spent
+        self._begins_at = begins_at
         self._clock = clock
         self._windows: dict[str, RateWindow] = {}
         self._sweep_at = SWEEP_FROM
         self._held: dict[str, list[tuple[RateCharge, RateWindow, float]]] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        return self._clock() >= self._begins_at
 
     def reserve(self, request_id: str, plan: LimitPlan, running: Mapping[Owner, int]) -> Decision:
         """Take the plan from this server's part of all its limits, or nothing. `running`: what this server has running
@@ -67,6 +73,8 @@ class LocalShare:
         ]
         if refusals:
             wait, reached = max(refusals)
+            if not self.has_begun:
+                wait = min(wait, LATE_RETRY_S)
             raise LimitsUnavailable(reached, retry_after_s=wait)
         held = []
         for charge, share, window in zip(plan.rates, shares, windows, strict=True):
@@ -90,7 +98,7 @@ class LocalShare:
         window = self._windows.get(name)
         if window is None:
             window = self._windows[name] = RateWindow()
-            window.charge(self._spent(name), now)
+            window.charge(max(0.0, self._begins_at + PERIOD_S - now), now)
         return window
 
     def _refused_places(self, plan: LimitPlan, running: Mapping[Owner, int]) -> Iterator[tuple[float, str]]:
