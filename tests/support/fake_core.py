@@ -232,7 +232,7 @@ def spin(*_: object) -> None:
         pass
 
 
-def prepare_fake_spare() -> None:
+def prepare_fake_spare(_decoder: str) -> None:
     """What a spare process does ahead, by `FAKE_SPARE`."""
     match os.environ.get("FAKE_SPARE"):
         case "exit":

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 
 from loraplex.control.rules import DEFAULT_PAGE, MAX_PAGE
 from loraplex.control.types import BudgetPeriod, Scope
-from loraplex.control.usage.report import GROUPS, Bucket, Group
+from loraplex.control.usage.columns import GROUPS, Bucket, Group
 
 _BIGGEST = 2**53 - 1  # what every JSON reader holds exactly
 

@@ -31,7 +31,7 @@ from loraplex.api.metrics import Metrics, MetricsApp
 from loraplex.api.probes import probe_routes
 from loraplex.api.routing import exact
 from loraplex.app.database import upgrade_database
-from loraplex.app.models import default_served_name, ensure_model
+from loraplex.app.models import default_served_name, ensure_model, plan_dir
 from loraplex.app.redis import check_redis, make_limiter
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.artifacts import Artifacts
@@ -136,6 +136,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
         num_threads=settings.threads,
         kernels=settings.kernels,
         cache_dir=str(settings.data_dir.resolve()),
+        plan_dir=str(plan_dir(settings.data_dir.resolve())),
     )
 
 

@@ -56,8 +56,22 @@ def model_cache_dir() -> Path:
     """`LORAPLEX_MODEL_CACHE`, else `loraplex/models` in the user's cache directory."""
     if chosen := os.environ.get("LORAPLEX_MODEL_CACHE"):
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "loraplex" / "models"
+    return _user_cache_dir() / "models"
+
+
+def plan_dir(data_dir: Path) -> Path:
+    """Where engines keep what configs come to: `loraplex/plans` in the user's cache directory, so that servers share
+    it, and `data_dir` where that can't be written."""
+    try:
+        path = _user_cache_dir() / "plans"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # a user without a home
+        return data_dir
+    return path if os.access(path, os.W_OK) else data_dir
+
+
+def _user_cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "loraplex"
 
 
 def default_served_name(spec: str) -> str:

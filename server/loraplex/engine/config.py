@@ -14,7 +14,7 @@ class EngineConfig:
     """What an engine process is started with. Sizes in bytes, tokens or sequences as named; 0 means "choose
     from the machine" for the memory sizes and "what the model allows" for `max_model_len`. `lookahead` -1 is 1
     on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device runs. `cache_dir` keeps what is costly to
-    find out about a base model."""
+    find out about a base model's weights, `plan_dir` what its config comes to."""
 
     model_path: str
     artifact_dir: str
@@ -33,6 +33,7 @@ class EngineConfig:
     kernels: Literal["auto", "torch", "numba", "triton"] = "auto"
     adapter_load_timeout: float = 60.0
     cache_dir: str | None = None
+    plan_dir: str | None = None
     model_name: str = ""
 
 

@@ -27,6 +27,7 @@ from loraplex.engine.kv_memory import WatchedKVCache, available_memory, block_by
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.model.loading import eos_token_ids, load_model
+from loraplex.engine.model.plans import KeptPlans
 from loraplex.engine.progress import Progress
 from loraplex.engine.protocol import EngineInfo
 from loraplex.engine.runner import ModelRunner
@@ -110,9 +111,15 @@ def _build(
 ) -> BuiltEngine:
     model_dir = Path(config.model_path)
     base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
+    plans = None if config.plan_dir is None else KeptPlans(Path(config.plan_dir))
     model = executor.submit(
         lambda: load_model(
-            model_dir, device, config.dtype, max_model_len=config.max_model_len, kernels=config.kernels
+            model_dir,
+            device,
+            config.dtype,
+            max_model_len=config.max_model_len,
+            kernels=config.kernels,
+            plans=plans,
         )
     ).result()
     layout = ArenaLayout(

@@ -1,6 +1,6 @@
 """The engine process: `python -m loraplex.engine.process --socket PATH`, an EngineConfig as JSON on stdin. With
-`--spare` instead, it imports what an engine needs and waits, until a line with PATH, and the EngineConfig behind it,
-come on stdin.
+`--spare DECODER` instead, it imports what an engine with that decoder (as `EngineInfo` names it) needs and waits, until
+a line with PATH, and the EngineConfig behind it, come on stdin.
 
 The main thread does the socket and the signals, one step thread runs `EngineLoop`. The process lives for its
 one client: when the client's end of the socket closes, it exits. SIGINT is ignored (a Ctrl-C at the terminal
@@ -255,21 +255,27 @@ def _prctl(option: int, value: int | bytes) -> None:
             ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def run(build: BuildEngine, argv: list[str] | None = None, prepare: Callable[[], None] = lambda: None) -> int:
+def run(
+    build: BuildEngine,
+    argv: list[str] | None = None,
+    prepare: Callable[[str], None] = lambda decoder: None,
+) -> int:
     """The whole process with the given way to build an engine, and what a spare does ahead. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="loraplex-engine")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--socket", help="the Unix socket that the client listens on")
     which.add_argument(
-        "--spare", action="store_true", help="get ready, and wait for the socket's path on stdin"
+        "--spare",
+        metavar="DECODER",
+        help="get ready for that decoder, and wait for the socket's path on stdin",
     )
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(handlers=[JsonLogs()], level=logging.WARNING)
     die_with_parent()
     path = arguments.socket
-    if arguments.spare:
-        prepare()
+    if arguments.spare is not None:
+        prepare(arguments.spare)
         show_as("engine-spare")
         path = os.fsdecode(sys.stdin.buffer.readline(4096).removesuffix(b"\n"))
         if not path:
@@ -302,12 +308,13 @@ def main() -> None:
 
         return build_engine(config, wake, on_stage)
 
-    def prepare() -> None:
-        # The config of any family brings most of what transformers needs for reading one.
+    def prepare(decoder: str) -> None:
         importlib.import_module("loraplex.engine.factory")
         with contextlib.suppress(ImportError):  # where it is wanted, its absence is told
             importlib.import_module("loraplex.kernels.numba_warm_up")
-        importlib.import_module("transformers").LlamaConfig  # noqa: B018 - names are imported when they are looked up
+        if decoder == "transformers":
+            # The config of any family brings most of what transformers needs; of the fused ones the plan is kept.
+            importlib.import_module("transformers").LlamaConfig  # noqa: B018 - imported when it is looked up
 
     # Threads of numerical libraries may outlive the loop; nothing of theirs is worth waiting for.
     status = run(build, prepare=prepare)

@@ -181,7 +181,7 @@ class SocketEngineClient(SessionClient):
         self._session.restore(self._hot)
         if self._keep_spare:
             try:
-                self._spare = spawn_spare(self._command)
+                self._spare = spawn_spare(self._command, self._info.decoder)
             except OSError as error:
                 self._log("engine_spare_failed", error=str(error))
 

@@ -264,10 +264,10 @@ class EngineProcess(asyncio.Protocol):
                 self._on_event(event)
 
 
-def spawn_spare(command: Sequence[str]) -> Child:
-    """A process that imports what an engine needs, which takes most of a small model's start, and waits to become
-    one. Raises OSError."""
-    return Child([*command, "--spare"])
+def spawn_spare(command: Sequence[str], decoder: str) -> Child:
+    """A process that imports what an engine with this decoder needs, which takes most of a small model's start, and
+    waits to become one. Raises OSError."""
+    return Child([*command, "--spare", decoder])
 
 
 def _private_dir() -> str:

@@ -10,6 +10,7 @@ from loraplex.admin.schemas import OwnUsageQuery, UsagePage, UsageQuery, UsageSu
 from loraplex.admin.services import AdminServices
 from loraplex.control.types import Page
 from loraplex.control.usage import report
+from loraplex.control.usage.columns import COUNTS
 from loraplex.control.usage.csv_text import csv_text
 
 CSV = "text/csv"
@@ -78,7 +79,7 @@ def _as_json(page: Page[report.UsageSum]) -> Answer:
 
 
 def _as_csv(page: Page[report.UsageSum], query: OwnUsageQuery) -> Answer:
-    columns = [*(["start"] if query.bucket != "none" else []), *query.groups, *report.COUNTS]
+    columns = [*(["start"] if query.bucket != "none" else []), *query.groups, *COUNTS]
     shown = [_show(row).model_dump(mode="json") for row in page.items]
     headers = {"Vary": "Accept"}
     if page.next_cursor is not None:

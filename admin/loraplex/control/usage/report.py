@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -27,11 +27,8 @@ from loraplex.control.errors import InvalidValue
 from loraplex.control.rules import InvalidCursor
 from loraplex.control.tables import Usage, UsageDay, UtcDateTime
 from loraplex.control.types import Page
+from loraplex.control.usage.columns import COUNTS, GROUPS, Bucket, Group
 
-Bucket = Literal["hour", "day", "month", "none"]
-Group = Literal["tenant", "key", "adapter", "version", "status"]
-GROUPS: tuple[Group, ...] = ("tenant", "key", "adapter", "version", "status")
-COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 _COLUMNS: dict[Group, str] = {
     "tenant": "tenant_id",
     "key": "key_id",

@@ -13,7 +13,7 @@ from sqlalchemy import delete, select
 from loraplex.adapters.errors import LoraplexError
 from loraplex.control.database import Database, utc_now
 from loraplex.control.tables import Usage, UsageDay
-from loraplex.control.usage.report import COUNTS
+from loraplex.control.usage.columns import COUNTS
 
 CHUNK_ROWS = 2000
 PAUSE_S = 0.1

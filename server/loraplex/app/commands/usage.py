@@ -11,8 +11,8 @@ from loraplex.app.commands.client import AdminClient
 from loraplex.app.commands.errors import CommandFailed
 from loraplex.app.commands.output import Output
 from loraplex.app.commands.paths import segment
+from loraplex.control.usage.columns import COUNTS, GROUPS
 from loraplex.control.usage.csv_text import csv_text
-from loraplex.control.usage.report import COUNTS, GROUPS
 
 
 def usage(

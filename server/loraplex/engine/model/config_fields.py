@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from loraplex.engine.model.base import ModelUnsupported
-
-_log = logging.getLogger(__name__)
 
 _NO_EFFECT = frozenset(
     {
@@ -65,21 +62,24 @@ _HANDLED = frozenset(
 )  # fmt: skip
 
 
-def read_config_json(model_dir: Path) -> dict[str, Any]:
-    """Raises ModelUnsupported."""
+def read_config_json(model_dir: Path) -> tuple[bytes, dict[str, Any]]:
+    """The file, and the object in it. Raises ModelUnsupported."""
     path = model_dir / "config.json"
     try:
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        value = json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelUnsupported(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
         raise ModelUnsupported(f"{path} is not a JSON object")
-    return value
+    return content, value
 
 
-def check_fields(config: Any, raw: Mapping[str, Any], handled: frozenset[str]) -> None:
-    """`handled` are the fields that the family itself adds to those that all have. Raises ModelUnsupported for a
-    field that means something to transformers and not to us."""
+def check_fields(config: Any, raw: Mapping[str, Any], handled: frozenset[str]) -> tuple[str, ...]:
+    """The fields that mean nothing: transformers, which defines the architecture, has none of that name either.
+    `handled` are those that the family itself adds to those that all have. Raises ModelUnsupported for a field that
+    means something to transformers and not to us."""
+    unknown: list[str] = []
     declared = {name for cls in type(config).__mro__ for name in getattr(cls, "__annotations__", {})}
     for name, value in raw.items():
         if name in _NO_EFFECT or name in _HANDLED or name in handled:
@@ -92,5 +92,5 @@ def check_fields(config: Any, raw: Mapping[str, Any], handled: frozenset[str]) -
                 f"the config's {name} is not known here, though transformers defines it for {config.model_type}"
             )
         else:
-            # transformers, which defines the architecture, has no such field either.
-            _log.warning("config.json has %s, which %s does not define: ignored", name, config.model_type)
+            unknown.append(name)
+    return tuple(unknown)

@@ -59,7 +59,8 @@ class DecoderSpec:
     qkv_proj and gate_up_proj, in the order of our own packed weights; adapters then have them as one site each.
     `gemma`: norm weights are offsets from 1 and applied in float32, each half of a layer has a norm behind it too,
     the activation is GELU's tanh approximation, and embeddings are scaled by sqrt(hidden_size). Softcaps are None
-    where the model has none.
+    where the model has none. `trained_positions` is the longest sequence that the model can have; `ignored` are fields
+    of its config.json that nobody defines.
     """
 
     model_type: str
@@ -83,6 +84,8 @@ class DecoderSpec:
     logits_softcap: float | None
     windows: tuple[int | None, ...]
     rope: RopePlan
+    trained_positions: int
+    ignored: tuple[str, ...]
 
 
 def is_fused(model_type: str) -> bool:
@@ -94,7 +97,7 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
     seen. `max_model_len` is the length that was asked for, 0 if none was: RoPE's frequencies may depend on it.
     Raises ModelUnsupported for anything that would make the computation another one than ours."""
     family = _FAMILIES[config.model_type]
-    check_fields(config, raw, family.fields)
+    ignored = check_fields(config, raw, family.fields)
     field, allowed = (
         ("hidden_activation", ("gelu_pytorch_tanh",)) if family.gemma else ("hidden_act", ("silu", "swish"))
     )
@@ -147,6 +150,8 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         logits_softcap=_softcap(config, family, "final_logit_softcapping"),
         windows=_windows(config, family, rope.max_positions),
         rope=rope,
+        trained_positions=config.max_position_embeddings,
+        ignored=ignored,
     )
 
 

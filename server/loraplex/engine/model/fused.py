@@ -79,7 +79,9 @@ class FusedDecoder:
         self._embed = embed
         self._norm = norm
         self._head = head
-        self._inv_freqs = tuple(rope.inv_freq.to(embed.device) for rope in spec.rope.ropes)
+        self._inv_freqs = tuple(
+            torch.tensor(rope.inv_freq, dtype=torch.float32, device=embed.device) for rope in spec.rope.ropes
+        )
         # What differs between families is chosen here, so that the loop over the layers asks nothing.
         if spec.gemma:
             self._run_layers = self._gemma_layers

@@ -12,8 +12,9 @@ import torch
 
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import read_config_json
-from loraplex.engine.model.family import decoder_spec, is_fused
+from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
 from loraplex.engine.model.fused import load_fused
+from loraplex.engine.model.plans import FusedPlan, KeptPlans
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 from loraplex.engine.model.text_part import TextPart, text_part
@@ -44,40 +45,58 @@ def load_model(
     *,
     max_model_len: int = 0,
     kernels: str = "auto",
+    plans: KeptPlans | None = None,
 ) -> Model:
     """Load a checkpoint of safetensors files: `FusedDecoder` for its families, `TransformersDecoder` for others.
 
     `dtype` "auto" is the checkpoint's own; on a processor that can't multiply in it, float32. `max_model_len` is the
     length that was asked for, 0 if none was: where RoPE depends on the length, it decides for all sequences (ADR 0013).
-    Nothing in the directory is executed. Raises ModelUnsupported with the reason if it can't be served exactly as
-    transformers would, BackendUnavailable for `kernels` that can't run there.
+    With `plans`, transformers is not imported where a config of the families has been read before (ADR 0023). Nothing
+    in the directory is executed. Raises ModelUnsupported with the reason if it can't be served exactly as transformers
+    would, BackendUnavailable for `kernels` that can't run there.
     """
     device = torch.device(device)
-    config, part = _read(model_dir)
-    chosen = _dtype(config, dtype, device)
-    if is_fused(part.config.model_type):
-        spec = decoder_spec(part.config, part.raw, max_model_len)
-        trained = part.config.max_position_embeddings
-        if spec.rope.max_positions < trained:
-            _log.warning(
-                "sequences of up to %d positions are served, of the %d that the model can have: a --max-model-len "
-                "above %d would choose other RoPE frequencies, for all sequences",
-                spec.rope.max_positions,
-                trained,
-                spec.rope.max_positions,
-            )
+    content, raw = read_config_json(model_dir)
+    plan = None if plans is None else plans.find(content, max_model_len)
+    if plan is None:
+        config, part = _read(model_dir, raw)
+        if is_fused(part.config.model_type):
+            spec = decoder_spec(part.config, part.raw, max_model_len)
+            plan = FusedPlan(spec, _stored_dtype(config), part.unread)
+            # Of this file alone: not where it names others to read in its place, or is being replaced.
+            alone = "configuration_files" not in raw and read_config_json(model_dir)[0] == content
+            if plans is not None and alone:
+                plans.keep(content, max_model_len, plan)
+    if plan is not None:
+        _tell(plan.spec)
+        chosen = _dtype(plan.dtype, dtype, device)
         ops = resolve_ops(resolve_backend(kernels, device))
-        return load_fused(model_dir, spec, chosen, device, unread=part.unread, ops=ops)
-    decoder = load_wrapped(model_dir, config, chosen, device)
+        return load_fused(model_dir, plan.spec, chosen, device, unread=plan.unread, ops=ops)
+    decoder = load_wrapped(model_dir, config, _dtype(_stored_dtype(config), dtype, device), device)
     if config.model_type not in TESTED:
         probe(decoder)
     return decoder
 
 
+def _tell(spec: DecoderSpec) -> None:
+    """What whoever serves it should know."""
+    for name in spec.ignored:
+        _log.warning("config.json has %s, which %s does not define: ignored", name, spec.model_type)
+    longest = spec.rope.max_positions
+    if longest < spec.trained_positions:
+        _log.warning(
+            "sequences of up to %d positions are served, of the %d that the model can have: a --max-model-len "
+            "above %d would choose other RoPE frequencies, for all sequences",
+            longest,
+            spec.trained_positions,
+            longest,
+        )
+
+
 def examine_model(model_dir: Path, max_model_len: int = 0) -> str:
     """How a checkpoint would be served, from its config alone. Raises ModelUnsupported where that tells already that
     it can't be."""
-    config, part = _read(model_dir)
+    config, part = _read(model_dir, read_config_json(model_dir)[1])
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw, max_model_len)
         return f"{spec.model_type} on the fused decoder, up to {spec.rope.max_positions} positions"
@@ -88,9 +107,9 @@ def examine_model(model_dir: Path, max_model_len: int = 0) -> str:
 
 def examine_dtype(model_dir: Path, asked: str, device: str | torch.device) -> str:
     """The dtype that `load_model` would use, and why if that is not the checkpoint's own. Raises ModelUnsupported."""
-    config, _ = _read(model_dir)
-    used = str(_dtype(config, asked, torch.device(device))).removeprefix("torch.")
-    stored = str(_stored_dtype(config)).removeprefix("torch.")
+    config, _ = _read(model_dir, read_config_json(model_dir)[1])
+    stored = _stored_dtype(config)
+    used = str(_dtype(stored, asked, torch.device(device))).removeprefix("torch.")
     if asked == "auto" and used != stored:
         return f"{used} (this processor cannot multiply in {stored}, the checkpoint's dtype)"
     return used
@@ -180,8 +199,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read(model_dir: Path) -> tuple[Any, TextPart]:
-    raw = read_config_json(model_dir)
+def _read(model_dir: Path, raw: dict[str, Any]) -> tuple[Any, TextPart]:
     config = _config(model_dir, raw)
     return config, text_part(config, raw)
 
@@ -203,12 +221,12 @@ def _config(model_dir: Path, raw: dict[str, Any]) -> Any:
     return config
 
 
-def _dtype(config: Any, asked: str | torch.dtype, device: torch.device) -> torch.dtype:
+def _dtype(stored: str, asked: str | torch.dtype, device: torch.device) -> torch.dtype:
     if isinstance(asked, torch.dtype):
         return asked
     if asked != "auto":
         return _DTYPES[asked]
-    found = _stored_dtype(config)
+    found = _DTYPES[stored]
     if device.type == "cpu" and not multiplies(found):
         # Tens of times as fast there, for twice the memory.
         _log.warning("this processor can't multiply in %s, the checkpoint's dtype: float32 is used", found)
@@ -216,8 +234,9 @@ def _dtype(config: Any, asked: str | torch.dtype, device: torch.device) -> torch
     return found
 
 
-def _stored_dtype(config: Any) -> torch.dtype:
-    return _DTYPES.get(str(getattr(config, "dtype", None)).removeprefix("torch."), torch.float32)
+def _stored_dtype(config: Any) -> str:
+    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return name if name in _DTYPES else "float32"
 
 
 def _shape(config: Any) -> ModelShape:

@@ -39,10 +39,10 @@ _NO_ORIGINAL_LENGTH = frozenset({"default", "linear", "dynamic"})
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """`inv_freq` [R/2] float32 for the first R of the head's dimensions; cos and sin are multiplied by
-    `attention_factor`."""
+    """`inv_freq` are R/2 numbers, each a float32, for the first R of the head's dimensions; cos and sin are multiplied
+    by `attention_factor`."""
 
-    inv_freq: torch.Tensor
+    inv_freq: tuple[float, ...]
     attention_factor: float
 
 
@@ -96,8 +96,6 @@ def _rope(
     max_model_len: int,
     partial: bool,
 ) -> tuple[Rope, int]:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope_type = parameters.get("rope_type", "default")
     _check(parameters, rope_type, partial)
     try:
@@ -108,6 +106,8 @@ def _rope(
             limit = config.max_position_embeddings
         else:
             length, limit = _length(config, parameters, rope_type, max_model_len)
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
             extra = {} if layer_type is None else {"layer_type": layer_type}
             inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](
                 config, torch.device("cpu"), seq_len=length, **extra
@@ -121,7 +121,7 @@ def _rope(
             )
     if not 0 < 2 * len(inv_freq) <= head_dim or not inv_freq.isfinite().all():
         raise ModelUnsupported(f"the RoPE parameters of {rope_type!r} do not fit heads of size {head_dim}")
-    return Rope(inv_freq.float(), float(factor)), limit
+    return Rope(tuple(inv_freq.float().tolist()), float(factor)), limit
 
 
 def _length(

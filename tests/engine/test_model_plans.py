@@ -1,0 +1,187 @@
+"""What a config comes to is read once by transformers and then from the disk: the same to the bit, or read anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from loraplex.engine.model import plans as plans_module
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.loading import load_model
+from loraplex.engine.model.plans import KEPT_S, KeptPlans
+from support.live_server import importable_tests, write_tiny_model
+from support.models import FAMILIES, PagedRun, edit_config, save_tiny, save_tiny_gemma3_with_vision
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.fixture
+def no_transformers(monkeypatch):
+    """From when it is called, nothing may be read by transformers."""
+
+    def forbid() -> None:
+        def refuse(*_args, **_options):
+            raise AssertionError("transformers was asked")
+
+        import transformers
+
+        monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+        monkeypatch.setattr(transformers.AutoConfig, "for_model", refuse)
+
+    return forbid
+
+
+def logits(path: Path, plans: KeptPlans | None, **options) -> torch.Tensor:
+    run = PagedRun(load_model(path, "cpu", "float32", plans=plans, **options), [list(range(3, 40))])
+    run.step({0: 37})
+    return run.result(0)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3 with vision"])
+def test_every_family_computes_the_same_from_a_kept_plan(family, tmp_path, no_transformers):
+    if family in FAMILIES:
+        path = save_tiny(tmp_path / "model", FAMILIES[family])
+    else:
+        path = save_tiny_gemma3_with_vision(tmp_path / "model", FAMILIES["gemma3"])
+    plans = KeptPlans(tmp_path / "plans")
+    expected, first = logits(path, None), logits(path, plans)
+    no_transformers()
+    assert torch.equal(first, expected)
+    assert torch.equal(logits(path, plans), expected)
+
+
+def test_a_plan_is_for_one_config_and_one_length(tmp_path, no_transformers):
+    path = save_tiny(tmp_path / "model", FAMILIES["llama-dynamic-rope"])
+    plans = KeptPlans(tmp_path / "plans")
+    usual = logits(path, plans)
+    longer = logits(path, plans, max_model_len=2000)  # another length, other frequencies
+    assert not torch.equal(longer, usual)
+    edit_config(path, rms_norm_eps=0.5)
+    changed = logits(path, plans)
+    assert not torch.equal(changed, usual)
+    no_transformers()
+    assert torch.equal(logits(path, plans), changed)
+    assert torch.equal(logits(path, plans), logits(path, plans))
+    with pytest.raises(ModelUnsupported, match="transformers was asked"):
+        logits(path, plans, max_model_len=100)
+
+
+def test_a_plan_is_for_one_version_of_transformers(tmp_path, monkeypatch, no_transformers):
+    path = save_tiny(tmp_path / "model", FAMILIES["llama"])
+    plans = KeptPlans(tmp_path / "plans")
+    load_model(path, "cpu", plans=plans)
+    no_transformers()
+    load_model(path, "cpu", plans=plans)
+    monkeypatch.setattr(plans_module, "version", lambda package: "99.0")
+    with pytest.raises(ModelUnsupported, match="transformers was asked"):
+        load_model(path, "cpu", plans=plans)
+
+
+def test_what_is_remarked_is_remarked_at_each_start(tmp_path, caplog):
+    path = save_tiny(tmp_path / "model", FAMILIES["phi3-longrope"])
+    edit_config(path, made_with="love")
+    plans = KeptPlans(tmp_path / "plans")
+    for _ in range(2):
+        caplog.clear()
+        load_model(path, "cpu", plans=plans)
+        assert "made_with" in caplog.text
+        assert "up to 128 positions" in caplog.text
+
+
+def test_a_refusal_is_not_forgotten(tmp_path):
+    path = save_tiny(tmp_path / "model", FAMILIES["llama"])
+    plans = KeptPlans(tmp_path / "plans")
+    load_model(path, "cpu", plans=plans)
+    edit_config(path, hidden_act="relu")
+    for _ in range(2):
+        with pytest.raises(ModelUnsupported, match="relu"):
+            load_model(path, "cpu", plans=plans)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"spec": {}}', b"\xff\xfe"])
+def test_a_damaged_plan_counts_as_absent(damage, tmp_path):
+    path = save_tiny(tmp_path / "model", FAMILIES["qwen3"])
+    plans = KeptPlans(tmp_path / "plans")
+    expected = logits(path, plans)
+    (kept,) = (tmp_path / "plans").iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(damage)
+    assert torch.equal(logits(path, plans), expected)
+    assert kept.read_bytes() == whole
+
+
+def test_a_directory_that_cannot_be_written_costs_nothing_but_time(tmp_path):
+    path = save_tiny(tmp_path / "model", FAMILIES["llama"])
+    (tmp_path / "file").write_text("")
+    plans = KeptPlans(tmp_path / "file" / "plans")
+    assert torch.equal(logits(path, plans), logits(path, None))
+
+
+def test_plans_that_no_start_has_used_for_long_are_removed(tmp_path):
+    plans = KeptPlans(tmp_path / "plans")
+    path = save_tiny(tmp_path / "model", FAMILIES["llama"])
+
+    def serve(positions: int) -> set[Path]:
+        edit_config(path, max_position_embeddings=positions)
+        load_model(path, "cpu", plans=plans)
+        return set((tmp_path / "plans").iterdir())
+
+    used = serve(100)
+    assert len(serve(200)) == 2
+    long_ago = time.time() - KEPT_S - 60
+    for kept in (tmp_path / "plans").iterdir():
+        os.utime(kept, (long_ago, long_ago))
+    serve(100)
+    left = serve(300)
+    assert len(left) == 2
+    assert used < left
+
+
+ENGINE = """
+import json, sys
+from pathlib import Path
+from support.live_server import TINY, make_adapter
+from support.local_engine import LocalEngine
+model, work, plans = map(Path, sys.argv[1:])
+engine = LocalEngine(
+    model, work, plan_dir=str(plans), kernels="torch", num_threads=1, max_model_len=64,
+    kv_cache_memory=1 << 22, adapter_memory=16 << 20, adapter_cpu_memory=16 << 20,
+)
+make_adapter(work / "a", TINY)
+engine.add("base", range(8), max_tokens=3)
+engine.add("adapted", range(8), engine.publish(work / "a"), max_tokens=3)
+engine.run()
+print(json.dumps([engine.tokens("base"), engine.tokens("adapted"), sorted(sys.modules)]))
+"""
+
+
+@pytest.mark.slow
+def test_a_known_family_is_served_without_transformers_and_what_it_imports(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+
+    def serve(work: str) -> tuple[list[int], list[int], set[str]]:
+        (tmp_path / work).mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", ENGINE, model, tmp_path / work, tmp_path / "plans"],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": importable_tests()},
+            check=True,
+        )
+        base, adapted, modules = json.loads(done.stdout)
+        return base, adapted, set(modules)
+
+    base, adapted, modules = serve("first")
+    assert "transformers" in modules
+    again, adapted_again, modules = serve("second")
+    assert (again, adapted_again) == (base, adapted)
+    assert (
+        modules & {"transformers", "huggingface_hub", "torch._dynamo", "sympy", "torch.distributed.tensor"}
+        == set()
+    )
