@@ -20,7 +20,6 @@ import torch
 
 from loraplex.kernels.attention import build_attention_batch as torch_batch
 from loraplex.kernels.attention_numba import build_attention_batch as numba_batch
-from loraplex.kernels.fused_numba import numba_ops
 from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora import LoraPass, Scratch, Segment, begin_pass
 from loraplex.kernels.ops import Ops, resolve_ops
@@ -163,7 +162,7 @@ def main() -> None:
     print(f"load {os.getloadavg()}")
 
 
-OURS, TORCH = numba_ops(), resolve_ops("torch")
+OURS, TORCH = resolve_ops("numba"), resolve_ops("torch")
 
 if __name__ == "__main__":
     with torch.inference_mode():

@@ -142,7 +142,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """`loraplex.kernels.attention.paged_attention`, after `fused_numba.rotate_and_write` of the same step.
+    """`loraplex.kernels.attention.paged_attention`, after `rope_numba.rotate_and_write` of the same step.
 
     q: [T, Hq, D], D even, last axis contiguous; cache: [N, 16, 2, Hkv, D], contiguous; one dtype of
     `numba_vectors.LIKE`. Returns [T, Hq, D] in that dtype, contiguous. Raises ValueError for other shapes.

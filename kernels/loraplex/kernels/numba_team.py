@@ -30,6 +30,9 @@ from numba.extending import intrinsic
 from loraplex.kernels import numba_ir as nir
 from loraplex.kernels.numba_vectors import JIT, fetch_add, host_features
 
+SMALL = 1 << 15
+"""Elements that one thread is done with before it has woken another."""
+
 # A team's memory, by offsets; what different threads write lies on cache lines of its own.
 _EPOCH = 0
 """Runs begun so far, and once more at the end."""
@@ -126,6 +129,11 @@ class Team:
 def num_threads() -> int:
     """How many threads a run may have: as many as torch's operations."""
     return torch.get_num_threads()
+
+
+def rows_of_unit(rows: int) -> int:
+    """Of so many rows, how many make a unit: about four for each thread, so that none is left with much more to do."""
+    return -(-rows // (4 * num_threads()))
 
 
 @cache

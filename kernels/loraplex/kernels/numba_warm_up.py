@@ -9,8 +9,9 @@ from loraplex.kernels import dense_numba, lora_numba
 from loraplex.kernels.attention_numba import build_attention_batch
 from loraplex.kernels.attention_numba_tiles import BLOCK
 from loraplex.kernels.drawing_numba import draw
-from loraplex.kernels.fused_numba import SMALL, numba_ops
+from loraplex.kernels.numba_team import SMALL
 from loraplex.kernels.numba_vectors import LIKE
+from loraplex.kernels.ops import resolve_ops
 from loraplex.kernels.sampling_numba import largest
 
 
@@ -19,7 +20,7 @@ def warm_up(dtype: torch.dtype) -> None:
     on the calling thread alone, and on all. For the thread that will run the steps."""
     if dtype not in LIKE:
         return
-    ops = numba_ops()
+    ops = resolve_ops("numba")
     columns = 64
     for rows in (1, 2 * SMALL // columns):
         x = torch.zeros(rows, columns, dtype=dtype)

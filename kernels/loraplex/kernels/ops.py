@@ -81,9 +81,7 @@ def resolve_ops(backend: Backend) -> Ops:
     if backend == "triton":
         return _triton_ops()
     if backend == "numba":
-        from loraplex.kernels.fused_numba import numba_ops  # takes a second to import
-
-        return numba_ops()
+        return _numba_ops()
     return _torch_ops()
 
 
@@ -135,6 +133,27 @@ def _triton_ops() -> Ops:
         pack_weight=dense.pack_weight,
         linear=dense.linear,
         reads_unwritten=False,
+    )
+
+
+def _numba_ops() -> Ops:
+    """For tensors on a CPU, of a dtype of `numba_vectors.LIKE`."""
+    # numba takes a second to import.
+    from loraplex.kernels import activation_numba, attention_numba, dense_numba, norm_numba, rope_numba
+
+    return Ops(
+        rms_norm=norm_numba.rms_norm,
+        add_rms_norm=norm_numba.add_rms_norm,
+        rms_norm_float32=norm_numba.rms_norm_float32,
+        add_rms_norm_float32=norm_numba.add_rms_norm_float32,
+        silu_and_mul=activation_numba.silu_and_mul,
+        gelu_tanh_and_mul=activation_numba.gelu_tanh_and_mul,
+        rotate_and_write=rope_numba.rotate_and_write,
+        paged_attention=attention_numba.paged_attention,
+        pack_weight=dense_numba.pack_weight,
+        linear=dense_numba.linear,
+        reads_unwritten=False,
+        lay_out=attention_numba.build_attention_batch,
     )
 
 

@@ -1,4 +1,4 @@
-"""The CPU's fused kernels against the functions they stand for."""
+"""What is compiled for the CPU around a layer's products, against the functions it stands for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from torch.nn.functional import gelu
 
 from loraplex.kernels.attention import build_attention_batch as torch_batch
 from loraplex.kernels.attention_numba import BLOCK, build_attention_batch
-from loraplex.kernels.fused_numba import numba_ops
 from loraplex.kernels.ops import resolve_ops
 from loraplex.kernels.rope import rope_cos_sin
 from support.numba_cache import packed_cache
 
 pytestmark = pytest.mark.slow  # compiling them takes most of a minute
 
-OURS, TORCH = numba_ops(), resolve_ops("torch")
+OURS, TORCH = resolve_ops("numba"), resolve_ops("torch")
 DTYPES = [torch.float32, torch.bfloat16]
 # A unit in the last place of bfloat16: sums are made in another order.
 CLOSE = {torch.float32: {"atol": 1e-6, "rtol": 3e-6}, torch.bfloat16: {"atol": 1e-6, "rtol": 2**-7}}
