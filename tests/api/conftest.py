@@ -1,23 +1,18 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from support.data_plane import DataPlane, running_data_plane
+from support.quiet import errors_alone
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet() -> Iterator[None]:
     """Errors only, on one line; the test of the access log looks at it by its own way."""
-    structlog.configure(
-        processors=[structlog.processors.JSONRenderer(default=str)],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
-    )
-    yield
-    structlog.reset_defaults()
+    with errors_alone():
+        yield
 
 
 @pytest.fixture(scope="session")

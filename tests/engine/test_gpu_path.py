@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from loraplex.engine.kv_memory import block_bytes
-from loraplex.engine.model.base import ModelShape
-from support.local_engine import LocalEngine
-from support.models import FAMILIES, VOCAB, save_tiny
-from support.peft_zoo import PeftReference
+from support.mixed_questions import ask_mixed, check_answers, cramped_engine
+from support.models import FAMILIES, save_tiny
 from support.tiny_adapters import save_adapters
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-NUM_BLOCKS = 14
 
 
 class Repeater:
@@ -58,40 +52,17 @@ def test_tokens_are_those_of_transformers_and_peft(family, lookahead, requests, 
     options = FAMILIES[family]
     base = save_tiny(tmp_path / "base", options)
     adapters = save_adapters(base, tmp_path)
-    kv_heads, head_dim = options.get("num_key_value_heads", 2), options.get("head_dim", 8)
-    shape = ModelShape(3, kv_heads, head_dim, VOCAB, 512)
     recorder = Repeater()
-    engine = LocalEngine(
+    engine = cramped_engine(
         base,
         tmp_path / "work",
+        options,
         recorder=recorder,
         kernels="triton",
         lookahead=lookahead,
-        dtype="float32",
-        max_model_len=100,
         max_num_seqs=6,
-        max_num_batched_tokens=40,
-        kv_cache_memory=NUM_BLOCKS * block_bytes(shape, torch.float32),
-        adapter_memory=4 << 20,
-        adapter_cpu_memory=4 << 20,
-        num_threads=1,
     )
-    rng = random.Random(family)
-    refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
-    shared = [rng.randrange(3, VOCAB) for _ in range(35)]
-    asked = []
-    for number in range(requests):
-        name = [None, "all", "many-ranks"][number % 3]
-        prompt = shared[: rng.choice([0, 16, 35])] + [
-            rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 9]))
-        ]
-        asked.append((name, prompt))
-        engine.add(str(number), prompt, refs.get(name), max_tokens=tokens)
-    engine.run()
-    answers = [engine.tokens(str(number)) for number in range(len(asked))]
+    answered = ask_mixed(engine, adapters, seed=family, requests=requests, tokens=tokens)
     engine.close()
     assert len(recorder.replays) > 1
-    reference = PeftReference(base, adapters, torch.float32)
-    for (name, prompt), answer in zip(asked, answers, strict=True):
-        want = reference.logits(name, prompt + answer[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
-        assert answer == want, name
+    check_answers(answered, base, adapters)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
-import structlog
 
+from support.quiet import errors_alone
 from support.whole_server import WholeServer, whole_server
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet() -> Iterator[None]:
     """Errors only, on one line; the tests of the log look at it by their own way."""
-    structlog.configure(
-        processors=[structlog.processors.JSONRenderer(default=str)],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
-    )
-    yield
-    structlog.reset_defaults()
+    with errors_alone():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from loraplex.adapters.layout import ArenaLayout
 from loraplex.kernels.backend import BackendUnavailable, resolve_backend
 from loraplex.kernels.lora import lora_reference
 from loraplex.kernels.lora_pack import pack_rows
+from support.lora_arena import decode, lengths
 from support.lora_zoo import GROUPS, ODD_GROUPS, OpCounter, Zoo, make_adapter
 
 LAYERS = 3
@@ -51,19 +52,6 @@ def zoos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Zoo]:
             )
         made[name] = Zoo(layout, adapters)
     return made
-
-
-def decode(slots: list[int]) -> Segments:
-    """One row a sequence."""
-    return [(slot, row, 1) for row, slot in enumerate(slots)]
-
-
-def lengths(slots_and_rows: list[tuple[int, int]]) -> Segments:
-    segments, first = [], 0
-    for slot, count in slots_and_rows:
-        segments.append((slot, first, count))
-        first += count
-    return segments
 
 
 def zipf(rows: int) -> list[int]:

@@ -5,7 +5,6 @@ After a change that is meant to take more: RECORD_AOT=1 python -m pytest tests/k
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,13 @@ from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora_triton import TritonLoraPass
 from loraplex.kernels.lora_types import Scratch, segments_by_slot
 from support.lora_arena import make_arena
-from support.triton_aot import Variant, check
+from support.triton_aot import Recorder, Variant, check
 from support.wgmma import products_in_flight
 
 RECORD = Path(__file__).parent / "aot" / "lora.json"
 GROUP = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 4096, (4096, 1024, 1024))
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 UNSPECIALISED = ("which", "layer", "first_site", "num_sites", "splits", "units")
-
-
-class Recorder:
-    """Stands for a kernel, and keeps what it is launched with."""
-
-    def __init__(self, kernel: Any, keep: Callable[[dict[str, Any]], None]) -> None:
-        self._names = kernel.arg_names
-        self._keep = keep
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **options: Any) -> None:
-            self._keep(dict(zip(self._names, args, strict=False)) | options)
-
-        return launch
 
 
 def launched(dtype: torch.dtype, rank: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[Variant]:

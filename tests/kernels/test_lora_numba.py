@@ -13,7 +13,7 @@ from loraplex.kernels.groups import HEAD, SiteGroup
 from loraplex.kernels.lora import begin_pass
 from loraplex.kernels.lora_numba import NumbaLoraPass
 from loraplex.kernels.lora_types import Scratch, Segment, segments_by_slot
-from support.lora_arena import ManualArena, make_arena
+from support.lora_arena import ManualArena, lengths, make_arena
 
 CPU = torch.device("cpu")
 GROUPS = (
@@ -32,14 +32,6 @@ HEAD_GROUP = SiteGroup(HEAD, (f"{HEAD}.0", f"{HEAD}.1", f"{HEAD}.2"), 40, (48, 4
 LAYERS = 2
 RANKS = (8, 16, 24, 64, 8, 256, {"q_proj": 8, "v_proj": 32, "down_proj": 16}, {"down_proj": 24}, 0)
 SPARSE = 4
-
-
-def lengths(slots_and_rows: Sequence[tuple[int, int]]) -> list[Segment]:
-    segments, first = [], 0
-    for slot, count in slots_and_rows:
-        segments.append((slot, first, count))
-        first += count
-    return segments
 
 
 def zipf(rows: int) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from loraplex.kernels.lora import begin_pass
 from loraplex.kernels.lora_tiling import LoraTiling
 from loraplex.kernels.lora_triton import TritonLora, TritonLoraPass
 from loraplex.kernels.lora_types import Scratch, Segment, segments_by_slot
-from support.lora_arena import ManualArena, make_arena
+from support.lora_arena import ManualArena, decode, lengths, make_arena
 from support.lora_zoo import Zoo, make_adapter
 from support.triton_interpreter import repair_bfloat16
 
@@ -58,18 +58,6 @@ def arenas() -> dict[str, ManualArena]:
         "bfloat16": arena_of(torch.bfloat16),
         "odd": arena_of(torch.float32, ODD_GROUPS),
     }
-
-
-def decode(slots: Sequence[int]) -> list[Segment]:
-    return [(slot, row, 1) for row, slot in enumerate(slots)]
-
-
-def lengths(slots_and_rows: Sequence[tuple[int, int]]) -> list[Segment]:
-    segments, first = [], 0
-    for slot, count in slots_and_rows:
-        segments.append((slot, first, count))
-        first += count
-    return segments
 
 
 def zipf(rows: int) -> list[int]:

@@ -5,7 +5,6 @@ After a change that is meant to take more: RECORD_AOT=1 python -m pytest tests/k
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from loraplex.kernels import logsumexp_triton, sampling_edits, sampling_programs, sampling_triton
 from loraplex.kernels.sampling_triton import TritonSampling
 from loraplex.kernels.sampling_types import Biases, Draws, History, SampleRows
-from support.triton_aot import Variant, check
+from support.triton_aot import Recorder, Variant, check
 
 RECORD = Path(__file__).parent / "aot" / "sampling.json"
 TYPES = {
@@ -26,20 +25,6 @@ TYPES = {
     torch.uint8: "u8",
 }
 DRAW = ("peaks", "weigh", "gather", "select", "sum_kept", "pick")
-
-
-class Recorder:
-    """Stands for a kernel, and keeps what it is launched with."""
-
-    def __init__(self, kernel: Any, keep: Callable[[dict[str, Any]], None]) -> None:
-        self._names = kernel.arg_names
-        self._keep = keep
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **options: Any) -> None:
-            self._keep(dict(zip(self._names, args, strict=False)) | options)
-
-        return launch
 
 
 def variant(name: str, kernel: str, arguments: dict[str, Any]) -> Variant:

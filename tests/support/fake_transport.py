@@ -15,19 +15,8 @@ from itertools import count
 from loraplex.adapters.cache import AdapterCache
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.residency import Ticket
+from support.cache_fakes import PAGE_BYTES, FakeImage
 from support.fake_runner import GARBAGE, adapter_mark
-
-PAGE_BYTES = 1000
-
-
-@dataclass(frozen=True)
-class FakeImage:
-    digest: str
-    num_pages: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_pages * PAGE_BYTES
 
 
 @dataclass(frozen=True)

@@ -142,3 +142,17 @@ def make_arena(
             tables[:, :, :, number, 0] = tables[:, :, :, 0, 0] * present[:, None, :, number]
     num_chunks = (tables[..., 0] > 0).sum(axis=1).max(axis=(1, 2)).astype(np.int32)
     return ManualArena(LoraWeights(storage, tuple(groups), tables, num_chunks, present, vectors))
+
+
+def lengths(slots_and_rows: Sequence[tuple[int, int]]) -> list[Segment]:
+    """Segments one behind the other, each of a slot and its number of rows."""
+    segments, first = [], 0
+    for slot, count in slots_and_rows:
+        segments.append((slot, first, count))
+        first += count
+    return segments
+
+
+def decode(slots: Sequence[int]) -> list[Segment]:
+    """A row a sequence."""
+    return lengths([(slot, 1) for slot in slots])

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -243,3 +243,17 @@ def _number(pattern: str, text: str) -> int:
 
 if __name__ == "__main__":
     print(json.dumps(_compile_all(json.loads(sys.stdin.read()))))
+
+
+class Recorder:
+    """Stands for a kernel, and keeps what it is launched with."""
+
+    def __init__(self, kernel: Any, keep: Callable[[dict[str, Any]], None]) -> None:
+        self._names = kernel.arg_names
+        self._keep = keep
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            self._keep(dict(zip(self._names, args, strict=False)) | options)
+
+        return launch
