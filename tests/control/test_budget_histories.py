@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,12 @@ class _Server:
         )  # since the last report that was answered, and in the time before
 
 
+_USED = st.one_of(st.none(), st.integers(0, 150))
+"""Tokens; None: it still runs."""
+
+
 class Histories(RuleBasedStateMachine):
-    def __init__(self) -> None:
+    def __init__(self, seen: Counter[str]) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="loraplex-budgets-"))
         self.database = Database(database_url(self.root))
@@ -50,6 +55,7 @@ class Histories(RuleBasedStateMachine):
         self.servers = [_Server(self.world.replica()) for _ in range(3)]
         self.spent = 0
         self.doubt = 0  # what killed servers had said that they might spend
+        self.seen = seen
 
     def teardown(self) -> None:
         """In the end everything that is left can be spent, and the database's sum is true."""
@@ -74,15 +80,27 @@ class Histories(RuleBasedStateMachine):
         if server.replica.reach == "away":
             server.untold += min(used, cost)
 
-    @rule(which=st.integers(0, 2), cost=st.integers(1, 400))
-    def take(self, which: int, cost: int) -> None:
+    @rule(
+        which=st.integers(0, 2), asked=st.lists(st.tuples(st.integers(1, 150), _USED), min_size=1, max_size=5)
+    )
+    def serve(self, which: int, asked: list[tuple[int, int | None]]) -> None:
+        """One after the other, of which some go on for longer."""
         server = self.servers[which]
+        for cost, used in asked:
+            name = self._take(server, cost)
+            if name is not None and used is not None:
+                self._settle(server, name, used)
+
+    def _take(self, server: _Server, cost: int) -> str | None:
         server.wanted += cost
         try:
             name = server.replica.take(charge(cost, LIMIT, "forever"))
-        except (QuotaSpent, RateLimited, DatabaseUnavailable):
-            return
+        except (QuotaSpent, RateLimited, DatabaseUnavailable) as refusal:
+            self.seen[refusal.code] += 1
+            return None
+        self.seen["passed"] += 1
         server.running[name] = (cost, self.world.clock())
+        return name
 
     @rule(which=st.integers(0, 2), oldest=st.booleans(), used=st.integers(0, 400))
     def settle(self, which: int, oldest: bool, used: int) -> None:
@@ -109,6 +127,7 @@ class Histories(RuleBasedStateMachine):
         server = self.servers[which]
         if server.untold:
             return
+        self.seen["killed"] += 1
         self.doubt += 2 * (server.wanted + server.wanted_before)
         self.servers[which] = _Server(self.world.replica())
 
@@ -135,8 +154,9 @@ class Histories(RuleBasedStateMachine):
 
 
 def _run(max_examples: int, steps: int) -> None:
+    seen = Counter[str]()
     run_state_machine_as_test(
-        Histories,
+        lambda: Histories(seen),
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=steps,
@@ -144,6 +164,7 @@ def _run(max_examples: int, steps: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    print(f"\n{max_examples} histories: {dict(seen)}; never overspent")
 
 
 @pytest.mark.slow

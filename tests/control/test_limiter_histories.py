@@ -4,6 +4,7 @@ what was reserved is always what was settled, what was given back and what is li
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -65,7 +66,7 @@ _EVENTS = st.lists(
 _Event = tuple[float, int, int, int, int, int, int | None]
 
 
-def _follow(kit: LimiterKit, events: list[_Event]) -> None:
+def _follow(kit: LimiterKit, events: list[_Event], seen: Counter[str]) -> None:
     book, callers, now = Book(), _callers(), 0.0
     live: list[tuple[Held, list[list[float]]]] = []
     for passed, who, prompt, asked, n, ends, used in events:
@@ -74,12 +75,15 @@ def _follow(kit: LimiterKit, events: list[_Event]) -> None:
         try:
             held = kit.reserve(callers[who], prompt, asked, n, server=SERVER)
         except NeverFits:
-            pass
+            seen["never fit"] += 1
         except RateLimited as refusal:
+            seen["had to wait"] += 1
             _check_refusal(book, refusal, callers[who], now, prompt + n * asked, kit)
         else:
+            seen["passed"] += 1
             live.append((held, _enter(book, held, now, kit)))
         if ends < len(live):
+            seen["settled"] += 1
             held, charges = live.pop(ends)
             kit.settle(held, used)
             for charge, of in zip(charges, held.plan.rates, strict=True):
@@ -130,16 +134,19 @@ def _check_refusal(
 
 
 def _run(make: Callable[[], LimiterKit], examples: int) -> None:
+    seen = Counter[str]()
+
     @settings(max_examples=examples, deadline=None)
     @given(_EVENTS)
     def histories(events: list[_Event]) -> None:
         kit = make()
         try:
-            _follow(kit, events)
+            _follow(kit, events, seen)
         finally:
             kit.close()
 
     histories()
+    print(f"\n{examples} histories: {dict(seen)}")
 
 
 def test_in_one_process() -> None:
