@@ -309,12 +309,19 @@ def test_what_others_wrote_cannot_command_the_terminal(shell: Shell) -> None:
     assert "[red]markup[/] 😀" in shell.ok("tenant", "list")
 
 
-def test_the_program_starts_without_what_takes_long_to_import() -> None:
-    """A command that only asks a server waits for no database's library, and none for torch."""
-    code = (
-        "import sys; from loraplex.app.cli import create_cli; create_cli(); "
-        "print(*{'torch', 'numpy', 'sqlalchemy', 'alembic', 'psycopg', 'starlette'} & set(sys.modules))"
-    )
+@pytest.mark.parametrize(
+    ("start", "foreign"),
+    [
+        # A command that only asks a server waits for no database's library.
+        (
+            "from loraplex.app.cli import create_cli; create_cli()",
+            {"torch", "numpy", "sqlalchemy", "alembic", "starlette"},
+        ),
+        ("import loraplex.app.serve", {"torch", "transformers", "huggingface_hub", "psycopg", "redis"}),
+    ],
+)
+def test_the_program_starts_without_what_it_has_no_use_for(start: str, foreign: set[str]) -> None:
+    code = f"import sys; {start}; print(*{foreign} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []
 

@@ -173,5 +173,8 @@ def _reason(error: SQLAlchemyError) -> str:
 def _make_engine(url: str) -> Engine:
     parsed = make_url(url)
     if parsed.get_backend_name() == "postgresql":
-        return postgres.make_postgres_engine(parsed)
+        # With the driver, which SQLite has no use for.
+        from loraplex.control.postgres_engine import make_postgres_engine
+
+        return make_postgres_engine(parsed)
     return sqlite.make_sqlite_engine(parsed)
