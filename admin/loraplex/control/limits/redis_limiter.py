@@ -319,7 +319,7 @@ class RedisLimiter:
             try:
                 await self._link.connect()
                 if not await self._join(apart=True):
-                    tries = 1  # Redis is there, and others are not yet
+                    tries = min(tries, 3)  # Redis is there, and others are not yet
                     continue
                 # What was decided here meanwhile is told before any request that comes now.
                 self._back()
