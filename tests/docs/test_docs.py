@@ -111,6 +111,18 @@ def test_files_and_tests_that_documents_name_are_there() -> None:
     assert missing == []
 
 
+def test_code_that_documents_name_by_the_end_of_its_path_is_there() -> None:
+    """`routes/versions.py`, or `numba_team.py` in a paragraph about its folder."""
+    ours = {f"/{path.relative_to(ROOT).as_posix()}" for path in tracked()}
+    missing = [
+        f"{path.relative_to(ROOT)}: {span}"
+        for path in documents()
+        for span in markdown.spans(path.read_text("utf-8"))
+        if re.fullmatch(r"[\w/-]*\w\.py", span) and not any(name.endswith(f"/{span}") for name in ours)
+    ]
+    assert missing == []
+
+
 def test_nothing_names_a_machine_or_a_registry() -> None:
     patterns = {}
     for word in FORBIDDEN:
