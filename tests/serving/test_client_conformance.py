@@ -163,12 +163,9 @@ async def test_a_slow_reader_gets_merged_events(client: EngineClient) -> None:
     async with asyncio.timeout(20):
         while not stream.finished:
             await client.stats()
-    assert stream.num_buffered == 200 - len(tokens)
-    assert stream.stalled_for() > 0
     event = await anext(stream)
     assert event.finish_reason == "length"
     assert tokens + event.token_ids == fake_tokens(request)
-    assert stream.stalled_for() == 0
 
 
 async def test_a_cancelled_read_loses_nothing(client: EngineClient) -> None:

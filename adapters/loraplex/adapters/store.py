@@ -181,10 +181,6 @@ class ArtifactStore:
                 if self._folder(folder.name) == folder:
                     yield folder.name
 
-    def usage_bytes(self) -> int:
-        """Bytes of all stored artifacts' files."""
-        return sum(_size(self._artifacts / digest[:2] / digest) for digest in self.digests())
-
     def sweep(self, live: set[str]) -> SweepReport:
         """Remove what a crash may have left: everything in staging, and artifacts not in `live`."""
         freed = removed = 0

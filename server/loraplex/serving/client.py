@@ -7,7 +7,6 @@ Two implementations pass one conformance suite: `SocketEngineClient` (an engine 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, Self
 
@@ -35,22 +34,15 @@ class RequestStream:
     nothing. As a context manager it aborts the request on the way out if it has not ended.
     """
 
-    def __init__(
-        self,
-        request: EngineRequest,
-        on_abort: Callable[[str], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, request: EngineRequest, on_abort: Callable[[str], None]) -> None:
         self.request = request
         self._on_abort = on_abort
-        self._clock = clock
         self._arrived = asyncio.Event()
         self._token_ids: list[int] = []
         self._scores: list[Scores] = []
         self._adapter_state: AdapterState | None = None
         self._terminal: TokenEvent | None = None
-        self._pending_since: float | None = None
+        self._pending = False  # something has been put that was not read
         self._closed = False  # the terminal event has been put
         self._ended = False  # the terminal event has been read
         self._aborted = False
@@ -65,7 +57,7 @@ class RequestStream:
     async def __anext__(self) -> TokenEvent:
         if self._ended:
             raise StopAsyncIteration
-        while self._pending_since is None:
+        while not self._pending:
             self._arrived.clear()
             await self._arrived.wait()
         return self._take()
@@ -94,15 +86,6 @@ class RequestStream:
         """The reader's side has asked for the end."""
         return self._aborted
 
-    @property
-    def num_buffered(self) -> int:
-        """Tokens that wait for the reader."""
-        return len(self._token_ids)
-
-    def stalled_for(self) -> float:
-        """Seconds for which something has been waiting that the reader has not taken; 0 where nothing waits."""
-        return 0.0 if self._pending_since is None else self._clock() - self._pending_since
-
     # The client's side.
 
     def put(self, event: TokenEvent) -> None:
@@ -118,8 +101,7 @@ class RequestStream:
         if event.finish_reason is not None:
             self._terminal = event
             self._closed = True
-        if self._pending_since is None:
-            self._pending_since = self._clock()
+        self._pending = True
         self._arrived.set()
 
     def _take(self) -> TokenEvent:
@@ -128,7 +110,7 @@ class RequestStream:
         self._token_ids.clear()
         self._scores.clear()
         self._adapter_state = None
-        self._pending_since = None
+        self._pending = False
         if terminal is None:
             return TokenEvent(self.request.request_id, token_ids, adapter_state=state, scores=scores)
         self._ended = True

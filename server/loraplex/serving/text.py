@@ -87,10 +87,6 @@ class TextProcessor:
         """Tokens that have a text or a meaning; the model's own count may be padded beyond it."""
         return len(self.table.token_bytes)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A raw prompt's tokens. Control tokens written in it are control tokens: who sends a raw prompt writes
         the template himself. Raises TextTooLong."""
