@@ -19,6 +19,7 @@ from pathlib import Path
 
 from support import multipart
 from support.archives import CONFIG, TENSORS, Files, make_tar, make_zip, tar_of
+from support.raw_archives import BLOCK, ZIP_FIELDS, pax_record, raw_member, tar_member, zip64
 
 MARK = "loraplex-escaped"
 ESCAPES = (
@@ -33,24 +34,6 @@ ESCAPES = (
     f"adapter_config.json/../../{MARK}",
     f"~/{MARK}",
 )
-_BLOCK = 512
-ZIP_FIELDS = (
-    (b"PK\x03\x04", 8, 2),
-    (b"PK\x03\x04", 18, 4),
-    (b"PK\x03\x04", 22, 4),
-    (b"PK\x03\x04", 26, 2),
-    (b"PK\x01\x02", 10, 2),
-    (b"PK\x01\x02", 20, 4),
-    (b"PK\x01\x02", 24, 4),
-    (b"PK\x01\x02", 30, 2),
-    (b"PK\x01\x02", 42, 4),
-    (b"PK\x05\x06", 8, 2),
-    (b"PK\x05\x06", 10, 2),
-    (b"PK\x05\x06", 12, 4),
-    (b"PK\x05\x06", 16, 4),
-    (b"PK\x05\x06", 20, 2),
-)
-"""Methods, sizes, lengths, counts and offsets of a zip: magic of the record, offset in it, bytes."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +89,7 @@ class Corpus:
             yield f"zip with the name {name[:20]!r}", make_zip({**self._files, name: b"x"})
 
     def _strange_members(self) -> Iterator[tuple[str, bytes]]:
-        good = [(_member(name, len(data)), data) for name, data in self._files.items()]
+        good = [(tar_member(name, len(data)), data) for name, data in self._files.items()]
         for kind in (
             tarfile.SYMTYPE,
             tarfile.LNKTYPE,
@@ -120,12 +103,12 @@ class Corpus:
             b"Z",
         ):
             for name in (CONFIG, "link"):
-                member = _member(name, 0)
+                member = tar_member(name, 0)
                 member.type = kind
                 member.linkname = f"../../{MARK}"
-                behind = _member(f"link/{CONFIG}", 1)
+                behind = tar_member(f"link/{CONFIG}", 1)
                 yield f"member of type {kind!r}, {name}", tar_of((member, b""), (behind, b"x"), *good)
-        folder = _member(CONFIG, 0)
+        folder = tar_member(CONFIG, 0)
         folder.type = tarfile.DIRTYPE
         yield "a folder named as the config", tar_of((folder, b""), *good)
         yield "twice the same", tar_of(*good, *good)
@@ -158,8 +141,8 @@ class Corpus:
             ("hdrcharset", "ISO-IR 10646 2000 UTF-8"),
         ):
             for kind in (b"x", b"g"):
-                record = _pax_record(key, value)
-                yield f"pax {kind!r} {key}={value[:20]!r}", _raw_member("pax", record, kind) + rest
+                record = pax_record(key, value)
+                yield f"pax {kind!r} {key}={value[:20]!r}", raw_member("pax", record, kind) + rest
         for record in (
             b"99999999999999999999 path=a\n",
             b"5 a=b",
@@ -169,16 +152,16 @@ class Corpus:
             b"0 \n",
             b"6 path\n",
         ):
-            yield f"pax record {record!r}", _raw_member("pax", record, b"x") + rest
+            yield f"pax record {record!r}", raw_member("pax", record, b"x") + rest
         for size in (10, 5000, 2_000_000):
-            yield f"GNU long name of {size}", _raw_member("@", b"a" * size, b"L") + rest
-            yield f"GNU long link of {size}", _raw_member("@", b"a" * size, b"K") + rest
-        yield "many long names", _raw_member("@", b"a" * 900, b"L") * 3000 + rest
+            yield f"GNU long name of {size}", raw_member("@", b"a" * size, b"L") + rest
+            yield f"GNU long link of {size}", raw_member("@", b"a" * size, b"K") + rest
+        yield "many long names", raw_member("@", b"a" * 900, b"L") * 3000 + rest
 
     def _lies(self) -> Iterator[tuple[str, bytes]]:
         config = self._files[CONFIG]
         for size in (1 << 33, 1 << 62, self._cap + 1, len(config) + 1, 0):
-            yield f"tar that says {size} bytes", _raw_member(CONFIG, config, b"0", size=size)
+            yield f"tar that says {size} bytes", raw_member(CONFIG, config, b"0", size=size)
         for field in (
             b"\x80" + b"\xff" * 11,
             b"\xff" * 12,
@@ -187,7 +170,7 @@ class Corpus:
             b"           \0",
             b"\0" * 12,
         ):
-            yield f"tar with the size {field!r}", _raw_member(CONFIG, config, b"0", field=field)
+            yield f"tar with the size {field!r}", raw_member(CONFIG, config, b"0", field=field)
         yield (
             "tar with a wrong checksum",
             make_tar(self._files)[:148] + b"0000000\0" + make_tar(self._files)[156:],
@@ -198,8 +181,8 @@ class Corpus:
                 start = good.index(magic) + at
                 changed = (value & ((1 << 8 * width) - 1)).to_bytes(width, "little")
                 yield f"zip with {value:#x} at {magic!r}+{at}", good[:start] + changed + good[start + width :]
-        yield "zip64 that says the end of the world", _zip64(1 << 63)
-        yield "zip64 with a short field", _zip64(1 << 40, cut=5)
+        yield "zip64 that says the end of the world", zip64(1 << 63)
+        yield "zip64 with a short field", zip64(1 << 40, cut=5)
         yield "zip behind something else", bytes(3000) + good
         yield (
             "zip with a long comment",
@@ -209,7 +192,7 @@ class Corpus:
 
     def _bombs(self) -> Iterator[tuple[str, bytes]]:
         size = 3 * self._cap
-        bomb = _raw_member(TENSORS, b"", b"0", size=size)[:_BLOCK]
+        bomb = raw_member(TENSORS, b"", b"0", size=size)[:BLOCK]
         packer = zlib.compressobj(9, zlib.DEFLATED, 31)
         packed = packer.compress(bomb)
         for _ in range(size >> 20):
@@ -366,57 +349,6 @@ class Corpus:
 
 def _archive_body(content: bytes) -> bytes:
     return multipart.body(multipart.part("archive", content, filename="archive"))
-
-
-def _member(name: str, size: int) -> tarfile.TarInfo:
-    member = tarfile.TarInfo(name)
-    member.size = size
-    return member
-
-
-def _pax_record(key: str, value: str) -> bytes:
-    text = f" {key}={value}\n".encode()
-    size = len(text) + 1
-    while len(str(size)) + len(text) != size:
-        size = len(str(size)) + len(text)
-    return str(size).encode() + text
-
-
-def _raw_member(
-    name: str, data: bytes, kind: bytes, *, size: int | None = None, field: bytes | None = None
-) -> bytes:
-    """A tar member whose header says what we like, with a checksum that is right."""
-    told = len(data) if size is None else size
-    number = (
-        field
-        if field is not None
-        else (b"%011o\0" % told if told < 8**11 else b"\x80" + told.to_bytes(11, "big"))
-    )
-    head = bytearray(_BLOCK)
-    head[: len(name)] = name.encode()
-    head[100:124] = b"0000644\0" + b"0000000\0" * 2
-    head[124:136] = number
-    head[136:148] = b"00000000000\0"
-    head[148:156] = b" " * 8
-    head[156:157] = kind
-    head[257:265] = b"ustar\x0000"
-    head[148:156] = b"%06o\0 " % sum(head)
-    return bytes(head) + data + bytes(-len(data) % _BLOCK)
-
-
-def _zip64(size: int, cut: int = 0) -> bytes:
-    """A zip of one member whose zip64 field says `size`; `cut` bytes of the field are missing."""
-    name = TENSORS.encode()
-    field = struct.pack("<QQ", size, size)
-    extra = struct.pack("<HH", 1, len(field)) + field[: len(field) - cut]
-    local = struct.pack(
-        "<4s5H3I2H", b"PK\x03\x04", 45, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF, len(name), len(extra)
-    )
-    middle = struct.pack("<6H3I", 45, 45, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF)
-    entry = b"PK\x01\x02" + middle + struct.pack("<5H2I", len(name), len(extra), 0, 0, 0, 0, 0)
-    body = local + name + extra + b"data"
-    directory = entry + name + extra
-    return body + directory + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1, 1, len(directory), len(body), 0)
 
 
 def escaped(*roots: Path) -> list[Path]:
