@@ -302,6 +302,6 @@ def test_a_start_for_which_there_is_no_room_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(journal_module, "Segment", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
         UsageJournal(tmp_path)
     assert list(tmp_path.iterdir()) == []

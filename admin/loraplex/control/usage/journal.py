@@ -91,9 +91,12 @@ class UsageJournal:
             self._lock_file = lock_life(self.directory)
             sync_directory(directory)
             self._current = Segment(self.directory, 1, segment_bytes)
-        except OSError:
+        except OSError as error:
             # Else each try to start on a full disk would leave a folder.
             shutil.rmtree(self.directory, ignore_errors=True)
+            error.filename = error.filename or str(
+                directory
+            )  # a write names no file, and the start says why it fails
             raise
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
