@@ -24,27 +24,12 @@ from loraplex.control.errors import (
     TenantNotFound,
 )
 from loraplex.control.types import Removal, VersionInfo
-from support.control import ControlPlane, caller, digests
+from support.control import ControlPlane, at_once, caller, digests
 from support.dying_plane import die_at
 
 
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What each call returned or raised, all begun together."""
-    barrier = threading.Barrier(len(calls))
-
-    def run(call: Callable[[], Any]) -> Any:
-        barrier.wait()
-        try:
-            return call()
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(run, calls))
-
-
 def test_uploads_of_one_name_at_once_get_a_number_each(plane: ControlPlane) -> None:
-    results = at_once([lambda seed=seed: plane.add("acme", "pirate", seed) for seed in range(8)])  # type: ignore[misc]
+    results = at_once(*[lambda seed=seed: plane.add("acme", "pirate", seed) for seed in range(8)])  # type: ignore[misc]
     assert sorted(info.number for info in results) == list(range(1, 9))
     assert len(plane.stored()) == 8
     release = plane.releases.get("acme", "pirate")
@@ -54,7 +39,7 @@ def test_uploads_of_one_name_at_once_get_a_number_each(plane: ControlPlane) -> N
 
 
 def test_the_same_bytes_at_once_are_one_version(plane: ControlPlane) -> None:
-    results = at_once([lambda: plane.upload("acme", "pirate", 1)] * 8)
+    results = at_once(*[lambda: plane.upload("acme", "pirate", 1)] * 8)
     assert {info.version for info, _ in results} == {"v1"}
     assert sorted(is_new for _, is_new in results) == [False] * 7 + [True]
     plane.check_integrity()
@@ -63,7 +48,7 @@ def test_the_same_bytes_at_once_are_one_version(plane: ControlPlane) -> None:
 def test_a_quota_holds_against_uploads_at_once(plane: ControlPlane) -> None:
     size = plane.add("rival", "probe", seed=99).bytes
     plane.tenants.update("acme", {"limits": {"max_adapters": 3, "max_adapter_bytes": 3 * size}})
-    results = at_once([lambda seed=seed: plane.add("acme", f"a{seed}", seed) for seed in range(8)])  # type: ignore[misc]
+    results = at_once(*[lambda seed=seed: plane.add("acme", f"a{seed}", seed) for seed in range(8)])  # type: ignore[misc]
     refusals = [result for result in results if isinstance(result, AdapterRefused)]
     assert len(refusals) == 5
     assert {refusal.code for refusal in refusals} == {"quota_exceeded"}
@@ -88,7 +73,7 @@ def test_deleting_and_uploading_the_same_bytes_never_leaves_a_version_without_th
 
         return churn
 
-    results = at_once([work(number) for number in range(6)])
+    results = at_once(*[work(number) for number in range(6)])
     assert results == [None] * 6
     plane.check_integrity()
     for digest in plane.stored():
@@ -120,8 +105,8 @@ def test_no_upload_slips_in_between_the_last_row_and_its_bytes(
 
 def test_a_tenant_deleted_during_an_upload_takes_it_along(plane: ControlPlane) -> None:
     results = at_once(
-        [lambda seed=seed: plane.add("acme", "pirate", seed) for seed in range(5)]  # type: ignore[misc]
-        + [lambda: plane.tenants.delete("acme")]
+        *[lambda seed=seed: plane.add("acme", "pirate", seed) for seed in range(5)],  # type: ignore[misc]
+        lambda: plane.tenants.delete("acme"),
     )
     assert isinstance(results[-1], Removal)
     assert all(isinstance(result, VersionInfo | TenantNotFound) for result in results[:-1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -20,7 +19,7 @@ from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.types import ReleaseTarget, Removal, VersionInfo
-from support.control import ControlPlane, caller, use_database
+from support.control import ControlPlane, at_once, caller, use_database
 from support.postgres import need_programs, postgres_server
 
 Planes = tuple[ControlPlane, ControlPlane]
@@ -37,21 +36,6 @@ def planes(tmp_path: Path) -> Iterator[Planes]:
     yield first, second
     first.close()
     second.close()
-
-
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """What each returned or raised, all begun together."""
-    together = threading.Barrier(len(calls))
-
-    def run(call: Callable[[], Any]) -> Any:
-        together.wait()
-        try:
-            return call()
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(run, calls))
 
 
 def check(plane: ControlPlane) -> None:

@@ -11,6 +11,7 @@ import torch
 from loraplex.kernels.attention_numba import BLOCK, SPAN, build_attention_batch, paged_attention
 from support.numba_cache import packed_cache
 from support.paged import expected_attention, paged_step
+from support.poison import poison_new_memory
 
 pytestmark = pytest.mark.slow  # compiling them takes most of a minute
 
@@ -22,14 +23,7 @@ LENS = [1, 2, 7, 13, 50, 75, SPAN + 21, 171]
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Nothing may stand on what new memory holds."""
-    empty = torch.empty
-
-    def full_of_nan(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", full_of_nan)
+    poison_new_memory(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

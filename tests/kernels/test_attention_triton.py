@@ -15,6 +15,7 @@ from loraplex.kernels.attention_triton import (
     paged_attention,
 )
 from support.paged import expected_attention, paged_step
+from support.poison import poison_new_memory
 from support.triton_interpreter import repair_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,14 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is not
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Nothing may stand on what new memory holds."""
-    empty = torch.empty
-
-    def full_of_nan(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", full_of_nan)
+    poison_new_memory(monkeypatch)
     if DEVICE.type == "cpu":
         repair_bfloat16(monkeypatch)
         torch.set_num_threads(1)

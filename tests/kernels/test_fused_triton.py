@@ -14,6 +14,7 @@ from loraplex.kernels import (
     rope,
     rope_triton,
 )
+from support.poison import poison_new_memory
 from support.triton_interpreter import repair_bfloat16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,12 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    empty = torch.empty
-
-    def full_of_nan(*args, **kwargs):
-        return empty(*args, **kwargs).fill_(float("nan"))
-
-    monkeypatch.setattr(torch, "empty", full_of_nan)
+    poison_new_memory(monkeypatch)
     if DEVICE.type == "cpu":
         repair_bfloat16(monkeypatch)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -139,3 +142,18 @@ def caller(tenant: str, **changes: Any) -> Principal:
 
 def digests(removal: Removal) -> set[str]:
     return set(removal.digests)
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each returned or raised, all begun together."""
+    together = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> Any:
+        together.wait()
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))

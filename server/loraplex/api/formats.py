@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -42,8 +42,9 @@ class WholeChoice:
 @dataclass(frozen=True)
 class AnswerFormat:
     """What is the same in every chunk of one answer. `created` in seconds since the epoch, `model` as the
-    client named it. With `include_usage` every chunk but the last has `usage: null`."""
+    client named it. With `include_usage` every chunk but the last has `usage: null`. A chunk's `object` is `KIND`."""
 
+    KIND: ClassVar[str]
     id: str
     created: int
     model: str
@@ -54,8 +55,8 @@ class AnswerFormat:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, kind: str, choices: list[dict[str, Any]]) -> bytes:
-        body = self._head(kind)
+    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
+        body = self._head(self.KIND)
         body["choices"] = choices
         if self.include_usage:
             body["usage"] = None
@@ -92,7 +93,9 @@ class AnswerFormat:
 
     def closing(self, usage: Usage) -> bytes:
         """Sent after the last text, before `[DONE]`."""
-        raise NotImplementedError
+        if not self.include_usage:
+            return b""
+        return sse({**self._head(self.KIND), "choices": [], "usage": usage_json(usage)})
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""
@@ -114,21 +117,16 @@ class ChatFormat(AnswerFormat):
 
     def opening(self, num_choices: int) -> bytes:
         first = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(self.KIND, [self._choice(i, first)]) for i in range(num_choices))
+        return b"".join(self._chunk([self._choice(i, first)]) for i in range(num_choices))
 
     def delta(self, delta: Delta) -> bytes:
         chunks = b""
         if delta.text or delta.tokens:
             choice = self._choice(delta.index, {"content": delta.text}, logprobs=self._logprobs(delta))
-            chunks += self._chunk(self.KIND, [choice])
+            chunks += self._chunk([choice])
         if delta.finish_reason:
-            chunks += self._chunk(self.KIND, [self._choice(delta.index, {}, delta.finish_reason)])
+            chunks += self._chunk([self._choice(delta.index, {}, delta.finish_reason)])
         return chunks
-
-    def closing(self, usage: Usage) -> bytes:
-        if not self.include_usage:
-            return b""
-        return sse({**self._head(self.KIND), "choices": [], "usage": usage_json(usage)})
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         told = [
@@ -159,12 +157,7 @@ class CompletionFormat(AnswerFormat):
         if not (delta.text or delta.tokens or delta.finish_reason):
             return b""
         choice = self._choice(delta.index, delta.text, delta.finish_reason, self._logprobs(delta))
-        return self._chunk(self.KIND, [choice])
-
-    def closing(self, usage: Usage) -> bytes:
-        if not self.include_usage:
-            return b""
-        return sse({**self._head(self.KIND), "choices": [], "usage": usage_json(usage)})
+        return self._chunk([choice])
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         told = [
