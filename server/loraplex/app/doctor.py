@@ -7,8 +7,6 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,46 +15,29 @@ from rich.console import Console
 from loraplex.adapters.base import load_base_spec
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.database import describe_database
+from loraplex.app.doctor_torch import Answers, Questions
 from loraplex.app.models import ensure_model
 from loraplex.app.redis import describe_redis
 from loraplex.app.settings import Settings
 
-_PROBE = (
-    "import torch, transformers; "
-    "print(torch.__version__, transformers.__version__, "
-    "torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu', "
-    "torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())"
-)
-_KERNELS = """
-import sys
-from loraplex.engine.kernel_report import describe_kernels
-from loraplex.adapters.errors import LoraplexError
-try:
-    print(describe_kernels(sys.argv[1], sys.argv[2], int(sys.argv[3])))
-except LoraplexError as error:
-    sys.exit(error.message)
-"""
-_EXAMINE = """
-import sys
-from pathlib import Path
-from loraplex.adapters.errors import LoraplexError
-from loraplex.engine.factory import resolve_kernels
-from loraplex.engine.model.loading import examine_dtype, examine_model
-try:
-    print(examine_model(Path(sys.argv[1]), int(sys.argv[2])))
-    device, _ = resolve_kernels(sys.argv[3], "torch")
-    print(examine_dtype(Path(sys.argv[1]), sys.argv[4], device))
-except LoraplexError as error:
-    sys.exit(error.message)
-"""
-
 
 def examine(settings: Settings, console: Console) -> int:
     """Print one line a check; 1 if any failed."""
+    model = _Model(settings)
+    torch = Answers(
+        Questions(
+            device=settings.device,
+            dtype=settings.dtype,
+            kernels=settings.kernels,
+            threads=settings.threads,
+            max_model_len=settings.max_model_len,
+            model_dir=None if model.directory is None else str(model.directory),
+        )
+    )
     checks: list[tuple[str, Callable[[], str]]] = [
         ("python", lambda: f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores"),
-        ("torch", _torch),
-        ("kernels", lambda: _kernels(settings)),
+        ("torch", lambda: torch["torch"]),
+        ("kernels", lambda: torch["kernels"]),
         ("database", lambda: describe_database(settings)),
         ("redis", lambda: describe_redis(settings)),
         ("data directory", lambda: _data_dir(settings.data_dir)),
@@ -64,26 +45,37 @@ def examine(settings: Settings, console: Console) -> int:
         ("admin port", lambda: _port(settings.admin_host, settings.admin_port)),
     ]
     if settings.model:
-        checks.append(("base model", lambda: _model(settings)))
+        checks.append(("base model", lambda: model.describe(torch)))
     failed = 0
     for name, check in checks:
         try:
             console.print(f"[green]ok[/]    {name}: {check()}", highlight=False, soft_wrap=True)
-        except (LoraplexError, OSError, subprocess.SubprocessError) as error:
+        except (LoraplexError, OSError) as error:
             failed += 1
             console.print(f"[red]wrong[/] {name}: {error}", highlight=False, soft_wrap=True)
     return 1 if failed else 0
 
 
-def _torch() -> str:
-    torch, transformers, device, *capability, threads = _own_process(_PROBE).split()
-    return (
-        f"{torch}, transformers {transformers}, device {device} ({' '.join(capability)}), {threads} threads"
-    )
+class _Model:
+    """The base model of the settings, fetched if need be; why it cannot be had is told by `describe`."""
 
+    def __init__(self, settings: Settings) -> None:
+        self._data_dir = settings.data_dir
+        self.directory: Path | None = None
+        self._failure: Exception | None = None
+        if settings.model:
+            try:
+                self.directory = ensure_model(settings.model)
+            except (LoraplexError, OSError) as error:
+                self._failure = error
 
-def _kernels(settings: Settings) -> str:
-    return _own_process(_KERNELS, settings.kernels, settings.device, str(settings.threads))
+    def describe(self, torch: Answers) -> str:
+        if self._failure is not None:
+            raise self._failure
+        assert self.directory is not None
+        how = torch["model"]
+        base = load_base_spec(self.directory, cache_dir=self._data_dir)
+        return f"{how}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
 
 
 def _data_dir(path: Path) -> str:
@@ -118,21 +110,3 @@ def _port(host: str, port: int) -> str:
         except OSError as error:
             raise OSError(f"{host}:{port} cannot be used: {error.strerror}") from error
     return f"{host}:{port} is free"
-
-
-def _model(settings: Settings) -> str:
-    model_dir = ensure_model(settings.model)
-    given = (str(model_dir), str(settings.max_model_len), settings.device, settings.dtype)
-    kind, dtype = _own_process(_EXAMINE, *given).splitlines()
-    base = load_base_spec(model_dir, cache_dir=settings.data_dir)
-    return f"{kind}, {dtype}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
-
-
-def _own_process(program: str, *arguments: str) -> str:
-    """What a program that needs torch prints: importing torch here would cost this process its memory."""
-    done = subprocess.run(  # noqa: S603 - our own interpreter and a fixed text
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise OSError((done.stderr.strip().splitlines() or ["torch cannot be imported"])[-1])
-    return done.stdout.strip()
