@@ -111,6 +111,44 @@ async def test_what_was_used_after_a_charge_that_is_given_back_stays_used(shared
     assert held.tokens.remaining == 800
 
 
+async def test_a_clock_that_is_set_back_gives_nothing_away(shared: SharedLimits) -> None:
+    """The limit is spent then; and still is, but for what flows back, when a request ends that came later."""
+    (one,) = await shared.servers(1)
+    acme = tenant(tokens_per_minute=1000)
+    await one.reserve("a", plan(acme, 1000))
+    shared.advance(-10)
+    with pytest.raises(RateLimited):
+        await one.reserve("b", plan(acme, 1))
+    shared.advance(6)
+    await one.reserve("b", plan(acme, 100))
+    await one.settle("b", used_tokens=100)
+    with pytest.raises(RateLimited):
+        await one.reserve("c", plan(acme, 1))
+
+
+async def test_what_was_spent_apart_is_charged_once_however_often_it_was_told(shared: SharedLimits) -> None:
+    """Redis hears it, and its answers come too late."""
+    one, other = await shared.servers(2)
+    acme = tenant(tokens_per_minute=1000)
+    await shared.hang_for(60)
+    await one.reserve("a", plan(acme, 100))
+    await one.settle("a", used_tokens=100)
+    shared.links[0].reach = "late"
+    shared.go_on()
+    for number in range(3):
+        before = shared.links[0].num_late
+        async with asyncio.timeout(10):
+            while shared.links[0].num_late < before + 2:
+                await asyncio.sleep(0.005)
+        await one.reserve(f"b{number}", plan(acme, 10))
+        await one.settle(f"b{number}", used_tokens=10)
+    shared.links[0].reach = "answers"
+    await shared.together()
+    held = await other.reserve("c", plan(acme, 100))
+    assert held.tokens is not None
+    assert held.tokens.remaining == 1000 - 100 - 30 - 100
+
+
 async def test_a_server_that_ends_leaves_nothing(shared: SharedLimits) -> None:
     one, other = await shared.servers(2)
     acme = tenant(tokens_per_minute=1000, max_concurrency=1)

@@ -19,6 +19,7 @@
 --   TAG:joined            replica -> the number of its joining, which every call names
 --   TAG:seen              replica -> when it was last heard of
 --   TAG:parts             replica -> the fewest replicas that it may believe there are
+--   TAG:owed:REPLICA      window -> how much of what was spent without Redis is charged; '' -> the batch that it is of
 --   TAG:awaited, :told    after a loss of data: how many replicas knew it, and those that have told what they knew
 --
 -- A replica that cannot reach this Redis spends its share of each limit by itself: from SILENCE after it was last heard
@@ -77,8 +78,8 @@ local function open(name, limit)
     window.limit, window.base, window.head, window.tat = struct.unpack('<dddd', raw)
     if spent(window) > (PERIOD + SLACK) * window.limit then
       -- No charge does that: the clock was set back, or a debt of more than a minute was reported.
-      window.base, window.head = now - PERIOD, 0
-      window.tat = 2 * PERIOD * window.limit
+      -- All of it comes before what is held from now on.
+      window.base, window.head, window.tat = now - PERIOD, 2 * PERIOD * window.limit, 2 * PERIOD * window.limit
       save(window)
       redis.call('DEL', window.held)
     end
@@ -285,15 +286,26 @@ local function have_all_told()
 end
 
 -- What was spent here before, if this Redis lost its data; if it did not it knows better, as what was seen may have been
--- given back since. And what was spent without it.
-local function report(rates, has_lost)
+-- given back since. And what was spent without it, of which some may have been told before, in the same batch, by a call
+-- whose answer was lost.
+local function report(replica, batch, rates, has_lost)
+  local owed = TAG .. ':owed:' .. replica
   for _, rate in ipairs(rates) do
     local window = open(rate.name, rate.limit)
     local fresh = window.fresh
     if fresh then window.base = math.min(window.base, rate.seen) end
     -- A window that is gone had flowed back, as far as anybody saw.
     if has_lost or fresh then raise(window, point(window, rate.seen)) end
-    if rate.sum > 0 then charge_for_good(window, rate.sum * PERIOD, point(window, rate.floor)) end
+    if rate.sum > 0 then
+      if redis.call('HGET', owed, '') ~= batch then
+        redis.call('DEL', owed)
+        redis.call('HSET', owed, '', batch)
+      end
+      local more = rate.sum - tonumber(redis.call('HGET', owed, rate.name) or 0)
+      if more > 0 then charge_for_good(window, more * PERIOD, point(window, rate.floor)) end
+      redis.call('HSET', owed, rate.name, rate.sum)
+      redis.call('PEXPIRE', owed, string.format('%.0f', 2 * PERIOD / 1000))
+    end
   end
 end
 
@@ -329,7 +341,7 @@ function operations.join()
   -- is not forgotten meanwhile.
   heard_of(replica, given.heard < 0 and now or math.max(given.heard, now - LEASE / 2))
   settle(replica, ended)
-  report(given.rates, has_lost)
+  report(replica, given.batch, given.rates, has_lost)
   restore(replica, given.live, existing, has_lost)
   local counted = count(replica, given.replicas)
   counted.has_lost, counted.born = has_lost, born
@@ -340,7 +352,7 @@ function operations.join()
 end
 
 function operations.report()
-  report(given.rates, given.has_lost)
+  report(given.replica, given.batch, given.rates, given.has_lost)
   if given.has_lost and given.is_last then has_told(given.replica) end
   return { status = 'ok', now = now, ready = have_all_told() }
 end

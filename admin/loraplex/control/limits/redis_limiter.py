@@ -118,6 +118,7 @@ class RedisLimiter:
         self._running: dict[Owner, int] = {}
         self._seen: dict[str, Seen] = {}
         self._owed = Owed()
+        self._batch = 0  # of what is owed, as Redis may have been told of it
         self._ended: dict[str, int] = {}
         self._decisions = 0
 
@@ -350,6 +351,7 @@ class RedisLimiter:
         join = Join(
             replica=self._replica,
             number=number,
+            batch=str(self._batch),
             heard=self._heard_us() if self._born else -1.0,
             replicas=self._part.replicas if self._born else 0,
             born=self._born,
@@ -364,10 +366,10 @@ class RedisLimiter:
             for first in range(MOST_REPORTED, len(spending), MOST_REPORTED):
                 some = spending[first : first + MOST_REPORTED]
                 is_last = first + MOST_REPORTED >= len(spending)
-                report = Report(self._replica, number, some, reply.has_lost, is_last)
+                report = Report(self._replica, number, join.batch, some, reply.has_lost, is_last)
                 is_ready = (await self._call("report", report, PATIENCE_S)).ready
         except BaseException:
-            # It may have been done all the same: then it is charged twice, for the minute that it takes to flow back.
+            # It may have been done all the same: then Redis charges what has come to it since.
             owed.merge(self._owed)
             self._owed = owed
             raise
@@ -381,6 +383,7 @@ class RedisLimiter:
                     self._see(window_name(charge), charge.limit, one.at_us, charge.seconds * 1e6)
             one.told = True
         self._forget_ended(ended)
+        self._batch += 1
         if not self._born:
             self._heard = self._clock()  # at its first joining Redis takes the time itself
         self._born = reply.born

@@ -51,10 +51,11 @@ class Join(msgspec.Struct, frozen=True):
     """`number` names this joining in every later call; `born`: the data that Redis had at the last one, empty at first.
     `ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended. `heard`: since then this
     replica may have decided by itself, -1 where it did not. `replicas` that it believes there are, 0 at first.
-    `is_whole`: no Report follows."""
+    `is_whole`: no Report follows. `batch`: the sums in `rates` only grow until it is another one."""
 
     replica: str
     number: str
+    batch: str
     heard: float
     replicas: int
     born: str
@@ -77,6 +78,7 @@ class Report(msgspec.Struct, frozen=True):
 
     replica: str
     number: str
+    batch: str
     rates: list[Spending]
     has_lost: bool
     is_last: bool
