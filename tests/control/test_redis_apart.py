@@ -285,6 +285,33 @@ async def test_before_a_share_begins_a_request_waits_no_longer_than_for_an_answe
     assert loop.time() - begin < 0.2  # nobody waits any more
 
 
+async def test_after_a_long_outage_nobody_decides_before_all_have_told_what_they_spent(
+    shared: SharedLimits,
+) -> None:
+    """All of them were silent for longer than a dead server is waited for, and none was dead."""
+    limited = Limits(requests_per_minute=30)
+    servers = await shared.servers(SERVERS)
+    await shared.pass_time(1)
+    await shared.hang_for(60)
+    for server in servers:
+        for number in range(10):
+            await server.reserve(f"apart{number}", plan(1, limited))
+    for link in shared.links[1:]:
+        link.reach = "away"
+    shared.go_on()
+    async with asyncio.timeout(5):
+        while not shared.redis.client.exists(f"{TAG}:awaited"):
+            await asyncio.sleep(0.005)
+    with pytest.raises(LimitsUnavailable):
+        await servers[0].reserve("early", plan(1, limited))
+    for link in shared.links[1:]:
+        link.reach = "answers"
+    await shared.together()
+    for server in servers:
+        with pytest.raises(RateLimited):
+            await server.reserve("late", plan(1, limited))
+
+
 # A Redis that lost its data.
 
 

@@ -20,7 +20,8 @@
 --   TAG:seen              replica -> when it was last heard of
 --   TAG:parts             replica -> the fewest replicas that it may believe there are
 --   TAG:owed:REPLICA      window -> how much of what was spent without Redis is charged; '' -> the batch that it is of
---   TAG:awaited, :told    after a loss of data: how many replicas knew it, and those that have told what they knew
+--   TAG:awaited, :told    after a loss of data or a long outage: how many replicas there were, and those that have told
+--                         what they knew
 --
 -- A replica that cannot reach this Redis spends its share of each limit by itself: from SILENCE after it was last heard
 -- of, beginning with nothing, at the limit over the number of replicas. Just that much is kept back here from all others
@@ -263,7 +264,14 @@ local function kept_back(replica)
   end
 end
 
--- After a loss of data nobody decides here before all that knew it have told what they knew, or had LEASE for it.
+-- Nobody was heard of for a lease: none of them is dead for that, and all may have spent their shares.
+local function was_away()
+  local last = redis.call('ZREVRANGE', SEEN, 0, 0, 'WITHSCORES')
+  return last[2] ~= nil and tonumber(last[2]) <= now - LEASE + SLACK
+end
+
+-- After a loss of data, or when all were away, nobody decides here before all have told what they know, or had LEASE
+-- for it.
 local function await_all(replicas)
   local awaited = tonumber(redis.call('GET', AWAITED) or 0)
   if awaited > 0 then
@@ -337,6 +345,7 @@ function operations.join()
   redis.call('SETNX', BORN, replica .. given.number)
   local born = redis.call('GET', BORN)
   local has_lost = given.born ~= '' and given.born ~= born
+  local awaits = given.knows and (has_lost or was_away())
   -- A replica that was apart may spend its share until it hears this answer. Until it says so it counts as silent, and
   -- is not forgotten meanwhile.
   heard_of(replica, given.heard < 0 and now or math.max(given.heard, now - LEASE / 2))
@@ -345,15 +354,15 @@ function operations.join()
   restore(replica, given.live, existing, has_lost)
   local counted = count(replica, given.replicas)
   counted.has_lost, counted.born = has_lost, born
-  if has_lost then await_all(given.replicas) end
-  if has_lost and given.is_whole then has_told(replica) end
+  if awaits then await_all(given.replicas) end
+  if given.is_whole and given.knows then has_told(replica) end
   counted.ready = have_all_told()
   return counted
 end
 
 function operations.report()
   report(given.replica, given.batch, given.rates, given.has_lost)
-  if given.has_lost and given.is_last then has_told(given.replica) end
+  if given.is_last and given.knows then has_told(given.replica) end
   return { status = 'ok', now = now, ready = have_all_told() }
 end
 

@@ -104,6 +104,7 @@ class RedisLimiter:
         self._replica = uuid.uuid4().hex
         self._number = 0
         self._born = ""
+        self._has_been_joined = False
         self._offset_us = 0.0
         self._part = Part(1, 0)
         self._joined = False
@@ -280,7 +281,7 @@ class RedisLimiter:
             self._watch.redis_up(False, self._part.replicas)
 
     def _back(self) -> None:
-        self._joined = True
+        self._joined = self._has_been_joined = True
         self._lost.clear()
         self._found.set()
         self._share = None
@@ -334,8 +335,8 @@ class RedisLimiter:
     async def _join(self, *, apart: bool) -> bool:
         """Reconcile: what runs here and Redis does not know is charged there, what Redis believes to run and does not
         is settled, and every window is at least as far spent as it was seen and has been spent since. `apart`: this
-        server decides by itself until it hears the answer. False: Redis lost its data, and other servers have yet to
-        tell what they knew."""
+        server decides by itself until it hears the answer. False: Redis lost its data or was away for long, and other
+        servers have yet to tell what they know."""
         self._number += 1
         number = str(self._number)
         owed, self._owed = self._owed, Owed()
@@ -358,6 +359,7 @@ class RedisLimiter:
             rates=spending[:MOST_REPORTED],
             ended=ended,
             live=live,
+            knows=self._has_been_joined,
             is_whole=len(spending) <= MOST_REPORTED,
         )
         try:
@@ -366,7 +368,7 @@ class RedisLimiter:
             for first in range(MOST_REPORTED, len(spending), MOST_REPORTED):
                 some = spending[first : first + MOST_REPORTED]
                 is_last = first + MOST_REPORTED >= len(spending)
-                report = Report(self._replica, number, join.batch, some, reply.has_lost, is_last)
+                report = Report(self._replica, number, join.batch, some, reply.has_lost, join.knows, is_last)
                 is_ready = (await self._call("report", report, PATIENCE_S)).ready
         except BaseException:
             # It may have been done all the same: then Redis charges what has come to it since.

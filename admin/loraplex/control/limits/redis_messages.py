@@ -51,7 +51,8 @@ class Join(msgspec.Struct, frozen=True):
     """`number` names this joining in every later call; `born`: the data that Redis had at the last one, empty at first.
     `ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended. `heard`: since then this
     replica may have decided by itself, -1 where it did not. `replicas` that it believes there are, 0 at first.
-    `is_whole`: no Report follows. `batch`: the sums in `rates` only grow until it is another one."""
+    `knows`: it has decided here before. `is_whole`: no Report follows. `batch`: the sums in `rates` only grow until it
+    is another one."""
 
     replica: str
     number: str
@@ -62,6 +63,7 @@ class Join(msgspec.Struct, frozen=True):
     rates: list[Spending]
     ended: dict[str, int]
     live: list[Request]
+    knows: bool
     is_whole: bool
 
 
@@ -81,6 +83,7 @@ class Report(msgspec.Struct, frozen=True):
     batch: str
     rates: list[Spending]
     has_lost: bool
+    knows: bool
     is_last: bool
 
 
@@ -109,8 +112,8 @@ class Leave(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True):
     """`unknown`: Redis does not know this joining of this replica, and did nothing. `spent` and `waits`: microseconds,
     for each rate of the request; `full` for each place; `windows`: by name, what is spent after settling. `replicas`
-    that live, `rank` of them come before this one. `has_lost`: other data than `born` named before. `ready`: all that
-    knew the data that was lost have told, and decisions may be asked for."""
+    that live, `rank` of them come before this one. `has_lost`: other data than `born` named before. `ready`: all have
+    told what they knew before the data was lost, or all were away, and decisions may be asked for."""
 
     status: Literal["ok", "refused", "unknown"]
     now: float
