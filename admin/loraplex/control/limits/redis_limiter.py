@@ -53,7 +53,7 @@ SILENCE_S = 1.0
 """As in the script: then Redis begins to keep back what this server may spend by itself."""
 DRIFT_S = 0.1
 """So much later this server begins, as no two clocks run alike."""
-RETRY_S = (0.0, 0.02, 0.05, 0.1, 0.2)
+RETRY_S = (0.0, 0.02, 0.05, 0.1)
 """Pauses before Redis is looked for again; the last one for ever."""
 MOST_REPORTED = 500
 """Windows that one call tells of: it may not stand in the way of others for long."""
@@ -321,8 +321,7 @@ class RedisLimiter:
             try:
                 await self._link.connect()
                 if not await self._join(apart=True):
-                    tries = min(tries, 3)  # Redis is there, and others are not yet
-                    continue
+                    continue  # others are not back yet
                 # What was decided here meanwhile is told before any request that comes now.
                 self._back()
                 log.info("limiter_redis_back", seconds=round(self._clock() - begin, 1), tries=tries)
