@@ -150,6 +150,21 @@ def test_an_idle_server_that_is_killed_loses_nothing(world: World) -> None:
     world.replica().use(charge(850))
 
 
+def test_what_a_killed_server_had_given_up_counts_as_spent_no_more(world: World, one: Replica) -> None:
+    """It was told that it might be spent, and given to another since."""
+    for cost in (100, 150, 200):
+        one.use(charge(cost), 10)
+    world.clock.advance(SLICE_S / 2 + 1)
+    one.use(charge(5))  # of a new share: the old one is too old to be used
+    other = world.replica()
+    other.take(charge(800))
+    for _ in range(2):
+        world.clock.advance(SLICE_S / 2 + 1)
+        other.report()
+    assert world.promised() <= 1000
+    other.close()
+
+
 def test_a_server_that_comes_back_late_tells_what_it_really_spent(world: World) -> None:
     away, other = world.replica(), world.replica()
     held = away.take(charge(300))

@@ -112,7 +112,8 @@ class BudgetStore:
             granted += min(ask.spare, part)
         row.spent = ask.spent
         row.granted = granted
-        row.drawn = max(ask.drawn, ask.spent, min(granted, ask.spent + ask.may_draw))
+        # A server that gave up some of its slice has told more before than it may spend by now.
+        row.drawn = min(granted, max(ask.drawn, ask.spent + ask.may_draw))
         row.expires_at = now + timedelta(seconds=self.slice_s)
         session.flush()
         end = period_end(ask.period, start)
