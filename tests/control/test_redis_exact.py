@@ -210,7 +210,7 @@ def test_200_calls_at_once_from_four_processes_never_overshoot() -> None:
 
 @pytest.mark.slow
 def test_200_calls_at_once_never_overshoot_though_some_hear_answers_too_late() -> None:
-    _drill(rounds=45, late=2)
+    _drill(rounds=30, late=2)
 
 
 @pytest.mark.soak
