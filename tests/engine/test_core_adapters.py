@@ -105,9 +105,28 @@ def test_tenants_take_turns_in_the_precedence_of_aged_requests() -> None:
     while not any(event.request_id == "other" for event in engine.events):
         engine.step(0.1)
     begun = {event.request_id for event in engine.events if event.request_id.startswith("flood")}
-    assert len(begun) <= 3, "what was there, what had precedence, and then the other tenant's turn"
+    assert len(begun) <= 2, "what was there, and what had come before the other's request had aged"
     engine.run()
     assert all(engine.end(f"flood{number}").finish_reason == "length" for number in range(1, 11))
+
+
+def test_one_adapter_at_a_time_is_kept_back_for_one_that_has_precedence() -> None:
+    engine = CoreEngine(num_pages=2)
+    engine.add("long", adapter(1), max_tokens=200)
+    engine.add("short", adapter(2), max_tokens=60)
+    engine.step()
+    engine.step()
+    engine.add("aged", adapter(3), tenant_id="globex")
+    engine.step()
+    engine.step(6.0)
+    for number in (1, 2):
+        engine.add(f"later{number}", adapter(number), max_tokens=1)
+    while not any(event.request_id == "aged" for event in engine.events):
+        engine.step()
+    assert engine.end("later1").finish_reason == "length", "its adapter would be in use for longer anyway"
+    assert engine.tokens("later2") == [], "its adapter had to leave"
+    engine.run()
+    assert engine.end("later2").finish_reason == "length"
 
 
 def test_base_requests_pass_one_that_has_precedence() -> None:

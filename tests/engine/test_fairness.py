@@ -280,6 +280,24 @@ def test_an_expectation_never_lifts_a_newcomer() -> None:
     assert queue.counter("new") == queue.counter("a") == 6.0
 
 
+def test_who_is_ahead_by_an_eighth_of_the_bound_gives_way() -> None:
+    queue = FairQueue(capacity=100)  # the bound is 400
+    runs, waits = waiting("a", max_tokens=500), waiting("b", max_tokens=500)
+    arrive(queue, runs, waits)
+    queue.start(runs)
+    draw(queue, runs, 25)
+    assert queue.giving_way(waits, ["a"]) == []
+    draw(queue, runs, 1)
+    assert queue.giving_way(waits, ["a", "b"]) == ["a"]
+    queue.set_weight("b", 0.5)
+    assert queue.giving_way(waits, ["a"]) == [], "what a lighter tenant is owed comes in larger steps"
+    queue.set_weight("b", 1.0)
+    more = waiting("b", max_tokens=500)
+    arrive(queue, more)
+    queue.start(waits)
+    assert queue.giving_way(more, ["a"]) == [], "what it is about to get counts for a tenant that is behind"
+
+
 def test_an_expectation_has_the_batch_for_its_bound() -> None:
     queue = FairQueue(capacity=100)
     hog = [waiting("hog", max_tokens=10**6) for _ in range(20)]

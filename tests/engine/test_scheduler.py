@@ -198,29 +198,107 @@ def bench_run_once(bench: Bench, name: str, num_prompt: int, first: int = 1000) 
 
 
 def test_preemption_takes_from_the_tenant_that_got_the_most() -> None:
-    bench = Bench(blocks=3)
-    heavy = bench.add("heavy", 20, tenant="heavy", first=1000)
-    light = bench.add("light", 10, tenant="light", first=2000)
-    preempted: tuple[str, ...] = ()
-    while not preempted:
-        plan = bench.plan()
-        preempted = plan.preempted
-        bench.collect(plan)
-    assert preempted == ("heavy",)
+    bench = Bench(blocks=10, tokens=128)
+    heavy = bench.add("heavy", 150, tenant="heavy", first=1000)
+    light = bench.add("light", 1, tenant="light", first=2000)
+    assert _first_preempted(bench) == ("heavy",)
     assert light.state is SequenceState.RUNNING
     assert (heavy.state, heavy.num_computed, heavy.epoch) == (SequenceState.WAITING, 0, 1)
     assert heavy.block_ids == ()
 
 
-def test_within_a_tenant_the_least_urgent_and_then_the_latest_is_preempted() -> None:
+def _first_preempted(bench: Bench) -> tuple[str, ...]:
+    while bench.live:
+        plan = bench.plan()
+        bench.collect(plan)
+        if plan.preempted:
+            return plan.preempted
+    raise AssertionError("nobody was")
+
+
+def test_of_tenants_that_are_level_the_newest_is_preempted() -> None:
+    bench = Bench(blocks=5, tokens=64)
+    bench.add("old", 40, tenant="a", first=1000)
+    new = bench.add("new", 10, tenant="b", first=2000)
+    assert _first_preempted(bench) == ("new",), "though the other got more by some tokens"
+    assert new.num_outputs > 0
+
+
+def test_what_a_tenant_is_about_to_get_counts_when_someone_must_go() -> None:
+    bench = Bench(blocks=5, tokens=16)
+    bench.add("long", 1, 300, tenant="long", first=1000)
+    bench.add("short", 48, 25, tenant="short", first=2000)
+    preempted = _first_preempted(bench)
+    counter = bench.scheduler.queue.counter
+    assert counter("long") < counter("short")
+    assert preempted == ("long",), "its answer has only begun"
+
+
+def test_a_newcomer_leaves_those_who_run_a_block_to_grow_into() -> None:
+    bench = Bench(blocks=4)
+    for number, name in enumerate("abc"):
+        bench.add(name, 15, first=1000 * number)
+    bench.step()
+    assert [seq.request_id for seq in bench.scheduler.running] == ["a", "b"]
+    assert bench.scheduler.blocks.num_free == 2
+
+
+def test_who_cannot_outgrow_its_blocks_keeps_nobody_out() -> None:
     bench = Bench(blocks=3)
-    bench.add("urgent", 15, priority=5, first=1000)
-    bench.add("early", 15, first=2000)
-    bench.add("late", 15, first=3000)
+    for number, name in enumerate("abc"):
+        bench.add(name, 10, 7, first=1000 * number)
     bench.step()
+    assert len(bench.scheduler.running) == 3
+
+
+def test_a_tenant_far_ahead_makes_way_for_the_first_in_the_queue() -> None:
+    bench = Bench(blocks=16)  # 256 tokens: a lead of an eighth of the bound is 128 units, 64 tokens drawn
+    hog = [bench.add(f"hog{number}", 16, 100, tenant="hog", first=1000 * number) for number in range(2)]
     bench.step()
-    bench.plan()  # every sequence needs its second block
+    light = bench.add("light", 220, 4, tenant="light", first=5000)
+    level = bench.scheduler.queue.counter("hog")
+    while light.state is not SequenceState.RUNNING:
+        ahead = bench.scheduler.queue.counter("hog") - level
+        assert ahead <= 128 + 2 * len(hog)
+        assert bench.scheduler.num_preemptions == 0
+        bench.step()
+    assert ahead > 128 - 2 * len(hog)
     assert bench.scheduler.num_preemptions == 2
+    outputs = [list(seq.token_ids) for seq in hog]
+    while bench.live:
+        bench.step()
+    assert [seq.num_outputs for seq in hog] == [100, 100]
+    assert [seq.token_ids[: len(before)] for seq, before in zip(hog, outputs, strict=True)] == outputs
+
+
+def test_nobody_makes_way_where_that_would_not_be_enough() -> None:
+    bench = Bench(blocks=16)
+    hog = bench.add("hog", 16, 200, tenant="hog")
+    bench.add(
+        "dear", 16, 100, tenant="dear", weight=1e6, first=1000
+    )  # is behind all others, whatever it gets
+    bench.step()
+    light = bench.add("light", 220, 4, tenant="light", first=5000)
+    while "dear" in bench.live:
+        bench.step()
+        assert hog.epoch == 0
+    assert bench.scheduler.queue.counter("hog") - bench.scheduler.queue.counter("light") > 128
+    while light.state is not SequenceState.RUNNING:
+        bench.step()
+    assert hog.epoch == 1, "now it is enough"
+
+
+def test_within_a_tenant_the_least_urgent_and_then_the_latest_is_preempted() -> None:
+    bench = Bench(blocks=6)
+    bench.add("urgent", 15, priority=5, max_tokens=60, first=1000)
+    bench.add("early", 15, max_tokens=60, first=2000)
+    bench.add("late", 15, max_tokens=60, first=3000)
+    preempted: list[str] = []
+    while len(preempted) < 2:  # first to have a third block each, then a fourth
+        plan = bench.plan()
+        preempted += plan.preempted
+        bench.collect(plan)
+    assert preempted == ["late", "early"]
     assert [seq.request_id for seq in bench.scheduler.running] == ["urgent"]
     assert bench.scheduler.queue.head() is bench.live["early"]
 
@@ -243,7 +321,7 @@ def test_a_preempted_sequence_resumes_with_its_outputs_and_is_not_charged_again(
 
 
 def test_recomputation_is_free_and_every_token_is_charged_once() -> None:
-    bench = Bench(blocks=3)
+    bench = Bench(blocks=4)
     bench.add("x", 1, tenant="anchor", weight=1e9, max_tokens=1)  # keeps the accounts from starting anew
     first, second = bench.add("a", 15, max_tokens=30), bench.add("b", 15, max_tokens=30, first=2000)
     charged = 0.0

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import Sequence
 
+MAX_COMPARED = 16
+"""Tenants of whom the one that got least has precedence; the next in turn comes in for each that goes."""
+
 
 @dataclass(slots=True, eq=False)
 class Line:
@@ -49,6 +52,11 @@ class _Turns:
         if line.tenant_id in self._tenants:
             self._tenants.move_to_end(line.tenant_id)
 
+    def put_back(self, line: Line) -> None:
+        """It had its tenant's turn, and has not used it."""
+        self._tenants[line.tenant_id] = {line: None, **self._tenants.get(line.tenant_id, {})}
+        self._tenants.move_to_end(line.tenant_id, last=False)
+
     def first(self, count: int) -> list[Line]:
         """The first line of each of the first `count` tenants."""
         heads = zip(range(count), self._tenants.values(), strict=False)
@@ -65,12 +73,13 @@ class AdapterWait:
     others keep in use. Requests on base pass it still. Precedence brings the adapter, not a place in the batch: that is
     fairness's to give.
 
-    Tenants take turns, in what is sent for and in precedence: who asks for a thousand adapters delays another tenant's
-    one by a load or two, and by one precedence, not by a thousand.
+    Tenants take turns in what is sent for, and of those whose turn is near it is the one that got least which has
+    precedence: who asks for a thousand adapters delays another tenant's one by a load or two, not by a thousand.
     """
 
-    def __init__(self, aging_s: float) -> None:
+    def __init__(self, aging_s: float, quantum: float) -> None:
         self._aging_s = aging_s
+        self._quantum = quantum
         self._lines: dict[str, dict[str, Line]] = {}  # by digest and tenant, those with somebody in them
         self._open: frozenset[str] = frozenset()
         self._num_closed = 0
@@ -140,11 +149,11 @@ class AdapterWait:
     def set_open(self, digests: frozenset[str], now: float, counter: Callable[[str], float]) -> None:
         """From now on these adapters and no others may be lent out. `counter` tells a tenant's."""
         before, self._open = self._open, digests
-        for digest in before - digests:
+        for digest in sorted(before - digests):
             for line in self._lines.get(digest, {}).values():
                 self._num_closed += len(line.seqs)
                 self._close(line, now)
-        for digest in digests - before:
+        for digest in sorted(digests - before):
             self._coming.pop(digest, None)
             for line in self._lines.get(digest, {}).values():
                 self._num_closed -= len(line.seqs)
@@ -152,19 +161,24 @@ class AdapterWait:
                 self._unasked.discard(line)
                 self._aged.discard(line)
 
-    def precedence(self, now: float) -> Line | None:
-        """The line whose adapter goes before all others. Then it is the turn of another tenant of those with one that
-        has aged."""
+    def precedence(self, now: float, counter: Callable[[str], float]) -> Line | None:
+        """The line whose adapter goes before all others: of the tenants whose turn is near that which got least, as
+        `counter` tells. One whose adapter has not come gives way to a tenant that got less by more than a quantum."""
         while self._young and now - self._young[0][0] >= self._aging_s:
             since, line = self._young.popleft()
             if line.since == since and line.ref.digest not in self._open and line is not self._first:
                 self._aged.add(line)
         first = self._first
         if first is not None and first.opened is not None and now - first.opened >= self._aging_s:
-            self._first = None
-        if self._first is None:
-            for line in self._aged.first(1):
+            first = self._first = None
+        if first is None or first.opened is None:
+            line = min(self._aged.first(MAX_COMPARED), key=lambda line: counter(line.tenant_id), default=None)
+            if line is not None and (
+                first is None or counter(first.tenant_id) - counter(line.tenant_id) > self._quantum
+            ):
                 self._aged.take(line)
+                if first is not None:
+                    self._aged.put_back(first)
                 self._first = line
         return self._first
 

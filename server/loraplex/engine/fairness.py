@@ -21,6 +21,7 @@ keys, adapters or requests never buy a larger share.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -30,6 +31,8 @@ from loraplex.engine.fairness_lines import Entry, Line, Tenant, TenantHeap
 from loraplex.engine.output_lengths import OutputLengths
 from loraplex.engine.types import Sequence
 
+MAX_LEAD = 0.125
+"""Of the bound without the quantum: who got so much more than the first in the queue gives up places to it."""
 FORESIGHT = 0.5
 """The part of what is expected that counts in the choice. All of it would hold tenants level at the end of what runs,
 nothing at its beginning; a half keeps their counters closest while it runs."""
@@ -89,7 +92,17 @@ class WaitingQueue(Protocol):
         ...
 
     def counter(self, tenant_id: str) -> float:
-        """What the tenant got, per weight: the running requests of the tenant that got most are preempted first."""
+        """What the tenant got, per weight."""
+        ...
+
+    def rank(self, tenant_id: str) -> float:
+        """What it got and is about to get, per weight: where memory runs short, the running requests of the tenant
+        with most are preempted first."""
+        ...
+
+    def giving_way(self, head: Sequence, tenants: Iterable[str]) -> list[str]:
+        """Those of these tenants whose running requests are to be preempted for the first in the queue, should there be
+        no room for both."""
         ...
 
     def tenants(self) -> list[tuple[str, int, float]]:
@@ -115,7 +128,8 @@ class FairQueue:
 
     Choosing costs O(log tenants), and so do starting and charging; `open` and `close` cost as much for each tenant that
     waits for that adapter, however many its requests. `capacity` is the number of token positions that fit into the
-    batch: no tenant is expected to bring more than all of them.
+    batch: no tenant is expected to bring more than all of them, and an eighth of the bound that follows from it is the
+    lead for which a tenant's running requests give way.
     """
 
     def __init__(
@@ -124,6 +138,7 @@ class FairQueue:
         self._charges = Charges() if charges is None else charges
         self._quantum = quantum
         self._most_expected = self._charges.decode * capacity
+        self._max_lead = MAX_LEAD * 2 * self._charges.decode * capacity
         self._lengths = OutputLengths()
         self._tenants: dict[str, Tenant] = {}
         self._entries: dict[Sequence, Entry] = {}
@@ -297,6 +312,23 @@ class FairQueue:
         """Service per weight, relative to the other tenants' counters. 0 for a tenant not known (any more)."""
         tenant = self._tenants.get(tenant_id)
         return 0.0 if tenant is None else tenant.charged
+
+    def rank(self, tenant_id: str) -> float:
+        """The counter and what is expected of the tenant's running requests, as it counts in the choice."""
+        tenant = self._tenants.get(tenant_id)
+        return 0.0 if tenant is None else self._rank(tenant)
+
+    def giving_way(self, head: Sequence, tenants: Iterable[str]) -> list[str]:
+        """Who got so much more than the head's tenant has got, and is about to get, that it must give way: long answers
+        may hold the batch's memory long after their tenant has had its share."""
+        behind = self._tenants[head.request.tenant_id]
+        level, weight = self._rank(behind), behind.weight
+        return [
+            tenant_id
+            for tenant_id in tenants
+            if (ahead := self._tenants[tenant_id]).charged - level
+            > self._max_lead / min(weight, ahead.weight)
+        ]
 
     def tenants(self) -> list[tuple[str, int, float]]:
         """(tenant, requests in the engine, counter) of every tenant that has a request in the engine."""

@@ -21,6 +21,8 @@ from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
 from loraplex.engine.fairness import FairQueue, WaitingQueue
 from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
 
+_GROWTH = 1
+"""Blocks that are kept for each running sequence to grow into before another one starts."""
 MAX_ASKED = 8
 """Adapters that one step sends for anew."""
 MAX_STUCK = 16
@@ -71,13 +73,16 @@ class Scheduler:
             capacity = config.num_blocks * BLOCK_SIZE
             queue = FairQueue(config.charges, quantum=config.residency_quantum, capacity=capacity)
         self.queue = queue
-        self.parked = AdapterWait(config.adapter_wait_aging_s)
+        self.parked = AdapterWait(config.adapter_wait_aging_s, config.residency_quantum)
         self.running: dict[Sequence, Lease | None] = {}  # in the order of admission
+        self._kept_out: Sequence | None = None  # first in the queue, and the last plan had no room for it
         self.failed: list[tuple[Sequence, str]] = []
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._loading: dict[str, None] = {}  # by the last plan
+        self._drained_for: Line | None = None
+        self._draining: set[str] = set()
         self._lendable: frozenset[str] = frozenset()
         self._step_id = 0
 
@@ -150,6 +155,8 @@ class Scheduler:
         draft = _Draft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
         self._cache.begin_pass()
         self._keep_to(draft)
+        self._make_way(draft)
+        yielded = len(draft.preempted)
         decoding: list[Sequence] = []
         others: list[Sequence] = []
         for seq in self.running:
@@ -162,11 +169,11 @@ class Scheduler:
         self._catch_up(draft, others)
         if not self._lendable <= self._cache.on_device:  # what was deleted is to be sent for again
             self._lend(self._lendable & self._cache.on_device, now)
-        kept_out = self._send_for(draft)
+        kept = self._send_for(draft)
         for digest, message in draft.failed.items():
             self.failed += [(seq, message) for seq in self.parked.of(digest)]
-        self._lend(() if kept_out else self._cache.on_device, now)
-        if not draft.preempted:  # else the newcomers would take the blocks that were just won
+        self._lend(self._cache.on_device - kept, now)
+        if len(draft.preempted) == yielded:  # else the newcomers would take the blocks that were just won
             self._admit(draft)
         loads = tuple(digest for digest in draft.loading if digest not in self._loading)
         self._loading = draft.loading
@@ -180,14 +187,34 @@ class Scheduler:
         excess = len(self.running) - draft.max_running
         if excess > 0:
             victims = [seq for seq in self.running if not _all_sampled(seq)]
-            for seq in sorted(victims, key=self._expendability, reverse=True)[:excess]:
+            for seq in self._most_expendable(victims)[:excess]:
                 self._preempt(draft, seq)
+
+    def _make_way(self, draft: _Draft) -> None:
+        """Preempt for the first in the queue, if the last plan had no room for it, those who must give way to its
+        tenant; nobody if that would not be enough."""
+        head, self._kept_out = self._kept_out, None
+        if head is None or self.queue.head() is not head:
+            return
+        tenants = self.queue.giving_way(head, dict.fromkeys(seq.request.tenant_id for seq in self.running))
+        if not tenants:
+            return
+        victims = [s for s in self.running if s.request.tenant_id in tenants and not _all_sampled(s)]
+        missing = self._blocks_short(head, self._promised(), self._found(head))
+        places = len(self.running) + 1 - draft.max_running
+        victims = self._most_expendable(victims)
+        for count, victim in enumerate(victims, 1):
+            missing -= len(victim.block_ids) + _GROWTH
+            if missing <= 0 and count >= places:
+                for chosen in victims[:count]:
+                    self._preempt(draft, chosen)
+                return
 
     def _catch_up(self, draft: _Draft, behind: list[Sequence]) -> None:
         free = self.blocks.num_free
         if free < len(behind) and free < sum(self._blocks_missing(seq) for seq in behind):
             # Blocks run short, and what is scheduled can't be a victim any more: those to be spared go first.
-            behind.sort(key=self._expendability)
+            behind = self._most_expendable(behind)[::-1]
         for seq in behind:
             if draft.budget == 0:
                 return
@@ -245,13 +272,12 @@ class Scheduler:
     def _make_room(self, draft: _Draft, seq: Sequence, missing: int) -> bool:
         """Preempt until `missing` blocks are free. False if `seq` itself had to go, or has to sit this step out.
 
-        The victim is the one whose tenant got the most, there the least urgent, then the latest. No order of
-        victims can livelock: blocks run short only because some sequence decoded 16 tokens more, tokens are never
-        lost, and there are only so many to be drawn.
+        No order of victims can livelock: blocks run short only because some sequence decoded 16 tokens more, tokens are
+        never lost, and there are only so many to be drawn.
         """
         while missing > self.blocks.num_free:
             victims = [s for s in self.running if s not in draft.scheduled and not _all_sampled(s)]
-            victim = max(victims, key=self._expendability)
+            victim = self._most_expendable(victims)[0]
             if victim is seq and len(victims) + len(draft.scheduled) < len(self.running):
                 return False  # someone's last token is in flight: its blocks come free when it is collected
             self._preempt(draft, victim)
@@ -259,8 +285,23 @@ class Scheduler:
                 return False
         return True
 
-    def _expendability(self, seq: Sequence) -> tuple[float, int, int]:
-        return self.queue.counter(seq.request.tenant_id), -seq.request.priority, seq.order
+    def _most_expendable(self, seqs: list[Sequence]) -> list[Sequence]:
+        """In the order in which they are to be preempted: those of the tenant that got, and is about to get, the most.
+        That is what who comes next is chosen by; by anything else those who just came would go again. Tenants within a
+        step's tokens of the first are level: then that goes whose newest is newest, as it has least to lose and, soon
+        resumed, finds its KV. Of a tenant's the least urgent go first, then the latest."""
+        newest: dict[str, int] = {}
+        for seq in seqs:
+            tenant = seq.request.tenant_id
+            newest[tenant] = max(newest.get(tenant, -1), seq.order)
+        ranks = {tenant: self.queue.rank(tenant) for tenant in newest}
+        level = max(ranks.values(), default=0.0) - self._max_tokens * self._charges.prefill
+        place = {tenant: (min(rank, level), newest[tenant]) for tenant, rank in ranks.items()}
+        return sorted(
+            seqs,
+            key=lambda seq: (*place[seq.request.tenant_id], -seq.request.priority, seq.order),
+            reverse=True,
+        )
 
     def _preempt(self, draft: _Draft, seq: Sequence) -> None:
         """Back to the queue, before its tenant's others, to be computed anew.
@@ -291,18 +332,18 @@ class Scheduler:
 
     # Waiting sequences.
 
-    def _send_for(self, draft: _Draft) -> bool:
-        """Go on with the adapters that are waited for. Returns whether one that has precedence waits for room on the
-        device: then no other may be lent or sent for.
+    def _send_for(self, draft: _Draft) -> Collection[str]:
+        """Go on with the adapters that are waited for. Returns those that may not be lent: while one that has
+        precedence waits for room on the device, some must leave it, and no other is sent for.
 
         The cache evicts nothing that was asked for in the same pass. So what has precedence is asked for first; that
         also keeps its adapter there while its request waits for a place in the batch.
         """
-        first = self.parked.precedence(draft.now)
+        first = self.parked.precedence(draft.now, self.queue.counter)
         if first is not None:
             residency = self._ask(draft, first, _always)
             if residency is Residency.NO_ROOM and self._cache.state(first.ref.digest) == "warm":
-                return True
+                return self._drain(first)
         stuck: Counter[str] = Counter()
         for line in sorted(self.parked.coming(), key=lambda line: self.queue.counter(line.tenant_id)):
             stuck[line.tenant_id] += self._ask(draft, line, self._may_evict(line)) is Residency.NO_ROOM
@@ -315,7 +356,23 @@ class Scheduler:
                     residency = self._ask(draft, line, self._may_evict(line))
                     stuck[line.tenant_id] += residency is Residency.NO_ROOM
                     begun |= residency is Residency.LOADING
-        return False
+        return ()
+
+    def _drain(self, line: Line) -> Collection[str]:
+        """Adapters that nobody may begin to use, so that the one that this line waits for finds room: one at a time,
+        that whose running requests can end the soonest. The others are lent on, and the batch stays full."""
+        if line is not self._drained_for:
+            self._drained_for, self._draining = line, set()
+        left: dict[str, int] = {}  # of those in use, the most tokens that one of its requests may draw yet
+        for seq, lease in self.running.items():
+            if lease is not None and seq.request.adapter is not None:
+                digest, most = seq.request.adapter.digest, seq.request.sampling.max_tokens - seq.num_outputs
+                left[digest] = max(most, left.get(digest, 0))
+        if not left:
+            return self._cache.on_device
+        if self._draining.isdisjoint(left):
+            self._draining.add(min(left, key=lambda digest: (left[digest], digest)))
+        return self._draining
 
     def _ask(self, draft: _Draft, line: Line, may_evict: Callable[[str], bool]) -> Residency:
         """Ask for the adapter that a line waits for."""
@@ -353,9 +410,10 @@ class Scheduler:
         if digests != self._lendable:
             before, self._lendable = self._lendable, frozenset(digests)
             self.parked.set_open(self._lendable, now, self.queue.counter)
-            for digest in before - self._lendable:
+            # Sorted: what follows from an order of sets would differ from one process to the next.
+            for digest in sorted(before - self._lendable):
                 self.queue.close(digest)
-            for digest in self._lendable - before:
+            for digest in sorted(self._lendable - before):
                 self.queue.open(digest)
 
     def _admit(self, draft: _Draft) -> None:
@@ -365,28 +423,23 @@ class Scheduler:
         would starve it.
         """
         promised = -1
-        while draft.budget and len(self.running) < draft.max_running:
+        while draft.budget:
             seq = self.queue.head()
-            if seq is None:
+            if seq is None or seq.num_pending:
+                return  # a token of who was just preempted is in flight: it resumes when it has been collected
+            if promised < 0 and len(self.running) < draft.max_running:
+                promised = self._promised()
+            if len(self.running) == draft.max_running or not self._start(draft, seq, promised):
+                self._kept_out = seq
                 return
-            if promised < 0:
-                promised = sum(self._blocks_missing(seq) for seq in self.running)
-            if not self._start(draft, seq, promised):
-                return
-            promised += self._blocks_missing(seq)
+            promised += self._to_come(seq)
 
     def _start(self, draft: _Draft, seq: Sequence, promised: int) -> bool:
         """Give a waiting sequence its lease, the blocks that hold its prefix already, and its first slice. False
         if its tokens do not all fit beside the `promised` blocks that others need for theirs."""
         assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
-        # The last token is always computed, found or not: its logits are needed, and they are not kept.
-        findable = (seq.num_tokens - 1) // BLOCK_SIZE
-        if seq.num_scored < seq.num_to_score:
-            # Nor are those of a prefix: what is yet to be scored is computed anew.
-            findable = seq.num_scored // BLOCK_SIZE
-        found = self.blocks.lookup(prefix.extend_keys(seq)[:findable])
-        room = self.blocks.num_free - self.blocks.num_idle(found) - promised
-        if blocks_for(seq.num_tokens) - len(found) > room:
+        found = self._found(seq)
+        if self._blocks_short(seq, promised, found) > 0:
             return False
         self.queue.start(seq)
         self.parked.discard(seq, started=True)
@@ -409,6 +462,34 @@ class Scheduler:
         self._charge_prompt(seq, seq.num_computed, self._charges.cached)
         self._schedule(draft, seq)
         return True
+
+    def _found(self, seq: Sequence) -> list[int]:
+        """Blocks that hold the beginning of a waiting sequence already."""
+        # The last token is always computed, found or not: its logits are needed, and they are not kept.
+        findable = (seq.num_tokens - 1) // BLOCK_SIZE
+        if seq.num_scored < seq.num_to_score:
+            # Nor are those of a prefix: what is yet to be scored is computed anew.
+            findable = seq.num_scored // BLOCK_SIZE
+        return self.blocks.lookup(prefix.extend_keys(seq)[:findable])
+
+    def _blocks_short(self, seq: Sequence, promised: int, found: list[int]) -> int:
+        """How many blocks are missing, above 0, for a waiting sequence to start beside what others need."""
+        room = self.blocks.num_free - self.blocks.num_idle(found) - promised
+        return blocks_for(seq.num_tokens) - len(found) - room
+
+    def _promised(self) -> int:
+        """Blocks that the running sequences need, and those that they are about to need."""
+        return sum(self._to_come(seq) for seq in self.running)
+
+    def _to_come(self, seq: Sequence) -> int:
+        """Blocks that a running sequence still needs for the tokens that it has, and one more if it may outgrow them:
+        who is let in where the others are about to grow is preempted some steps later, its work done in vain."""
+        # Asked of every running sequence in every step that might let one in.
+        missing, room = 0, len(seq.block_ids) * BLOCK_SIZE
+        if room < len(seq.token_ids) + seq.num_pending:
+            missing = self._blocks_missing(seq)
+            room += missing * BLOCK_SIZE
+        return missing + _GROWTH if seq.most_computed > room else missing
 
     def _charge_prompt(self, seq: Sequence, end: int, cost: float) -> None:
         """Charge the prompt's positions up to `end` that were never charged before."""

@@ -138,14 +138,14 @@ class SequenceState(Enum):
 class Sequence:
     """One request inside the engine.
 
-    `token_ids` holds the prompt and every output token that has been collected. `num_pending` counts output
-    tokens that submitted steps will sample but that have not been collected yet (0 without lookahead).
-    `num_computed` is how many positions have been *scheduled* for computation; it catches up with
-    `num_tokens`. `block_ids[i]` holds positions 16·i … 16·i+15. `epoch` grows at each preemption, so that a
-    result of an older life can be told apart. `num_charged` is the highest position that was ever charged to the
-    tenant, so that recomputation is free. `block_keys[i]` names the content of the i-th full block. `num_scored`
-    prompt positions have told the log probability of the token behind them. `num_starved` times in a row the step that
-    was to compute position `starved_at`, and nothing else, did not fit into the device's memory.
+    `token_ids` holds the prompt and every output token that has been collected. `num_pending` counts output tokens
+    that submitted steps will sample but that have not been collected yet (0 without lookahead). `num_computed` is how
+    many positions have been *scheduled* for computation; it catches up with `num_tokens`, and is at most
+    `most_computed`. `block_ids[i]` holds positions 16·i … 16·i+15. `epoch` grows at each preemption, so that a result
+    of an older life can be told apart. `num_charged` is the highest position that was ever charged to the tenant, so
+    that recomputation is free. `block_keys[i]` names the content of the i-th full block. `num_scored` prompt
+    positions have told the log probability of the token behind them. `num_starved` times in a row the step that was
+    to compute position `starved_at`, and nothing else, did not fit into the device's memory.
     """
 
     request: EngineRequest
@@ -168,6 +168,11 @@ class Sequence:
     starved_at: int = -1
     num_starved: int = 0
     block_keys: list[BlockKey] = field(default_factory=list)
+    most_computed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # The last token is drawn, and never computed.
+        self.most_computed = self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
 
     @property
     def request_id(self) -> str:

@@ -6,7 +6,7 @@ They are written to be read, not to be fast: choosing looks at every tenant.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -108,6 +108,12 @@ class _Policy:
 
     def counter(self, tenant_id: str) -> float:
         return 0.0
+
+    def rank(self, tenant_id: str) -> float:
+        return self.counter(tenant_id)
+
+    def giving_way(self, head: Sequence, tenants: Iterable[str]) -> list[str]:
+        return []
 
     def tenants(self) -> list[tuple[str, int, float]]:
         return [(name, t.requests, t.counter) for name, t in self._tenants.items() if t.requests]
