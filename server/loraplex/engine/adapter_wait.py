@@ -172,14 +172,14 @@ class AdapterWait:
         if first is not None and first.opened is not None and now - first.opened >= self._aging_s:
             first = self._first = None
         if first is None or first.opened is None:
-            line = min(self._aged.first(MAX_COMPARED), key=lambda line: counter(line.tenant_id), default=None)
-            if line is not None and (
-                first is None or counter(first.tenant_id) - counter(line.tenant_id) > self._quantum
+            least = min(self._aged.first(MAX_COMPARED), key=lambda line: counter(line.tenant_id), default=None)
+            if least is not None and (
+                first is None or counter(first.tenant_id) - counter(least.tenant_id) > self._quantum
             ):
-                self._aged.take(line)
+                self._aged.take(least)
                 if first is not None:
                     self._aged.put_back(first)
-                self._first = line
+                self._first = least
         return self._first
 
     def coming(self) -> list[Line]:
