@@ -68,9 +68,9 @@ class AdapterWait:
 
     A line ages from when its adapter was first missing until one of its requests runs. Once it has aged `aging_s` it
     may get precedence: then its adapter is asked for before all others until a request of the line runs (or has not
-    for another `aging_s` with the adapter there), and while it finds no room on the device, no adapter is lent out or
-    sent for. Leases only end then and pages only come free, so that it can't be kept out for ever by adapters that
-    others keep in use. Requests on base pass it still. Precedence brings the adapter, not a place in the batch: that is
+    for another `aging_s` with the adapter there), and while it finds no room on the device, no other is sent for, and the
+    scheduler lets one after the other of those that are there run out of use. Pages only come free then, so that it can't
+    be kept out for ever by adapters that others keep in use. Requests on base pass it still. Precedence brings the adapter, not a place in the batch: that is
     fairness's to give.
 
     Tenants take turns in what is sent for, and of those whose turn is near it is the one that got least which has
@@ -172,7 +172,9 @@ class AdapterWait:
         if first is not None and first.opened is not None and now - first.opened >= self._aging_s:
             first = self._first = None
         if first is None or first.opened is None:
-            least = min(self._aged.first(MAX_COMPARED), key=lambda line: counter(line.tenant_id), default=None)
+            least = min(
+                self._aged.first(MAX_COMPARED), key=lambda line: counter(line.tenant_id), default=None
+            )
             if least is not None and (
                 first is None or counter(first.tenant_id) - counter(least.tenant_id) > self._quantum
             ):
