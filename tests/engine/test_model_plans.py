@@ -119,6 +119,73 @@ def test_a_damaged_plan_counts_as_absent(damage, tmp_path):
     assert kept.read_bytes() == whole
 
 
+def _other_number(kept: Path, _other: Path) -> None:
+    kept.write_bytes(kept.read_bytes().replace(b'"trained_positions":512', b'"trained_positions":511'))
+
+
+def _longer(kept: Path, _other: Path) -> None:
+    with kept.open("ab") as file:
+        file.truncate(1 << 40)  # takes no room, but would in memory
+
+
+def _of_another_config(kept: Path, other: Path) -> None:
+    other.replace(kept)
+
+
+def _link(kept: Path, _other: Path) -> None:
+    kept.replace(kept.with_name("elsewhere"))
+    kept.symlink_to("elsewhere")
+
+
+def _pipe(kept: Path, _other: Path) -> None:
+    kept.unlink()
+    os.mkfifo(kept)
+
+
+def _endless(kept: Path, _other: Path) -> None:
+    kept.unlink()
+    kept.symlink_to("/dev/zero")
+
+
+def _writable(kept: Path, _other: Path) -> None:
+    kept.chmod(0o666)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "harm", [_other_number, _longer, _of_another_config, _link, _pipe, _endless, _writable]
+)
+def test_a_file_that_is_not_what_this_user_kept_counts_as_absent(harm, tmp_path):
+    path, plans = save_tiny(tmp_path / "model", FAMILIES["qwen3"]), KeptPlans(tmp_path / "plans")
+    load_model(path, "cpu", plans=plans)
+    (kept,) = (tmp_path / "plans").iterdir()
+    content = (path / "config.json").read_bytes()
+    plan = plans.find(content, 0)
+    assert plan is not None
+    plans.keep(b"another config", 0, plan)
+    (other,) = set((tmp_path / "plans").iterdir()) - {kept}
+    harm(kept, other)
+    assert plans.find(content, 0) is None
+    plans.keep(content, 0, plan)
+    assert not kept.is_symlink()
+    assert plans.find(content, 0) == plan
+
+
+def test_a_link_where_a_plan_is_to_be_written_is_not_followed(tmp_path):
+    path, plans = save_tiny(tmp_path / "model", FAMILIES["llama"]), KeptPlans(tmp_path / "plans")
+    load_model(path, "cpu", plans=plans)
+    (kept,) = (tmp_path / "plans").iterdir()
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    kept.unlink()
+    for name in (kept, kept.with_suffix(f".{os.getpid()}.tmp")):
+        name.symlink_to(precious)
+    load_model(path, "cpu", plans=plans)
+    assert precious.read_text() == "mine"
+    assert kept.is_file()
+    assert not kept.is_symlink()
+
+
 def test_a_directory_that_cannot_be_written_costs_nothing_but_time(tmp_path):
     path = save_tiny(tmp_path / "model", FAMILIES["llama"])
     (tmp_path / "file").write_text("")

@@ -190,6 +190,20 @@ def test_directories_of_other_contents_go_after_a_month_without_use(package: Pat
     assert time.time() - (root / used).stat().st_mtime < 3600
 
 
+@pytest.mark.parametrize("made", ["writable", "linked"])
+def test_a_directory_that_others_could_put_code_into_is_not_used(made: str, tmp_path: Path, caplog) -> None:
+    sources, root = Path(numba_cache.__file__).parent, tmp_path / "root"
+    directory = numba_cache.open_cache(root, sources)
+    assert directory is not None
+    if made == "writable":
+        directory.chmod(0o777)
+    else:
+        directory.rename(tmp_path / "elsewhere")
+        directory.symlink_to(tmp_path / "elsewhere")
+    assert numba_cache.open_cache(root, sources) is None
+    assert "others may write to it" in caplog.text
+
+
 def test_every_source_of_the_kernels_counts(tmp_path: Path) -> None:
     sources = tmp_path / "kernels"
     shutil.copytree(Path(numba_cache.__file__).parent, sources, ignore=shutil.ignore_patterns("__pycache__"))

@@ -19,6 +19,7 @@ import logging
 import os
 import pickle
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -46,8 +47,11 @@ def open_cache(root: Path, sources: Path) -> Path | None:
     None, and a warning, where it can't be written: then nothing is kept."""
     directory = root / (_PREFIX + _digest(sources))
     try:
-        # Its files are unpickled: they are to be nobody else's.
+        # Its files are unpickled: they are to be nobody else's, also where somebody made the directory before us.
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise OSError("it is another user's, a link, or others may write to it")
         tempfile.TemporaryFile(dir=directory).close()
         os.utime(directory)
         if shutil.disk_usage(directory).free < _NEEDED_BYTES:
