@@ -129,6 +129,55 @@ def test_one_adapter_at_a_time_is_kept_back_for_one_that_has_precedence() -> Non
     assert engine.end("later2").finish_reason == "length"
 
 
+def test_a_pinned_adapter_is_not_kept_back_for_one_that_has_precedence() -> None:
+    engine = CoreEngine(num_pages=4, num_slots=4)
+    engine.core.pin(adapter(1))
+    for number in (1, 2, 4, 5):
+        engine.add(f"first{number}", adapter(number), max_tokens=60 if number == 1 else 80 * number)
+    for _ in range(4):
+        engine.step()
+    assert len(engine.cache.on_device) == 4
+    engine.add("aged", adapter(3), tenant_id="globex")
+    engine.step()
+    engine.step(6.0)
+    for number in (1, 2):
+        engine.add(f"later{number}", adapter(number), max_tokens=1)
+    while not any(event.request_id == "aged" for event in engine.events):
+        engine.step()
+    assert engine.end("later1").finish_reason == "length", "it would not leave, whether it is in use or not"
+    assert engine.tokens("later2") == [], "its adapter had to leave"
+    engine.run()
+    assert engine.end("later2").finish_reason == "length"
+
+
+def test_what_was_kept_back_for_one_that_had_precedence_is_lent_the_next_time() -> None:
+    """The line that has precedence is the same both times: somebody always waits in it."""
+    engine = CoreEngine(num_pages=2, max_num_seqs=3)
+    engine.add("short", adapter(1), max_tokens=20)
+    engine.add("long", adapter(2), max_tokens=300)
+    engine.add("filler", max_tokens=480)
+    engine.step()
+    engine.step()
+    engine.add("aged", adapter(3), tenant_id="globex", max_tokens=30)
+    engine.add("next", adapter(3), tenant_id="globex", max_tokens=30)
+    engine.step(6.0)
+    while not engine.tokens("aged"):
+        engine.step(0.01)
+    assert engine.end("short").finish_reason == "length", "its adapter had to leave"
+    engine.core.drop(adapter(3).digest)
+    engine.add("again", adapter(1), max_tokens=480)
+    while not engine.tokens("again"):
+        engine.step(0.01)
+    engine.core.abort("filler")
+    engine.step(6.0)
+    for number in (1, 2):
+        engine.add(f"later{number}", adapter(number), max_tokens=1)
+    while not engine.tokens("next"):
+        engine.step(0.01)
+    assert engine.end("later1").finish_reason == "length", "the other adapter is in use for less long"
+    assert engine.tokens("later2") == []
+
+
 def test_base_requests_pass_one_that_has_precedence() -> None:
     engine = CoreEngine(num_pages=1)
     engine.add("long", adapter(1), max_tokens=200)

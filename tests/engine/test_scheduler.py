@@ -288,6 +288,70 @@ def test_nobody_makes_way_where_that_would_not_be_enough() -> None:
     assert hog.epoch == 1, "now it is enough"
 
 
+def _until_far_ahead(bench: Bench, hog: str, light: str) -> None:
+    """Step until the hog would give way in the next plan, if that were enough for the light one."""
+    counter = bench.scheduler.queue.counter
+    lead = BLOCK_SIZE * bench.scheduler.blocks.num_blocks / 2
+    while counter(hog) - counter(light) <= lead:
+        assert bench.scheduler.num_preemptions == 0
+        bench.step()
+
+
+def test_nobody_makes_way_for_one_that_has_room_by_now() -> None:
+    bench = Bench(blocks=16)
+    bench.add("hog", 16, 100, tenant="hog")
+    ends = bench.add("ends", 8 * BLOCK_SIZE, 100, tenant="hog", first=2000)
+    while not ends.num_outputs:
+        bench.step()
+    light = bench.add("light", 100, 4, tenant="light", first=5000)
+    _until_far_ahead(bench, "hog", "light")
+    assert light.state is SequenceState.WAITING
+    bench.finish(ends)  # its client went away
+    assert "light" in bench.step()
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_blocks_that_others_share_do_not_count_as_freed_by_who_makes_way() -> None:
+    bench = Bench(blocks=20, tokens=256)
+    bench.add("h0", 16 * 5 + 1, 60, tenant="hog")
+    bench.step()
+    for number in (1, 2, 3):
+        bench.add(f"h{number}", 16 * 5 + 1, 60, tenant="hog")
+    # Behind all others, whatever it gets: it makes no way.
+    bench.add("dear", 16 * 3, 200, tenant="dear", weight=1e6, first=9000)
+    bench.step()
+    assert len(bench.scheduler.running) == 5
+    bench.add("light", 16 * 16, 4, tenant="light", first=5000)
+    _until_far_ahead(bench, "hog", "light")
+    for _ in range(
+        5
+    ):  # all of the hog's blocks would not do, though their sum, the shared ones four times, would
+        bench.step()
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_how_far_tenants_may_be_apart_and_level_depends_on_their_weights() -> None:
+    bench = Bench(blocks=7, tokens=16)
+    bench.add("hog", 64, 100, tenant="hog", weight=1000.0)
+    bench.add("light", 10, 100, tenant="light", weight=1000.0, first=2000)
+    assert _first_preempted(bench) == ("hog",), "it is ahead by more than a step's tokens over the weight"
+
+
+def test_a_prompt_in_the_making_is_not_dropped_for_a_tenant_that_got_more() -> None:
+    bench = Bench(blocks=47, tokens=16)
+    hogs = [bench.add(f"hog{number}", 31, 200, tenant="hog", first=1000 * number) for number in range(8)]
+    while len(bench.scheduler.running) < len(hogs) or any(not seq.num_outputs for seq in hogs):
+        bench.step()
+    light = bench.add("light", 200, 4, tenant="light", first=9000)
+    preempted: list[str] = []
+    while not light.num_outputs:
+        plan = bench.plan()
+        preempted += plan.preempted
+        bench.collect(plan)
+    assert preempted
+    assert "light" not in preempted
+
+
 def test_within_a_tenant_the_least_urgent_and_then_the_latest_is_preempted() -> None:
     bench = Bench(blocks=6)
     bench.add("urgent", 15, priority=5, max_tokens=60, first=1000)

@@ -183,6 +183,10 @@ class AdapterCache(Generic[ImageT]):
         if self._pins.remove(digest) and held and digest in self._residents.by_digest:
             self._on_idle(self._residents.by_digest[digest])
 
+    def is_held(self, digest: str) -> bool:
+        """Whether a pin keeps it on the device, whoever asks for room there."""
+        return digest in self._pins.held
+
     def drop(self, digest: str) -> None:
         """The version was deleted: forget it, its pin and its failures, as soon as no lease and no copy needs it.
         A later request brings it back if its files are still there."""

@@ -68,10 +68,10 @@ class AdapterWait:
 
     A line ages from when its adapter was first missing until one of its requests runs. Once it has aged `aging_s` it
     may get precedence: then its adapter is asked for before all others until a request of the line runs (or has not
-    for another `aging_s` with the adapter there), and while it finds no room on the device, no other is sent for, and the
-    scheduler lets one after the other of those that are there run out of use. Pages only come free then, so that it can't
-    be kept out for ever by adapters that others keep in use. Requests on base pass it still. Precedence brings the adapter, not a place in the batch: that is
-    fairness's to give.
+    for another `aging_s` with the adapter there), and while it finds no room on the device, no other is sent for, and
+    the scheduler lets one after the other of those that are there run out of use. Pages only come free then, so that
+    it can't be kept out for ever by adapters that others keep in use. Requests on base pass it still. Precedence
+    brings the adapter, not a place in the batch: that is fairness's to give.
 
     Tenants take turns in what is sent for, and of those whose turn is near it is the one that got least which has
     precedence: who asks for a thousand adapters delays another tenant's one by a load or two, not by a thousand.

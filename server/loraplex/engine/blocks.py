@@ -58,6 +58,15 @@ class BlockManager:
         """How many of these are free now, so that sharing them would shrink `num_free`."""
         return sum(not self._refs[block] for block in block_ids)
 
+    def num_freed(self, block_ids: Iterable[int], given_up: Counter[int]) -> int:
+        """How many blocks would come free if a sequence gave up these, after others that gave up what `given_up`
+        counts; adds its own to that."""
+        freed = 0
+        for block in block_ids:
+            given_up[block] += 1
+            freed += given_up[block] == self._refs[block]
+        return freed
+
     def share(self, block_ids: Iterable[int]) -> None:
         """Hold found blocks for one sequence more."""
         for block in block_ids:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from loraplex.adapters.cache import AdapterCache, Lease, Residency
@@ -202,9 +203,12 @@ class Scheduler:
         victims = [s for s in self.running if s.request.tenant_id in tenants and not _all_sampled(s)]
         missing = self._blocks_short(head, self._promised(), self._found(head))
         places = len(self.running) + 1 - draft.max_running
+        if missing <= 0 and places <= 0:
+            return  # others have ended since, and it has room
         victims = self._most_expendable(victims)
+        given_up: Counter[int] = Counter()
         for count, victim in enumerate(victims, 1):
-            missing -= len(victim.block_ids) + _GROWTH
+            missing -= self.blocks.num_freed(victim.block_ids, given_up) + self._to_come(victim)
             if missing <= 0 and count >= places:
                 for chosen in victims[:count]:
                     self._preempt(draft, chosen)
@@ -280,6 +284,8 @@ class Scheduler:
             victim = self._most_expendable(victims)[0]
             if victim is seq and len(victims) + len(draft.scheduled) < len(self.running):
                 return False  # someone's last token is in flight: its blocks come free when it is collected
+            if victim is seq and self._most_expendable([seq, *draft.scheduled])[0] is not seq:
+                return False  # it would be someone else's turn to go, who goes when one that decodes needs a block
             self._preempt(draft, victim)
             if victim is seq:
                 return False
@@ -288,15 +294,21 @@ class Scheduler:
     def _most_expendable(self, seqs: list[Sequence]) -> list[Sequence]:
         """In the order in which they are to be preempted: those of the tenant that got, and is about to get, the most.
         That is what who comes next is chosen by; by anything else those who just came would go again. Tenants within a
-        step's tokens of the first are level: then that goes whose newest is newest, as it has least to lose and, soon
-        resumed, finds its KV. Of a tenant's the least urgent go first, then the latest."""
-        newest: dict[str, int] = {}
+        step's tokens (over the smaller weight) of the first are level: then that goes whose newest is newest, as it has
+        least to lose and, soon resumed, finds its KV. Of a tenant's the least urgent go first, then the latest."""
+        newest: dict[str, Sequence] = {}
         for seq in seqs:
             tenant = seq.request.tenant_id
-            newest[tenant] = max(newest.get(tenant, -1), seq.order)
+            if tenant not in newest or seq.order > newest[tenant].order:
+                newest[tenant] = seq
         ranks = {tenant: self.queue.rank(tenant) for tenant in newest}
-        level = max(ranks.values(), default=0.0) - self._max_tokens * self._charges.prefill
-        place = {tenant: (min(rank, level), newest[tenant]) for tenant, rank in ranks.items()}
+        weights = {tenant: seq.request.weight for tenant, seq in newest.items()}
+        first = max(ranks, key=ranks.__getitem__, default="")
+        slack = self._max_tokens * self._charges.prefill
+        place: dict[str, tuple[float, int]] = {}
+        for tenant, rank in ranks.items():
+            level = ranks[first] - rank <= slack / min(weights[first], weights[tenant])
+            place[tenant] = (inf if level else rank, newest[tenant].order)
         return sorted(
             seqs,
             key=lambda seq: (*place[seq.request.tenant_id], -seq.request.priority, seq.order),
@@ -344,6 +356,7 @@ class Scheduler:
             residency = self._ask(draft, first, _always)
             if residency is Residency.NO_ROOM and self._cache.state(first.ref.digest) == "warm":
                 return self._drain(first)
+        self._drained_for = None
         stuck: Counter[str] = Counter()
         for line in sorted(self.parked.coming(), key=lambda line: self.queue.counter(line.tenant_id)):
             stuck[line.tenant_id] += self._ask(draft, line, self._may_evict(line)) is Residency.NO_ROOM
@@ -360,16 +373,18 @@ class Scheduler:
 
     def _drain(self, line: Line) -> Collection[str]:
         """Adapters that nobody may begin to use, so that the one that this line waits for finds room: one at a time,
-        that whose running requests can end the soonest. The others are lent on, and the batch stays full."""
+        that whose running requests can end the soonest. The others are lent on, and the batch stays full. What is
+        pinned would not leave for it anyway."""
         if line is not self._drained_for:
             self._drained_for, self._draining = line, set()
         left: dict[str, int] = {}  # of those in use, the most tokens that one of its requests may draw yet
         for seq, lease in self.running.items():
-            if lease is not None and seq.request.adapter is not None:
-                digest, most = seq.request.adapter.digest, seq.request.sampling.max_tokens - seq.num_outputs
-                left[digest] = max(most, left.get(digest, 0))
+            ref = seq.request.adapter
+            if lease is not None and ref is not None and not self._cache.is_held(ref.digest):
+                most = seq.request.sampling.max_tokens - seq.num_outputs
+                left[ref.digest] = max(most, left.get(ref.digest, 0))
         if not left:
-            return self._cache.on_device
+            return {digest for digest in self._cache.on_device if not self._cache.is_held(digest)}
         if self._draining.isdisjoint(left):
             self._draining.add(min(left, key=lambda digest: (left[digest], digest)))
         return self._draining
