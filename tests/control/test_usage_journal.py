@@ -14,13 +14,21 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.control.usage import journal as journal_module
 from loraplex.control.usage.journal import JournalFull, UsageJournal, leftovers, lock_life
 from loraplex.control.usage.records import MAX_RECORD_BYTES, Ended, Record, decode_all, encode
-from loraplex.control.usage.segments import Position, Segment, read_records, segment_numbers, segment_path
+from loraplex.control.usage.segments import (
+    READ_BYTES,
+    Position,
+    Segment,
+    read_records,
+    segment_numbers,
+    segment_path,
+)
 from support.live_server import importable_tests
 from support.usage import AT, accepted, ended
 
@@ -95,7 +103,7 @@ ENDS = [len(b"".join(map(encode, WHOLE[:count]))) for count in range(4)]
 @given(st.integers(0, len(BYTES)), st.binary(max_size=40))
 def test_a_torn_tail_takes_nothing_before_it(cut: int, behind: bytes) -> None:
     data = BYTES[:cut] + b"\0" * 8 + behind
-    found = [record for record, _ in decode_all(data)]
+    found = [record for record, _, _ in decode_all(data)]
     assert found == WHOLE[: len(found)]
     # A record may lack nothing but zeros at its end: then it is whole.
     assert ENDS[len(found)] <= len(BYTES[:cut]) + 8
@@ -103,12 +111,30 @@ def test_a_torn_tail_takes_nothing_before_it(cut: int, behind: bytes) -> None:
 
 
 @given(st.integers(0, len(BYTES) - 1), st.integers(1, 255))
-def test_a_damaged_byte_is_never_believed(place: int, change: int) -> None:
+def test_a_damaged_byte_costs_its_own_record_and_is_never_believed(place: int, change: int) -> None:
     data = bytearray(BYTES)
     data[place] ^= change
-    found = [record for record, _ in decode_all(bytes(data))]
-    assert found == WHOLE[: len(found)]
-    assert ENDS[len(found)] <= place
+    damaged = next(number for number in range(3) if place < ENDS[number + 1])
+    found = [record for record, _, _ in decode_all(bytes(data))]
+    assert found == WHOLE[:damaged] + WHOLE[damaged + 1 :]
+
+
+@pytest.mark.parametrize("damage", [bytes(READ_BYTES * 2), b"\1\1\0\0" * (READ_BYTES // 2), b"\xff" * 77])
+def test_what_is_whole_behind_damage_is_read_and_the_damage_told(damage: bytes, tmp_path: Path) -> None:
+    path = segment_path(tmp_path, 1)
+    # The records behind lie across the places where one reading ends and the next begins, too.
+    for shift in (0, 1, 300):
+        path.write_bytes(BYTES + damage + b"\xff" * shift + BYTES + bytes(1000))
+        with structlog.testing.capture_logs() as logs:
+            assert read_all(tmp_path) == WHOLE * 2
+        (told,) = (entry for entry in logs if entry["event"] == "usage_journal_damaged")
+        assert told["offset"] == len(BYTES)
+        assert told["lost_bytes"] == len(damage) + shift
+        assert told["file"] == str(path)
+    path.write_bytes(BYTES + b"torn" + bytes(1000))
+    with structlog.testing.capture_logs() as logs:
+        assert read_all(tmp_path) == WHOLE
+    assert not logs
 
 
 async def test_a_torn_segment_hides_none_behind_it(journal: UsageJournal) -> None:

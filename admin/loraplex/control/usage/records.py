@@ -1,11 +1,12 @@
 """What the usage journal holds: one record when a request is accepted, one when it has ended.
 
 On disk a record is 4 bytes of length, 4 of CRC-32, both little-endian, and as many bytes of msgpack: an array that
-begins with its kind. A length of 0 is where the records of a file end.
+begins with its kind. Zeros are room that nothing was written to.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -90,6 +91,8 @@ class Ended(_Request, frozen=True, array_like=True, tag="e"):
 
 Record = Accepted | Ended
 
+_LENGTH = re.compile(rb"(?:[^\x00][\x00\x01]|\x00\x01)\x00\x00", re.DOTALL)
+"""A record's length, 1 to `MAX_RECORD_BYTES`, as its header has it. Zeros are none, and are passed at once."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
@@ -100,15 +103,26 @@ def encode(record: Record) -> bytes:
     return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def decode_all(data: bytes) -> Iterator[tuple[Record, int]]:
-    """The records that `data` begins with, each with the offset of its end. Ends before what is torn or damaged: a
-    record that is not whole was never promised to anybody, and nothing was written behind it."""
-    offset = 0
-    while offset + _HEADER.size <= len(data):
-        length, checksum = _HEADER.unpack_from(data, offset)
-        end = offset + _HEADER.size + length
-        payload = data[offset + _HEADER.size : end]
-        if not 0 < length <= MAX_RECORD_BYTES or len(payload) < length or zlib.crc32(payload) != checksum:
-            return
-        yield _decoder.decode(payload), end
-        offset = end
+def decode_all(data: bytes) -> Iterator[tuple[Record, int, int]]:
+    """The records in `data`, each with the offsets of its begin and its end. What is torn or damaged is passed over,
+    and what is whole behind it is read: its checksum says that it was written so. Raises msgspec.ValidationError for a
+    whole record of a kind that this version does not know."""
+    end = 0
+    while (found := _LENGTH.search(data, end)) is not None:
+        begin = found.start()
+        payload = _payload(data, begin)
+        if payload is None:
+            end = begin + 1
+        else:
+            end = begin + _HEADER.size + len(payload)
+            yield _decoder.decode(payload), begin, end
+
+
+def _payload(data: bytes, begin: int) -> bytes | None:
+    """Of the record that begins there; None if none does, or not all of it is there."""
+    start = begin + _HEADER.size
+    if start > len(data):
+        return None
+    length, checksum = _HEADER.unpack_from(data, begin)
+    payload = data[start : start + length]
+    return payload if len(payload) == length and zlib.crc32(payload) == checksum else None

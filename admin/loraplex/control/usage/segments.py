@@ -6,11 +6,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.control.usage.records import Record, decode_all
+import structlog
+
+from loraplex.control.usage.records import MAX_RECORD_BYTES, Record, decode_all
 
 SEGMENT_BYTES = 4 << 20
 READ_BYTES = 256 << 10
 _ZEROS = bytes(64 << 10)
+log = structlog.get_logger("loraplex")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -85,20 +88,30 @@ def read_records(
     directory: Path, position: Position, upto: Position | None = None
 ) -> tuple[list[Record], Position | None]:
     """Some records from `position` on, those before `upto` (None: whatever is whole), and where to read on; None
-    where that is the end. What is torn ends its segment. Raises OSError."""
+    where that is the end. What is damaged is passed over, with an error in the log if something whole comes behind it;
+    at the end it is what a power cut tore, and was promised to nobody. Raises OSError."""
     numbers = [number for number in segment_numbers(directory) if number >= position.segment]
     if not numbers:
         return [], None
     number = numbers[0]
-    offset = position.offset if number == position.segment else 0
+    end = offset = position.offset if number == position.segment else 0
     last = upto is not None and number >= upto.segment
-    with open(segment_path(directory, number), "rb") as file:
-        file.seek(offset)
-        data = file.read(READ_BYTES if not last or upto is None else min(READ_BYTES, upto.offset - offset))
     records: list[Record] = []
-    end = 0
-    for record, end in decode_all(data):  # noqa: B007 - the last one's end
-        records.append(record)
-    if records:
-        return records, Position(number, offset + end)
-    return [], None if last or len(numbers) == 1 else Position(numbers[1], 0)
+    path = segment_path(directory, number)
+    with open(path, "rb") as file:
+        while True:
+            file.seek(offset)
+            data = file.read(
+                READ_BYTES if not last or upto is None else max(0, min(READ_BYTES, upto.offset - offset))
+            )
+            for record, record_begin, record_end in decode_all(data):
+                if offset + record_begin > end:
+                    lost = offset + record_begin - end
+                    log.error("usage_journal_damaged", file=str(path), offset=end, lost_bytes=lost)
+                records.append(record)
+                end = offset + record_end
+            if records:
+                return records, Position(number, end)
+            if len(data) < READ_BYTES:
+                return [], None if last or len(numbers) == 1 else Position(numbers[1], 0)
+            offset += READ_BYTES - MAX_RECORD_BYTES  # a record may begin in what was read and end behind it
