@@ -304,6 +304,24 @@ def test_wrong_usage_is_2(shell: Shell) -> None:
         assert shell.run(*arguments).exit_code == 2, arguments
 
 
+def test_what_cannot_be_sent_is_refused_in_words(shell: Shell) -> None:
+    """Numbers that JSON has not, and what a terminal of another encoding passes on."""
+    shell.ok("tenant", "create", "acme")
+    for weight in ("nan", "inf", "-inf", "1e999"):
+        assert "not finite" in shell.fails("tenant", "update", "acme", "--weight", weight)
+        assert "not finite" in shell.fails("tenant", "create", "other", "--weight", weight)
+    for arguments in (
+        ["tenant", "update", "acme", "--display-name", "\udcff"],
+        ["tenant", "show", "\udcff"],
+        ["key", "update", "\udcff", "--tenant", "acme", "--name", "x"],
+        ["usage", "--start", "\udcff"],
+        ["audit", "list", "--actor", "\udcff"],
+        ["chat", "--model", "\udcff", "--api-key", "lpx_x", "--url", shell.server.url, "hello"],
+    ):
+        assert "not UTF-8" in shell.fails(*arguments)
+    assert shell.json("tenant", "show", "acme")["weight"] == 1.0
+
+
 def test_what_others_wrote_cannot_command_the_terminal(shell: Shell) -> None:
     shell.ok("tenant", "create", "acme", "--display-name", "[red]markup[/] 😀")
     assert "[red]markup[/] 😀" in shell.ok("tenant", "list")

@@ -104,7 +104,13 @@ class AdminClient:
     def send(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
         """The same, with the status."""
         try:
-            response = self._client.request(method, f"/admin/v1{path}", **options)
+            request = self._client.build_request(method, f"/admin/v1{path}", **options)
+        except UnicodeEncodeError:
+            raise  # as everywhere in a command
+        except ValueError as error:
+            raise CommandFailed("a number is not finite; give one that is.") from error
+        try:
+            response = self._client.send(request)
         except httpx.HTTPError as error:
             raise unreachable(self.url, error, "--admin-url") from error
         if response.status_code == 204 or (response.is_success and not response.content):

@@ -34,3 +34,8 @@ class CommandGroup(TyperGroup):
             for line in getattr(error, "details", ()):
                 typer.echo(f"  {printable(line)}", err=True)
             raise typer.Exit(1) from None
+        except UnicodeEncodeError as error:
+            if error.reason != "surrogates not allowed":  # a terminal that can't show what is printed
+                raise
+            typer.echo("loraplex: what was given is not UTF-8; is the terminal's encoding another?", err=True)
+            raise typer.Exit(1) from None
