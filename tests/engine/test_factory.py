@@ -45,3 +45,14 @@ def test_a_config_of_nonsense_is_refused_with_the_field(
     (base / "config.json").write_text(json.dumps(config | field))
     with pytest.raises(LoraplexError, match=next(iter(field))):
         LocalEngine(base, tmp_path, num_threads=1, **SIZES)
+
+
+@pytest.mark.parametrize(("asked", "tokens"), [(0, 256), (48, 48)])
+def test_a_step_has_256_tokens_on_a_cpu_where_nothing_else_is_asked(
+    base: Path, tmp_path: Path, asked: int, tokens: int
+) -> None:
+    engine = LocalEngine(base, tmp_path, num_threads=1, max_num_batched_tokens=asked, **SIZES)
+    assert engine.built.info.max_num_batched_tokens == tokens
+    engine.add("long", [5] * 300)
+    engine.step()
+    assert engine.core.stats().num_kv_blocks_used == -(-tokens // 16)

@@ -99,7 +99,9 @@ class Settings(BaseSettings):
         description="Longest prompt plus answer, in tokens (0: what the model and the KV cache allow)",
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Sequences in one step")
-    max_num_batched_tokens: int = Field(512, ge=16, le=1 << 18, description="Tokens in one step")
+    max_num_batched_tokens: int = Field(
+        0, ge=0, le=1 << 18, description="Tokens in one step (0: 256 on a CPU, 512 on a GPU)"
+    )
     max_waiting: int = Field(1024, ge=1, le=1 << 20, description="Requests that may wait; more get 503")
     kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, such as 2GiB")
     adapter_memory: Bytes = Field(0, ge=0, description="Device bytes for adapters")

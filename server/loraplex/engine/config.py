@@ -11,10 +11,11 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine process is started with. Sizes in bytes, tokens or sequences as named; 0 means "choose
-    from the machine" for the memory sizes and "what the model allows" for `max_model_len`. `lookahead` -1 is 1
-    on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device runs. `cache_dir` keeps what is costly to
-    find out about a base model's weights, `plan_dir` what its config comes to."""
+    """What an engine process is started with. Sizes in bytes, tokens or sequences as named; 0 means "choose from the
+    machine" for the memory sizes and the tokens of a step (512 on a GPU, 256 elsewhere) and "what the model allows"
+    for `max_model_len`. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device
+    runs. `cache_dir` keeps what is costly to find out about a base model's weights, `plan_dir` what its config comes
+    to."""
 
     model_path: str
     artifact_dir: str
@@ -22,7 +23,7 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_model_len: int = 0
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 0
     max_waiting: int = 1024
     kv_cache_memory: int = 0
     adapter_memory: int = 0
