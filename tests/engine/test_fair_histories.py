@@ -18,7 +18,7 @@ from support.fair_histories import Outcome, play, play_all
 SEEDS = 40
 SOAK_SEEDS = 10_000
 CHUNK = 50
-MAX_HISTORIES = 60
+MAX_HISTORIES = 250
 
 
 def check(outcomes: list[Outcome]) -> None:

@@ -282,20 +282,27 @@ def test_an_expectation_never_lifts_a_newcomer() -> None:
 
 def test_who_is_ahead_by_an_eighth_of_the_bound_gives_way() -> None:
     queue = FairQueue(capacity=100)  # the bound is 400
-    runs, waits = waiting("a", max_tokens=500), waiting("b", max_tokens=500)
-    arrive(queue, runs, waits)
+    runs, other, waits = (waiting(tenant, max_tokens=500) for tenant in "aab")
+    arrive(queue, runs, other, waits)
     queue.start(runs)
+    queue.start(other)
     draw(queue, runs, 25)
-    assert queue.giving_way(waits, ["a"]) == []
+    assert queue.giving_way(waits, [runs, other]) == []
     draw(queue, runs, 1)
-    assert queue.giving_way(waits, ["a", "b"]) == ["a"]
+    assert queue.giving_way(waits, [runs, other]) == [other], (
+        "what a request got itself is not held against it"
+    )
+    draw(queue, other, 26)
+    assert queue.giving_way(waits, [runs, other]) == [runs, other]
     queue.set_weight("b", 0.5)
-    assert queue.giving_way(waits, ["a"]) == [], "what a lighter tenant is owed comes in larger steps"
+    assert queue.giving_way(waits, [runs, other]) == [], "what a lighter tenant is owed comes in larger steps"
     queue.set_weight("b", 1.0)
     more = waiting("b", max_tokens=500)
     arrive(queue, more)
     queue.start(waits)
-    assert queue.giving_way(more, ["a"]) == [], "what it is about to get counts for a tenant that is behind"
+    assert queue.giving_way(more, [runs, other]) == [], (
+        "what it is about to get counts for a tenant that is behind"
+    )
 
 
 def test_an_expectation_has_the_batch_for_its_bound() -> None:

@@ -21,7 +21,7 @@ from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, St
 from support.fake_runner import FakeRunner
 from support.simulator import Violation, play
 
-MAX_HISTORIES = 300
+MAX_HISTORIES = 400
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 BUGS: dict[str, Plant] = {}

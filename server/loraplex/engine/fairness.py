@@ -100,9 +100,9 @@ class WaitingQueue(Protocol):
         with most are preempted first."""
         ...
 
-    def giving_way(self, head: Sequence, tenants: Iterable[str]) -> list[str]:
-        """Those of these tenants whose running requests are to be preempted for the first in the queue, should there be
-        no room for both."""
+    def giving_way(self, head: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
+        """Those of these running requests that may be preempted for the first in the queue, should there be no room
+        for both."""
         ...
 
     def tenants(self) -> list[tuple[str, int, float]]:
@@ -264,6 +264,12 @@ class FairQueue:
         tenant.expected = tenant.expected - rest if tenant.running else 0.0
         self._fell(tenant)
 
+    def _cost(self, seq: Sequence) -> float:
+        """Units that a request was charged so far, as if no part of its prompt had been found."""
+        charges, adapter = self._charges, seq.request.adapter
+        units = charges.prefill * seq.num_charged + charges.decode * seq.num_outputs
+        return units if adapter is None else units * charges.price(adapter.rank)
+
     def _rest(self, seq: Sequence, length: float) -> float:
         """Units that a running request will be charged yet, if it ends at `length` output tokens."""
         charges, adapter = self._charges, seq.request.adapter
@@ -318,17 +324,19 @@ class FairQueue:
         tenant = self._tenants.get(tenant_id)
         return 0.0 if tenant is None else self._rank(tenant)
 
-    def giving_way(self, head: Sequence, tenants: Iterable[str]) -> list[str]:
-        """Who got so much more than the head's tenant has got, and is about to get, that it must give way: long answers
-        may hold the batch's memory long after their tenant has had its share."""
+    def giving_way(self, head: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
+        """Whose tenant got so much more than the head's has got, and is about to get, that it must give way: long
+        answers may hold the batch's memory long after their tenant has had its share. What a request itself was charged
+        does not count against it: else large prompts of ever new tenants would preempt each other, and none end."""
         behind = self._tenants[head.request.tenant_id]
         level, weight = self._rank(behind), behind.weight
-        return [
-            tenant_id
-            for tenant_id in tenants
-            if (ahead := self._tenants[tenant_id]).charged - level
-            > self._max_lead / min(weight, ahead.weight)
-        ]
+        chosen = []
+        for seq in running:
+            tenant = self._tenants[seq.request.tenant_id]
+            most = level + self._max_lead / min(weight, tenant.weight)
+            if tenant.charged > most and tenant.charged - self._cost(seq) / tenant.weight > most:
+                chosen.append(seq)
+        return chosen
 
     def tenants(self) -> list[tuple[str, int, float]]:
         """(tenant, requests in the engine, counter) of every tenant that has a request in the engine."""

@@ -197,10 +197,9 @@ class Scheduler:
         head, self._kept_out = self._kept_out, None
         if head is None or self.queue.head() is not head:
             return
-        tenants = self.queue.giving_way(head, dict.fromkeys(seq.request.tenant_id for seq in self.running))
-        if not tenants:
+        victims = [seq for seq in self.queue.giving_way(head, self.running) if not _all_sampled(seq)]
+        if not victims:
             return
-        victims = [s for s in self.running if s.request.tenant_id in tenants and not _all_sampled(s)]
         missing = self._blocks_short(head, self._promised(), self._found(head))
         places = len(self.running) + 1 - draft.max_running
         if missing <= 0 and places <= 0:

@@ -112,7 +112,7 @@ class _Policy:
     def rank(self, tenant_id: str) -> float:
         return self.counter(tenant_id)
 
-    def giving_way(self, head: Sequence, tenants: Iterable[str]) -> list[str]:
+    def giving_way(self, head: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
         return []
 
     def tenants(self) -> list[tuple[str, int, float]]:
