@@ -251,6 +251,30 @@ def test_who_cannot_outgrow_its_blocks_keeps_nobody_out() -> None:
     assert len(bench.scheduler.running) == 3
 
 
+def test_prompts_of_who_got_more_wait_a_step_for_that_of_who_got_less() -> None:
+    bench = Bench(blocks=200, tokens=64)
+    bench.add("runs", 16, 300, tenant="heavy", first=100)
+    for _ in range(5):
+        bench.step()
+    bench.add("light", 8, 10, tenant="light", first=1000)
+    bench.add("heavy", 8, 10, tenant="heavy", first=2000)
+    # Its expectation puts the heavy tenant ahead by 128 units, two steps' tokens.
+    assert bench.step() == {"runs": 1, "light": 8}
+    assert bench.step() == {"runs": 1, "light": 1, "heavy": 8}
+
+
+def test_who_is_put_off_once_is_not_put_off_again() -> None:
+    bench = Bench(blocks=200, tokens=64)
+    bench.add("runs", 16, 300, tenant="heavy", first=100)
+    bench.step()
+    bench.add("heavy", 8, tenant="heavy", first=500)
+    started = []
+    for number in range(4):  # ever new tenants, all of whom got less
+        bench.add(f"light{number}", 8, tenant=f"light{number}", first=1000 + 1000 * number)
+        started.append({name for name, tokens in bench.step().items() if tokens == 8})
+    assert started[:2] == [{"light0"}, {"light1", "heavy"}]
+
+
 def test_a_tenant_far_ahead_makes_way_for_the_first_in_the_queue() -> None:
     bench = Bench(blocks=16)  # 256 tokens: a lead of an eighth of the bound is 128 units, 64 tokens drawn
     hog = [bench.add(f"hog{number}", 16, 100, tenant="hog", first=1000 * number) for number in range(2)]
@@ -330,12 +354,12 @@ def test_blocks_that_others_share_do_not_count_as_freed_by_who_makes_way() -> No
     # Behind all others, whatever it gets: it makes no way.
     bench.add("dear", 16 * 3, 200, tenant="dear", weight=1e6, first=9000)
     bench.step()
+    bench.step()
     assert len(bench.scheduler.running) == 5
     light = bench.add("light", 16 * 26, 4, tenant="light", first=5000)
     _until_far_ahead(bench, light)
-    for _ in range(
-        5
-    ):  # all of the hog's blocks would not do, though their sum, the shared ones four times, would
+    # All of the hog's blocks would not do, though their sum, the shared ones four times, would.
+    for _ in range(5):
         bench.step()
     assert bench.scheduler.num_preemptions == 0
 

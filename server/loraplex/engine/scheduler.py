@@ -70,6 +70,9 @@ class Scheduler:
         self._max_scored = config.max_scored_tokens
         self.blocks = BlockManager(config.num_blocks)
         self._charges, self._quantum = config.charges, config.residency_quantum
+        # Tenants that are less apart are level.
+        self._slack = config.max_num_batched_tokens * config.charges.prefill
+        self._put_off = False  # somebody, by the last plan
         if queue is None:
             capacity = config.num_blocks * BLOCK_SIZE
             queue = FairQueue(config.charges, quantum=config.residency_quantum, capacity=capacity)
@@ -303,10 +306,9 @@ class Scheduler:
         ranks = {tenant: self.queue.rank(tenant) for tenant in newest}
         weights = {tenant: seq.request.weight for tenant, seq in newest.items()}
         first = max(ranks, key=ranks.__getitem__, default="")
-        slack = self._max_tokens * self._charges.prefill
         place: dict[str, tuple[float, int]] = {}
         for tenant, rank in ranks.items():
-            level = ranks[first] - rank <= slack / min(weights[first], weights[tenant])
+            level = ranks[first] - rank <= self._slack / min(weights[first], weights[tenant])
             place[tenant] = (inf if level else rank, newest[tenant].order)
         return sorted(
             seqs,
@@ -435,12 +437,24 @@ class Scheduler:
 
         One that waits for its adapter is passed by. One that only waits for blocks is not: smaller ones behind it
         would starve it.
+
+        Who starts first need not wait for the prompts of tenants that got more by a step's tokens (over the smaller
+        weight): those come with the next step, which takes everybody.
         """
         promised = -1
+        first: Sequence | None = None
+        may_put_off, self._put_off = not self._put_off, False
         while draft.budget:
             seq = self.queue.head()
             if seq is None or seq.num_pending:
                 return  # a token of who was just preempted is in flight: it resumes when it has been collected
+            if first is None:
+                first, least = seq, self.queue.rank(seq.request.tenant_id)
+            elif may_put_off and seq.request.tenant_id != first.request.tenant_id:
+                slack = self._slack / min(first.request.weight, seq.request.weight)
+                if self.queue.rank(seq.request.tenant_id) - least > slack:
+                    self._put_off = True
+                    return
             if promised < 0 and len(self.running) < draft.max_running:
                 promised = self._promised()
             if len(self.running) == draft.max_running or not self._start(draft, seq, promised):
