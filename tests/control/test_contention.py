@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.control import postgres, sqlite
+from loraplex.control import postgres_engine, sqlite
 from loraplex.control.database import MAX_THREADS, Database, utc_now
 from loraplex.control.errors import DatabaseBusy
 from loraplex.control.tables import Tenant
@@ -57,7 +57,7 @@ def test_a_write_that_waits_too_long_is_told_to_come_again(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(postgres, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(postgres_engine, "LOCK_TIMEOUT_S", 0.1)
     hurried = ControlPlane(plane.root)
     with write_lock(plane):
         for _ in range(2):

@@ -17,7 +17,7 @@ from support.tiny_adapters import save_adapters
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-OUTPUTS = 24
+OUTPUTS = 40
 
 
 @pytest.mark.parametrize(
