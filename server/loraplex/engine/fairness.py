@@ -330,9 +330,11 @@ class FairQueue:
         does not count against it: else large prompts of ever new tenants would preempt each other, and none end."""
         behind = self._tenants[head.request.tenant_id]
         level, weight = self._rank(behind), behind.weight
-        chosen = []
+        chosen, tenants, least = [], self._tenants, level + self._max_lead / weight
         for seq in running:
-            tenant = self._tenants[seq.request.tenant_id]
+            tenant = tenants[seq.request.tenant_id]
+            if tenant.charged <= least:
+                continue  # most of them, in most steps
             most = level + self._max_lead / min(weight, tenant.weight)
             if tenant.charged > most and tenant.charged - self._cost(seq) / tenant.weight > most:
                 chosen.append(seq)
