@@ -111,7 +111,7 @@ class Errors:
             context.outcome = str(gone) or "gone"
             self._metrics.stream_cut(context.outcome)
             if gone.__cause__ is not None:
-                log.error("request_failed", id=context.internal_id, exc_info=gone.__cause__)
+                self._unread(context, gone.__cause__)
         except HTTPException as error:
             await self._send(_from_framework(scope, error), scope, receive, send)
         except Exception as error:
@@ -120,11 +120,22 @@ class Errors:
                 log.error("request_failed", request_id=context.label, id=context.internal_id, exc_info=error)
             await self._send(answer, scope, receive, send)
 
-    async def _send(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        context = context_of(scope)
+    def _unread(self, context: RequestContext, error: BaseException) -> None:
+        """What nobody is left to be told: a refusal is the client's, a failure is ours."""
+        answer = from_exception(error)
+        if answer.status == 500:
+            log.error("request_failed", request_id=context.label, id=context.internal_id, exc_info=error)
+        else:
+            self._refused(context, answer)
+
+    def _refused(self, context: RequestContext, error: ApiError) -> None:
         context.outcome = error.code
         if error.status == 429:
             self._metrics.refused_by_limit(context.tenant_id, error.code)
+
+    async def _send(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        context = context_of(scope)
+        self._refused(context, error)
         if context.status is None:
             await error.response()(scope, receive, send)
 
