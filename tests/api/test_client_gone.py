@@ -82,7 +82,10 @@ def test_a_refusal_that_nobody_reads_is_no_error(
 ) -> None:
     assert refused_after_hang_up(own, error) == []
     eventually(lambda: len(access_log.lines) == 1)
-    assert (access_log.lines[0]["status"], access_log.lines[0]["outcome"]) == (None, from_exception(error).code)
+    assert (access_log.lines[0]["status"], access_log.lines[0]["outcome"]) == (
+        None,
+        from_exception(error).code,
+    )
     assert cut(own) == 1
 
 

@@ -9,14 +9,16 @@ from typing import Any
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
+from starlette.routing import Mount
 
-from loraplex.admin.app import create_starting_admin_app
+from loraplex.admin.app import create_starting_admin_app, create_starting_tenant_app
 from loraplex.api.application import create_starting_data_app
 from loraplex.api.drain import Drain
 from loraplex.api.probes import probe_routes
 from loraplex.app.listening import Listening
 from loraplex.app.ports import open_ports, url
 from loraplex.app.settings import Settings
+from support.admin import assert_problem
 from support.fake_engine import FakeEngineClient
 from support.live_server import TINY_SIZES, LiveServer, write_tiny_model
 
@@ -65,6 +67,21 @@ async def test_everything_else_is_asked_to_come_back(
             assert answer.headers["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    "path", ["/admin/v1/tenants", "/admin/v1/", "/admin/v1/tenants/acme/adapters/x/versions"]
+)
+async def test_the_tenants_routes_on_the_data_port_answer_in_their_own_shape(
+    engine: FakeEngineClient, path: str
+) -> None:
+    mount = Mount("/admin/v1", create_starting_tenant_app())
+    async with client(create_starting_data_app(engine, "tiny", extra_routes=[mount])) as http:
+        answer = await http.post(path, content=b"{")
+        assert_problem(answer, 503, "engine_restarting")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.headers["x-request-id"]
+        assert (await http.post("/v1/completions")).json()["error"]["code"] == "engine_restarting"
+
+
 async def test_a_connection_outlives_the_change(engine: FakeEngineClient, tmp_path: Path) -> None:
     settings = Settings(port=0, admin_port=0, data_dir=tmp_path, model="x")
     with open_ports(settings) as ports:
@@ -101,6 +118,7 @@ def test_a_real_start_is_told_from_the_first_moment_on(tmp_path: Path) -> None:
         assert set(seen.values()) == {503}
         answer = httpx.get(f"{server.data_url}/v1/models")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_restarting")
+        assert_problem(httpx.get(f"{server.data_url}/admin/v1/tenants"), 503, "engine_restarting")
         assert server.get("/metrics", admin=True) == 200
         server.wait_ready()
         assert server.get("/startupz") == 200

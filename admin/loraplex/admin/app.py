@@ -81,9 +81,18 @@ def create_admin_app(services: AdminServices, extra_routes: Iterable[BaseRoute] 
 def create_starting_admin_app(extra_routes: Iterable[BaseRoute] = ()) -> ASGIApp:
     """For the operators' port until the engine is there: `extra_routes`, and a 503 `engine_restarting` for the rest."""
     open_routes = list(extra_routes)
-    rest = Route("/{path:path}", _NotYet())
-    plane = Plane([], _nobody, PREFIX, [*open_routes, rest], note_refusal=_no_refusal, pace=Pace())
+    plane = _starting_plane(open_routes)
     return Edge(plane, quiet=frozenset(route.path for route in open_routes if isinstance(route, Route)))
+
+
+def create_starting_tenant_app() -> ASGIApp:
+    """What stands where `create_tenant_app` will, until the engine is there: a 503 `engine_restarting` for all."""
+    return _starting_plane([])
+
+
+def _starting_plane(open_routes: list[BaseRoute]) -> Plane:
+    rest = Route("/{path:path}", _NotYet())
+    return Plane([], _nobody, PREFIX, [*open_routes, rest], note_refusal=_no_refusal, pace=Pace())
 
 
 class _NotYet:

@@ -77,11 +77,16 @@ def create_data_app(
     return Edge(app, services.drain, services.metrics, services.access_log)
 
 
-def create_starting_data_app(engine: EngineClient, served_model_name: str) -> ASGIApp:
-    """For the data port until the engine is there: the probes, and a 503 `engine_restarting` for whatever else."""
+def create_starting_data_app(
+    engine: EngineClient, served_model_name: str, *, extra_routes: Sequence[BaseRoute] = ()
+) -> ASGIApp:
+    """For the data port until the engine is there: the probes, `extra_routes`, which make their own error answers, and
+    a 503 `engine_restarting` for the rest."""
     drain, metrics = Drain(), Metrics(served_model_name)
     rest = exact(Route("/{path:path}", _NotYet()))
-    router = Router([*probe_routes(engine, drain, serving=False), rest], redirect_slashes=False)
+    router = Router(
+        [*probe_routes(engine, drain, serving=False), *extra_routes, rest], redirect_slashes=False
+    )
     return Edge(Errors(router, drain, metrics), drain, metrics, structlog.get_logger("loraplex.access"))
 
 

@@ -20,6 +20,7 @@ from loraplex.adapters.store import ArtifactStore
 from loraplex.admin.app import (
     create_admin_app,
     create_starting_admin_app,
+    create_starting_tenant_app,
     create_tenant_app,
     tenant_document,
 )
@@ -255,7 +256,13 @@ def create_starting_apps(installation: Installation, engine: EngineClient) -> tu
         *probe_routes(engine, Drain(), serving=False),
         Route("/metrics", MetricsApp(Metrics(name), engine), methods=["GET"]),
     ]
-    return create_starting_data_app(engine, name), create_starting_admin_app(routes)
+    data = create_starting_data_app(engine, name, extra_routes=[_tenant_mount(create_starting_tenant_app())])
+    return data, create_starting_admin_app(routes)
+
+
+def _tenant_mount(app: ASGIApp) -> BaseRoute:
+    """Where the tenants' admin routes are on the data port."""
+    return exact(Mount("/admin/v1", app))
 
 
 def create_apps(installation: Installation, engine: EngineClient) -> Apps:
@@ -301,14 +308,15 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         metrics_on_data_port=settings.metrics_on_data_port,
         database=health,
     )
-    tenant_routes: list[BaseRoute] = [exact(Mount("/admin/v1", create_tenant_app(admin_services)))]
     operator_routes: list[BaseRoute] = [
         *probe_routes(engine, drain, database=health),
         Route("/metrics", MetricsApp(metrics, engine), methods=["GET"]),
     ]
     return Apps(
         data=create_data_app(
-            data_services, extra_routes=tenant_routes, extra_document=tenant_document(admin_services)
+            data_services,
+            extra_routes=[_tenant_mount(create_tenant_app(admin_services))],
+            extra_document=tenant_document(admin_services),
         ),
         admin=create_admin_app(admin_services, extra_routes=operator_routes),
         drain=drain,
