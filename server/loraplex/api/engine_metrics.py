@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from loraplex.adapters.ref import AdapterRef
+from loraplex.api.label_sets import OTHER, LabelSets
 from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
 
 MAX_NAMED_ADAPTERS = 100
 """Adapters that vllm:lora_requests_info names at most."""
-
-
-class LabelSets:
-    """Lets the first `limit` different label sets through; what comes later is "other" in every label."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._seen: set[tuple[str, ...]] = set()
-
-    def __call__(self, *labels: str) -> tuple[str, ...]:
-        if labels in self._seen:
-            return labels
-        if len(self._seen) >= self._limit or "other" in labels:
-            return ("other",) * len(labels)
-        self._seen.add(labels)
-        return labels
 
 
 @dataclass
@@ -96,7 +83,7 @@ def vllm_families(
     family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=list(config))
     family.add_metric(list(config.values()), 1)
     yield family
-    names = {entry.ref.digest: entry.ref.name for entry in snapshot.cache} if adapter_names else {}
+    refs = {entry.ref.digest: entry.ref for entry in snapshot.cache}
     lora = GaugeMetricFamily(
         "vllm:lora_requests_info",
         "When this was so, in seconds since the epoch, of the adapters with requests.",
@@ -105,19 +92,27 @@ def vllm_families(
     lora.add_metric(
         [
             str(info.max_num_seqs),
-            _joined(stats.running_adapters, names),
-            _joined(stats.waiting_adapters, names),
+            _joined(stats.running_adapters, refs, adapter_names),
+            _joined(stats.waiting_adapters, refs, adapter_names),
         ],
         now,
     )
     yield lora
 
 
-def _joined(digests: Iterable[str], names: dict[str, str]) -> str:
-    return ",".join(sorted({names.get(d, d[:12]) for d in digests})[:MAX_NAMED_ADAPTERS])
+def _joined(digests: Iterable[str], refs: dict[str, AdapterRef], adapter_names: bool) -> str:
+    """At most `MAX_NAMED_ADAPTERS` names. The tenants take turns, so that none crowds out another's."""
+    by_tenant: dict[str, set[str]] = {}
+    for digest in digests:
+        ref = refs.get(digest)
+        name = ref.name if ref is not None and adapter_names else digest[:12]
+        by_tenant.setdefault("" if ref is None else ref.tenant_id, set()).add(name)
+    rounds = zip_longest(*map(sorted, by_tenant.values()))
+    names = dict.fromkeys(name for turn in rounds for name in turn if name is not None)
+    return ",".join(sorted(islice(names, MAX_NAMED_ADAPTERS)))
 
 
-def own_families(snapshot: EngineSnapshot, tenants: LabelSets, grown: Grown) -> Iterable[Metric]:
+def own_families(snapshot: EngineSnapshot, labels: LabelSets, grown: Grown) -> Iterable[Metric]:
     """The engine's share of the `loraplex_*` metrics."""
     stats, info = snapshot.stats, snapshot.info
     yield GaugeMetricFamily(
@@ -149,16 +144,16 @@ def own_families(snapshot: EngineSnapshot, tenants: LabelSets, grown: Grown) -> 
     )
     rest_running = rest_waiting = 0
     for tenant, share in stats.tenants.items():
-        label = tenants(tenant)
-        if label == ("other",):
+        label = labels.tenant(tenant)
+        if label == OTHER:
             rest_running, rest_waiting = rest_running + share.running, rest_waiting + share.waiting
             continue
-        running.add_metric(label, share.running)
-        waiting.add_metric(label, share.waiting)
-        counters.add_metric(label, share.counter)
+        running.add_metric([label], share.running)
+        waiting.add_metric([label], share.waiting)
+        counters.add_metric([label], share.counter)
     if rest_running or rest_waiting:
-        running.add_metric(["other"], rest_running)
-        waiting.add_metric(["other"], rest_waiting)
+        running.add_metric([OTHER], rest_running)
+        waiting.add_metric([OTHER], rest_waiting)
     yield from (running, waiting, counters)
 
 

@@ -2,7 +2,7 @@
 
 `vllm:*` keep the names, labels and meanings of vLLM's, so that inference gateways and dashboards work unchanged;
 `loraplex_*` are ours. What a client can choose (tenants, adapter names) is a label only up to a fixed number of
-different values; the rest is counted under "other".
+different values at a time; the rest is counted under "other" (`label_sets`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from starlette.types import Receive, Scope, Send
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.ref import AdapterRef
-from loraplex.api.engine_metrics import EngineSnapshot, Grown, LabelSets, own_families, vllm_families
+from loraplex.api.engine_metrics import EngineSnapshot, Grown, own_families, vllm_families
+from loraplex.api.label_sets import IDLE_S, OTHER, LabelSets, OwnedCounter
 from loraplex.api.limiter_metrics import LimiterMeter
 from loraplex.engine.protocol import CacheEntry, EngineStats
 from loraplex.engine.types import FinishReason, Timing
@@ -56,6 +57,7 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 DECISION_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 LimitsOutcome = Literal["allowed", "rate_limit_exceeded", "insufficient_quota", "never_fits", "unavailable"]
 LOAD_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+MAX_LABEL_SETS = 1000
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
 
@@ -73,18 +75,22 @@ class _Families(Collector):
 
 class Metrics:
     """The instruments of one server. `model_name` is the base model's served name; at most `max_label_sets`
-    different tenants, and pairs of tenant and adapter version, get series of their own."""
+    tenants, and as many pairs of tenant and adapter version, have series of their own at a time."""
 
     def __init__(
-        self, model_name: str, *, max_label_sets: int = 1000, wall_clock: Callable[[], float] = time.time
+        self,
+        model_name: str,
+        *,
+        max_label_sets: int = MAX_LABEL_SETS,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model_name = model_name
         self._wall_clock = wall_clock
         self._vllm = CollectorRegistry()
         self._own = CollectorRegistry()
         self._grown = Grown()
-        self._tenants = LabelSets(max_label_sets)
-        self._versions = LabelSets(max_label_sets)
+        self._labels = LabelSets(max_label_sets, idle_s=IDLE_S, clock=clock, on_drop=self._drop_series)
         self._loads_seen: dict[str, dict[str, float]] = {}
 
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)
@@ -111,11 +117,18 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"loraplex_{name}", text, labels, registry=self._own)
 
-        self._requests = counter(
-            "requests", "Requests answered, by HTTP status.", "tenant", "adapter", "status"
+        self._requests = OwnedCounter(
+            counter("requests", "Requests answered, by HTTP status.", "tenant", "adapter", "status")
         )
-        self._tokens = counter("tokens", "Tokens by kind: prompt, cached, completion.", "tenant", "kind")
-        self._refusals = counter("limiter_refusals", "Requests refused by a limit.", "tenant", "code")
+        self._tenant_requests = OwnedCounter(
+            counter("tenant_requests", "Requests answered, of all adapters.", "tenant", "status")
+        )
+        self._tokens = OwnedCounter(
+            counter("tokens", "Tokens by kind: prompt, cached, completion.", "tenant", "kind")
+        )
+        self._refusals = OwnedCounter(
+            counter("limiter_refusals", "Requests refused by a limit.", "tenant", "code")
+        )
         self._decisions = counter("limiter_decisions", "Decisions over limits, by outcome.", "outcome")
         self._decision_s = Histogram(
             "loraplex_limiter_decision_seconds",
@@ -198,16 +211,26 @@ class Metrics:
         self._generation.observe(completion_tokens)
         self._prompt_tokens.inc(prompt_tokens)
         self._generation_tokens.inc(completion_tokens)
-        (tenant,) = self._tenants(tenant_id)
-        self._tokens.labels(tenant, "prompt").inc(prompt_tokens)
-        self._tokens.labels(tenant, "cached").inc(cached_tokens)
-        self._tokens.labels(tenant, "completion").inc(completion_tokens)
+        tenant = self._labels.tenant(tenant_id)
+        self._tokens.inc((tenant,), "prompt", amount=prompt_tokens)
+        self._tokens.inc((tenant,), "cached", amount=cached_tokens)
+        self._tokens.inc((tenant,), "completion", amount=completion_tokens)
 
     def request_answered(self, tenant_id: str, adapter: AdapterRef | None, status: int) -> None:
-        self._requests.labels(*self._versions(tenant_id, adapter_label(adapter)), str(status)).inc()
+        tenant, version = self._labels.pair(tenant_id, adapter_label(adapter))
+        self._tenant_requests.inc((tenant,), str(status))
+        self._requests.inc((tenant, version), str(status))
 
     def refused_by_limit(self, tenant_id: str, code: str) -> None:
-        self._refusals.labels(*self._tenants(tenant_id), code).inc()
+        self._refusals.inc((self._labels.tenant(tenant_id),), code)
+
+    def _drop_series(self, tenant: str, version: str | None) -> None:
+        if version is not None:
+            self._requests.remove((tenant, version))
+            return
+        self._requests.remove((tenant, OTHER))
+        for counter in (self._tenant_requests, self._tokens, self._refusals):
+            counter.remove((tenant,))
 
     def limits_decided(self, outcome: LimitsOutcome, seconds: float) -> None:
         self._decisions.labels(outcome).inc()
@@ -227,7 +250,7 @@ class Metrics:
         ]
         if tenant_data:
             self._observe_loads(snapshot.cache)
-            families += [*self._own.collect(), *own_families(snapshot, self._tenants, self._grown)]
+            families += [*self._own.collect(), *own_families(snapshot, self._labels, self._grown)]
         return generate_latest(_Families(families))
 
     def _observe_loads(self, cache: Iterable[CacheEntry]) -> None:
