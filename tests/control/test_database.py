@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -64,6 +65,33 @@ def test_down_and_up_again_and_up_twice(url: str) -> None:
     assert tables(url) == {"alembic_version"}
     upgrade(url)
     assert set(Base.metadata.tables) < tables(url)
+
+
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_a_sqlite_file_and_those_beside_it_are_the_owners_alone(
+    tmp_path: Path, usual_umask: None, before: int | None
+) -> None:
+    """Also one that an older version has made for everybody to read."""
+    folder = tmp_path / "shared"
+    folder.mkdir(mode=0o755)
+    url = f"sqlite:///{folder / 'loraplex.db'}"
+    if before is not None:
+        (folder / "loraplex.db").touch()
+        (folder / "loraplex.db").chmod(before)
+    upgrade(url)
+    database = Database(url)
+    with database.write() as session:
+        session.add(Tenant(id="acme", display_name="", weight=1.0, limits={}, created_at=utc_now()))
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    database.close()
+    assert modes == dict.fromkeys(("loraplex.db", "loraplex.db-wal", "loraplex.db-shm"), 0o600)
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 def test_data_survives_a_start(url: str) -> None:

@@ -75,6 +75,16 @@ def create_file(path: Path) -> BinaryIO:
     return os.fdopen(fd, "wb", buffering=0)
 
 
+def make_private(path: Path) -> None:
+    """Have a file of mode 0600, empty where there was none, whatever the umask and the folder are. One that is there
+    is not opened: closing it would drop the locks that this process has on it (OSError)."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(0o600)
+
+
 def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
     """Write every byte: an unbuffered file may take fewer than asked when the disk runs full."""
     view = memoryview(data)

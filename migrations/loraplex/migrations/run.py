@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from alembic.util import CommandError
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.pool import NullPool
 
+from loraplex.adapters.files import make_private
 from loraplex.migrations.errors import DatabaseTooNew
 
 
@@ -29,7 +31,9 @@ CONNECT_TIMEOUT_S = 10
 
 
 def upgrade(url: str, revision: str = "head") -> list[str]:
-    """Apply every migration up to `revision`, all or none; those that were. Raises DatabaseTooNew, SQLAlchemyError."""
+    """Apply every migration up to `revision`, all or none; those that were. A SQLite file is its owner's alone from its
+    first moment on. Raises DatabaseTooNew, SQLAlchemyError."""
+    _keep_private(url)
     config = _config(url)
     command.upgrade(config, revision)
     return list(config.attributes["applied"])
@@ -59,6 +63,22 @@ def examine_schema(url: str) -> SchemaState:
         except CommandError as error:
             raise DatabaseTooNew(found, newest) from error
     return SchemaState(f"{'SQLite' if on_sqlite else 'PostgreSQL'} {version}", found, newest)
+
+
+def _keep_private(url: str) -> None:
+    """SQLite makes the files beside a database (-wal, -shm, -journal) with its mode."""
+    parsed = make_url(url)
+    path = parsed.database or ""
+    if parsed.get_backend_name() != "sqlite" or path in ("", ":memory:") or path.startswith("file:"):
+        return
+    # What cannot be made or belongs to another user is SQLite's to complain of, or works.
+    with contextlib.suppress(OSError):
+        make_private(Path(path))
+    for suffix in ("-wal", "-shm", "-journal"):
+        beside = Path(path + suffix)
+        with contextlib.suppress(OSError):
+            if beside.exists():
+                make_private(beside)
 
 
 def _config(url: str) -> Config:
