@@ -37,6 +37,7 @@ TABLE: dict[str, str] = {
     "PUT /tenants/{tenant}/adapters/{name}/release": WRITE,
     "POST /tenants/{tenant}/adapters/{name}/release/promote": WRITE,
     "POST /tenants/{tenant}/adapters/{name}/release/rollback": WRITE,
+    "GET /tenants/{tenant}/adapters/{name}/release/history": READ,
     "GET /audit": OPERATOR,
     "GET /usage": OPERATOR,
     "GET /tenants/{tenant}/usage": "usage:read",

@@ -104,7 +104,7 @@ async def test_body_types_and_sizes(admin: httpx.AsyncClient, plane: AdminPlane)
     large = await admin.post("/tenants", content=b" " * 300_000 + good)
     assert problem(large) == (413, "request_too_large")
     plane.make_tenant()
-    unwanted = await admin.post("/tenants/acme/adapters/x/release/rollback", json={"to": 1})
+    unwanted = await admin.request("DELETE", "/tenants/acme/adapters/x", json={"to": 1})
     assert problem(unwanted) == (400, "invalid_value")
     with_charset = await admin.post(
         "/tenants", content=b'{"id": "b"}', headers={"content-type": "application/json; charset=utf-8"}

@@ -6,60 +6,23 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from sqlalchemy import insert
 from structlog.testing import capture_logs
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from loraplex.app.cli import create_cli
 from loraplex.control.tables import Usage
 from loraplex.migrations.run import upgrade
-from support.adapters import draft_adapter, make_adapter
+from support.adapters import draft_adapter
 from support.admin import ADMIN_TOKEN, ARCH, AdminPlane
-from support.api_server import RunningServer, serve_app
+from support.api_server import serve_app
+from support.shell import Shell, shell_in
 from support.usage import ended
-
-
-@dataclass
-class Shell:
-    """Runs `loraplex` commands against one server."""
-
-    plane: AdminPlane
-    server: RunningServer
-    root: Path
-
-    def run(self, *args: str, token: str | None = ADMIN_TOKEN, url: str | None = None) -> Result:
-        environment = {"LORAPLEX_ADMIN_URL": url or self.server.url, "COLUMNS": "200"}
-        if token is not None:
-            environment["LORAPLEX_ADMIN_TOKEN"] = token
-        return CliRunner().invoke(create_cli(), list(args), env=environment)
-
-    def ok(self, *args: str, **options: Any) -> str:
-        result = self.run(*args, **options)
-        assert result.exit_code == 0, result.output
-        return result.stdout
-
-    def json(self, *args: str, **options: Any) -> Any:
-        return json.loads(self.ok(*args, "--json", **options))
-
-    def fails(self, *args: str, **options: Any) -> str:
-        """What it says on stderr; exit code 1, nothing on stdout, no traceback."""
-        result = self.run(*args, **options)
-        assert result.exit_code == 1, result.output
-        assert result.stdout == ""
-        assert result.stderr.startswith("loraplex: ")
-        assert "Traceback" not in result.stderr
-        return result.stderr
-
-    def adapter(self, name: str = "a", **options: Any) -> str:
-        make_adapter(self.root / name, ARCH, **options)
-        return str(self.root / name)
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +34,8 @@ def _quiet_server() -> Iterator[None]:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    plane = AdminPlane(tmp_path)
-    with serve_app(plane.app) as server:
-        yield Shell(plane, server, tmp_path)
-    plane.close()
+    with shell_in(tmp_path) as shell:
+        yield shell
 
 
 def test_tenants(shell: Shell) -> None:

@@ -58,4 +58,6 @@ def test_releasing_without_end_keeps_a_bounded_past(plane: ControlPlane) -> None
     newest = plane.releases.get("acme", "pirate")
     assert newest.revision == MAX_REVISIONS + 6
     assert tuple(kept) == (newest.revision - MAX_REVISIONS + 1, MAX_REVISIONS)
-    assert plane.releases.rollback("acme", "pirate").targets == (ReleaseTarget("v1", MAX_REVISIONS + 3),)
+    assert plane.releases.rollback("acme", "pirate").release.targets == (
+        ReleaseTarget("v1", MAX_REVISIONS + 3),
+    )

@@ -33,6 +33,7 @@ TENANT_ROUTES = {
     f"PUT {OWN}/{{name}}/release": WRITE,
     f"POST {OWN}/{{name}}/release/promote": WRITE,
     f"POST {OWN}/{{name}}/release/rollback": WRITE,
+    f"GET {OWN}/{{name}}/release/history": READ,
     "GET /admin/v1/tenants/{tenant}/usage": USAGE,
 }
 PROBES = dict.fromkeys(("GET /livez", "GET /readyz", "GET /startupz", "GET /health"), OPEN)

@@ -205,4 +205,5 @@ def valid_bodies(model: str) -> dict[str, Any]:
         f"{tenant}/keys/0/rotate": {"grace_seconds": 1},
         f"{tenant}/adapters/support/release": {"targets": [{"version": "v1", "weight": 1}], "sticky": "none"},
         f"{tenant}/adapters/support/release/promote": {"version": "v1"},
+        f"{tenant}/adapters/support/release/rollback": {"to": 1},
     }

@@ -79,10 +79,8 @@ def _describe(row: Operation) -> dict[str, Any]:
         "summary": row.summary,
         "description": f"Needs {_access(row)}.",
         "operationId": row.handler.__name__.rstrip("_"),
-        "parameters": [*_path_parameters(row), *_query_parameters(row)],
-        "responses": {
-            str(status): _answer(status, model, row.also_as) for status, model in row.answers.items()
-        }
+        "parameters": [*_path_parameters(row), *_query_parameters(row), *_header_parameters(row)],
+        "responses": {str(status): _answer(row, status, model) for status, model in row.answers.items()}
         | {str(status): _error(status) for status in sorted(_errors(row))},
     }
     if row.upload:
@@ -110,6 +108,8 @@ def _errors(row: Operation) -> set[int]:
         statuses.add(429)
     if row.upload:
         statuses.add(422)
+    if row.etagged and row.method != "GET":
+        statuses.add(412)
     return statuses
 
 
@@ -143,22 +143,32 @@ def _query_parameters(row: Operation) -> list[dict[str, Any]]:
     ]
 
 
+def _header_parameters(row: Operation) -> list[dict[str, Any]]:
+    if not row.etagged or row.method == "GET":
+        return []
+    said = "The ETag of the state that is to be changed, or several; any other state is a 412."
+    return [{"name": "If-Match", "in": "header", "description": said, "schema": {"type": "string"}}]
+
+
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     """A query has no way to say null: what may be null may be left out."""
     kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
     return kinds[0] if len(kinds) == 1 else schema
 
 
-def _answer(status: int, model: type[BaseModel] | None, also_as: str | None = None) -> dict[str, Any]:
+def _answer(row: Operation, status: int, model: type[BaseModel] | None) -> dict[str, Any]:
     if model is None:
         return {"description": "Done", "headers": _HEADERS}
     headers = dict(_HEADERS)
     if status == 201 and model.__name__ == "Version":
         headers["Location"] = {"description": "Where it is.", "schema": {"type": "string"}}
+    if row.etagged:
+        etag = {"type": "string", "pattern": '^"[0-9]+"$'}
+        headers["ETag"] = {"required": True, "description": "The revision, quoted.", "schema": etag}
     schema = {"$ref": _REF.format(model=model.__name__)}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
-    if also_as is not None:
-        content[also_as] = {"schema": {"type": "string"}}
+    if row.also_as is not None:
+        content[row.also_as] = {"schema": {"type": "string"}}
         next_page = {
             "description": "The cursor of the next page, where there is one.",
             "schema": {"type": "string"},

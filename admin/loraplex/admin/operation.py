@@ -77,7 +77,7 @@ class Operation:
     """`path` is below /admin/v1. `answers` are the statuses and models of success. `action` is what the audit log calls
     it: what changes something has one, and records it in the transaction that does. A row with `upload` reads its body
     itself. With `body_optional` no body stands for an empty object. `also_as` is a media type that its answers come
-    in, too, where the caller asks for it."""
+    in, too, where the caller asks for it. Answers of an `etagged` row carry an ETag, and a change heeds If-Match."""
 
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
     path: str
@@ -91,6 +91,7 @@ class Operation:
     upload: bool = False
     action: str | None = None
     also_as: str | None = None
+    etagged: bool = False
 
     def __post_init__(self) -> None:
         assert (self.action is None) == (self.method == "GET"), (

@@ -41,6 +41,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "request_timeout": (408, "The body did not arrive in time"),
     "conflict": (409, "This conflicts with what is there"),
     "tenant_id_retired": (409, "The id belonged to a tenant that was deleted"),
+    "precondition_failed": (412, "The state is another than the one that If-Match names"),
     "request_too_large": (413, "The body is too large"),
     "unsupported_media_type": (415, "The body is of a type that is not read here"),
     "rate_limit_exceeded": (429, "Too many changes in a short time"),

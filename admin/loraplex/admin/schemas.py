@@ -242,13 +242,18 @@ class ReleasePromote(Given):
 
 
 class Release(Shown):
-    """Which versions take the traffic of a name, in which shares."""
+    """Which versions take the traffic of a name, in which shares. `origin` is what made the revision; a rollback
+    `restores` an earlier one. `actor` and `actor_key_id` are who did. Each is null where it is not known."""
 
     name: str
     targets: list[Target]
     sticky: Literal["user", "key", "none"]
     revision: int
     created_at: Timestamp
+    origin: Literal["upload", "set", "promote", "rollback", "delete"] | None
+    restores: int | None
+    actor: Literal["admin", "key", "local"] | None
+    actor_key_id: str | None
 
 
 class Version(Shown):

@@ -105,7 +105,7 @@ class Catalog:
                     self._artifacts.store.commit(staging, spec.digest)
                     with self._database.write() as session:
                         self._artifacts.check_stored(spec.digest)
-                        admitted = self._record(session, tenant_id, name, spec)
+                        admitted = self._record(session, tenant_id, name, spec, by)
                         _note_upload(session, by, *admitted)
                         fault(Step.COMMIT_VERSION)
             except BaseException:
@@ -120,7 +120,7 @@ class Catalog:
         return admitted
 
     def _record(
-        self, session: Session, tenant_id: str, name: str, spec: AdapterSpec
+        self, session: Session, tenant_id: str, name: str, spec: AdapterSpec, by: Actor
     ) -> tuple[VersionInfo, bool]:
         """Of bytes that are published: the version that stands for them."""
         tenant = session.get(Tenant, tenant_id, with_for_update=True)
@@ -145,9 +145,11 @@ class Catalog:
         if known is not None:
             return version_info(known), False
         check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
-        return version_info(self._add_version(session, tenant_id, name, spec)), True
+        return version_info(self._add_version(session, tenant_id, name, spec, by)), True
 
-    def _add_version(self, session: Session, tenant_id: str, name: str, spec: AdapterSpec) -> AdapterVersion:
+    def _add_version(
+        self, session: Session, tenant_id: str, name: str, spec: AdapterSpec, by: Actor
+    ) -> AdapterVersion:
         now = database_now(session)
         adapter = session.get(Adapter, (tenant_id, name))
         if adapter is None:
@@ -174,7 +176,8 @@ class Catalog:
         release = current_release(session, tenant_id, name)
         if release is None or not release.targets:
             # The first version serves at once; later ones wait for a release.
-            add_release(session, tenant_id, name, (ReleaseTarget(f"v{row.number}", 100),), "none")
+            all_of_it = (ReleaseTarget(f"v{row.number}", 100),)
+            add_release(session, tenant_id, name, all_of_it, "none", origin="upload", by=by)
         return row
 
     def get_adapter(self, tenant_id: str, name: str) -> AdapterInfo:
@@ -276,7 +279,7 @@ class Catalog:
                         param="version",
                     )
                 if released:
-                    add_release(session, tenant_id, name, (), "none")
+                    add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
                 digest = row.digest
                 before = {"digest": digest, "state": row.state, "pinned": row.pinned, "released": released}
                 target = version_target(tenant_id, name, version)
@@ -307,7 +310,7 @@ class Catalog:
                 record(session, by, "adapter.delete", target, tenant_id=tenant_id, before=before)
                 for row in rows:
                     row.state, row.pinned = "deleted", False
-                add_release(session, tenant_id, name, (), "none")
+                add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
                 self._artifacts.store.fault(Step.COMMIT_REMOVAL)
             self._artifacts.store.fault(Step.REMOVAL_COMMITTED)
             return self._artifacts.remove_unused(digests)

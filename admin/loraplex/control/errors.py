@@ -24,6 +24,12 @@ class Conflict(ControlError):
     code = "conflict"
 
 
+class PreconditionFailed(ControlError):
+    """The caller's If-Match names another state than the one there is; nothing was changed."""
+
+    code = "precondition_failed"
+
+
 class TenantIdRetired(ControlError):
     """A tenant of this id was deleted; bills and the audit log still name it."""
 

@@ -156,7 +156,8 @@ LIVING = AdapterVersion.state != "deleted"
 
 
 class Release(Base):
-    """The latest releases of a name; the one with the highest revision is in force."""
+    """The latest releases of a name; the one with the highest revision is in force. Revisions of a name have no gaps.
+    The last four columns are null where the revision is older than they are and the audit log does not tell."""
 
     __tablename__ = "releases"
     __table_args__ = (
@@ -171,6 +172,10 @@ class Release(Base):
     targets: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
     sticky: Mapped[str] = mapped_column(String(8))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    origin: Mapped[str | None] = mapped_column(String(8))
+    restores: Mapped[int | None]
+    actor: Mapped[str | None] = mapped_column(String(8))
+    actor_key_id: Mapped[str | None] = mapped_column(String(32))
 
 
 class Usage(Base):

@@ -184,9 +184,16 @@ class ReleaseTarget:
     weight: int
 
 
+ReleaseOrigin = Literal["upload", "set", "promote", "rollback", "delete"]
+
+
 @dataclass(frozen=True, slots=True)
 class ReleaseInfo:
-    """Which versions a bare name means, in parts of the weights' sum. `sticky`: what keeps a caller on one."""
+    """Which versions a bare name means, in parts of the weights' sum. `sticky`: what keeps a caller on one.
+
+    `origin` is the act that made the revision: `upload` is of a name's first version, `delete` of its last one. A
+    rollback `restores` an earlier revision, which is itself no rollback. `actor` and `actor_key_id` are who acted, as
+    in the audit log. All of these are None where they were not recorded."""
 
     tenant_id: str
     name: str
@@ -194,6 +201,26 @@ class ReleaseInfo:
     targets: tuple[ReleaseTarget, ...]
     sticky: Sticky
     created_at: datetime
+    origin: ReleaseOrigin | None = None
+    restores: int | None = None
+    actor: Literal["admin", "key", "local"] | None = None
+    actor_key_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRevision:
+    """An earlier release that a rollback passed over; `reason` completes a sentence, such as "v2 is deleted"."""
+
+    revision: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackInfo:
+    """The release that is in force after a rollback."""
+
+    release: ReleaseInfo
+    skipped: tuple[SkippedRevision, ...]
 
 
 @dataclass(frozen=True, slots=True)

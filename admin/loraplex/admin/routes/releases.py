@@ -2,39 +2,66 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
+
+from starlette.requests import Request
 
 from loraplex.admin.operation import Answer, Call, Operation
-from loraplex.admin.schemas import Release, ReleaseChange, ReleasePromote, Target
+from loraplex.admin.release_schemas import (
+    ReleasePage,
+    ReleaseRollback,
+    RolledBackRelease,
+    SkippedRevision,
+)
+from loraplex.admin.schemas import PageQuery, Release, ReleaseChange, ReleasePromote, Target
 from loraplex.admin.services import AdminServices
 from loraplex.control.types import ReleaseInfo, ReleaseTarget
+
+T = TypeVar("T")
 
 
 def release_operations(services: AdminServices) -> list[Operation]:
     run = services.database.run
 
     async def get_release(call: Call) -> Answer:
-        return Answer(show_release(await run(services.releases.get, call.path["tenant"], call.path["name"])))
+        info = await run(services.releases.get, call.path["tenant"], call.path["name"])
+        return Answer(show_release(info), headers=_etag(info))
 
     async def put_release(call: Call) -> Answer:
         body = call.body(ReleaseChange)
         targets = tuple(ReleaseTarget(target.version, target.weight) for target in body.targets)
-        put = partial(services.releases.put, targets=targets, sticky=body.sticky, by=call.actor)
-        return await released(call, put)
+        info = await change(call, partial(services.releases.put, targets=targets, sticky=body.sticky))
+        return await released(show_release(info), info)
 
     async def promote_release(call: Call) -> Answer:
         version = call.body(ReleasePromote).version
-        return await released(call, partial(services.releases.promote, version=version, by=call.actor))
+        info = await change(call, partial(services.releases.promote, version=version))
+        return await released(show_release(info), info)
 
     async def rollback_release(call: Call) -> Answer:
-        return await released(call, partial(services.releases.rollback, by=call.actor))
+        rollback = partial(services.releases.rollback, to=call.body(ReleaseRollback).to)
+        info = await change(call, rollback)
+        skipped = [SkippedRevision(revision=skip.revision, reason=skip.reason) for skip in info.skipped]
+        shown = RolledBackRelease(**show_release(info.release).model_dump(), skipped=skipped)
+        return await released(shown, info.release)
 
-    async def released(call: Call, change: Callable[[str, str], ReleaseInfo]) -> Answer:
+    async def list_history(call: Call) -> Answer:
+        query = call.query(PageQuery)
+        read = partial(services.releases.history, limit=query.limit, cursor=query.cursor)
+        page = await run(read, call.path["tenant"], call.path["name"])
+        return Answer(ReleasePage(data=list(map(show_release, page.items)), next_cursor=page.next_cursor))
+
+    async def change(call: Call, make: Callable[..., T]) -> T:
+        made = partial(make, if_revision=_if_match(call.request), by=call.actor)
+        return await run(made, call.path["tenant"], call.path["name"])
+
+    async def released(shown: Release, info: ReleaseInfo) -> Answer:
         """What takes traffic from now on is brought nearer before its first request."""
-        info = await run(change, call.path["tenant"], call.path["name"])
         services.engine.prefetch(await run(services.releases.serving, [info]))
-        return Answer(show_release(info))
+        return Answer(shown, headers=_etag(info))
 
     path = "/tenants/{tenant}/adapters/{name}/release"
     return [
@@ -45,6 +72,7 @@ def release_operations(services: AdminServices) -> list[Operation]:
             get_release,
             "Show which versions take an adapter's traffic.",
             {200: Release},
+            etagged=True,
         ),
         Operation(
             "PUT",
@@ -55,6 +83,7 @@ def release_operations(services: AdminServices) -> list[Operation]:
             {200: Release},
             body=ReleaseChange,
             action="release.set",
+            etagged=True,
         ),
         Operation(
             "POST",
@@ -66,15 +95,28 @@ def release_operations(services: AdminServices) -> list[Operation]:
             body=ReleasePromote,
             body_optional=True,
             action="release.promote",
+            etagged=True,
         ),
         Operation(
             "POST",
             f"{path}/rollback",
             "adapters:write",
             rollback_release,
-            "Go back to the release before this one.",
-            {200: Release},
+            "Go back to the release before this one, one more with each call; or restore the revision `to`.",
+            {200: RolledBackRelease},
+            body=ReleaseRollback,
+            body_optional=True,
             action="release.rollback",
+            etagged=True,
+        ),
+        Operation(
+            "GET",
+            f"{path}/history",
+            "adapters:read",
+            list_history,
+            "List an adapter's releases, the newest first: who made them, and how.",
+            {200: ReleasePage},
+            query=PageQuery,
         ),
     ]
 
@@ -86,4 +128,21 @@ def show_release(info: ReleaseInfo) -> Release:
         sticky=info.sticky,
         revision=info.revision,
         created_at=info.created_at,
+        origin=info.origin,
+        restores=info.restores,
+        actor=info.actor,
+        actor_key_id=info.actor_key_id,
     )
+
+
+def _etag(info: ReleaseInfo) -> dict[str, str]:
+    return {"ETag": f'"{info.revision}"'}
+
+
+def _if_match(request: Request) -> frozenset[int] | None:
+    """The revisions that If-Match names; None where it names none in particular. What is no ETag of ours names none
+    that there is."""
+    given = ",".join(request.headers.getlist("if-match"))
+    if not given or given.strip() == "*":
+        return None
+    return frozenset(int(digits) for digits in re.findall(r'(?<![\w/])"([0-9]{1,9})"', given))

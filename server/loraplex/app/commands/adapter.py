@@ -14,6 +14,7 @@ from loraplex.app.commands.errors import CommandFailed
 from loraplex.app.commands.options import TenantOption, admin_command, split_version
 from loraplex.app.commands.output import Output, size
 from loraplex.app.commands.paths import segment
+from loraplex.app.commands.release import targets_text
 from loraplex.app.commands.report import report_fields
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -157,9 +158,7 @@ def _adapter(tenant: str, name: str) -> str:
 
 
 def _targets(release: dict[str, Any] | None) -> str:
-    if not release:
-        return "-"
-    return " ".join(f"{t['version']}={t['weight']:g}" for t in release["targets"])
+    return "-" if release is None else targets_text(release["targets"])
 
 
 def _version_fields(version: dict[str, Any]) -> dict[str, Any]:
