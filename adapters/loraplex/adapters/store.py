@@ -48,6 +48,16 @@ class SweepReport:
     missing: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What the stored bytes of a digest were found to be. `place` is the folder that they lay in, None where there was
+    none: it is another one whenever other bytes were put there. `damage` is what was wrong, None if nothing was."""
+
+    digest: str
+    place: tuple[int, int, int] | None
+    damage: ArtifactMissing | ArtifactCorrupt | ArtifactUnreadable | None
+
+
 class Staging:
     """A fresh folder (mode 0700) that one upload is written into, until `ArtifactStore.commit` or `discard`.
 
@@ -114,12 +124,30 @@ class ArtifactStore:
             directory.mkdir(mode=0o700)
         return Staging(directory, self.fault)
 
-    def commit(self, staging: Staging, digest: str) -> Path:
+    def examine(self, digest: str) -> Examined:
+        """`verify`, as a finding that `commit` takes: it reads all of the bytes, and needs no lock."""
+        while True:
+            place = self._place(digest)
+            damage: ArtifactMissing | ArtifactCorrupt | ArtifactUnreadable | None = None
+            try:
+                self.verify(digest)
+            except (ArtifactMissing, ArtifactCorrupt, ArtifactUnreadable) as error:
+                damage = error
+            if self._place(digest) == place:
+                return Examined(digest, place, damage)
+
+    def is_current(self, examined: Examined) -> bool:
+        """Whether the finding is of what lies there now."""
+        return self._place(examined.digest) == examined.place
+
+    def commit(self, staging: Staging, digest: str, examined: Examined | None = None) -> Path:
         """Make a staged upload permanent under `digest` (of digest_upload) and return its folder.
 
         Where the digest is stored already, the staged copy is dropped, unless the stored one is damaged: then
-        it takes its place. On an error the staging folder is removed. The caller keeps `delete` of the same
-        digest from running meanwhile. Raises StoreFull, StoreFailed, ValueError, OSError.
+        it takes its place. `examined` says which, from a caller that has looked that it `is_current` and keeps other
+        commits of the digest from running; without it the stored bytes are read here. On an error the staging folder is
+        removed. The caller keeps `delete` of the same digest from running meanwhile. Raises StoreFull, StoreFailed,
+        ValueError, OSError.
         """
         try:
             with disk_failures_named():
@@ -129,7 +157,7 @@ class ArtifactStore:
                 self._drop_leftovers(staging)
                 self._flush_files(staging)
                 self._make_shelf(target.parent)
-                self._publish(staging, target, digest)
+                self._publish(staging, target, digest, examined)
                 self._flush_shelf(target.parent)
                 return target
         except BaseException:
@@ -202,6 +230,16 @@ class ArtifactStore:
     def _folder(self, digest: str) -> Path | None:
         return self._artifacts / digest[:2] / digest if _DIGEST.fullmatch(digest) else None
 
+    def _place(self, digest: str) -> tuple[int, int, int] | None:
+        folder = self._folder(digest)
+        if folder is None:
+            return None
+        try:
+            found = folder.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_dev, found.st_ino, found.st_ctime_ns
+
     # The steps of a commit, in order.
 
     def _drop_leftovers(self, staging: Staging) -> None:
@@ -225,7 +263,7 @@ class ArtifactStore:
         self.fault(Step.FLUSH_SHELVES, shelf.parent)
         _flush(shelf.parent)
 
-    def _publish(self, staging: Staging, target: Path, digest: str) -> None:
+    def _publish(self, staging: Staging, target: Path, digest: str, examined: Examined | None) -> None:
         while True:
             self.fault(Step.PUBLISH, staging.directory, target)
             try:
@@ -235,15 +273,12 @@ class ArtifactStore:
                     raise
             else:
                 return
-            try:
-                self.verify(digest)
-            except ArtifactMissing:
-                continue
-            except (ArtifactCorrupt, ArtifactUnreadable):
-                self.delete(digest)
-            else:
+            found = examined or self.examine(digest)
+            if found.damage is None:
                 staging.discard()
                 return
+            if not isinstance(found.damage, ArtifactMissing):
+                self.delete(digest)
 
     def _flush_shelf(self, shelf: Path) -> None:
         self.fault(Step.FLUSH_SHELF, shelf)

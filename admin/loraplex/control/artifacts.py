@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.errors import ArtifactMissing
-from loraplex.adapters.store import ArtifactStore, SweepReport
+from loraplex.adapters.store import ArtifactStore, Examined, SweepReport
 from loraplex.control.database import Database
 from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable
 from loraplex.control.tables import LIVING, AdapterVersion
@@ -38,6 +38,18 @@ class Artifacts:
         """By one thread of one server at a time, and not twice. Raises DatabaseUnavailable, DatabaseBusy."""
         with self.lock, self._database.lock(f"artifact:{digest}"):
             yield
+
+    @contextlib.contextmanager
+    def examined(self, digest: str) -> Iterator[Examined]:
+        """`holding`, with what the stored bytes were found to be. They are read before it, and once more if others were
+        put in their place meanwhile: a large artifact that is hashed keeps nobody waiting. Raises as `holding` does,
+        and OSError."""
+        while True:
+            examined = self.store.examine(digest)
+            with self.holding(digest):
+                if self.store.is_current(examined):
+                    yield examined
+                    return
 
     def check_stored(self, digest: str) -> None:
         """Within the transaction that records a version: its bytes are still there. Who lost its connection to the

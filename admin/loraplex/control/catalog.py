@@ -9,7 +9,7 @@ import structlog
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMissing, LoraplexError
+from loraplex.adapters.errors import AdapterRefused, ArtifactUnreadable, LoraplexError
 from loraplex.adapters.files import disk_failures_named, open_regular
 from loraplex.adapters.format import inspect_adapter
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
@@ -98,24 +98,22 @@ class Catalog:
                 with open_regular(path) as file:
                     fault(Step.FLUSH_STAGED, path)
                     os.fsync(file.fileno())
-        with self._artifacts.lock:
-            try:
-                with self._artifacts.holding(spec.digest):
-                    # Outside the transaction: where the bytes are stored already, this hashes them all.
-                    self._artifacts.store.commit(staging, spec.digest)
-                    with self._database.write() as session:
-                        self._artifacts.check_stored(spec.digest)
-                        admitted = self._record(session, tenant_id, name, spec, by)
-                        _note_upload(session, by, *admitted)
-                        fault(Step.COMMIT_VERSION)
-            except BaseException:
-                # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
-                with contextlib.suppress(LoraplexError, OSError):
-                    self._artifacts.remove_unused([spec.digest])
-                # Or damaged ones were to be replaced, and went before the good ones came.
-                with contextlib.suppress(LoraplexError, OSError):
-                    self.mark_damaged(spec.digest)
-                raise
+        try:
+            with self._artifacts.examined(spec.digest) as examined:
+                self._artifacts.store.commit(staging, spec.digest, examined)
+                with self._database.write() as session:
+                    self._artifacts.check_stored(spec.digest)
+                    admitted = self._record(session, tenant_id, name, spec, by)
+                    _note_upload(session, by, *admitted)
+                    fault(Step.COMMIT_VERSION)
+        except BaseException:
+            # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
+            with contextlib.suppress(LoraplexError, OSError):
+                self._artifacts.remove_unused([spec.digest])
+            # Or damaged ones were to be replaced, and went before the good ones came.
+            with contextlib.suppress(LoraplexError, OSError):
+                self.mark_damaged(spec.digest)
+            raise
         fault(Step.VERSION_COMMITTED)
         return admitted
 
@@ -321,13 +319,12 @@ class Catalog:
 
         Raises ArtifactUnreadable where it cannot be told at the moment.
         """
-        with self._artifacts.holding(digest):
-            try:
-                self._artifacts.store.verify(digest)
-            except (ArtifactCorrupt, ArtifactMissing) as damage:
-                reason = damage.message
-            else:
+        with self._artifacts.examined(digest) as examined:
+            if examined.damage is None:
                 return False
+            if isinstance(examined.damage, ArtifactUnreadable):
+                raise examined.damage
+            reason = examined.damage.message
             with self._database.write() as session:
                 query = select(AdapterVersion).where(AdapterVersion.digest == digest, LIVING)
                 found = [row for row in session.scalars(query) if row.state != "corrupt"]
