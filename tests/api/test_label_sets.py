@@ -87,7 +87,14 @@ def test_an_unused_tenant_makes_room_with_all_that_it_had(clock: Clock) -> None:
             metrics.request_answered(tenant, ref(tenant, name, 1), 200)
         metrics.refused_by_limit(tenant, "rate_limit_exceeded")
         metrics.sequence_ended(
-            tenant, "stop", prompt_tokens=1, completion_tokens=1, cached_tokens=0, seconds=1.0, timing=None
+            tenant,
+            "stop",
+            prompt_tokens=1,
+            completion_tokens=1,
+            cached_tokens=0,
+            max_tokens=16,
+            seconds=1.0,
+            timing=None,
         )
 
     everything("old")

@@ -15,29 +15,12 @@ from starlette.routing import Route
 from loraplex.api.engine_metrics import EngineSnapshot
 from loraplex.api.metrics import Metrics, MetricsApp
 from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats, TenantStats
+from loraplex.engine.types import Timing
 from loraplex.serving.errors import EngineUnavailable
+from support import vllm_metrics
 from support.data_plane import BASE, DataPlane, Refused, ref, running_data_plane
 from support.fake_engine import FakeEngineClient, Reply, fake_engine_info
 
-NAMES = {
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:time_to_first_token_seconds_count",
-    "vllm:inter_token_latency_seconds_count",
-    "vllm:e2e_request_latency_seconds_count",
-    "vllm:request_queue_time_seconds_count",
-    "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total",
-    "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total",
-    "vllm:num_preemptions_total",
-    "vllm:request_success_total",
-    "vllm:request_prompt_tokens_count",
-    "vllm:request_generation_tokens_count",
-    "vllm:cache_config_info",
-    "vllm:lora_requests_info",
-}
 KEY = {"Authorization": "Bearer lpx_acme"}
 
 
@@ -85,7 +68,7 @@ def scrape(plane: DataPlane) -> Any:
 
 def test_the_names_and_labels_of_vllm(own: DataPlane) -> None:
     samples = scrape(own)
-    assert NAMES - {name for name, _ in samples} == set()
+    assert vllm_metrics.DASHBOARDS - {name for name, _ in samples} == set()
     for name, labels in samples:
         if name.startswith("vllm:") and name != "vllm:lora_requests_info":
             assert ("model_name", BASE) in labels, name
@@ -119,6 +102,60 @@ def test_requests_are_counted(own: DataPlane) -> None:
         labels = {"tenant": "acme", "adapter": "pirate@v2", "status": status}
         assert value(samples, "loraplex_requests_total", **labels) == count
     assert value(samples, "loraplex_limiter_refusals_total", tenant="acme", code="rate_limit_exceeded") == 1
+
+
+def histogram(samples: Any, name: str) -> tuple[float, float]:
+    """How many observations, and their sum."""
+    count = value(samples, f"vllm:{name}_count", model_name=BASE)
+    return count, value(samples, f"vllm:{name}_sum", model_name=BASE)
+
+
+def test_the_phases_and_parameters_of_requests(own: DataPlane) -> None:
+    own.engine.script(
+        Reply(text="a" * 9, eos=False, cached_tokens=2, timing=Timing(0.5, 2.0, 7.0, 6.0, 2)),
+        Reply(text="ab", eos=False, cached_tokens=2, timing=Timing(1.0, 2.0, 5.0, 4.0)),
+        Reply(text="a", eos=False, timing=Timing(0.25, 1.0, 2.0, 1.0, 1)),
+    )
+    url = f"{own.url}/v1/completions"
+    httpx.post(url, json={"model": BASE, "prompt": "xyz", "n": 2, "max_tokens": 12}, headers=KEY)
+    httpx.post(url, json={"model": BASE, "prompt": "xyz", "max_tokens": 7}, headers=KEY)
+    own.settle_all()
+    samples = scrape(own)
+    sequences = 3
+    assert histogram(samples, "request_queue_time_seconds") == (sequences, 0.5 + 1.0 + 0.25)
+    assert histogram(samples, "request_prefill_time_seconds") == (sequences, 1.5 + 1.0 + 0.75)
+    assert histogram(samples, "request_decode_time_seconds") == (sequences, 4.0 + 2.0 + 0.0)
+    assert histogram(samples, "request_inference_time_seconds") == (sequences, 5.5 + 3.0 + 0.75)
+    assert histogram(samples, "request_time_per_output_token_seconds") == (sequences, 4.0 / 8 + 2.0 + 0.0)
+    assert histogram(samples, "request_num_preemptions") == (sequences, 3)
+    assert histogram(samples, "request_params_max_tokens") == (sequences, 12 + 12 + 7)
+    assert histogram(samples, "request_prefill_kv_computed_tokens") == (sequences, 1 + 1 + 3)
+    assert value(samples, "vllm:prompt_tokens_cached_total", model_name=BASE) == 4
+    # Of a request, whatever its number of choices.
+    assert histogram(samples, "request_params_n") == (2, 2 + 1)
+    assert histogram(samples, "request_max_num_generation_tokens") == (2, 9 + 1)
+
+
+def test_a_sequence_without_a_token_has_no_phases(own: DataPlane) -> None:
+    own.engine.script(Reply(eos=False, error=("internal_error", "x")))
+    httpx.post(f"{own.url}/v1/completions", json={"model": BASE, "prompt": "xyz"}, headers=KEY)
+    own.settle_all()
+    samples = scrape(own)
+    for phase in ("prefill_time_seconds", "decode_time_seconds", "inference_time_seconds"):
+        assert histogram(samples, f"request_{phase}") == (0, 0)
+    assert histogram(samples, "request_params_n") == (1, 1)
+
+
+def test_the_tokens_of_steps_survive_a_restart_of_the_engine() -> None:
+    metrics = Metrics(BASE)
+    steps = (0, 2, 0, 0, 0, 1, *[0] * 7, 1)
+    for counts, tokens in ((steps, 20_100), ((1, *[0] * 13), 1)):
+        state = snapshot(steps_by_tokens=counts, num_step_tokens=tokens)
+        samples = parse(metrics.render(state).decode())
+    name = "iteration_tokens_total"
+    assert histogram(samples, name) == (5, 20_101)
+    for bound, count in {"1.0": 1, "8.0": 3, "64.0": 3, "128.0": 4, "16384.0": 4, "+Inf": 5}.items():
+        assert value(samples, f"vllm:{name}_bucket", model_name=BASE, le=bound) == count
 
 
 def test_the_engine_tells_the_rest(own: DataPlane) -> None:

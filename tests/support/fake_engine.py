@@ -115,6 +115,7 @@ class Reply:
     hold_after: int | None = None
     adapter_state: AdapterState = "hot"
     cached_tokens: int = 0
+    timing: Timing | None = None
 
     def tokens(self) -> tuple[int, ...]:
         return tuple(self.text.encode()) if self.text is not None else self.token_ids
@@ -313,7 +314,8 @@ class FakeEngineClient:
                 (EOS_ID,) if ends_with_eos else (),
                 "length" if cut else reply.finish_reason,
                 usage=usage,
-                timing=Timing(0.001, 0.002 if tokens else None, 0.003),
+                timing=reply.timing
+                or Timing(0.001, 0.002 if tokens else None, 0.003, 0.003 if tokens else None),
                 adapter_state=state,
                 stop_token_id=EOS_ID if ends_with_eos else None,
                 scores=_end_scores(request, tokens, ends_with_eos),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import accumulate, islice, zip_longest
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.label_sets import OTHER, LabelSets
-from loraplex.engine.protocol import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.protocol import STEP_TOKENS, CacheEntry, EngineInfo, EngineStats
 
 MAX_NAMED_ADAPTERS = 100
 """Adapters that vllm:lora_requests_info names at most."""
@@ -71,6 +72,7 @@ def vllm_families(
     yield counter(
         "num_preemptions", "Sequences that lost their KV blocks for a while.", stats.num_preemptions
     )
+    yield _iteration_tokens(stats, model_name, grown)
     if info is None:
         return
     config = {
@@ -98,6 +100,20 @@ def vllm_families(
         now,
     )
     yield lora
+
+
+def _iteration_tokens(stats: EngineStats, model_name: str, grown: Grown) -> Metric:
+    name = "vllm:iteration_tokens_total"
+    steps = stats.steps_by_tokens or (0,) * (len(STEP_TOKENS) + 1)
+    bounds = [*map(floatToGoString, STEP_TOKENS), "+Inf"]
+    up_to = accumulate(grown(f"{name} {bound}", count) for bound, count in zip(bounds, steps, strict=True))
+    family = HistogramMetricFamily(
+        name,
+        "Tokens of an engine step: prompt tokens computed and output tokens drawn.",
+        labels=["model_name"],
+    )
+    family.add_metric([model_name], list(zip(bounds, up_to, strict=True)), grown(name, stats.num_step_tokens))
+    return family
 
 
 def _joined(digests: Iterable[str], refs: dict[str, AdapterRef], adapter_names: bool) -> str:

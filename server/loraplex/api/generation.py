@@ -260,15 +260,16 @@ class Generation:
         """Of the whole request: a prompt counts once, however many choices it has; tokens count up to the one
         that completed a stop string."""
         # Of a prompt's choices the first may have been refused, and another begun.
-        of_prompts = [
-            self._choices[start : start + self._plan.n]
-            for start in range(0, len(self._choices), self._plan.n)
-        ]
+        of_prompts = self._choices_by_prompt()
         return Usage(
             sum(max(choice.prompt_tokens for choice in choices) for choices in of_prompts),
             sum(choice.completion_tokens for choice in self._choices),
             sum(choices[0].cached_tokens for choices in of_prompts),
         )
+
+    def _choices_by_prompt(self) -> list[Sequence[_Choice]]:
+        n = self._plan.n
+        return [self._choices[start : start + n] for start in range(0, len(self._choices), n)]
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
@@ -305,8 +306,13 @@ class Generation:
                 prompt_tokens=choice.prompt_tokens,
                 completion_tokens=choice.completion_tokens,
                 cached_tokens=choice.cached_tokens,
+                max_tokens=choice.stream.request.sampling.max_tokens,
                 seconds=(choice.last_token or now) - choice.started,
                 timing=choice.terminal.timing if choice.terminal is not None else None,
+            )
+        for choices in self._choices_by_prompt():
+            self._metrics.prompt_ended(
+                n=self._plan.n, longest=max(choice.completion_tokens for choice in choices)
             )
 
 

@@ -28,7 +28,7 @@ from loraplex.engine.protocol import CacheEntry, EngineStats
 from loraplex.engine.types import FinishReason, Timing
 from loraplex.serving.client import EngineClient
 
-E2E_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+E2E_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TTFT_S = (
     0.001,
     0.005,
@@ -50,10 +50,17 @@ TTFT_S = (
     40,
     80,
     160,
+    640,
+    2560,
 )
-QUEUE_S = (0.001, 0.005, 0.01, 0.05, *E2E_S)
-TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+PHASE_S = (0.001, 0.005, 0.01, 0.05, *E2E_S)
+TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5),
+    *(7.5, 10, 20, 40, 80),
+)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+CHOICES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 DECISION_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 LimitsOutcome = Literal["allowed", "rate_limit_exceeded", "insufficient_quota", "never_fits", "unavailable"]
 LOAD_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -96,12 +103,34 @@ class Metrics:
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)
         self._inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_S)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_S)
-        self._queue = self._histogram("request_queue_time_seconds", "Time spent waiting to be run.", QUEUE_S)
+        self._queue = self._histogram("request_queue_time_seconds", "Time spent waiting to be run.", PHASE_S)
+        self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token.", PHASE_S)
+        self._decode = self._histogram("request_decode_time_seconds", "First to last token.", PHASE_S)
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "First step to last token.", PHASE_S
+        )
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time of a token after the first.", TOKEN_S
+        )
+        self._preemptions = self._histogram(
+            "request_num_preemptions", "Preemptions of a request.", PREEMPTIONS
+        )
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", TOKENS
+        )
+        self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
+        self._n = self._histogram("request_params_n", "n of a request.", CHOICES)
+        self._longest = self._histogram(
+            "request_max_num_generation_tokens", "Output tokens of the longest choice.", TOKENS
+        )
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._generation = self._histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
         names = ["model_name"]
         self._prompt_tokens = Counter(
             "vllm:prompt_tokens", "Prompt tokens processed.", names, registry=self._vllm
+        ).labels(model_name)
+        self._cached_tokens = Counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens that were cached.", names, registry=self._vllm
         ).labels(model_name)
         self._generation_tokens = Counter(
             "vllm:generation_tokens", "Output tokens generated.", names, registry=self._vllm
@@ -199,6 +228,7 @@ class Metrics:
         prompt_tokens: int,
         completion_tokens: int,
         cached_tokens: int,
+        max_tokens: int,
         seconds: float,
         timing: Timing | None,
     ) -> None:
@@ -206,7 +236,11 @@ class Metrics:
         self._success[reason].inc()
         self._e2e.observe(seconds)
         if timing is not None:
-            self._queue.observe(timing.queue_s)
+            self._observe_timing(timing, completion_tokens)
+        if max_tokens:
+            self._max_tokens.observe(max_tokens)
+        self._computed.observe(prompt_tokens - cached_tokens)
+        self._cached_tokens.inc(cached_tokens)
         self._prompt.observe(prompt_tokens)
         self._generation.observe(completion_tokens)
         self._prompt_tokens.inc(prompt_tokens)
@@ -215,6 +249,23 @@ class Metrics:
         self._tokens.inc((tenant,), "prompt", amount=prompt_tokens)
         self._tokens.inc((tenant,), "cached", amount=cached_tokens)
         self._tokens.inc((tenant,), "completion", amount=completion_tokens)
+
+    def _observe_timing(self, timing: Timing, completion_tokens: int) -> None:
+        """The phases of a sequence that has a token; without one they have no end."""
+        self._queue.observe(timing.queue_s)
+        self._preemptions.observe(timing.num_preemptions)
+        first, last = timing.first_token_s, timing.last_token_s
+        if first is None or last is None:
+            return
+        self._prefill.observe(first - timing.queue_s)
+        self._decode.observe(last - first)
+        self._inference.observe(last - timing.queue_s)
+        self._per_token.observe((last - first) / max(1, completion_tokens - 1))
+
+    def prompt_ended(self, *, n: int, longest: int) -> None:
+        """All `n` sequences of a prompt ended; the longest has this many output tokens."""
+        self._n.observe(n)
+        self._longest.observe(longest)
 
     def request_answered(self, tenant_id: str, adapter: AdapterRef | None, status: int) -> None:
         tenant, version = self._labels.pair(tenant_id, adapter_label(adapter))

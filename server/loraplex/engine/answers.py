@@ -153,6 +153,7 @@ class Answers:
         if seq.first_token is None:
             seq.first_token = now
             self.prompt_tokens += seq.num_prompt
+        seq.last_token = now
         self.generation_tokens += count
         self._scheduler.delivered(seq, count)
         taken, scores = token_ids[:count], cut_scores(scores, 0, count)
@@ -207,6 +208,8 @@ class Answers:
                     queue_s=(now if seq.first_scheduled is None else seq.first_scheduled) - seq.arrival,
                     first_token_s=None if seq.first_token is None else seq.first_token - seq.arrival,
                     total_s=now - seq.arrival,
+                    last_token_s=None if seq.last_token is None else seq.last_token - seq.arrival,
+                    num_preemptions=seq.epoch,
                 ),
                 adapter_state=self._tell_state(seq),
                 stop_token_id=stop_token_id,

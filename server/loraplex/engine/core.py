@@ -209,6 +209,8 @@ class EngineCore:
         return replace(
             gauges(self._scheduler, self._cache, self._answers.live.values()),
             num_steps=self._flights.num_steps,
+            steps_by_tokens=self._flights.step_tokens.steps,
+            num_step_tokens=self._flights.step_tokens.total,
             num_out_of_memory=self._step_size.num_ran_out,
             prompt_tokens=self._answers.prompt_tokens,
             generation_tokens=self._answers.generation_tokens,

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from loraplex.adapters.cache import AdapterCache
-from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
+from loraplex.engine.protocol import STEP_TOKENS, CacheEntry, EngineStats, TenantStats
 from loraplex.engine.scheduler import Scheduler
-from loraplex.engine.types import Sequence, SequenceState
+from loraplex.engine.types import Sequence, SequenceState, StepPlan, StepResult
+
+
+class StepTokens:
+    """Counts steps by their tokens, as `EngineStats.steps_by_tokens` tells them."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._steps = [0] * (len(STEP_TOKENS) + 1)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(self._steps)
+
+    def computed(self, plan: StepPlan, result: StepResult) -> None:
+        num_tokens = sum(map(len, result.token_ids))
+        for row in plan.scheduled:
+            num_tokens += max(0, min(row.num_tokens, row.seq.num_prompt - row.start))
+        self.total += num_tokens
+        self._steps[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
 
 def gauges(scheduler: Scheduler, cache: AdapterCache[Any], live: Collection[Sequence]) -> EngineStats:

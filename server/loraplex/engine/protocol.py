@@ -19,6 +19,8 @@ MAX_FRAME_BYTES = 32 * 1024 * 1024
 """Above any legal frame: a prompt of a million tokens takes 5 MB."""
 
 HEARTBEAT_INTERVAL_S = 1.0
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+"""The sizes by which `EngineStats` counts steps: the bounds of vLLM's vllm:iteration_tokens_total."""
 
 _LENGTH = struct.Struct(">I")
 HEADER_BYTES = _LENGTH.size
@@ -81,6 +83,11 @@ class EngineStats:
     num_out_of_memory: int = 0
     """Steps that did not fit into the device's memory."""
     num_steps: int = 0
+    steps_by_tokens: tuple[int, ...] = ()
+    """Steps that were computed, by tokens: of up to each of `STEP_TOKENS`, and above the bound before it; last, of
+    more than all. A step's tokens are the prompt tokens that it computes and the output tokens that it draws."""
+    num_step_tokens: int = 0
+    """The tokens of those steps."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_cache_queries: int = 0

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from loraplex.adapters.cache import AdapterCache, Lease
 from loraplex.engine.answers import Answers
 from loraplex.engine.faults import DeviceLost, DeviceOutOfMemory
+from loraplex.engine.gauges import StepTokens
 from loraplex.engine.progress import Progress
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.step_size import StepSize
@@ -76,6 +77,7 @@ class Flights:
         self._clock = clock
         self._in_flight: deque[Flight] = deque()
         self.num_steps = 0
+        self.step_tokens = StepTokens()
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -131,6 +133,7 @@ class Flights:
             return None
         self._progress.end(computed=True)
         self._step_size.computed()
+        self.step_tokens.computed(flight.plan, result)
         now = self._clock()
         answers = self._answers
         for index, (scheduled, token_ids) in enumerate(

@@ -99,11 +99,14 @@ class EngineError:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds, from arrival in the engine."""
+    """Seconds, from arrival in the engine: to the first step, the first and the last token, and the end.
+    `num_preemptions` says how often the sequence lost its blocks meanwhile."""
 
     queue_s: float
     first_token_s: float | None
     total_s: float
+    last_token_s: float | None = None
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,7 @@ class Sequence:
     slot: int = -1  # the adapter's device slot while running; -1 for base rows
     first_scheduled: float | None = None
     first_token: float | None = None
+    last_token: float | None = None
     deadline_at: float | None = None  # by the engine's clock
     adapter_state: AdapterState | None = None  # at arrival
     num_charged: int = 0
