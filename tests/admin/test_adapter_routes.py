@@ -206,6 +206,32 @@ class TestPins:
         await admin.delete(self.PATH)
         assert len(plane.engine.pins) == 1
 
+    @pytest.mark.parametrize(
+        "path",
+        [PATH.removesuffix("/pin"), "/tenants/acme/adapters/support", "/tenants/acme"],
+        ids=["version", "adapter", "tenant"],
+    )
+    async def test_a_pin_goes_with_its_version_where_another_tenant_has_the_same_bytes(
+        self, admin: httpx.AsyncClient, plane: AdminPlane, path: str
+    ) -> None:
+        plane.make_tenant("rival")
+        plane.make_adapter("parrot", "rival")
+        await admin.put(self.PATH)
+        assert len(plane.engine.pins) == 1
+        assert (await admin.delete(path)).status_code in (200, 204)
+        assert plane.engine.pins == {}
+        assert plane.engine.drops == []  # the bytes are the other's
+
+    async def test_a_pin_stays_while_another_tenant_has_pinned_the_same_bytes(
+        self, admin: httpx.AsyncClient, plane: AdminPlane
+    ) -> None:
+        plane.make_tenant("rival")
+        plane.make_adapter("parrot", "rival")
+        await admin.put(self.PATH)
+        await admin.put("/tenants/rival/adapters/parrot/versions/v1/pin")
+        await admin.delete("/tenants/acme")
+        assert len(plane.engine.pins) == 1
+
     async def test_an_engine_that_refuses_or_is_away(
         self, admin: httpx.AsyncClient, plane: AdminPlane, monkeypatch: pytest.MonkeyPatch
     ) -> None:

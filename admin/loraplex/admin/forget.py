@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import structlog
 
+from loraplex.adapters.errors import LoraplexError
+from loraplex.admin.services import AdminServices
 from loraplex.control.types import Removal
-from loraplex.serving.client import EngineClient
-from loraplex.serving.errors import ServingError
+from loraplex.serving.errors import EngineUnavailable, ServingError
 
 log = structlog.get_logger("loraplex.admin")
 
 
-async def forget(engine: EngineClient, removal: Removal) -> None:
-    """Drop the deleted bytes from the engine's memory. The deletion stands whatever the engine does: without it
-    they leave the engine as any other version that nobody uses."""
+async def forget(services: AdminServices, removal: Removal) -> None:
+    """Drop the deleted bytes from the engine's memory, and the pins that went with deleted versions. The deletion
+    stands whatever the engine does: without it they leave the engine as any other version that nobody uses, and an
+    engine that is away comes back without the pins."""
     for digest in removal.digests:
         try:
-            await engine.drop(digest)
+            await services.engine.drop(digest)
         except ServingError as error:
             log.warning("drop_failed", digest=digest[:12], reason=error.message)
+    for digest in removal.unpinned:
+        try:
+            await unpin_unused(services, digest)
+        except LoraplexError as error:
+            log.warning("unpin_failed", digest=digest[:12], reason=error.message)
+
+
+async def unpin_unused(services: AdminServices, digest: str) -> None:
+    """Have the engine let go of bytes that no version is pinned with: other names and tenants may have pinned them too.
+    Raises DatabaseUnavailable, DatabaseBusy, ServingError."""
+    pinned = await services.database.run(services.catalog.pinned)
+    if all(other.digest != digest for other in pinned):
+        with contextlib.suppress(EngineUnavailable):
+            await services.engine.unpin(digest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import structlog
 from sqlalchemy import select
@@ -59,8 +59,8 @@ class Artifacts:
         except ArtifactMissing as error:
             raise DatabaseBusy() from error
 
-    def remove_unused(self, digests: Iterable[str]) -> Removal:
-        """Delete those of `digests` that no living version has."""
+    def remove_unused(self, digests: Iterable[str], unpinned: Iterable[str] = ()) -> Removal:
+        """Delete those of `digests` that no living version has. `unpinned` are those that lost their last pin."""
         unused = []
         with self.lock:
             for digest in sorted(set(digests)):
@@ -70,7 +70,7 @@ class Artifacts:
                 except (DatabaseUnavailable, DatabaseBusy) as error:
                     # The rows are gone, and so is the version for everybody. The next start sweeps the bytes.
                     log.warning("artifact_not_removed", digest=digest, reason=error.message)
-        return Removal(tuple(unused))
+        return Removal(tuple(unused), tuple(sorted(set(unpinned) - set(unused))))
 
     def _remove_unused(self, digest: str) -> bool:
         with self.holding(digest), self._database.write(ages_caches=False) as session:
@@ -97,3 +97,12 @@ class Artifacts:
 def _is_live(session: Session, digest: str) -> bool:
     query = select(AdapterVersion.digest).where(AdapterVersion.digest == digest, LIVING)
     return session.scalars(query.limit(1)).first() is not None
+
+
+def lost_pins(session: Session, digests: Collection[str]) -> tuple[str, ...]:
+    """Those of `digests`, of versions that were pinned and go with this transaction, that no version is pinned with any
+    more: the engine pins bytes, whosever they are."""
+    query = select(AdapterVersion.digest).where(
+        AdapterVersion.digest.in_(digests), AdapterVersion.pinned, AdapterVersion.state == "ready"
+    )
+    return tuple(sorted(set(digests) - set(session.scalars(query))))

@@ -16,7 +16,7 @@ from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.steps import Step
 from loraplex.adapters.store import Staging
 from loraplex.control import rules
-from loraplex.control.artifacts import Artifacts
+from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit import LOCAL, Actor, record
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database
@@ -282,10 +282,12 @@ class Catalog:
                 before = {"digest": digest, "state": row.state, "pinned": row.pinned, "released": released}
                 target = version_target(tenant_id, name, version)
                 record(session, by, "version.delete", target, tenant_id=tenant_id, before=before)
+                pinned = [digest] if row.pinned else []
                 row.state, row.pinned = "deleted", False
+                unpinned = lost_pins(session, pinned)
                 self._artifacts.store.fault(Step.COMMIT_REMOVAL)
             self._artifacts.store.fault(Step.REMOVAL_COMMITTED)
-            return self._artifacts.remove_unused([digest])
+            return self._artifacts.remove_unused([digest], unpinned)
 
     def delete_adapter(self, tenant_id: str, name: str, *, by: Actor = LOCAL) -> Removal:
         """All versions of a name. What runs finishes; the name's numbers are not used again."""
@@ -306,12 +308,14 @@ class Catalog:
                 }
                 target = f"{tenant_target(tenant_id)}/adapters/{name}"
                 record(session, by, "adapter.delete", target, tenant_id=tenant_id, before=before)
+                pinned = [row.digest for row in rows if row.pinned]
                 for row in rows:
                     row.state, row.pinned = "deleted", False
+                unpinned = lost_pins(session, pinned)
                 add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
                 self._artifacts.store.fault(Step.COMMIT_REMOVAL)
             self._artifacts.store.fault(Step.REMOVAL_COMMITTED)
-            return self._artifacts.remove_unused(digests)
+            return self._artifacts.remove_unused(digests, unpinned)
 
     def mark_damaged(self, digest: str) -> bool:
         """Somebody found these bytes damaged or lost; whether they are. Then every living version that has them, of

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from loraplex.adapters.steps import Step
 from loraplex.control import rules
-from loraplex.control.artifacts import Artifacts
+from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit import LOCAL, Actor, FreeText, record
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database, note_change
@@ -127,7 +127,10 @@ class Tenants:
                 digests = _digests_of(session, tenant_id)
                 found = _count_all(session, tenant_id, digests)
                 usage_since = _usage_since(session, tenant_id)
+                pinned = _pinned_of(session, tenant_id)
                 session.delete(row)
+                session.flush()
+                unpinned = lost_pins(session, pinned)
                 session.add(DeletedTenant(id=tenant_id, deleted_at=database_now(session)))
                 erased = session.execute(delete(AuditText).where(AuditText.tenant_id == tenant_id))
                 found["num_texts"] = cast("CursorResult[Any]", erased).rowcount
@@ -137,10 +140,15 @@ class Tenants:
                 note_change(session, tenant_subject(tenant_id))
                 self._artifacts.store.fault(Step.COMMIT_REMOVAL)
             self._artifacts.store.fault(Step.REMOVAL_COMMITTED)
-            unused = self._artifacts.remove_unused(digests).digests
-        num_bytes = sum(size for digest, size in digests.items() if digest in unused)
+            removal = self._artifacts.remove_unused(digests, unpinned)
+        num_bytes = sum(size for digest, size in digests.items() if digest in removal.digests)
         return TenantRemoval(
-            unused, tenant_id=tenant_id, num_bytes=num_bytes, usage_since=usage_since, **found
+            removal.digests,
+            removal.unpinned,
+            tenant_id=tenant_id,
+            num_bytes=num_bytes,
+            usage_since=usage_since,
+            **found,
         )
 
 
@@ -181,6 +189,12 @@ def _digests_of(session: Session, tenant_id: str) -> dict[str, int]:
         AdapterVersion.tenant_id == tenant_id, LIVING
     )
     return {row.digest: row.bytes for row in session.execute(query)}
+
+
+def _pinned_of(session: Session, tenant_id: str) -> list[str]:
+    """Digests of the tenant's pinned versions."""
+    query = select(AdapterVersion.digest).where(AdapterVersion.tenant_id == tenant_id, AdapterVersion.pinned)
+    return list(session.scalars(query))
 
 
 def _count_all(session: Session, tenant_id: str, digests: Collection[str]) -> dict[str, int]:

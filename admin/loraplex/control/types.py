@@ -233,9 +233,11 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What a deletion left to do: `digests` that no version has any more, to be forgotten by the engine."""
+    """What a deletion left to do: `digests` that no version has any more, to be forgotten by the engine, and of those
+    that others have too the ones that were `unpinned`: no version that is left is pinned with them."""
 
     digests: tuple[str, ...]
+    unpinned: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,12 +105,16 @@ class EngineSession:
         self._pins[ref.digest] = ref
         self._know(ref)
 
-    async def unpin(self, digest: str) -> None:
+    def forget_pin(self, digest: str) -> None:
+        """The next engine is not asked for it."""
         self._pins.pop(digest, None)
+
+    async def unpin(self, digest: str) -> None:
+        self.forget_pin(digest)
         await self._done(lambda call: wire.Unpin(call, digest))
 
     async def drop(self, digest: str) -> None:
-        self._pins.pop(digest, None)
+        self.forget_pin(digest)
         self._refs.pop(digest, None)
         await self._done(lambda call: wire.Drop(call, digest))
 

@@ -63,10 +63,14 @@ class SessionClient(ABC):
         await self._session.pin(ref)
 
     async def unpin(self, digest: str) -> None:
+        """An engine that is away comes back without the pin; EngineUnavailable is raised all the same."""
+        self._session.forget_pin(digest)
         self._check()
         await self._session.unpin(digest)
 
     async def drop(self, digest: str) -> None:
+        """As `unpin`."""
+        self._session.forget_pin(digest)
         self._check()
         await self._session.drop(digest)
 

@@ -42,7 +42,7 @@ def adapter_operations(services: AdminServices) -> list[Operation]:
 
     async def delete_adapter(call: Call) -> Answer:
         delete = partial(services.catalog.delete_adapter, by=call.actor)
-        await forget(services.engine, await run(delete, call.path["tenant"], call.path["name"]))
+        await forget(services, await run(delete, call.path["tenant"], call.path["name"]))
         return Answer(status=204)
 
     one = "/tenants/{tenant}/adapters/{name}"

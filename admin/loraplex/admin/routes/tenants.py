@@ -53,7 +53,7 @@ def tenant_operations(services: AdminServices) -> list[Operation]:
 
     async def delete_tenant(call: Call) -> Answer:
         removal = await run(partial(services.tenants.delete, by=call.actor), call.path["tenant"])
-        await forget(services.engine, removal)
+        await forget(services, removal)
         return Answer(_show_removal(removal))
 
     one = "/tenants/{tenant}"

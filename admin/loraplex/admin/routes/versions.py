@@ -14,7 +14,7 @@ import structlog
 from loraplex.adapters.archive import extract_upload
 from loraplex.adapters.files import shown
 from loraplex.adapters.store import Staging
-from loraplex.admin.forget import forget
+from loraplex.admin.forget import forget, unpin_unused
 from loraplex.admin.multipart import Part
 from loraplex.admin.operation import Answer, Call, Operation
 from loraplex.admin.problem import Problem
@@ -84,7 +84,7 @@ def version_operations(services: AdminServices) -> list[Operation]:
 
     async def delete_version(call: Call) -> Answer:
         delete = partial(services.catalog.delete_version, by=call.actor)
-        await forget(services.engine, await run(delete, *_which(call)))
+        await forget(services, await run(delete, *_which(call)))
         return Answer(status=204)
 
     async def pin_version(call: Call) -> Answer:
@@ -110,15 +110,8 @@ def version_operations(services: AdminServices) -> list[Operation]:
     async def unpin_version(call: Call) -> Answer:
         set_pin = partial(services.catalog.set_pin, pinned=False, by=call.actor)
         info = await run(set_pin, *_which(call))
-        if info.digest not in await run(pinned_digests):
-            # An engine that is away comes back without the pin.
-            with contextlib.suppress(EngineUnavailable):
-                await services.engine.unpin(info.digest)
+        await unpin_unused(services, info.digest)
         return Answer(_pinned(info))
-
-    def pinned_digests() -> set[str]:
-        # Other names and tenants may have pinned the same bytes.
-        return {other.digest for other in services.catalog.pinned()}
 
     versions = "/tenants/{tenant}/adapters/{name}/versions"
     one = f"{versions}/{{version}}"
