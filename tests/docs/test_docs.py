@@ -27,6 +27,7 @@ FORBIDDEN = [
         ("npm", "js.org"),
         ("debian", ".org"),
         ("pytorch", ".org"),
+        ("interface", ".md"),  # no file of this repository
     )
 ]
 SOURCES = ("", "server/loraplex/", "adapters/loraplex/", "kernels/loraplex/", "admin/loraplex/")

@@ -181,7 +181,7 @@ async def _prefetch(installation: Installation, engine: EngineClient) -> None:
 
 
 async def _drain(settings: Settings, apps: Apps, stop: _StopSignals) -> None:
-    """As interface.md says of SIGTERM; a second signal cuts it short."""
+    """As docs/operations.md says of SIGTERM; a second signal cuts it short."""
     log = structlog.get_logger("loraplex")
     log.info("draining", in_flight=apps.drain.in_flight, grace_s=settings.drain_grace)
     apps.metrics.draining.set(1)

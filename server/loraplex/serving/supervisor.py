@@ -28,6 +28,8 @@ CONNECT_TIMEOUT_S = 60.0
 SPARE_CONNECT_TIMEOUT_S = 15.0
 """For a spare, which should have imported by now what takes long; then it is given up for a fresh process."""
 LAST_WORDS_S = 0.2
+EXIT_WAIT_S = 0.5
+"""For a process that has said that it ends; then it is killed."""
 KILL_WAIT_S = 5.0
 
 
@@ -126,7 +128,7 @@ class EngineProcess(asyncio.Protocol):
         """End the process, if it has not ended: SIGKILL at once. Returns how it died, in one line."""
         # A process that broke off by itself says more by its own exit status: leave it a moment.
         leave = self._was_lost and not self._hung
-        if self._child is not None and not (leave and await self._child.wait_exit(0.5)):
+        if self._child is not None and not (leave and await self._child.wait_exit(EXIT_WAIT_S)):
             await self._child.kill(KILL_WAIT_S)
         if self._transport is not None:
             self._transport.abort()

@@ -1,0 +1,331 @@
+"""Numbers in the documents that repeat a constant of the code: each phrase here holds the constant's present value."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from inspect import signature
+from typing import Any
+
+import pytest
+
+from loraplex.adapters import failures, layout
+from loraplex.adapters.peft_config import MAX_CONFIG_BYTES
+from loraplex.admin import body as admin_body
+from loraplex.admin import pace, plane, upload
+from loraplex.admin.routes.usage import DEFAULT_PERIOD
+from loraplex.admin.services import ReportGate, UploadGate
+from loraplex.api import body, context, deps, engine_metrics, label_sets, metrics, planning, schemas
+from loraplex.api.metrics import MetricsApp
+from loraplex.app import connections, weights
+from loraplex.app.settings import Settings
+from loraplex.control import (
+    audit_log,
+    cache,
+    database,
+    key_use,
+    keys,
+    outage,
+    postgres,
+    postgres_engine,
+    releases,
+    resolver,
+    rules,
+    sqlite,
+)
+from loraplex.control.key_cache import KeyCache
+from loraplex.control.limits import budget_store, budgets, limiter, redis_limiter, redis_share
+from loraplex.control.resolver import Resolver
+from loraplex.control.usage import journal, roll_up
+from loraplex.engine import factory, fairness, kv_memory, step_size
+from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
+from loraplex.kernels import numba_cache
+from loraplex.serving import supervisor, watchdog
+from loraplex.serving.socket_client import SocketEngineClient
+from support import markdown
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+DAY = 86400
+
+
+def default(made: Any, name: str) -> Any:
+    """What a parameter or a dataclass's field is where nothing is given."""
+    for field in fields(made) if hasattr(made, "__dataclass_fields__") else ():
+        if field.name == name:
+            return field.default
+    return signature(made).parameters[name].default
+
+
+def setting(name: str) -> Any:
+    return Settings.model_fields[name].default
+
+
+def bound(name: str, kind: str, model: type[Any] = schemas.ChatRequest) -> Any:
+    """A bound on a request's field: `minimum`, `maxLength`, …"""
+
+    def found(schema: Any) -> Any:
+        if isinstance(schema, dict):
+            if kind in schema:
+                return schema[kind]
+            return next((value for part in schema.values() if (value := found(part)) is not None), None)
+        if isinstance(schema, list):
+            return next((value for part in schema if (value := found(part)) is not None), None)
+        return None
+
+    value = found(model.model_json_schema()["properties"][name])
+    assert value is not None, (name, kind)
+    return value
+
+
+def lua(name: str) -> float:
+    """A constant of the script that Redis runs, in seconds."""
+    text = (markdown.ROOT / "admin/loraplex/control/limits/redis_limiter.lua").read_text("utf-8")
+    found = re.search(rf"^local {name} = ([\d.e]+)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1]) / 1e6
+
+
+WATCH = watchdog.WatchdogPolicy()
+RESTART = supervisor.RestartPolicy()
+BOUNDS = connections.Bounds()
+CHARGES = Charges()
+TTL_S = default(KeyCache, "ttl_s")
+START_MINUTES = default(SocketEngineClient, "start_timeout_s") / 60
+POOL = postgres_engine.POOL_SIZE + postgres_engine.POOL_OVERFLOW
+SLICE_S = default(budget_store.BudgetStore, "slice_s")
+STALENESS = setting("database_staleness")
+COMPLETION = schemas.CompletionRequest
+
+CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("admin.md", "A body is at most {:g} KiB of JSON", (plane.MAX_JSON_BYTES / KIB,)),
+    ("admin.md", "the JSON body exceeds {:g} KiB", (plane.MAX_JSON_BYTES / KIB,)),
+    ("admin.md", "`limit` (1 to {}, default {})", (rules.MAX_PAGE, rules.DEFAULT_PAGE)),
+    ("admin.md", "`weight` ({:g} to {:g}, default 1)", (rules.MIN_WEIGHT, rules.MAX_WEIGHT)),
+    ("admin.md", "`grace_seconds` more (0 to {:g} days)", (keys.MAX_GRACE_S / DAY,)),
+    ("admin.md", "At most {} uploads are on their way", (default(UploadGate, "max_uploads"),)),
+    ("admin.md", "`targets` has 1 to {} ready versions", (releases.MAX_TARGETS,)),
+    ("admin.md", "a weight (0 to {:,})", (releases.MAX_WEIGHT,)),
+    ("admin.md", "The last {} of a name are kept", (releases.MAX_REVISIONS,)),
+    ("admin.md", "the config beyond {:g} MiB", (MAX_CONFIG_BYTES / MIB,)),
+    ("admin.md", "nothing of the body came for {:g} s", (admin_body.SILENCE_S,)),
+    ("admin.md", "slower than {:,} bytes a second", (admin_body.MIN_BYTES_PER_S,)),
+    ("admin.md", "more than {} things in a minute on this server", (pace.MAX_CHANGES,)),
+    ("adapters.md", "The last {} of a name are kept", (releases.MAX_REVISIONS,)),
+    ("adapters.md", "`support@sha256:<{} or more hex digits>`", (resolver.MIN_DIGEST_CHARS,)),
+    ("api.md", "by at least {} hex digits", (resolver.MIN_DIGEST_CHARS,)),
+    ("api.md", "`model` | 1 to {} characters", (bound("model", "maxLength"),)),
+    ("api.md", "`messages` | 1 to {} messages", (schemas.MAX_MESSAGES,)),
+    ("api.md", "a list of up to {} of either kind", (schemas.MAX_PROMPTS,)),
+    ("api.md", "`temperature` | 0 to {:g}", (bound("temperature", "maximum"),)),
+    ("api.md", "so is anything below {}", (planning.GREEDY_BELOW,)),
+    ("api.md", "`top_k` | {} or 0 (off)", (bound("top_k", "minimum"),)),
+    ("api.md", "`min_p` | 0 to {:g}", (bound("min_p", "maximum"),)),
+    (
+        "api.md",
+        "`repetition_penalty` | {} to {:g}",
+        (bound("repetition_penalty", "minimum"), bound("repetition_penalty", "maximum")),
+    ),
+    (
+        "api.md",
+        "`presence_penalty` | {:g} to {:g}",
+        (bound("presence_penalty", "minimum"), bound("presence_penalty", "maximum")),
+    ),
+    ("api.md", "up to {} token ids with -100 to 100", (schemas.MAX_LOGIT_BIAS,)),
+    ("api.md", "`n` | 1 to {} ", (schemas.MAX_CHOICES,)),
+    ("api.md", "0 to {} (completions)", (schemas.MAX_COMPLETION_LOGPROBS,)),
+    ("api.md", "`top_logprobs` | 0 to {} ", (bound("top_logprobs", "maximum"),)),
+    (
+        "api.md",
+        "a string, or up to {} of up to {} characters",
+        (schemas.MAX_STOP_STRINGS, schemas.MAX_STOP_LENGTH),
+    ),
+    ("api.md", "`stop_token_ids` | up to {} ", (schemas.MAX_STOP_TOKEN_IDS,)),
+    (
+        "api.md",
+        "`priority` | {} to {},",
+        (bound("priority", "minimum"), bound("priority", "maximum")),
+    ),
+    ("api.md", "`user` | up to {} characters", (bound("user", "maxLength"),)),
+    (
+        "api.md",
+        "`metadata` | up to {} pairs of strings of up to {} characters",
+        (schemas.MAX_METADATA, bound("metadata", "maxLength")),
+    ),
+    ("api.md", "`service_tier` | up to {} characters", (bound("service_tier", "maxLength"),)),
+    ("api.md", "`prompt_cache_key` | up to {} characters", (bound("prompt_cache_key", "maxLength"),)),
+    ("api.md", "`safety_identifier` | up to {} characters", (bound("safety_identifier", "maxLength"),)),
+    ("api.md", "cut to {} safe characters", (context.MAX_LABEL,)),
+    ("api.md", "An answer holds at most {:,} of them", (planning.MAX_LOGPROBS,)),
+    (
+        "api.md",
+        "a head of more than {:g} KiB or {} fields",
+        (BOUNDS.head_bytes / KIB, BOUNDS.headers),
+    ),
+    ("architecture.md", "tokenisers, {} ", (default(deps.ApiServices, "tokenizer_threads"),)),
+    (
+        "architecture.md",
+        "database, {}, and look-ups, {} ",
+        (database.MAX_THREADS, database.MAX_LOOKUP_THREADS),
+    ),
+    ("architecture.md", "reports, {} ", (default(ReportGate, "max_running"),)),
+    (
+        "architecture.md",
+        "uploads, {}, and validation, {} ",
+        (default(UploadGate, "max_uploads"), default(UploadGate, "max_validations")),
+    ),
+    ("architecture.md", "`adapter-load`, {} ", (factory.LOADER_THREADS,)),
+    ("architecture.md", "caches, at most {:g} s old", (TTL_S,)),
+    ("architecture.md", "after {:g} s at most in another", (default(Resolver, "ttl_s"),)),
+    ("architecture.md", "until it is written ({:g} s)", (key_use.FLUSH_INTERVAL_S,)),
+    (
+        "architecture.md",
+        "tried again after {:g} s … {:g} s",
+        (failures.FIRST_BACKOFF_S, failures.LAST_BACKOFF_S),
+    ),
+    ("architecture.md", "within {:g} s it is killed", (WATCH.hang_timeout_s,)),
+    (
+        "architecture.md",
+        "killed after {:g} s",
+        (supervisor.LAST_WORDS_S + supervisor.EXIT_WAIT_S,),
+    ),
+    ("architecture.md", "does not come within {:g} s", (supervisor.SPARE_CONNECT_TIMEOUT_S,)),
+    ("architecture.md", "five deaths in {:g} s", (RESTART.window_s,)),
+    ("architecture.md", "or reads nothing for {:g} s", (setting("stream_stall_timeout"),)),
+    ("architecture.md", "an answer's end waits {:g} s for it at most", (journal.SYNC_WAIT_S,)),
+    ("architecture.md", "after {:g} ms at most each server decides", (redis_limiter.TIMEOUT_S * 1000,)),
+    ("architecture.md", "what is remembered serves for {:g} s", (STALENESS,)),
+    ("audit.md", "at most {} such rows a minute", (audit_log.MAX_REFUSALS,)),
+    ("audit.md", "A tenant's keys can change {} things a minute", (pace.MAX_CHANGES,)),
+    ("configuration.md", "may be {:g} KiB larger", (upload._FRAMING_BYTES / KIB,)),
+    ("configuration.md", "beyond the usual {:g} s", (TTL_S,)),
+    ("fairness.md", "An output token costs two", (CHARGES.decode == 2 * CHARGES.prefill,)),
+    ("fairness.md", "found in the prefix cache a tenth", (CHARGES.cached == 0.1 * CHARGES.prefill,)),
+    ("fairness.md", "costs half a percent more for each of its ranks", (CHARGES.per_rank == 0.005,)),
+    ("fairness.md", "three quarters of a unit for each", (CHARGES.load_per_rank == 0.75,)),
+    ("fairness.md", "the choice also counts half of", (fairness.FORESIGHT == 0.5,)),
+    ("fairness.md", "ahead by an eighth of the bound", (fairness.MAX_LEAD == 1 / 8,)),
+    ("limits.md", "For concurrency it is {:g}", (limiter.PLACE_RETRY_S,)),
+    ("limits.md", "at most an eighth of what is left", (budget_store.SPARE_PART == 8,)),
+    ("limits.md", "`Retry-After` of {:g}.", (budgets.HELD_RETRY_S,)),
+    ("limits.md", "slices serve on, for at most {:g} s", (SLICE_S / 2,)),
+    ("limits.md", "its slice comes back after {:g} minutes", (SLICE_S / 60,)),
+    ("limits.md", "what was reserved in the {:g} s before", (budgets.REPORT_INTERVAL_S,)),
+    ("limits.md", "A request that runs for more than {:g} s on a server", (SLICE_S / 2,)),
+    ("limits.md", "`spent` is up to {:g} s late", (budgets.REPORT_INTERVAL_S,)),
+    ("limits.md", "comes back within {:g} s.", (lua("LEASE") + lua("SLACK"),)),
+    ("limits.md", "nobody waits longer than {:g} ms", (redis_limiter.TIMEOUT_S * 1000,)),
+    ("limits.md", "comes back after more than {:g} s", (lua("LEASE"),)),
+    ("metrics.md", "Up to {:,} tenants have labels", (metrics.MAX_LABEL_SETS,)),
+    ("metrics.md", "up to {:,} pairs of `tenant`", (metrics.MAX_LABEL_SETS,)),
+    ("metrics.md", "A pair that had no request for {:g} hour", (label_sets.IDLE_S / 3600,)),
+    ("metrics.md", "A tenant that had no request for {:g} hour", (label_sets.IDLE_S / 3600,)),
+    ("metrics.md", "each at most {} names", (engine_metrics.MAX_NAMED_ADAPTERS,)),
+    ("metrics.md", "names at most {} adapters", (engine_metrics.MAX_NAMED_ADAPTERS,)),
+    ("metrics.md", "within two seconds", (default(MetricsApp, "engine_timeout") == 2,)),
+    ("operations.md", "which allows it {:g} minutes", (START_MINUTES,)),
+    ("operations.md", "no process has started with for {:g} days", (numba_cache.KEPT_S / DAY,)),
+    ("operations.md", "less than {:g} MiB are free", (numba_cache._NEEDED_BYTES / MIB,)),
+    ("operations.md", "For `--drain-grace` seconds ({:g})", (setting("drain_grace"),)),
+    ("operations.md", "`--drain-timeout` seconds ({:g})", (setting("drain_timeout"),)),
+    ("operations.md", "is noticed within {:g} s and killed", (WATCH.hang_timeout_s,)),
+    ("operations.md", "A step may take four times as long", (watchdog.PATIENCE == 4,)),
+    ("operations.md", "up to {:g} s; a start", (WATCH.new_step_timeout_s,)),
+    ("operations.md", "a start {:g} s without a sign of life", (WATCH.start_silence_s,)),
+    ("operations.md", "without a sign of life, and {:g} minutes in all", (START_MINUTES,)),
+    (
+        "operations.md",
+        "started again after {:g} s, then {:.1g}, {:.1g}, … up to {:g} s",
+        (*(RESTART.first_delay_s * RESTART.factor**n for n in range(3)), RESTART.max_delay_s),
+    ),
+    ("operations.md", "After five deaths within", (RESTART.max_deaths == 5,)),
+    ("operations.md", "deaths within {:g} s", (RESTART.window_s,)),
+    ("operations.md", "is tried for {:.1f} s", (sum(step_size.PAUSES_S) - 0.05,)),
+    ("operations.md", "A server holds up to {} connections", (POOL,)),
+    ("operations.md", "in the last {:g} s (`--database-staleness`)", (STALENESS,)),
+    ("operations.md", "The server tries every half second", (outage.PROBE_INTERVAL_S == 0.5,)),
+    (
+        "operations.md",
+        "which a server notices within {:g} s, or {:g} s if it is silent",
+        (database.CHECK_INTERVAL_S, database.CHECK_INTERVAL_S + postgres.READ_TIMEOUT_S),
+    ),
+    ("operations.md", "does not come to its turn within {} s", (sqlite.BUSY_TIMEOUT_S,)),
+    ("operations.md", "does not come to its turn within {} s", (postgres_engine.LOCK_TIMEOUT_S,)),
+    ("operations.md", "or {:g} s have passed", (lua("LEASE"),)),
+    ("operations.md", "what it had reserved after {:g} s", (lua("LEASE"),)),
+    ("operations.md", "slower than {:g} ms", (redis_limiter.TIMEOUT_S * 1000,)),
+    ("operations.md", "after {:g} ms at most it is decided", (redis_limiter.TIMEOUT_S * 1000,)),
+    ("operations.md", "`Retry-After: {:g}` |", (redis_share.LATE_RETRY_S,)),
+    (
+        "operations.md",
+        "it begins with nothing {:g} s after",
+        (redis_limiter.SILENCE_S + redis_limiter.DRIFT_S,),
+    ),
+    ("operations.md", "and then ten times a second", (redis_limiter.RETRY_S[-1] == 0.1,)),
+    ("operations.md", "It does so for {:g} s", (lua("LEASE"),)),
+    (
+        "operations.md",
+        "adapters on the device | a tenth of the free memory, at most {:g} GiB | a tenth of the free device "
+        "memory, at most {:g} GiB",
+        (factory._MAX_ADAPTER_MEMORY["cpu"] / GIB, factory._MAX_ADAPTER_MEMORY["cuda"] / GIB),
+    ),
+    ("operations.md", "a tenth of the free memory", (factory._ADAPTER_FRACTION == 0.1,)),
+    (
+        "operations.md",
+        "KV cache | {:g} of the free memory, at most {:g} GiB | {:g} of the device memory",
+        (kv_memory._CPU_FRACTION, kv_memory._CPU_LIMIT / GIB, kv_memory._CUDA_FRACTION),
+    ),
+    (
+        "operations.md",
+        "adapters in host memory | a tenth of the free memory, at most {:g} GiB",
+        (factory._MAX_ADAPTER_CPU_MEMORY / GIB,),
+    ),
+    ("operations.md", "A block holds {} positions and takes {} · layers", (BLOCK_SIZE, BLOCK_SIZE)),
+    (
+        "operations.md",
+        "in pages of {:g} KiB to {:g} MiB",
+        (layout.MIN_PAGE_BYTES / KIB, layout.MAX_PAGE_BYTES / MIB),
+    ),
+    ("operations.md", "At most {} adapters are on the device", (factory.MAX_SLOTS,)),
+    ("operations.md", "After {:g} s of waiting", (default(SchedulerConfig, "adapter_wait_aging_s"),)),
+    ("usage.md", "# the last {} days", (DEFAULT_PERIOD.days,)),
+    ("usage.md", "| {} days before `end`; now", (DEFAULT_PERIOD.days,)),
+    ("usage.md", "`limit`, `cursor` | {} ", (rules.DEFAULT_PAGE,)),
+    ("usage.md", "waits for it for {:g} s at most", (journal.SYNC_WAIT_S,)),
+    ("usage.md", "{:g} MiB are more than a million requests", (setting("usage_journal_size") / MIB,)),
+    ("usage.md", "a few thousand at a time", (roll_up.CHUNK_ROWS == 2000,)),
+    ("reliability.md", "a body comes at {:,} bytes a second", (body.MIN_BYTES_PER_S,)),
+    ("reliability.md", "a write that waits {} s is a 503", (sqlite.BUSY_TIMEOUT_S,)),
+    (
+        "reliability.md",
+        "no more positions than {:g} MiB of logits hold",
+        (factory._MAX_SCORED_BYTES / MIB,),
+    ),
+]
+
+
+def plain(page: str) -> str:
+    return " ".join(markdown.read(f"docs/{page}").split())
+
+
+@pytest.mark.parametrize(
+    ("page", "phrase", "values"), CLAIMS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_number_is_the_constant_of_the_code(page: str, phrase: str, values: tuple[Any, ...]) -> None:
+    """A phrase without a place for a number spells it out; its value here is whether that is so."""
+    if "{" not in phrase:
+        assert values == (True,), f"docs/{page} says {phrase!r}, and the code has another number"
+    assert phrase.format(*values) in plain(page), f"docs/{page}: {phrase.format(*values)!r}"
+
+
+def test_two_names_of_one_thing_agree() -> None:
+    assert cache.DEFAULT_STALENESS_S == STALENESS
+    assert setting("usage_journal_size") == journal.DEFAULT_CAPACITY
+    assert default(Resolver, "ttl_s") == TTL_S
+    assert default(deps.ApiServices, "stall_timeout") == setting("stream_stall_timeout")
+    assert default(deps.ApiServices, "default_max_tokens") == setting("default_max_tokens")
+    assert lua("SILENCE") == redis_limiter.SILENCE_S
+
+
+def test_other_servers_follow_within_the_5_s_that_are_promised() -> None:
+    assert "the others follow within 5 s" in plain("operations.md")
+    assert TTL_S + weights.INTERVAL_S < 5
