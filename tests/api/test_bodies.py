@@ -152,7 +152,7 @@ def test_wrong_values_are_refused_by_name(plane: DataPlane, fields: dict[str, An
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"frobnicate": None}, "frobnicate"),
+        ({"frobnicate": False}, "frobnicate"),
         ({"prompt": "x"}, "prompt"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         (
@@ -280,6 +280,46 @@ def test_long_names_and_control_characters_are_cut_and_masked(plane: DataPlane) 
 def test_a_compressed_body_is_refused(plane: DataPlane) -> None:
     headers = {**KEY, "Content-Encoding": "gzip"}
     check_refused(httpx.post(f"{plane.url}/v1/completions", content=b"x", headers=headers), None)
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_json_is_read_as_json_alone(plane: DataPlane, route: str) -> None:
+    body = json.dumps(CHAT if route.startswith("chat") else TEXT).encode()
+
+    def status(kind: str | None) -> int:
+        headers = {**KEY} if kind is None else {**KEY, "Content-Type": kind}
+        answer = plane.http.post(f"{plane.url}/v1/{route}", content=body, headers=headers)
+        if answer.status_code != 200:
+            error = answer.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert (error["code"], error["param"]) == ("unsupported_media_type", "Content-Type")
+            assert error["type"] == "invalid_request_error"
+            assert "application/json" in error["message"]
+        return answer.status_code
+
+    for kind in (
+        None,
+        "application/json",
+        "Application/JSON",
+        "application/json; charset=utf-8",
+        "application/json;charset=UTF-8",
+        "application/vnd.api+json",
+    ):
+        assert status(kind) == 200, kind
+    before = len(plane.engine.requests)
+    for kind in (
+        "",
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "text/json",
+        "application/jsonp",
+        "application/json5; x=application/json",
+        "multipart/form-data; boundary=x",
+        "application/+json",
+        "x" * 8000,
+    ):
+        assert status(kind) == 415, kind
+    assert len(plane.engine.requests) == before
 
 
 JSON = st.recursive(

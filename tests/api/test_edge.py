@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ def test_unknown_paths(plane: DataPlane, path: str) -> None:
     answer = plane.http.get(plane.url + path, headers=KEY)
     assert answer.status_code == 404
     assert error_of(answer)["code"] == "unknown_url"
+
+
+def test_the_version(plane: DataPlane) -> None:
+    """Without a key, as vLLM has it."""
+    answer = plane.http.get(f"{plane.url}/version")
+    assert answer.status_code == 200
+    assert answer.json() == {"version": version("loraplex")}
 
 
 @pytest.mark.parametrize(
@@ -327,4 +335,16 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_no_answer_is_a_409() -> None:
-    assert {status for status, _ in ANSWERS.values()} == {400, 401, 403, 404, 405, 408, 413, 429, 500, 503}
+    assert {status for status, _ in ANSWERS.values()} == {
+        400,
+        401,
+        403,
+        404,
+        405,
+        408,
+        413,
+        415,
+        429,
+        500,
+        503,
+    }

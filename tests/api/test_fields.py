@@ -14,7 +14,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from loraplex.api.schemas import NEUTRAL, ChatRequest, CompletionRequest
+from loraplex.api.schemas import ChatRequest, CompletionRequest
+from loraplex.api.strict import NEUTRAL
 from support.data_plane import BASE, DataPlane
 
 KEY = {"Authorization": "Bearer lpx_acme"}
@@ -61,8 +62,15 @@ SHARED: dict[str, Any] = {
     "stop": Supported(("x", ["x"] * 16, [], None), ("", ["x"] * 17, [1], {"a": 1})),
     "stream": Supported((True, False, None), ("yes", 1)),
     "stream_options": Supported(
-        ({"include_usage": True}, {"include_usage": None, "include_obfuscation": False}, {}, None),
-        ({"include_usage": 5}, "x"),
+        (
+            {"include_usage": True, "continuous_usage_stats": True},
+            {"continuous_usage_stats": True, "include_usage": None},
+            {"include_usage": False, "continuous_usage_stats": False},
+            {"include_usage": None, "include_obfuscation": False},
+            {},
+            None,
+        ),
+        ({"include_usage": 5}, {"continuous_usage_stats": 1}, "x"),
         {"stream": True},
     ),
     "temperature": Supported((0, 2, None), (-0.1, 2.1, "1")),
@@ -94,7 +102,11 @@ DECIDED: dict[str, dict[str, Any]] = {
         "response_format": Refused(({"type": "json_object"},), ({"type": "text"},)),
         "store": Refused((True,)),
         "tool_choice": Refused(("required", {"type": "function", "function": {"name": "f"}}), ("none",)),
-        "tools": Refused(([TOOL],)),
+        "tools": Supported(
+            ([TOOL], [], None),
+            ([TOOL] * 129, [{**TOOL, "type": "x"}], [{"type": "function"}], [5], {"f": TOOL}, "x"),
+            {"tool_choice": "none"},
+        ),
         "verbosity": Refused(("low", "high"), ("medium",)),
         "web_search_options": Refused(({"search_context_size": "low"},)),
     },
@@ -169,7 +181,7 @@ def test_each_field(plane: DataPlane, route: str, name: str) -> None:
         answer = post(plane, route, **given, **{name: value})
         assert answer.status_code == 400, (value, answer.text)
         error = answer.json()["error"]
-        assert (error["param"].split(".")[0], error["code"]) == (name, code), (value, error)
+        assert (error["param"].split(".")[0].split("[")[0], error["code"]) == (name, code), (value, error)
     assert len(plane.engine.requests) == before, "refused, and yet computed"
 
 
@@ -182,6 +194,26 @@ def test_each_field(plane: DataPlane, route: str, name: str) -> None:
         ("chat/completions", {"echo": True}, "echo", "unsupported_field"),
         ("chat/completions", {"best_of": 1}, "best_of", "unsupported_field"),
         ("chat/completions", {"prompt_cache_kye": "x"}, "prompt_cache_kye", "unsupported_field"),
+        ("chat/completions", {"tools": [TOOL]}, "tools", "unsupported_field"),
+        ("chat/completions", {"tools": [TOOL], "tool_choice": "auto"}, "tools", "unsupported_field"),
+        (
+            "chat/completions",
+            {"tools": [{**TOOL, "x": 1}], "tool_choice": "none"},
+            "tools[0].x",
+            "unsupported_field",
+        ),
+        (
+            "chat/completions",
+            {"stream": True, "stream_options": {"include_usage": False, "continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "invalid_value",
+        ),
+        (
+            "completions",
+            {"stream_options": {"continuous_usage_stats": True}},
+            "stream_options",
+            "invalid_value",
+        ),
         ("completions", {"top_logprobs": 1}, "top_logprobs", "unsupported_field"),
         ("completions", {"max_completion_tokens": 1}, "max_completion_tokens", "unsupported_field"),
         ("completions", {"best_of": 2}, "best_of", "unsupported_field"),
@@ -200,7 +232,7 @@ def test_fields_that_do_not_fit_together(
 
 def test_neutral_values_of_fields_that_were_not_supported_once_still_pass(plane: DataPlane) -> None:
     once = {"chat/completions": ["logprobs", "top_logprobs", "prompt_cache_key", "prompt_cache_retention"]}
-    once["chat/completions"] += ["safety_identifier"]
+    once["chat/completions"] += ["safety_identifier", "tools"]
     once["completions"] = ["best_of", "echo", "logprobs"]
     for route, names in once.items():
         for name in names:

@@ -4,14 +4,17 @@ test_bodies.py and tests/docs."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from loraplex.api.schemas import NEUTRAL, UNSUPPORTED_MESSAGE, ChatRequest, CompletionRequest
-from support.byte_tokenizer import byte_decode
-from support.data_plane import BASE, DataPlane
+from loraplex.api.schemas import UNSUPPORTED_MESSAGE, ChatRequest, CompletionRequest
+from loraplex.api.strict import EMPTY, MAX_EMPTY, NEUTRAL
+from loraplex.serving.text import TextProcessor
+from support.byte_tokenizer import byte_decode, write_byte_tokenizer
+from support.data_plane import BASE, MAX_MODEL_LEN, DataPlane, running_data_plane
 from support.fake_engine import Reply
 
 KEY = {"authorization": "Bearer lpx_acme"}
@@ -148,41 +151,79 @@ def test_any_other_value_is_a_400_that_names_the_field(plane: DataPlane, route: 
     assert len(plane.engine.requests) == before
 
 
-@pytest.mark.parametrize("value", [*NEUTRAL, 1, "x"])
-@pytest.mark.parametrize(
+UNKNOWN = pytest.mark.parametrize(
     ("route", "change", "param"),
     [
         ("chat/completions", {}, "tempature"),
-        ("completions", {}, "tempature"),
-        (
-            "chat/completions",
-            {"stream": True, "stream_options": ...},
-            "stream_options.continuous_usage_stats",
-        ),
-        ("completions", {"stream": True, "stream_options": ...}, "stream_options.continuous_usage_stats"),
+        ("completions", {}, "lora_path"),
+        ("chat/completions", {"stream": True, "stream_options": ...}, "stream_options.usage_stats"),
+        ("completions", {"stream": True, "stream_options": ...}, "stream_options.usage_stats"),
         ("chat/completions", {"messages": ...}, "messages[0].weight"),
         ("chat/completions", {"messages": [...]}, "messages[0].content[0].cache_control"),
     ],
 )
+
+
+def with_unknown(route: str, change: dict[str, Any], param: str, fields: dict[str, Any]) -> Any:
+    """A body with `fields` in the object that `param` names one of."""
+    body = {**(CHAT if route.startswith("chat") else TEXT), **change}
+    if "stream_options" in change:
+        body["stream_options"] = {"include_usage": True, **fields}
+    elif change.get("messages") is ...:
+        body["messages"] = [{**CHAT["messages"][0], **fields}]
+    elif "messages" in change:
+        body["messages"] = [{"role": "user", "content": [{"type": "text", "text": "x", **fields}]}]
+    else:
+        body |= fields
+    return body
+
+
+@pytest.mark.parametrize("value", [False, True, "auto", "", 0, 1, "x", [None], {"x": None}])
+@UNKNOWN
 def test_any_unknown_field_is_a_400_that_names_it(
     plane: DataPlane, route: str, change: dict[str, Any], param: str, value: Any
 ) -> None:
-    """Of whatever value: nothing is silently ignored."""
-    body = {**(CHAT if route.startswith("chat") else TEXT), **change}
+    """Of whatever value that could ask for something: nothing is silently ignored."""
     name = param.rpartition(".")[2]
-    if "stream_options" in change:
-        body["stream_options"] = {"include_usage": True, name: value}
-    elif change.get("messages") is ...:
-        body["messages"] = [{**CHAT["messages"][0], name: value}]
-    elif "messages" in change:
-        body["messages"] = [{"role": "user", "content": [{"type": "text", "text": "x", name: value}]}]
-    else:
-        body[name] = value
-    answer = post(plane, route, body)
+    answer = post(plane, route, with_unknown(route, change, param, {name: value}))
     told = error(answer)
     assert (answer.status_code, told["code"], told["param"]) == (400, "unsupported_field", param)
     assert name in told["message"]
     assert plane.engine.requests == []
+
+
+@UNKNOWN
+def test_empty_values_of_unknown_fields_pass(
+    plane: DataPlane, route: str, change: dict[str, Any], param: str
+) -> None:
+    name = param.rpartition(".")[2]
+    for value in (None, [], {}):
+        answer = post(plane, route, with_unknown(route, change, param, {name: value}))
+        assert answer.status_code == 200, (value, answer.text)
+    assert EMPTY == (None, [], {})
+    many = {f"{name}_{i}": EMPTY[i % 3] for i in range(MAX_EMPTY)}
+    assert post(plane, route, with_unknown(route, change, param, many)).status_code == 200
+    many |= {f"{name}_{i}": None for i in range(5000)}
+    answer = post(plane, route, with_unknown(route, change, param, many))
+    assert (answer.status_code, error(answer)["code"]) == (400, "unsupported_field")
+
+
+def test_tools_that_are_not_to_be_called_are_shown_to_the_template(plane: DataPlane, tmp_path: Path) -> None:
+    parameters = {"type": "object", "properties": {"x": {"default": None}}}
+    tool = {"type": "function", "function": {"name": "f<|end|>", "parameters": parameters, "strict": None}}
+    template = "{{ tools | tojson }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    model = write_byte_tokenizer(tmp_path, chat_template=template)
+    text = TextProcessor(model, max_model_len=MAX_MODEL_LEN)
+    with running_data_plane(tmp_path / "other", text=text) as shown:
+        answer = post(shown, "chat/completions", {**CHAT, "tools": [tool], "tool_choice": "none"})
+        assert answer.status_code == 200
+        prompt = shown.engine.requests[-1].prompt_ids
+        assert (
+            post(shown, "chat/completions", {**CHAT, "tools": [], "tool_choice": "none"}).status_code == 200
+        )
+        assert bytes(shown.engine.requests[-1].prompt_ids).startswith(b"null")
+    told, _ = json.JSONDecoder().raw_decode(bytes(prompt).decode())
+    assert told == [{"type": "function", "function": {"name": "f<|end|>", "parameters": parameters}}]
 
 
 @BOTH

@@ -29,6 +29,8 @@ from support.whole_server import WholeServer, bearer
 BY_THE_BODY = {
     "ChatRequest.messages[].content": "32 characters for each token of the context",
     "ChatRequest.messages[].content[].text": "the same, together",
+    "ChatRequest.tools[].function.description": "the same, together",
+    "ChatRequest.tools[].function.parameters": "the same, together",
     "CompletionRequest.prompt": "the same",
     "CompletionRequest.prompt[]": "the same; the context, in tokens",
 }
@@ -335,6 +337,7 @@ class NotingText(TextProcessor):
         return super().encode_chat(*args, **kwargs)
 
 
+WIDE_TOOL = {"type": "function", "function": {"name": "f", "parameters": {f"k{n}": [n] for n in range(1000)}}}
 LARGEST: dict[str, tuple[str, Any]] = {
     "one prompt": ("/v1/completions", {"model": BASE, "prompt": "a" * (MAX_MODEL_LEN * MAX_CHARS_PER_TOKEN)}),
     "many prompts": (
@@ -350,6 +353,10 @@ LARGEST: dict[str, tuple[str, Any]] = {
             "model": BASE,
             "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4096}] * 28,
         },
+    ),
+    "tools": (
+        "/v1/chat/completions",
+        {"model": BASE, "messages": [USER], "tool_choice": "none", "tools": [WIDE_TOOL] * 128},
     ),
     "a wide object": ("/v1/chat/completions", {"model": BASE, **{f"k{n}": 0 for n in range(40_000)}}),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import structlog
@@ -59,7 +60,8 @@ def create_data_app(
         Route("/v1/completions", GenerationEndpoint(services, COMPLETION, places), methods=["POST"]),
         *models_routes(services),
         *probe_routes(services.engine, services.drain, database=services.database),
-        _document_route(openapi(metrics=services.metrics_on_data_port, extra=extra_document)),
+        _fixed_route("/version", {"version": version("loraplex")}),
+        _fixed_route("/openapi.json", openapi(metrics=services.metrics_on_data_port, extra=extra_document)),
     ]
     if services.metrics_on_data_port:
         scrape = MetricsApp(services.metrics, services.engine, tenant_data=False)
@@ -99,10 +101,11 @@ class _NotYet:
         )
 
 
-def _document_route(document: Mapping[str, Any]) -> Route:
+def _fixed_route(path: str, document: Mapping[str, Any]) -> Route:
+    """Always the same answer, to everybody."""
     body = dumps(document)
 
-    async def show_document(_: Request) -> Response:
+    async def show(_: Request) -> Response:
         return Response(body, media_type="application/json")
 
-    return Route("/openapi.json", show_document, methods=["GET"])
+    return Route(path, show, methods=["GET"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.types import Receive, Scope
 from loraplex.api.codec import InvalidJson, loads
 from loraplex.api.errors import ApiError, ClientGone, invalid
 
+_JSON = re.compile(rb"\s*application/([\w.+-]+\+)?json\s*(;.*)?", re.ASCII | re.DOTALL | re.IGNORECASE)
 MIN_BYTES_PER_S = 4096
 """A body that is always a little late has no more time than one that comes at this pace."""
 
@@ -24,9 +26,12 @@ def parse_json(body: bytes) -> Any:
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """`timeout_s` is how long the client may send nothing, and may be late. Raises ApiError (400, 408, 413) and
+    """`timeout_s` is how long the client may send nothing, and may be late. Raises ApiError (400, 408, 413, 415) and
     ClientGone."""
     headers = dict(scope["headers"])
+    if not _JSON.fullmatch(headers.get(b"content-type", b"application/json")):
+        why = "The body must be JSON, sent with the header 'Content-Type: application/json'."
+        raise ApiError("unsupported_media_type", why, param="Content-Type")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise invalid(None, "A compressed body is not supported; send it without Content-Encoding.")
     declared = headers.get(b"content-length", b"")

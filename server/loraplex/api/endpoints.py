@@ -64,9 +64,9 @@ class Kind:
 
 def _chat_tokens(text: Text, request: ChatRequest | CompletionRequest, _: int) -> Prompts:
     assert isinstance(request, ChatRequest)
-    return Prompts(
-        [text.encode_chat([message.model_dump(exclude_none=True) for message in request.messages])]
-    )
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    return Prompts([text.encode_chat(messages, tools or None)])
 
 
 def _prompt_tokens(text: Text, request: ChatRequest | CompletionRequest, max_model_len: int) -> Prompts:
@@ -267,6 +267,9 @@ class GenerationEndpoint:
             plan.request.model,
             self._logprobs,
             plan.request.include_usage,
+            plan.request.continuous_usage,
+            plan.prompts,
+            plan.n,
         )
         if plan.request.stream:
             # What fails before the first event is still a proper HTTP status.

@@ -33,6 +33,7 @@ ANSWERS: dict[str, tuple[int, str]] = {
     "method_not_supported": (405, INVALID_REQUEST),
     "request_timeout": (408, INVALID_REQUEST),
     "request_too_large": (413, INVALID_REQUEST),
+    "unsupported_media_type": (415, INVALID_REQUEST),
     "rate_limit_exceeded": (429, "rate_limit_error"),
     "insufficient_quota": (429, "insufficient_quota"),
     "internal_error": (500, "server_error"),

@@ -23,10 +23,16 @@ def sse(value: Any) -> bytes:
 
 def usage_json(usage: Usage) -> dict[str, Any]:
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        **_counts(usage.prompt_tokens, usage.completion_tokens),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 
@@ -42,7 +48,8 @@ class WholeChoice:
 @dataclass(frozen=True)
 class AnswerFormat:
     """What is the same in every chunk of one answer. `created` in seconds since the epoch, `model` as the
-    client named it. With `include_usage` every chunk but the last has `usage: null`. A chunk's `object` is `KIND`."""
+    client named it. With `include_usage` every chunk but the last has `usage: null`, or with `continuous_usage` that of
+    its choice so far, for which `prompts` are needed, each of `n` choices. A chunk's `object` is `KIND`."""
 
     KIND: ClassVar[str]
     id: str
@@ -50,15 +57,21 @@ class AnswerFormat:
     model: str
     logprobs: ChatLogprobs | CompletionLogprobs
     include_usage: bool = False
+    continuous_usage: bool = False
+    prompts: Sequence[Sequence[int]] = ()
+    n: int = 1
     _rendered: list[tuple[Sequence[ScoredToken], Rendered]] = field(default_factory=list)  # the last ones
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
+    def _chunk(self, choice: dict[str, Any], num_tokens: int) -> bytes:
+        """`num_tokens`: the choice's so far."""
         body = self._head(self.KIND)
-        body["choices"] = choices
-        if self.include_usage:
+        body["choices"] = [choice]
+        if self.continuous_usage:
+            body["usage"] = _counts(len(self.prompts[choice["index"] // self.n]), num_tokens)
+        elif self.include_usage:
             body["usage"] = None
         return sse(body)
 
@@ -117,15 +130,15 @@ class ChatFormat(AnswerFormat):
 
     def opening(self, num_choices: int) -> bytes:
         first = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk([self._choice(i, first)]) for i in range(num_choices))
+        return b"".join(self._chunk(self._choice(i, first), 0) for i in range(num_choices))
 
     def delta(self, delta: Delta) -> bytes:
         chunks = b""
         if delta.text or delta.tokens:
             choice = self._choice(delta.index, {"content": delta.text}, logprobs=self._logprobs(delta))
-            chunks += self._chunk([choice])
+            chunks += self._chunk(choice, delta.num_tokens)
         if delta.finish_reason:
-            chunks += self._chunk([self._choice(delta.index, {}, delta.finish_reason)])
+            chunks += self._chunk(self._choice(delta.index, {}, delta.finish_reason), delta.num_tokens)
         return chunks
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
@@ -157,7 +170,7 @@ class CompletionFormat(AnswerFormat):
         if not (delta.text or delta.tokens or delta.finish_reason):
             return b""
         choice = self._choice(delta.index, delta.text, delta.finish_reason, self._logprobs(delta))
-        return self._chunk([choice])
+        return self._chunk(choice, delta.num_tokens)
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         told = [

@@ -30,12 +30,13 @@ SETTLE_S = 60.0
 @dataclass(frozen=True, slots=True)
 class Delta:
     """Text of one choice that may be shown now, and how the choice ended if it did. `tokens` are those whose text it
-    completes, None where their log probabilities were not asked for."""
+    completes, None where their log probabilities were not asked for. `num_tokens`: how many the choice has by now."""
 
     index: int
     text: str
     finish_reason: Literal["stop", "length"] | None = None
     tokens: tuple[ScoredToken, ...] | None = None
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -187,7 +188,8 @@ class Generation:
             choice.stream.abort()
         elif event.finish_reason in ("stop", "length"):
             choice.finish_reason = event.finish_reason
-        delta = Delta(choice.index, text, choice.finish_reason, self._scored(choice, starts))
+        scored, num_tokens = self._scored(choice, starts), choice.text.num_tokens
+        delta = Delta(choice.index, text, choice.finish_reason, scored, num_tokens)
         if choice.echo is None or choice.echo.complete:
             return [*echoed, delta]
         choice.held.append(delta)

@@ -18,8 +18,9 @@ _DESCRIPTION = (
     "What is no HTTP is a 400, and a head of more than 32 KiB or 128 fields a 431, both in plain text."
 )
 _KEYED = (401, 403, 500, 503)
-_GENERATION = (400, 401, 403, 404, 408, 413, 429, 500, 503)
+_GENERATION = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 _STRING = {"type": "string"}
+_VERSION = {"type": "object", "required": ["version"], "properties": {"version": _STRING}}
 _X_REQUEST_ID = {
     "required": True,
     "description": "The client's own, cut to 128 safe characters, or one of the server's.",
@@ -64,6 +65,7 @@ def openapi(*, metrics: bool, extra: Mapping[str, Any] | None = None) -> dict[st
         },
         "/v1/models/{id}": {"get": _one_model()},
         **{f"/{name}": {"get": _probe(name)} for name in ("livez", "readyz", "startupz", "health")},
+        "/version": {"get": _open("showVersion", "The server's version.", "application/json", _VERSION)},
         "/openapi.json": {
             "get": _open("showDocument", "This document.", "application/json", {"type": "object"})
         },

@@ -1,18 +1,28 @@
 """What a request may say. Every field of OpenAI's request types is here: supported, or known and not supported.
 
 A field that is not supported passes with a neutral value (one that asks for nothing) and is refused by name with
-any other. A field that nobody knows is refused by name. Nothing is silently ignored.
+any other. So is a field that nobody knows, of whose values only the empty ones are neutral. Nothing is silently
+ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, model_validator
 
 from loraplex.api.parsing import printable
+from loraplex.api.strict import (
+    Strict,
+    is_empty,
+    must,
+    or_neutral,
+    refuse,
+    refuse_unknown,
+    refuse_unsupported,
+)
+from loraplex.api.tools import MAX_TOOLS, Tool
 from loraplex.engine.logprobs import MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 16
@@ -25,9 +35,6 @@ MAX_MESSAGES = 4096
 MAX_METADATA = 16
 MAX_COMPLETION_LOGPROBS = 5
 TOKEN_ID_LIMIT = 1 << 31
-
-NEUTRAL: tuple[object, ...] = (None, False, [], {}, "auto")
-"""Values that ask for nothing, whatever the field."""
 
 UNSUPPORTED_CHAT: Mapping[str, tuple[object, ...]] = {
     "audio": (),
@@ -42,7 +49,6 @@ UNSUPPORTED_CHAT: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "store": (),
     "tool_choice": ("none",),
-    "tools": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -58,75 +64,19 @@ UNSUPPORTED_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "refusal": (),
     "tool_calls": (),
 }
+UNSUPPORTED_STREAM_OPTIONS: Mapping[str, tuple[object, ...]] = {"include_obfuscation": ()}
 """Fields that are known and not supported, each with its own neutral values beside `NEUTRAL`."""
-
-
-def _same(value: object, neutral: object) -> bool:
-    return type(value) is type(neutral) and value == neutral
-
-
-def _or_neutral(value: object) -> object:
-    """For a field whose neutral values passed before it was supported."""
-    return None if any(_same(value, neutral) for neutral in NEUTRAL) else value
-
-
-def _refuse(field: str, reason: str) -> NoReturn:
-    """`field` is told relative to the value that is being checked; `reason` is the whole message."""
-    raise PydanticCustomError("invalid_value", "{reason}", {"reason": reason, "field": field})
-
-
-def _refuse_unsupported(field: str, reason: str) -> NoReturn:
-    raise PydanticCustomError("unsupported_field", "{reason}", {"reason": reason, "field": field})
-
-
-def _must(reason: str) -> PydanticCustomError:
-    """The value itself is wrong: `Invalid value for 'stop': must have …`."""
-    return PydanticCustomError("invalid_value", "{reason}", {"reason": reason})
-
-
-def _describe_unsupported(schema: dict[str, Any], model: type[Any]) -> None:
-    """For the OpenAPI document: what is known and not supported may be there with the values that pass."""
-    for name, values in model.UNSUPPORTED.items():
-        schema["properties"][name] = {"enum": [*NEUTRAL, *values], "description": "Not supported."}
-
-
-class _Strict(BaseModel):
-    """Checks the names before the values, so that a body of a million strange keys costs one error."""
-
-    model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        json_schema_extra=_describe_unsupported,
-    )
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_what_is_known(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        kept = {}
-        for name, value in body.items():
-            if name in cls.model_fields:
-                kept[name] = value
-            elif name not in cls.UNSUPPORTED:
-                _refuse_unsupported(name, f"Unknown field: '{printable(name)}'.")
-            elif not any(_same(value, neutral) for neutral in (*NEUTRAL, *cls.UNSUPPORTED[name])):
-                _refuse_unsupported(name, f"'{name}' is not supported here with this value; leave it out.")
-        return kept
 
 
 def _one_or_many_strings(value: object) -> object:
     """`stop`: a string, a list of strings or nothing, as a list."""
     strings = [value] if isinstance(value, str) else value if value is not None else []
     if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
-        raise _must("must be a string or a list of strings")
+        raise must("must be a string or a list of strings")
     if len(strings) > MAX_STOP_STRINGS:
-        raise _must(f"must have at most {MAX_STOP_STRINGS} strings")
+        raise must(f"must have at most {MAX_STOP_STRINGS} strings")
     if any(not 1 <= len(s) <= MAX_STOP_LENGTH for s in strings):
-        raise _must(f"each string must have 1 to {MAX_STOP_LENGTH} characters")
+        raise must(f"each string must have 1 to {MAX_STOP_LENGTH} characters")
     return tuple(dict.fromkeys(strings))
 
 
@@ -135,28 +85,29 @@ def _logit_bias(value: object) -> object:
     if value is None:
         return ()
     if not isinstance(value, dict):
-        raise _must("must be an object of token ids and numbers")
+        raise must("must be an object of token ids and numbers")
     if len(value) > MAX_LOGIT_BIAS:
-        raise _must(f"must have at most {MAX_LOGIT_BIAS} entries")
+        raise must(f"must have at most {MAX_LOGIT_BIAS} entries")
     bias: dict[int, float] = {}
     for key, number in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
-            raise _must('each key must be a token id, such as "50256"')
+            raise must('each key must be a token id, such as "50256"')
         if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
-            raise _must("each value must be a number from -100 to 100")
+            raise must("each value must be a number from -100 to 100")
         bias[int(key)] = float(number)
     return tuple(sorted(bias.items()))
 
 
 def _metadata(value: object) -> object:
     if isinstance(value, dict) and len(value) > MAX_METADATA:
-        raise _must(f"must have at most {MAX_METADATA} entries")
+        raise must(f"must have at most {MAX_METADATA} entries")
     return value
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
-    UNSUPPORTED = {"include_obfuscation": ()}
+    continuous_usage_stats: bool | None = None
+    UNSUPPORTED = UNSUPPORTED_STREAM_OPTIONS
 
 
 TokenId = Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]
@@ -190,7 +141,7 @@ Metadata = Annotated[
 ]
 
 
-class GenerationFields(_Strict):
+class GenerationFields(Strict):
     """What chat and text completions share. A null is the same as leaving the field out."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
@@ -218,12 +169,24 @@ class GenerationFields(_Strict):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        """Asking for the usage so far asks for the whole as well."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage or options.continuous_usage_stats)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def _fits_together(self) -> GenerationFields:
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and options.include_usage is False:
+            refuse(
+                "stream_options.continuous_usage_stats",
+                "'continuous_usage_stats' is only allowed with \"include_usage\": true.",
+            )
         if self.include_usage and not self.stream:
-            _refuse("stream_options", "'stream_options' is only allowed with \"stream\": true.")
+            refuse("stream_options", "'stream_options' is only allowed with \"stream\": true.")
         return self
 
 
@@ -232,26 +195,27 @@ def _text(value: object) -> object:
     if not isinstance(value, list):
         return value
     if len(value) > MAX_MESSAGES:
-        raise _must(f"must have at most {MAX_MESSAGES} parts")
+        raise must(f"must have at most {MAX_MESSAGES} parts")
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
-            _refuse(f"[{index}]", "Each content part must be an object with a 'type'.")
+            refuse(f"[{index}]", "Each content part must be an object with a 'type'.")
         if kind != "text":
-            _refuse_unsupported(
+            refuse_unsupported(
                 f"[{index}].type", f"Content parts of type '{printable(kind)}' are not supported."
             )
-        strange = next((name for name in part if name not in {"type", "text"}), None)
-        if strange is not None:
-            _refuse_unsupported(f"[{index}].{strange}", f"Unknown field: '{printable(strange)}'.")
+        strange = [name for name in part if name not in {"type", "text"}]
+        for name in strange:
+            if not is_empty(part[name]) or len(part) > TextPart.max_fields():
+                refuse_unknown(f"[{index}].{name}", name)
         if not isinstance(part.get("text"), str):
-            _refuse(f"[{index}].text", "The 'text' of a text part must be a string.")
+            refuse(f"[{index}].text", "The 'text' of a text part must be a string.")
         texts.append(part["text"])
     return "".join(texts)
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A part of a content that is a list; `_text` reads it."""
 
     type: Literal["text"]
@@ -264,7 +228,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Message(_Strict):
+class Message(Strict):
     """`content` is text here, whichever way it came. `name` and `tool_call_id` go to the chat template."""
 
     role: Role
@@ -276,26 +240,28 @@ class Message(_Strict):
     @model_validator(mode="after")
     def _belongs_to_the_role(self) -> Message:
         if self.content is None:
-            _refuse("content", f"A message of the role '{self.role}' needs 'content'.")
+            refuse("content", f"A message of the role '{self.role}' needs 'content'.")
         if (self.tool_call_id is None) == (self.role == "tool"):
             wanted = "needs" if self.role == "tool" else "can't have"
-            _refuse("tool_call_id", f"A message of the role '{self.role}' {wanted} 'tool_call_id'.")
+            refuse("tool_call_id", f"A message of the role '{self.role}' {wanted} 'tool_call_id'.")
         return self
 
 
 Hint = Annotated[str, Field(max_length=256)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class ChatRequest(GenerationFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
-    logprobs: Annotated[bool | None, BeforeValidator(_or_neutral)] = None
-    top_logprobs: Annotated[TopLogprobs | None, BeforeValidator(_or_neutral)] = None
+    logprobs: Annotated[bool | None, BeforeValidator(or_neutral)] = None
+    top_logprobs: Annotated[TopLogprobs | None, BeforeValidator(or_neutral)] = None
     # Hints that change no output.
-    prompt_cache_key: Annotated[Hint | None, BeforeValidator(_or_neutral)] = None
-    prompt_cache_retention: Annotated[Hint | None, BeforeValidator(_or_neutral)] = None
-    safety_identifier: Annotated[Hint | None, BeforeValidator(_or_neutral)] = None
+    prompt_cache_key: Annotated[Hint | None, BeforeValidator(or_neutral)] = None
+    prompt_cache_retention: Annotated[Hint | None, BeforeValidator(or_neutral)] = None
+    safety_identifier: Annotated[Hint | None, BeforeValidator(or_neutral)] = None
+    tools: Annotated[Tools | None, BeforeValidator(or_neutral)] = None
     UNSUPPORTED = UNSUPPORTED_CHAT
 
     @property
@@ -310,10 +276,21 @@ class ChatRequest(GenerationFields):
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tools_are_context(cls, body: Any) -> Any:
+        if (
+            isinstance(body, dict)
+            and or_neutral(body.get("tools")) is not None
+            and body.get("tool_choice") != "none"
+        ):
+            refuse_unsupported("tools", '\'tools\' is only supported with "tool_choice": "none".')
+        return body
+
     @model_validator(mode="after")
     def _fits_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            _refuse("top_logprobs", "'top_logprobs' is only allowed with \"logprobs\": true.")
+            refuse("top_logprobs", "'top_logprobs' is only allowed with \"logprobs\": true.")
         return self
 
     @model_validator(mode="after")
@@ -322,7 +299,7 @@ class ChatRequest(GenerationFields):
             None not in (self.max_tokens, self.max_completion_tokens)
             and self.max_tokens != self.max_completion_tokens
         ):
-            _refuse("max_tokens", "'max_tokens' and 'max_completion_tokens' contradict each other; give one.")
+            refuse("max_tokens", "'max_tokens' and 'max_completion_tokens' contradict each other; give one.")
         return self
 
 
@@ -341,12 +318,12 @@ def _prompts(value: object) -> object:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise _must(_PROMPT_KINDS)
+        raise must(_PROMPT_KINDS)
     prompts = [value] if _is_token_list(value) else value
     if len(prompts) > MAX_PROMPTS:
-        raise _must(f"must have at most {MAX_PROMPTS} prompts")
+        raise must(f"must have at most {MAX_PROMPTS} prompts")
     if not (all(isinstance(p, str) for p in prompts) or all(_is_token_list(p) for p in prompts)):
-        raise _must(_PROMPT_KINDS)
+        raise must(_PROMPT_KINDS)
     return prompts
 
 
@@ -366,9 +343,9 @@ CompletionLogprobs = Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)]
 class CompletionRequest(GenerationFields):
     prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=_GivenPrompt)]
     max_tokens: Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)] | None = None
-    logprobs: Annotated[CompletionLogprobs | None, BeforeValidator(_or_neutral)] = None
-    echo: Annotated[bool | None, BeforeValidator(_or_neutral)] = None
-    best_of: Annotated[Choices | None, BeforeValidator(_or_neutral)] = None
+    logprobs: Annotated[CompletionLogprobs | None, BeforeValidator(or_neutral)] = None
+    echo: Annotated[bool | None, BeforeValidator(or_neutral)] = None
+    best_of: Annotated[Choices | None, BeforeValidator(or_neutral)] = None
     UNSUPPORTED = UNSUPPORTED_COMPLETION
 
     @property
@@ -378,11 +355,11 @@ class CompletionRequest(GenerationFields):
     @model_validator(mode="after")
     def _fits_the_choices(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
-            _refuse_unsupported(
+            refuse_unsupported(
                 "best_of", "'best_of' is only supported where it equals 'n': all are answered."
             )
         if self.max_tokens == 0 and not self.echo:
-            _refuse("max_tokens", "'max_tokens' must be at least 1, but with \"echo\": true.")
+            refuse("max_tokens", "'max_tokens' must be at least 1, but with \"echo\": true.")
         return self
 
     @property
