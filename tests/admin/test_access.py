@@ -30,6 +30,7 @@ TABLE: dict[str, str] = {
     "POST /tenants/{tenant}/adapters/{name}/versions": WRITE,
     "GET /tenants/{tenant}/adapters/{name}/versions": READ,
     "GET /tenants/{tenant}/adapters/{name}/versions/{version}": READ,
+    "GET /tenants/{tenant}/adapters/{name}/versions/{version}/archive": READ,
     "DELETE /tenants/{tenant}/adapters/{name}/versions/{version}": WRITE,
     "PUT /tenants/{tenant}/adapters/{name}/versions/{version}/pin": WRITE,
     "DELETE /tenants/{tenant}/adapters/{name}/versions/{version}/pin": WRITE,

@@ -26,6 +26,7 @@ TENANT_ROUTES = {
     f"POST {OWN}/{{name}}/versions": WRITE,
     f"GET {OWN}/{{name}}/versions": READ,
     f"GET {OWN}/{{name}}/versions/{{version}}": READ,
+    f"GET {OWN}/{{name}}/versions/{{version}}/archive": READ,
     f"DELETE {OWN}/{{name}}/versions/{{version}}": WRITE,
     f"PUT {OWN}/{{name}}/versions/{{version}}/pin": WRITE,
     f"DELETE {OWN}/{{name}}/versions/{{version}}/pin": WRITE,

@@ -16,6 +16,8 @@ from loraplex.adapters.errors import StoreFailed, StoreFull
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
 
+DIGEST_SALT = b"loraplex adapter 1\n"
+"""What a digest's hash begins with."""
 CHUNK_BYTES = 1 << 20
 """Bytes held in memory at a time while a file is copied or hashed."""
 
@@ -111,7 +113,7 @@ def _hash_file(path: Path, into: hashlib._Hash) -> None:
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with open_regular(path) as file:
         left = os.fstat(file.fileno()).st_size
-        into.update(_length_bytes(left))
+        into.update(length_bytes(left))
         while got := read_into(file, buffer):
             into.update(buffer[:got])
             left -= got
@@ -131,15 +133,16 @@ def begin_digest(config_path: Path, tensors_path: Path) -> hashlib._Hash:
     """The hash of `digest_upload` on its way: it lacks only the bytes of the tensor file, for a caller who reads those
     anyway. A file that has another length by then gives another digest. Raises OSError."""
     sha = _begin_digest(config_path)
-    sha.update(_length_bytes(tensors_path.lstat().st_size))
+    sha.update(length_bytes(tensors_path.lstat().st_size))
     return sha
 
 
 def _begin_digest(config_path: Path) -> hashlib._Hash:
-    sha = hashlib.sha256(b"loraplex adapter 1\n")
+    sha = hashlib.sha256(DIGEST_SALT)
     _hash_file(config_path, sha)
     return sha
 
 
-def _length_bytes(length: int) -> bytes:
+def length_bytes(length: int) -> bytes:
+    """A file's length, as it leads the file's bytes in a digest."""
     return length.to_bytes(8, "little")

@@ -18,6 +18,7 @@ from loraplex.admin.plane import Plane
 from loraplex.admin.problem import Problem
 from loraplex.admin.refusals import refusals_of
 from loraplex.admin.routes.adapters import adapter_operations
+from loraplex.admin.routes.archives import archive_operations
 from loraplex.admin.routes.audit import audit_operations
 from loraplex.admin.routes.engine import engine_operations
 from loraplex.admin.routes.keys import key_operations
@@ -43,6 +44,7 @@ def create_operations(services: AdminServices) -> list[Operation]:
         *key_operations(services),
         *adapter_operations(services),
         *version_operations(services),
+        *archive_operations(services),
         *release_operations(services),
         *audit_operations(services),
         *engine_operations(services),

@@ -10,6 +10,7 @@ import structlog
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from loraplex.admin.download import TRANSPORT
 from loraplex.admin.operation import REQUEST_ID
 from loraplex.admin.plane import PRINCIPAL
 from loraplex.control.types import Principal
@@ -37,6 +38,7 @@ class Edge:
             _UNSAFE.sub("", own[: 4 * MAX_LABEL].decode("latin-1"))[:MAX_LABEL] or f"req-{uuid.uuid4().hex}"
         )
         scope[REQUEST_ID] = label
+        scope[TRANSPORT] = getattr(getattr(send, "__self__", None), "transport", None)  # uvicorn's
         started, status = time.monotonic(), None
 
         async def send_with_id(message: Message) -> None:

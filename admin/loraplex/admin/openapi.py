@@ -40,6 +40,10 @@ _HEADERS: dict[str, Any] = {
         "schema": {"type": "string", "minLength": 1, "maxLength": 128},
     }
 }
+_FILE_HEADERS: dict[str, Any] = {
+    name: {"required": True, "schema": {"type": "string"}}
+    for name in ("Content-Length", "Content-Disposition")
+}
 _UPLOAD: dict[str, Any] = {
     "type": "object",
     "description": f"{CONFIG_NAME} and {TENSORS_NAME}, or one {ARCHIVE_NAME} (.tar, .tar.gz, .zip) with those two.",
@@ -157,6 +161,9 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(row: Operation, status: int, model: type[BaseModel] | None) -> dict[str, Any]:
+    if row.file_type is not None:
+        content = {row.file_type: {"schema": {"type": "string", "format": "binary"}}}
+        return {"description": "The file", "headers": _HEADERS | _FILE_HEADERS, "content": content}
     if model is None:
         return {"description": "Done", "headers": _HEADERS}
     headers = dict(_HEADERS)
@@ -166,7 +173,7 @@ def _answer(row: Operation, status: int, model: type[BaseModel] | None) -> dict[
         etag = {"type": "string", "pattern": '^"[0-9]+"$'}
         headers["ETag"] = {"required": True, "description": "The revision, quoted.", "schema": etag}
     schema = {"$ref": _REF.format(model=model.__name__)}
-    content: dict[str, Any] = {"application/json": {"schema": schema}}
+    content = {"application/json": {"schema": schema}}
     if row.also_as is not None:
         content[row.also_as] = {"schema": {"type": "string"}}
         next_page = {
@@ -211,7 +218,8 @@ def _section(row: Operation) -> str:
     elif row.body is not None:
         rows.append(("body", _fields(row.body)))
     for status, model in row.answers.items():
-        rows.append((f"answers {status}", "nothing" if model is None else _fields(model)))
+        shown = row.file_type or "nothing" if model is None else _fields(model)
+        rows.append((f"answers {status}", shown))
     table = "".join(f"<tr><td>{name}</td><td>{text}</td></tr>" for name, text in rows)
     return (
         f"<section><h2><b class=m>{row.method}</b><code>{escape(PREFIX + row.path)}</code></h2>"

@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
+from starlette.responses import Response
 
 from loraplex.control.audit import Actor
 from loraplex.control.types import Principal
@@ -60,13 +61,15 @@ def actor_of(request: Request, principal: Principal) -> Actor:
 
 @dataclass(frozen=True)
 class Answer:
-    """`content` None is an answer without a body, unless it has a `text` of `media_type`. `headers` are added."""
+    """`content` None is an answer without a body, unless it has a `text` of `media_type`. `headers` are added. A
+    `response` is sent as it is."""
 
     content: BaseModel | None = None
     status: int = 200
     headers: Mapping[str, str] | None = None
     text: str | None = None
     media_type: str | None = None
+    response: Response | None = None
 
 
 Handler = Callable[[Call], Awaitable[Answer]]
@@ -77,7 +80,8 @@ class Operation:
     """`path` is below /admin/v1. `answers` are the statuses and models of success. `action` is what the audit log calls
     it: what changes something has one, and records it in the transaction that does. A row with `upload` reads its body
     itself. With `body_optional` no body stands for an empty object. `also_as` is a media type that its answers come
-    in, too, where the caller asks for it. Answers of an `etagged` row carry an ETag, and a change heeds If-Match."""
+    in, too, where the caller asks for it. Answers of an `etagged` row carry an ETag, and a change heeds If-Match. One
+    with a `file_type` answers with a file of that media type."""
 
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
     path: str
@@ -92,6 +96,7 @@ class Operation:
     action: str | None = None
     also_as: str | None = None
     etagged: bool = False
+    file_type: str | None = None
 
     def __post_init__(self) -> None:
         assert (self.action is None) == (self.method == "GET"), (

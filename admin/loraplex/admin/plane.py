@@ -235,6 +235,8 @@ def _say(problem: Any) -> tuple[str, str, str]:
 
 
 def _respond(answer: Answer) -> Response:
+    if answer.response is not None:
+        return answer.response
     headers = dict(answer.headers or {}) | {"Cache-Control": "no-store"}
     if answer.text is not None:
         return Response(answer.text, answer.status, headers, answer.media_type)

@@ -37,6 +37,16 @@ class UploadGate:
         self.validators = anyio.CapacityLimiter(max_validations)
 
 
+class DownloadGate:
+    """How many downloads of adapters go on at a time, over both ports: `max_downloads`, shared by the tenants as
+    `Shares` does (more get 503). `readers` threads read and hash for them."""
+
+    def __init__(self, max_downloads: int = 16, readers: int = 2) -> None:
+        self.max_downloads = max_downloads
+        self.downloads = Shares()
+        self.readers = anyio.CapacityLimiter(readers)
+
+
 class ReportGate:
     """What reads through a long ledger or log takes seconds: `max_reports` are asked for at a time, shared by the
     tenants as `Shares` does (more get 503), of which `max_running` are made, in threads of their own, so that nothing
@@ -76,5 +86,6 @@ class AdminServices:
     engine: EngineClient
     max_upload_bytes: int = 1 << 30
     upload_gate: UploadGate = field(default_factory=UploadGate)
+    download_gate: DownloadGate = field(default_factory=DownloadGate)
     report_gate: ReportGate = field(default_factory=ReportGate)
     pace: Pace = field(default_factory=Pace)

@@ -217,6 +217,11 @@ class Catalog:
         with self._database.read() as session:
             return version_info(require_version(session, tenant_id, name, version))
 
+    def get_living(self, tenant_id: str, name: str, version: str) -> VersionInfo:
+        """As `get_version`; one that was deleted raises VersionNotFound."""
+        with self._database.read() as session:
+            return version_info(require_living(session, tenant_id, name, version))
+
     def list_versions(
         self, tenant_id: str, name: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
     ) -> Page[VersionInfo]:

@@ -19,6 +19,8 @@ PRINCIPAL = "loraplex.principal"
 """Where an app that is served behind the data plane's edge leaves its caller in the scope, as the admin plane does."""
 REQUEST_ID = "loraplex.request_id"
 """Where such an app finds what the answer's x-request-id will say."""
+TRANSPORT = "loraplex.transport"
+"""Where such an app finds the server's connection, if it may be cut."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 MAX_LABEL = 128
 
@@ -49,6 +51,7 @@ class RequestContext:
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
         scope[REQUEST_ID] = self.label
+        scope[TRANSPORT] = self.transport
 
 
 def context_of(scope: Scope) -> RequestContext:

@@ -80,15 +80,15 @@ def version_operations(services: AdminServices) -> list[Operation]:
         return Answer(VersionPage(data=[_show(row) for row in page.items], next_cursor=page.next_cursor))
 
     async def get_version(call: Call) -> Answer:
-        return Answer(_show(await run(services.catalog.get_version, *_which(call))))
+        return Answer(_show(await run(services.catalog.get_version, *version_path(call))))
 
     async def delete_version(call: Call) -> Answer:
         delete = partial(services.catalog.delete_version, by=call.actor)
-        await forget(services, await run(delete, *_which(call)))
+        await forget(services, await run(delete, *version_path(call)))
         return Answer(status=204)
 
     async def pin_version(call: Call) -> Answer:
-        info = await run(services.catalog.get_version, *_which(call))
+        info = await run(services.catalog.get_version, *version_path(call))
         if info.state != "ready":
             raise Problem(
                 "conflict", f"{info.name}@{info.version} is {info.state}; only a ready version is pinned."
@@ -102,14 +102,14 @@ def version_operations(services: AdminServices) -> list[Operation]:
             raise Problem("conflict", f"The engine does not pin it: {error.message}") from error
         try:
             set_pin = partial(services.catalog.set_pin, pinned=True, by=call.actor)
-            return Answer(_pinned(await run(set_pin, *_which(call))))
+            return Answer(_pinned(await run(set_pin, *version_path(call))))
         except ControlError:  # deleted in this moment
             await services.engine.unpin(info.digest)
             raise
 
     async def unpin_version(call: Call) -> Answer:
         set_pin = partial(services.catalog.set_pin, pinned=False, by=call.actor)
-        info = await run(set_pin, *_which(call))
+        info = await run(set_pin, *version_path(call))
         await unpin_unused(services, info.digest)
         return Answer(_pinned(info))
 
@@ -180,7 +180,7 @@ def _slot(gate: UploadGate, tenant: str) -> Iterator[None]:
         gate.uploads.give_back(tenant)
 
 
-def _which(call: Call) -> tuple[str, str, str]:
+def version_path(call: Call) -> tuple[str, str, str]:
     """Tenant, name and version of the path. A version has one spelling, so that nothing compares amiss."""
     version = call.path["version"]
     if not re.fullmatch(VERSION_PATTERN, version):
