@@ -14,6 +14,7 @@ from loraplex.app.commands.errors import CommandFailed
 from loraplex.app.commands.options import TenantOption, admin_command, split_version
 from loraplex.app.commands.output import Output, size
 from loraplex.app.commands.paths import segment
+from loraplex.app.commands.pull import pull
 from loraplex.app.commands.release import targets_text
 from loraplex.app.commands.report import report_fields
 
@@ -24,8 +25,11 @@ NameArgument = Annotated[
 
 
 def create_adapter_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="Upload, list, show, delete and pin adapters.")
+    app = typer.Typer(no_args_is_help=True, help="Upload, fetch, list, show, delete and pin adapters.")
     app.command("push", help="Upload a PEFT directory as the next version of NAME.")(admin_command(push))
+    app.command("pull", help="Fetch a version's two files into a directory, as they were uploaded.")(
+        admin_command(pull)
+    )
     app.command("list", help="List a tenant's adapters.")(admin_command(list_))
     app.command("show", help="Show an adapter and its versions, or one version with its report.")(
         admin_command(show)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -115,16 +116,24 @@ class AdminClient:
             raise unreachable(self.url, error, "--admin-url") from error
         if response.status_code == 204 or (response.is_success and not response.content):
             return response.status_code, None
-        try:
-            body = response.json()
-        except ValueError as error:
-            raise CommandFailed(
-                f"{self.url} answered {response.status_code} with something that is not JSON; "
-                "is it Loraplex's admin plane?"
-            ) from error
+        body = _decoded(self.url, response)
         if not response.is_success:
             raise refused(response.status_code, body)
         return response.status_code, body
+
+    @contextmanager
+    def stream(self, path: str) -> Iterator[httpx.Response]:
+        """An answer whose body the block reads. Raises CommandFailed, also where it breaks off."""
+        import httpx
+
+        try:
+            with self._client.stream("GET", f"/admin/v1{path}") as response:
+                if not response.is_success:
+                    response.read()
+                    raise refused(response.status_code, _decoded(self.url, response))
+                yield response
+        except httpx.HTTPError as error:
+            raise unreachable(self.url, error, "--admin-url") from error
 
     def pages(self, path: str, **query: str) -> Iterator[dict[str, Any]]:
         """Every row of a paged list."""
@@ -136,6 +145,15 @@ class AdminClient:
             cursor = page.get("next_cursor")
             if not cursor:
                 return
+
+
+def _decoded(url: str, response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise CommandFailed(
+            f"{url} answered {response.status_code} with something that is not JSON; is it Loraplex's admin plane?"
+        ) from error
 
 
 def refused(status: int, body: Any, key_option: str = "--admin-token") -> CommandFailed:

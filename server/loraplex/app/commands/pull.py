@@ -1,0 +1,197 @@
+"""`loraplex adapter pull`: a version's two files into a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from loraplex.adapters.files import (
+    CHUNK_BYTES,
+    CONFIG_NAME,
+    TENSORS_NAME,
+    create_file,
+    digest_upload,
+    write_all,
+)
+from loraplex.app.commands.client import AdminClient
+from loraplex.app.commands.errors import CommandFailed
+from loraplex.app.commands.options import TenantOption, split_version
+from loraplex.app.commands.output import Output, size
+from loraplex.app.commands.paths import segment
+from loraplex.app.commands.progress import transfer_bar
+
+if TYPE_CHECKING:
+    import httpx
+
+FILES = (CONFIG_NAME, TENSORS_NAME)
+
+
+def pull(
+    admin: AdminClient,
+    out: Output,
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[@VERSION]",
+            help="Such as support or support@v2; without a version, the one that takes most traffic",
+            show_default=False,
+        ),
+    ],
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Where the two files go; made if need be", show_default=False),
+    ],
+    tenant: TenantOption,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace other files of the same names in DIR")
+    ] = False,
+) -> None:
+    name, given = split_version(adapter)
+    path = f"/tenants/{segment(tenant)}/adapters/{segment(name)}"
+    version, why = (given, "") if given is not None else _most_traffic(admin, path)
+    found = admin.call("GET", f"{path}/versions/{segment(version)}")
+    is_there = _check_directory(directory, found["digest"], force=force)
+    if not is_there:
+        _fetch(admin, path, found, directory, is_quiet=out.as_json)
+    if out.as_json:
+        shown = {key: found[key] for key in ("name", "version", "digest", "bytes")}
+        out.json(shown | {"directory": str(directory), "fetched": not is_there})
+        return
+    what = f"{name}@{version}{why}"
+    if is_there:
+        out.line(f"{what}: its files are in {directory} already")
+    else:
+        out.line(f"{what}: {size(found['bytes'])} in {directory}")
+
+
+def _most_traffic(admin: AdminClient, path: str) -> tuple[str, str]:
+    """The version with the largest share, of several the newest; and the words for it."""
+    targets = admin.call("GET", f"{path}/release")["targets"]
+    chosen = max(targets, key=lambda target: (target["weight"], int(target["version"][1:])))
+    share = 100 * chosen["weight"] / (sum(target["weight"] for target in targets) or 1)
+    return chosen["version"], f" (takes {share:.3g}% of the traffic)"
+
+
+def _check_directory(directory: Path, digest: str, *, force: bool) -> bool:
+    """Whether the files are there already. Raises CommandFailed for others in their place, unless `force`."""
+    try:
+        present = [file for file in (directory / name for name in FILES) if os.path.lexists(file)]
+        if len(present) == len(FILES):
+            with contextlib.suppress(OSError):  # a folder or a link in its place
+                if digest_upload(*present) == digest:
+                    return True
+    except OSError as error:
+        raise CommandFailed(f"{directory}: {error.strerror}.") from error
+    if present and not force:
+        raise CommandFailed(
+            f"{present[0]} is there already, and is not that of this version. Give another DIR, or --force to replace "
+            "it."
+        )
+    return False
+
+
+def _fetch(admin: AdminClient, path: str, found: dict[str, Any], directory: Path, *, is_quiet: bool) -> None:
+    """Both files beside their places first, and into them once their digest is right."""
+    is_new = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".pull-", dir=directory))
+    except OSError as error:
+        raise CommandFailed(f"{directory}: {error.strerror}.") from error
+    try:
+        _receive(admin, f"{path}/versions/{segment(found['version'])}", scratch, is_quiet=is_quiet)
+        if digest_upload(*(scratch / name for name in FILES)) != found["digest"]:
+            raise CommandFailed(
+                f"what came from {admin.url} is not {found['name']}@{found['version']}: its digest is another; try "
+                "again."
+            )
+        for name in reversed(FILES):
+            os.replace(scratch / name, directory / name)
+    except OSError as error:
+        raise CommandFailed(
+            f"{error.filename or directory}: {error.strerror}. Nothing was replaced."
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty
+                directory.rmdir()
+
+
+def _receive(admin: AdminClient, version_path: str, scratch: Path, *, is_quiet: bool) -> None:
+    """Raises CommandFailed; it says so where the server's own bytes are damaged, which shows as a cut answer."""
+    try:
+        with contextlib.ExitStack() as stack:
+            response = stack.enter_context(admin.stream(f"{version_path}/archive"))
+            total = int(response.headers.get("content-length", 0))
+            bar = transfer_bar(total, "downloading", "downloaded", is_quiet=is_quiet)
+            _extract(_Reader(response, stack.enter_context(bar)), scratch)
+    except CommandFailed as failure:
+        state = "ready"
+        with contextlib.suppress(CommandFailed):
+            state = admin.call("GET", version_path)["state"]
+        if failure.body is not None or state == "ready":
+            raise
+        raise CommandFailed(f"{failure.message} The version is {state} now.") from failure
+
+
+def _extract(reader: _Reader, scratch: Path) -> None:
+    missing = set(FILES)
+    try:
+        with tarfile.open(fileobj=cast(IO[bytes], reader), mode="r|") as tar:
+            for member in tar:
+                content = tar.extractfile(member) if member.isreg() and member.name in missing else None
+                if content is None:
+                    raise CommandFailed(
+                        f"the archive holds {member.name[:80]!r}; is this Loraplex's admin plane?"
+                    )
+                missing.remove(member.name)
+                with create_file(scratch / member.name) as file:
+                    while data := content.read(CHUNK_BYTES):
+                        write_all(file, data)
+                    os.fchmod(file.fileno(), 0o666 & ~_umask())
+                    os.fsync(file.fileno())
+    except tarfile.TarError as error:
+        raise CommandFailed(f"the archive cannot be read: {error}.") from error
+    reader.finish()
+    if missing:
+        raise CommandFailed(f"the archive lacks {', '.join(sorted(missing))}.")
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+class _Reader:
+    """An answer's body as a file for `tarfile`; `note` is told the bytes of each piece."""
+
+    def __init__(self, response: httpx.Response, note: Callable[[int], None] | None) -> None:
+        self._pieces = response.iter_raw(CHUNK_BYTES)
+        self._rest = b""
+        self._note = note
+
+    def read(self, num_bytes: int) -> bytes:
+        while len(self._rest) < num_bytes:
+            piece = next(self._pieces, b"")
+            if not piece:
+                break
+            if self._note is not None:
+                self._note(len(piece))
+            self._rest += piece
+        data, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+        return data
+
+    def finish(self) -> None:
+        """Read to the end: only then it is known that the answer was whole."""
+        for _ in self._pieces:
+            pass
