@@ -81,6 +81,13 @@ def _keep_private(url: str) -> None:
                 make_private(beside)
 
 
+def missing_migrations(found: str | None) -> list[str]:
+    """What `upgrade` would apply to a database of the schema `found` (None: an empty one), the first one first."""
+    script = ScriptDirectory.from_config(_config(""))
+    missing = script.iterate_revisions("head", found or "base")
+    return [revision.revision for revision in missing][::-1]
+
+
 def _config(url: str) -> Config:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from pathlib import Path
 
 from alembic.util import CommandError
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from loraplex.app.settings import Settings, SettingsInvalid
-from loraplex.migrations.run import examine_schema, upgrade
+from loraplex.migrations.run import examine_schema, missing_migrations, upgrade
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -49,6 +50,30 @@ def upgrade_database(settings: Settings) -> tuple[str, list[str]]:
         raise SettingsInvalid(
             f"the database {shown_database(url)} cannot be used: {_reason(error)}. Mend it, restore it from a "
             "backup, or give another with --database-url."
+        ) from error
+
+
+def existing_database(settings: Settings) -> tuple[str, bool]:
+    """The chosen database's URL and whether it is there, without making anything. Raises SettingsInvalid."""
+    if settings.database_url:
+        url = database_url(settings)
+    else:
+        url = f"sqlite:///{settings.data_dir.resolve() / 'loraplex.db'}"
+    parsed = make_url(url)
+    return url, parsed.get_backend_name() != "sqlite" or Path(parsed.database or "").is_file()
+
+
+def pending_migrations(settings: Settings) -> tuple[str, list[str]]:
+    """The chosen database and the migrations that `upgrade_database` would make, without changing or making anything.
+    Raises SettingsInvalid, DatabaseTooNew."""
+    url, is_there = existing_database(settings)
+    if not is_there:
+        return url, missing_migrations(None)
+    try:
+        return url, missing_migrations(examine_schema(url).found)
+    except SQLAlchemyError as error:
+        raise SettingsInvalid(
+            f"the database {shown_database(url)} cannot be read: {_reason(error)}."
         ) from error
 
 

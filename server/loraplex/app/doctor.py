@@ -9,11 +9,14 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from loraplex.adapters.base import load_base_spec
 from loraplex.adapters.errors import LoraplexError
+from loraplex.app.commands.output import Output
 from loraplex.app.database import describe_database
 from loraplex.app.doctor_torch import Answers, Questions
 from loraplex.app.models import ensure_model
@@ -21,7 +24,7 @@ from loraplex.app.redis import describe_redis
 from loraplex.app.settings import Settings
 
 
-def examine(settings: Settings, console: Console) -> int:
+def examine(settings: Settings, out: Output) -> int:
     """Print one line a check; 1 if any failed."""
     model = _Model(settings)
     torch = Answers(
@@ -46,14 +49,21 @@ def examine(settings: Settings, console: Console) -> int:
     ]
     if settings.model:
         checks.append(("base model", lambda: model.describe(torch)))
-    failed = 0
+    console = Console()
+    results: list[dict[str, Any]] = []
     for name, check in checks:
         try:
-            console.print(f"[green]ok[/]    {name}: {check()}", highlight=False, soft_wrap=True)
+            found, is_ok = check(), True
         except (LoraplexError, OSError) as error:
-            failed += 1
-            console.print(f"[red]wrong[/] {name}: {error}", highlight=False, soft_wrap=True)
-    return 1 if failed else 0
+            found, is_ok = str(error), False
+        results.append({"name": name, "ok": is_ok, "detail": found})
+        if not out.as_json:
+            mark = "[green]ok[/]   " if is_ok else "[red]wrong[/]"
+            console.print(f"{mark} {name}: {escape(found)}", highlight=False, soft_wrap=True)
+    all_ok = all(result["ok"] for result in results)
+    if out.as_json:
+        out.json({"ok": all_ok, "checks": results})
+    return 0 if all_ok else 1
 
 
 class _Model:

@@ -4,47 +4,49 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from rich.console import Console
+from pydantic.fields import FieldInfo
 
-from loraplex.adapters.errors import LoraplexError
-from loraplex.app.settings import Settings, load_settings
+from loraplex.app.commands.errors import json_failures
+from loraplex.app.commands.output import Output
+from loraplex.app.settings import Settings, load_settings, parse_size
 
 
-def register_server_commands(app: typer.Typer) -> None:
-    """Add the commands to the `loraplex` program."""
-    app.command("serve", help="Serve a base model and its tenants' adapters.")(with_settings(_serve))
-    app.command("migrate", help="Bring the database to this version's schema; serve does so by itself.")(
-        with_settings(_migrate, "data_dir", "database_url", "key_pepper", accept_new_pepper=_ACCEPT)
+def create_serve_command() -> Any:
+    return with_settings(_serve)
+
+
+def create_doctor_command() -> Any:
+    return with_settings(_doctor, as_json=typer.Option(False, "--json", help="Print JSON"))
+
+
+def create_migrate_command() -> Any:
+    return with_settings(
+        _migrate,
+        only=("data_dir", "database_url", "key_pepper"),
+        dry_run=typer.Option(
+            False, "--dry-run", help="Only tell which migrations would be made; nothing is changed or created"
+        ),
+        accept_new_pepper=typer.Option(
+            False,
+            "--accept-new-pepper",
+            help="The old key pepper is lost: take the new one; every key must be rotated",
+        ),
+        as_json=typer.Option(False, "--json", help="Print JSON"),
     )
-    app.command("doctor", help="Check this machine, the settings and the data directory.")(
-        with_settings(_doctor)
-    )
-    app.command(
-        "quickstart", help="Fetch a small model, serve it, and ask it and three adapters one question."
-    )(quickstart)
 
 
-_ACCEPT = typer.Option(
-    False,
-    "--accept-new-pepper",
-    help="The old key pepper is lost: take the new one; every key must be rotated",
-)
-
-
-def with_settings(run: Any, *only: str, **flags: Any) -> Any:
+def with_settings(run: Any, only: tuple[str, ...] = (), **flags: Any) -> Any:
     """A command with one option a setting (those in `only`, or all), made from `Settings`, where they stand, and with
     `flags` of its own, which are given to `run` by name."""
 
     def command(**given: Any) -> None:
         config = given.pop("config")
         own = {name: given.pop(name) for name in flags}
-        try:
+        with json_failures(Output(own.get("as_json", False))):
             run(load_settings(given, Path(config) if config else None), **own)
-        except LoraplexError as error:
-            _fail(error)
 
     parameters = [
         inspect.Parameter(
@@ -52,7 +54,8 @@ def with_settings(run: Any, *only: str, **flags: Any) -> Any:
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
                 None,
-                f"--{name.replace('_', '-')}",
+                _option_names(name, is_switch=field.annotation is bool),
+                metavar=_metavar(field),
                 help=f"{field.description}{_shown_default(field.default)}",
                 show_default=False,
             ),
@@ -74,7 +77,9 @@ def with_settings(run: Any, *only: str, **flags: Any) -> Any:
         inspect.Parameter(
             "config",
             inspect.Parameter.KEYWORD_ONLY,
-            default=typer.Option(None, "--config", help="TOML file with any of these settings"),
+            default=typer.Option(
+                None, "--config", metavar="<path>", help="TOML file with any of these settings"
+            ),
             annotation=str | None,
         )
     )
@@ -83,14 +88,24 @@ def with_settings(run: Any, *only: str, **flags: Any) -> Any:
     return command
 
 
+def _option_names(name: str, *, is_switch: bool) -> str:
+    option = name.replace("_", "-")
+    return f"--{option}/--no-{option}" if is_switch else f"--{option}"
+
+
+def _metavar(field: FieldInfo) -> str | None:
+    """What a value looks like; the setting's own check says so of a wrong one."""
+    if choices := get_args(field.annotation) if get_origin(field.annotation) is Literal else ():
+        return f"<{'|'.join(choices)}>"
+    if any(getattr(part, "func", None) is parse_size for part in field.metadata):
+        return "<bytes>"
+    names: dict[Any, str] = {int: "<int>", float: "<float>", Path: "<path>"}
+    return names.get(field.annotation)
+
+
 def _shown_default(default: object) -> str:
-    shown = "" if default is None else str(default)
-    return "" if shown in ("", "[]", "PydanticUndefined") else f" [{shown}]"
-
-
-def _fail(error: LoraplexError) -> None:
-    typer.echo(f"loraplex: {error.message}", err=True)
-    raise typer.Exit(1)
+    shown = ("on" if default else "off") if isinstance(default, bool) else str(default)
+    return "" if shown in ("", "[]", "None", "PydanticUndefined") else f"  [default: {shown}]"
 
 
 def _serve(settings: Settings) -> None:
@@ -99,27 +114,38 @@ def _serve(settings: Settings) -> None:
     raise typer.Exit(serve(settings))
 
 
-def _migrate(settings: Settings, *, accept_new_pepper: bool) -> None:
-    from loraplex.app.database import shown_database, upgrade_database
+def _migrate(settings: Settings, *, dry_run: bool, accept_new_pepper: bool, as_json: bool) -> None:
+    from loraplex.app.database import pending_migrations, shown_database, upgrade_database
     from loraplex.control.database import Database
     from loraplex.control.pepper import check_pepper
     from loraplex.control.secrets import load_pepper
 
-    url, applied = upgrade_database(settings)
-    if applied:
-        typer.echo(f"migrations made: {', '.join(applied)}")
+    if dry_run and accept_new_pepper:
+        raise typer.BadParameter("--dry-run changes nothing, and --accept-new-pepper does: give one of them.")
+    out = Output(as_json)
+    url, migrations = pending_migrations(settings) if dry_run else upgrade_database(settings)
     if accept_new_pepper:
         database = Database(url)
         check_pepper(database, load_pepper(settings.data_dir, settings.key_pepper), accept=True)
         database.close()
-        typer.echo("the new key pepper is taken; rotate every key")
-    typer.echo(f"the database {shown_database(url)} has this version's schema")
+    shown = shown_database(url)
+    if as_json:
+        out.json({"database": shown, "migrations": migrations, "dry_run": dry_run})
+        return
+    if migrations:
+        out.line(f"migrations {'that would be made' if dry_run else 'made'}: {', '.join(migrations)}")
+    if accept_new_pepper:
+        out.line("the new key pepper is taken; rotate every key")
+    if dry_run and migrations:
+        out.line(f"the database {shown} was not changed")
+    else:
+        out.line(f"the database {shown} has this version's schema")
 
 
-def _doctor(settings: Settings) -> None:
+def _doctor(settings: Settings, *, as_json: bool) -> None:
     from loraplex.app.doctor import examine
 
-    raise typer.Exit(examine(settings, Console()))
+    raise typer.Exit(examine(settings, Output(as_json)))
 
 
 def quickstart(
@@ -136,6 +162,8 @@ def quickstart(
     exit: Annotated[bool, typer.Option("--exit", help="Stop after the demonstration")] = False,
 ) -> None:
     """Everything from a bare machine to a mixed batch, with progress."""
+    from rich.console import Console
+
     from loraplex.app.quickstart import QuickstartOptions, run_quickstart
 
     options = QuickstartOptions(
@@ -151,8 +179,6 @@ def quickstart(
     )
     try:
         code = run_quickstart(options, Console())
-    except LoraplexError as error:
-        _fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     raise typer.Exit(code)

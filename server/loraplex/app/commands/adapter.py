@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +13,12 @@ from loraplex.app.commands.client import AdminClient
 from loraplex.app.commands.confirm import YesOption, confirm
 from loraplex.app.commands.errors import CommandFailed
 from loraplex.app.commands.options import TenantOption, admin_command, split_version
-from loraplex.app.commands.output import Output, size
+from loraplex.app.commands.output import Output, moment, size
 from loraplex.app.commands.paths import segment
 from loraplex.app.commands.pull import pull
 from loraplex.app.commands.release import targets_text
 from loraplex.app.commands.report import report_fields
+from loraplex.app.commands.upload import upload_progress
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NameArgument = Annotated[
@@ -50,17 +52,19 @@ def push(
     ],
     tenant: TenantOption,
 ) -> None:
+    _check_directory(name, directory)
     with contextlib.ExitStack() as stack:
         files = {}
         for part in FILES:
             try:
-                files[part] = (part, stack.enter_context(open(directory / part, "rb")))
+                files[part] = stack.enter_context(open(directory / part, "rb"))
             except OSError as error:
                 raise CommandFailed(
                     f"{directory / part}: {error.strerror}. DIR must hold {FILES[0]} and {FILES[1]}, as PEFT's "
                     "save_pretrained writes them."
                 ) from error
-        status, made = admin.send("POST", f"{_adapter(tenant, name)}/versions", files=files)
+        shown = stack.enter_context(upload_progress(files, is_quiet=out.as_json))
+        status, made = admin.send("POST", f"{_adapter(tenant, name)}/versions", files=shown)
     if out.as_json:
         out.json(made)
         return
@@ -69,6 +73,46 @@ def push(
     else:
         out.line(f"{made['name']}: accepted as {made['version']}")
     out.fields(_version_fields(made))
+    out.line(_traffic(admin, tenant, made))
+
+
+def _check_directory(name: str, directory: Path) -> None:
+    if directory.is_dir():
+        return
+    if Path(name).is_dir():
+        raise CommandFailed(f"{name!r} is a directory: write NAME first, then DIR.")
+    reason = "is a file" if directory.exists() else "does not exist"
+    raise CommandFailed(
+        f"{directory} {reason}; DIR is a directory with {FILES[0]} and {FILES[1]}, as PEFT's save_pretrained writes "
+        "them."
+    )
+
+
+def _traffic(admin: AdminClient, tenant: str, made: dict[str, Any]) -> str:
+    """What a pushed version is used for now, and the command that changes it."""
+    name, version = made["name"], made["version"]
+    try:
+        release = admin.call("GET", _adapter(tenant, name))["release"]
+    except CommandFailed:  # a key may push without reading; promote needs no other version's name
+        command = f"loraplex release promote {name} {version} --tenant {tenant}"
+        return f"The first version takes all traffic; a later one takes none until it is released: {command}"
+    weights = {t["version"]: t["weight"] for t in release["targets"] if t["weight"]} if release else {}
+    if version in weights:
+        return (
+            f"{version} takes {100 * weights[version] / sum(weights.values()):.3g}% of the traffic of {name}"
+        )
+    shares = " ".join(f"{target}={weight}" for target, weight in _with_a_tenth(weights, version).items())
+    return f"{version} takes no traffic yet. To release it: loraplex release set {name} {shares} --tenant {tenant}"
+
+
+def _with_a_tenth(weights: Mapping[str, int], version: str) -> dict[str, int]:
+    """`weights` in their proportions, and a tenth of the sum for `version`: in percent where these are whole."""
+    total = sum(weights.values())
+    if not total:
+        return {version: 100}
+    if any(weight * 90 % total for weight in weights.values()):
+        return {**{target: weight * 9 for target, weight in weights.items()}, version: total}
+    return {**{target: weight * 90 // total for target, weight in weights.items()}, version: 10}
 
 
 def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
@@ -84,10 +128,11 @@ def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
                 r["num_versions"],
                 r["latest_version"],
                 _targets(r["release"]),
-                r["created_at"],
+                moment(r["created_at"]),
             ]
             for r in rows
         ),
+        unbroken=["versions", "latest"],
     )
 
 
@@ -117,10 +162,11 @@ def show(admin: AdminClient, out: Output, adapter: NameArgument, tenant: TenantO
                 size(v["bytes"]),
                 v["pinned"],
                 v["digest"][:12],
-                v["created_at"],
+                moment(v["created_at"]),
             ]
             for v in versions
         ),
+        unbroken=["version", "rank", "size", "pinned", "digest"],
     )
 
 

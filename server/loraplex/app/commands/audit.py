@@ -8,7 +8,8 @@ import typer
 
 from loraplex.app.commands.client import AdminClient
 from loraplex.app.commands.options import admin_command
-from loraplex.app.commands.output import Output
+from loraplex.app.commands.output import Output, moment
+from loraplex.app.commands.values import parse_time
 from loraplex.app.server_commands import with_settings
 from loraplex.app.settings import Settings
 
@@ -21,9 +22,9 @@ _JSON = typer.Option(False, "--json", help="Print JSON")
 def create_audit_commands() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, help="Read the audit log, and check that nobody changed it.")
     app.command("list", help="List who changed what, the latest first.")(admin_command(list_))
-    app.command(
-        "verify", help="Read the whole log from the database, and check that nothing was changed or cut off."
-    )(with_settings(_verify, "data_dir", "database_url", anchor=_ANCHOR, as_json=_JSON))
+    app.command("verify", help="Check that nothing in the log was changed or cut off.")(
+        with_settings(_verify, only=("data_dir", "database_url"), anchor=_ANCHOR, as_json=_JSON)
+    )
     return app
 
 
@@ -31,11 +32,14 @@ def list_(
     admin: AdminClient,
     out: Output,
     tenant: Annotated[str | None, typer.Option(help="About this tenant, or by its keys")] = None,
-    actor: Annotated[str | None, typer.Option(help="admin, local, or a key's id")] = None,
-    action: Annotated[str | None, typer.Option(help="Such as key.create")] = None,
-    outcome: Annotated[str | None, typer.Option(help="done, refused or failed")] = None,
-    start: Annotated[str | None, typer.Option(help="From here on, such as 2030-01-31T00:00:00Z")] = None,
-    end: Annotated[str | None, typer.Option(help="Before this")] = None,
+    actor: Annotated[str | None, typer.Option(help="By admin, local, or a key's id")] = None,
+    action: Annotated[str | None, typer.Option(help="Of this kind, such as key.create")] = None,
+    outcome: Annotated[str | None, typer.Option(help="That was done, refused or failed")] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(metavar="<time>", help="From then on, such as 2030-01-31 or 2030-01-31T18:00:00Z"),
+    ] = None,
+    end: Annotated[str | None, typer.Option(metavar="<time>", help="Before then")] = None,
     limit: Annotated[int, typer.Option(min=1, max=500, help="How many rows")] = 50,
 ) -> None:
     given = {
@@ -43,8 +47,8 @@ def list_(
         "actor": actor,
         "action": action,
         "outcome": outcome,
-        "start": start,
-        "end": end,
+        "start": parse_time("--start", start),
+        "end": parse_time("--end", end),
     }
     params = {name: value for name, value in given.items() if value is not None} | {"limit": str(limit)}
     page = admin.call("GET", "/audit", params=params)
@@ -56,7 +60,7 @@ def list_(
         (
             [
                 r["seq"],
-                r["time"],
+                moment(r["time"]),
                 _who(r),
                 r["source"],
                 r["action"],
@@ -65,6 +69,7 @@ def list_(
             ]
             for r in page["data"]
         ),
+        unbroken=["row", "action"],
     )
 
 

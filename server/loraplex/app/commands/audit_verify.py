@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -11,7 +10,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from loraplex.app.commands.errors import CommandFailed
 from loraplex.app.commands.output import Output
-from loraplex.app.database import database_url, shown_database
+from loraplex.app.database import existing_database, shown_database
 from loraplex.app.settings import Settings
 from loraplex.control.audit_check import Verdict, read_anchor, verify
 from loraplex.control.database import Database
@@ -42,11 +41,11 @@ def verify_log(settings: Settings, *, anchor: str | None, as_json: bool) -> None
 
 def _existing_database(settings: Settings) -> str:
     """Its URL, once it is known to be there with this version's schema: to look must not make one."""
-    default = settings.data_dir.resolve() / "loraplex.db"
-    url = database_url(settings) if settings.database_url else f"sqlite:///{default}"
-    parsed = make_url(url)
-    if parsed.get_backend_name() == "sqlite" and not Path(parsed.database or "").is_file():
-        raise CommandFailed(f"there is no database at {parsed.database}; give --data-dir or --database-url.")
+    url, is_there = existing_database(settings)
+    if not is_there:
+        raise CommandFailed(
+            f"there is no database at {make_url(url).database}; give --data-dir or --database-url."
+        )
     try:
         state = examine_schema(url)
     except SQLAlchemyError as error:

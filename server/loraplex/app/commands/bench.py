@@ -15,7 +15,7 @@ from loraplex.app.bench.load import Load, Run, run_load
 from loraplex.app.bench.report import report, tables
 from loraplex.app.bench.workload import Distribution, Unit, Workload
 from loraplex.app.commands.client import http_options, refused, unreachable
-from loraplex.app.commands.errors import CommandFailed
+from loraplex.app.commands.errors import CommandFailed, json_failures
 from loraplex.app.commands.options import DEFAULT_URL, ApiKeyOption, JsonOption, UrlOption
 from loraplex.app.commands.output import Output
 
@@ -69,14 +69,16 @@ def bench(
         raise typer.BadParameter("a chat prompt is text: --input-unit tokens needs --endpoint completions")
     if num_requests is None and duration is None:
         num_requests = DEFAULT_REQUESTS
-    options = http_options(url, api_key) | {
-        "timeout": httpx.Timeout(timeout, connect=30.0, pool=None),
-        "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
-    }
-    asking = Asking(endpoint, max_tokens, ignore_eos, temperature)
-    load = Load(concurrency or 1, num_requests, duration, warmup)
-    known = _models(options)
-    models = _chosen(adapters, known)
+    out = Output(as_json)
+    with json_failures(out):
+        options = http_options(url, api_key) | {
+            "timeout": httpx.Timeout(timeout, connect=30.0, pool=None),
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        }
+        asking = Asking(endpoint, max_tokens, ignore_eos, temperature)
+        load = Load(concurrency or 1, num_requests, duration, warmup)
+        known = _models(options)
+        models = _chosen(adapters, known)
     workload = Workload(
         models=models,
         distribution=distribution,
@@ -90,7 +92,6 @@ def bench(
     )
     run = asyncio.run(_run(options, workload, load, asking))
     figures = {"options": _options(url, workload, load, asking)} | report(run)
-    out = Output(as_json)
     if as_json:
         out.json(figures)
     else:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
 from loraplex.app.commands.client import http_client, refused, unreachable
-from loraplex.app.commands.errors import CommandFailed
+from loraplex.app.commands.errors import CommandFailed, json_failures
 from loraplex.app.commands.options import DEFAULT_URL, ApiKeyOption, JsonOption, UrlOption
 from loraplex.app.commands.output import Output, printable
 from loraplex.app.sse import EventTooLarge, SseParser
+
+if TYPE_CHECKING:
+    import httpx
 
 _HELP = "An empty line does nothing; /reset forgets the conversation; /exit or Ctrl-D ends it; Ctrl-C stops an answer."
 
@@ -24,7 +26,10 @@ def chat(
     api_key: ApiKeyOption,
     message: Annotated[
         str | None,
-        typer.Argument(help="Ask this and end (default: from stdin, or a conversation at a terminal)"),
+        typer.Argument(
+            metavar="[MESSAGE]",
+            help="Ask this and end (default: from stdin, or a conversation at a terminal).",
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer")] = None,
@@ -34,7 +39,7 @@ def chat(
 ) -> None:
     """Ask a model; at a terminal without MESSAGE it is a conversation."""
     asked: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
-    with http_client(url, api_key) as client:
+    with json_failures(Output(as_json)), http_client(url, api_key) as client:
         talk = Conversation(
             client, url, {key: value for key, value in asked.items() if value is not None}, system
         )
@@ -104,6 +109,8 @@ class Conversation:
 
     def ask_whole(self, text: str) -> Any:
         """Ask, and return the whole answer as the server gave it."""
+        import httpx
+
         body = self._body(stream=False, messages=[*self.messages, {"role": "user", "content": text}])
         try:
             response = self._client.post("/v1/chat/completions", json=body)
@@ -118,6 +125,8 @@ class Conversation:
         return self._options | {"messages": messages, "stream": stream}
 
     def _stream(self) -> Iterator[str]:
+        import httpx
+
         body = self._body(stream=True, messages=self.messages)
         parser = SseParser()
         try:

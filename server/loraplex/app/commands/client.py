@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-import httpx
+from typing import TYPE_CHECKING, Any, Self
 
 from loraplex.app.commands.errors import CommandFailed
 from loraplex.app.commands.report import report_fields
-from loraplex.control.rules import MAX_PAGE
+
+if TYPE_CHECKING:  # a help page or a completion asks no server
+    import httpx
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 600.0
@@ -20,6 +20,8 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 def http_timeout(answer_s: float = ANSWER_TIMEOUT_S) -> httpx.Timeout:
+    import httpx
+
     return httpx.Timeout(answer_s, connect=CONNECT_TIMEOUT_S)
 
 
@@ -44,6 +46,8 @@ def find_admin_token(given: str | None, data_dir: Path | None) -> str:
 
 def http_client(url: str, secret: str) -> httpx.Client:
     """Raises CommandFailed for what is no URL or no token."""
+    import httpx
+
     return httpx.Client(**http_options(url, secret))
 
 
@@ -62,6 +66,8 @@ def http_options(url: str, secret: str) -> dict[str, Any]:
 
 
 def _checked_host(url: str) -> str:
+    import httpx
+
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -73,6 +79,8 @@ def _checked_host(url: str) -> str:
 
 def unreachable(url: str, error: httpx.HTTPError, option: str) -> CommandFailed:
     """The sentence for a server that could not be talked to."""
+    import httpx
+
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return CommandFailed(
             f"no server answers at {url}: start one with 'loraplex serve', or give {option}."
@@ -104,6 +112,8 @@ class AdminClient:
 
     def send(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
         """The same, with the status."""
+        import httpx
+
         try:
             request = self._client.build_request(method, f"/admin/v1{path}", **options)
         except UnicodeEncodeError:
@@ -137,6 +147,8 @@ class AdminClient:
 
     def pages(self, path: str, **query: str) -> Iterator[dict[str, Any]]:
         """Every row of a paged list."""
+        from loraplex.control.rules import MAX_PAGE
+
         cursor: str | None = None
         while True:
             params = query | {"limit": str(MAX_PAGE)} | ({"cursor": cursor} if cursor else {})

@@ -8,9 +8,11 @@ import typer
 
 from loraplex.app.commands.client import AdminClient
 from loraplex.app.commands.errors import CommandFailed
-from loraplex.app.commands.options import LimitChanges, TenantOption, admin_command, parse_limits
-from loraplex.app.commands.output import Output
+from loraplex.app.commands.options import LimitChanges, NewLimits, TenantOption, admin_command
+from loraplex.app.commands.output import Output, moment
 from loraplex.app.commands.paths import segment
+from loraplex.app.commands.values import check_scopes, parse_limits, parse_time
+from loraplex.control.types import SCOPES
 
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="The key's id", show_default=False)]
 
@@ -34,21 +36,28 @@ def create(
     name: Annotated[str | None, typer.Option(help="A name for people")] = None,
     scope: Annotated[
         list[str] | None,
-        typer.Option(help="inference (default), adapters:read, adapters:write, usage:read; may be repeated"),
+        typer.Option(
+            metavar="<scope>", help=f"One of {', '.join(SCOPES)}; may be repeated [default: inference]"
+        ),
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="A model that it may use (default: all of the tenant's)")
+        list[str] | None,
+        typer.Option(
+            metavar="<model>", help="A model that it may use; may be repeated [default: all of the tenant's]"
+        ),
     ] = None,
-    limit: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Such as requests_per_minute=60")
+    limit: NewLimits = None,
+    expires_at: Annotated[
+        str | None,
+        typer.Option(metavar="<time>", help="Such as 2030-01-31 or 2030-01-31T18:00:00Z [default: never]"),
     ] = None,
-    expires_at: Annotated[str | None, typer.Option(help="RFC 3339, such as 2030-01-31T00:00:00Z")] = None,
 ) -> None:
-    body: dict[str, Any] = {"name": name, "scopes": scope, "models": model, "expires_at": expires_at}
+    body: dict[str, Any] = {"name": name, "scopes": check_scopes(scope), "models": model}
+    body["expires_at"] = parse_time("--expires-at", expires_at)
     body["limits"] = parse_limits(limit) or None
     body = {key: value for key, value in body.items() if value}
     made = admin.call("POST", f"/tenants/{segment(tenant)}/keys", json=body)
-    _show_secret(out, made, "created")
+    _show_secret(out, made, f"key {made['id']} of tenant {tenant} is created. This is its secret")
 
 
 def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
@@ -57,7 +66,7 @@ def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
         out.json({"data": rows})
         return
     out.table(
-        ["key", "name", "scopes", "models", "limits", "expires", "revoked", "last used", "created"],
+        ["key", "name", "scopes", "models", "limits", "state", "last used"],
         (
             [
                 r["id"],
@@ -65,14 +74,19 @@ def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
                 r["scopes"],
                 r["models"],
                 r["limits"],
-                r["expires_at"],
-                r["revoked_at"],
-                r["last_used_at"],
-                r["created_at"],
+                _state(r),
+                moment(r["last_used_at"]),
             ]
             for r in rows
         ),
+        unbroken=["key"],
     )
+
+
+def _state(key: dict[str, Any]) -> str:
+    if key["revoked_at"] is not None:
+        return f"revoked {moment(key['revoked_at'])}"
+    return "valid" if key["expires_at"] is None else f"until {moment(key['expires_at'])}"
 
 
 def update(
@@ -81,14 +95,20 @@ def update(
     key: KeyArgument,
     tenant: TenantOption,
     name: Annotated[str | None, typer.Option(help="A name for people; '' for none")] = None,
-    scope: Annotated[list[str] | None, typer.Option(help="Its scopes from now on; may be repeated")] = None,
+    scope: Annotated[
+        list[str] | None, typer.Option(metavar="<scope>", help="Its scopes from now on; may be repeated")
+    ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="The models that it may use from now on; may be repeated")
+        list[str] | None,
+        typer.Option(metavar="<model>", help="The models that it may use from now on; may be repeated"),
     ] = None,
     all_models: Annotated[bool, typer.Option("--all-models", help="It may use all of the tenant's")] = False,
     limit: LimitChanges = None,
     expires_at: Annotated[
-        str | None, typer.Option(help="RFC 3339, such as 2030-01-31T00:00:00Z; 'none': it does not end")
+        str | None,
+        typer.Option(
+            metavar="<time>", help="Such as 2030-01-31 or 2030-01-31T18:00:00Z; none: it does not end"
+        ),
     ] = None,
 ) -> None:
     if model and all_models:
@@ -97,13 +117,13 @@ def update(
     if name is not None:
         body["name"] = name or None
     if scope:
-        body["scopes"] = scope
+        body["scopes"] = check_scopes(scope)
     if model or all_models:
         body["models"] = model or None
     if limits := parse_limits(limit):
         body["limits"] = limits
     if expires_at is not None:
-        body["expires_at"] = None if expires_at.lower() == "none" else expires_at
+        body["expires_at"] = None if expires_at.lower() == "none" else parse_time("--expires-at", expires_at)
     if not body:
         raise CommandFailed(
             "nothing to change: give --name, --scope, --model, --all-models, --limit or --expires-at."
@@ -120,11 +140,22 @@ def rotate(
     out: Output,
     key: KeyArgument,
     tenant: TenantOption,
-    grace_seconds: Annotated[int, typer.Option(min=0, help="How long the old secret still works")] = 0,
+    grace_seconds: Annotated[
+        int, typer.Option(min=0, help="How long the old secret still works; with 0 it stops at once")
+    ] = 0,
 ) -> None:
     path = f"/tenants/{segment(tenant)}/keys/{segment(key)}/rotate"
     made = admin.call("POST", path, json={"grace_seconds": grace_seconds})
-    _show_secret(out, made, "rotated")
+    _show_secret(out, made, f"key {key} has a new secret")
+    if out.as_json:
+        return
+    if made["previous_valid_until"] is None:
+        out.note(
+            "The old secret no longer works. To keep it for a while at the next rotation, give --grace-seconds, "
+            "such as 3600."
+        )
+    else:
+        out.note(f"The old secret works until {moment(made['previous_valid_until'])}.")
 
 
 def revoke(admin: AdminClient, out: Output, key: KeyArgument, tenant: TenantOption) -> None:
@@ -136,8 +167,9 @@ def revoke(admin: AdminClient, out: Output, key: KeyArgument, tenant: TenantOpti
 
 
 def _show_secret(out: Output, made: dict[str, Any], what: str) -> None:
+    """The secret alone on stdout, so that a script can take it, and the words on stderr."""
     if out.as_json:
         out.json(made)
         return
-    out.line(f"key {made['id']} {what}. Its secret, which cannot be shown again:")
+    out.note(f"{what}; it cannot be shown again:")
     out.line(made["secret"])

@@ -12,16 +12,27 @@ from typing import Annotated, Any
 import typer
 
 from loraplex.app.commands.client import AdminClient, find_admin_token
-from loraplex.app.commands.errors import CommandFailed
+from loraplex.app.commands.errors import CommandFailed, json_failures
 from loraplex.app.commands.output import Output
+from loraplex.app.commands.values import LIMITS
 
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 TenantOption = Annotated[str, typer.Option("--tenant", "-t", help="The tenant's id", show_default=False)]
+NewLimits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit", metavar="NAME=VALUE", help=f"May be repeated; NAME is one of {', '.join(LIMITS)}"
+    ),
+]
 LimitChanges = Annotated[
     list[str] | None,
-    typer.Option("--limit", metavar="NAME=VALUE", help="May be repeated; NAME=none takes a limit away"),
+    typer.Option(
+        "--limit",
+        metavar="NAME=VALUE",
+        help=f"May be repeated; NAME=none takes a limit away. NAME is one of {', '.join(LIMITS)}",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 UrlOption = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="The data plane")]
@@ -58,6 +69,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
             Path | None,
             typer.Option(
                 "--data-dir",
+                envvar="LORAPLEX_DATA_DIR",
                 help="The server's data directory; its admin-token is used when none is given",
                 show_default=False,
             ),
@@ -84,30 +96,14 @@ def admin_command(run: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(run)
     def command(**given: Any) -> None:
         url, token, data_dir, as_json = (given.pop(name) for name in _SHARED)
-        with AdminClient(url, find_admin_token(token, data_dir)) as admin:
-            run(admin, Output(as_json), **given)
+        out = Output(as_json)
+        with json_failures(out), AdminClient(url, find_admin_token(token, data_dir)) as admin:
+            run(admin, out, **given)
 
     own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
     command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *shared]}
     return command
-
-
-def parse_limits(given: list[str] | None) -> dict[str, Any]:
-    """`requests_per_minute=600` and the like; the server knows the names. `none` takes a limit away."""
-    limits: dict[str, Any] = {}
-    for item in given or []:
-        name, equals, value = item.partition("=")
-        if not name or not equals:
-            raise CommandFailed(f"--limit {item!r}: write it as NAME=VALUE, such as requests_per_minute=600.")
-        name = name.replace("-", "_")
-        if value.lower() in ("none", "null"):
-            limits[name] = None
-        elif value.isascii() and value.isdecimal():
-            limits[name] = int(value)
-        else:
-            limits[name] = value
-    return limits
 
 
 def split_version(given: str) -> tuple[str, str | None]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+if TYPE_CHECKING:  # a completion, or an answer as JSON, needs no tables
+    from rich.table import Table
+
+PIPE_WIDTH = 100
+"""Columns of a table that no terminal shows."""
 
 
 def printable(text: str) -> str:
@@ -28,7 +30,14 @@ def cell(value: Any) -> str:
         return ", ".join(cell(v) for v in value) or "-"
     if isinstance(value, dict):
         return ", ".join(f"{k}={cell(v)}" for k, v in value.items() if v is not None) or "-"
-    return escape(printable(str(value)))
+    return printable(str(value))
+
+
+def moment(time: str | None) -> str | None:
+    """An RFC 3339 time in UTC, to the second, for a table: it may be wrapped between its day and its hour."""
+    if time is None or len(time) < len("2030-01-31T00:00:00Z"):
+        return time
+    return f"{time[:10]} {time[11:19]}Z"
 
 
 def size(num_bytes: int | None) -> str:
@@ -53,23 +62,42 @@ class Output:
     def line(self, text: str) -> None:
         sys.stdout.write(printable(text) + "\n")
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        table = Table(*columns)
+    def note(self, text: str) -> None:
+        """Words beside the result, on stderr."""
+        sys.stderr.write(printable(text) + "\n")
+
+    def table(
+        self, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, unbroken: Collection[str] = ()
+    ) -> None:
+        """`unbroken` names the columns whose short values stay on one line, such as ids."""
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        table = Table(*(Column(name, no_wrap=name in unbroken) for name in columns))
         for row in rows:
-            table.add_row(*(cell(value) for value in row))
+            table.add_row(*(Text(cell(value)) for value in row))
         self.render(table)
 
     def fields(self, data: dict[str, Any]) -> None:
         """One record, a line a field."""
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(show_header=False, box=None)
         for name, value in data.items():
-            table.add_row(f"[bold]{escape(name)}[/]", cell(value))
+            table.add_row(Text(name, "bold"), Text(cell(value)))
         self.render(table)
 
-    def render(self, *renderables: Table) -> None:
+    def render(self, *tables: Table) -> None:
+        """In the terminal's width; in a pipe without lines, in `PIPE_WIDTH` columns. Long values wrap."""
+        from rich.console import Console
+
         console = Console(file=sys.stdout)
         if not console.is_terminal:
-            # In a pipe nothing should be cut to the width of a terminal that is not there.
-            console = Console(file=sys.stdout, width=240)
-        for renderable in renderables:
-            console.print(renderable)
+            console = Console(file=sys.stdout, width=PIPE_WIDTH)
+        for table in tables:
+            for column in table.columns:
+                column.overflow = "fold"
+            if not console.is_terminal:
+                table.box = None
+            console.print(table)

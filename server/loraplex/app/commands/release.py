@@ -11,19 +11,20 @@ from loraplex.app.commands.errors import CommandFailed
 from loraplex.app.commands.options import TenantOption, admin_command
 from loraplex.app.commands.output import Output
 from loraplex.app.commands.paths import segment
+from loraplex.app.commands.values import check_version, parse_target
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name", show_default=False)]
 
 
 def create_release_commands() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, help="Say which versions of an adapter take its traffic.")
-    app.command("set", help="Share the traffic, such as: set support v1=90 v2=10")(admin_command(set_))
+    app.command("set", help="Share the traffic, as in: set support v1=90 v2=10.")(admin_command(set_))
     app.command("show", help="Show which versions take the traffic.")(admin_command(show))
     app.command("promote", help="Give all the traffic to one version.")(admin_command(promote))
-    app.command("rollback", help="Go back to the release before this one; one more with each call.")(
+    app.command("rollback", help="Go back to the release before this one; again: one further.")(
         admin_command(rollback)
     )
-    app.command("history", help="List the releases of NAME, the newest first: who made them, and how.")(
+    app.command("history", help="List the releases, the newest first: who made them, and how.")(
         admin_command(history)
     )
     return app
@@ -41,7 +42,9 @@ def set_(
         str | None, typer.Option(help="Keep a user, or a key, on one version: user, key or none")
     ] = None,
 ) -> None:
-    body: dict[str, Any] = {"targets": [_target(item) for item in targets]}
+    if "=" in name:
+        raise CommandFailed(f"{name!r} is no name: write NAME first, then VERSION=WEIGHT, such as v1=90.")
+    body: dict[str, Any] = {"targets": [parse_target(item) for item in targets]}
     if sticky is not None:
         body["sticky"] = sticky
     _show(out, admin.call("PUT", _path(tenant, name), json=body))
@@ -60,7 +63,7 @@ def promote(
         str | None, typer.Argument(metavar="[VERSION]", help="Default: the latest that is ready")
     ] = None,
 ) -> None:
-    body = {} if version is None else {"version": version}
+    body = {} if version is None else {"version": check_version(version)}
     _show(out, admin.call("POST", f"{_path(tenant, name)}/promote", json=body))
 
 
@@ -93,22 +96,12 @@ def history(admin: AdminClient, out: Output, name: NameArgument, tenant: TenantO
             [r["revision"], r["created_at"], _by(r), _how(r), targets_text(r["targets"]), r["sticky"]]
             for r in rows
         ),
+        unbroken=["revision", "since"],
     )
 
 
 def _path(tenant: str, name: str) -> str:
     return f"/tenants/{segment(tenant)}/adapters/{segment(name)}/release"
-
-
-def _target(item: str) -> dict[str, Any]:
-    version, equals, weight = item.partition("=")
-    try:
-        number = float(weight) if equals else 1.0
-    except ValueError:
-        number = -1.0
-    if not version or not 0 <= number < float("inf"):
-        raise CommandFailed(f"{item!r}: write a target as VERSION=WEIGHT, such as v1=90.")
-    return {"version": version, "weight": int(number) if number.is_integer() else number}
 
 
 def _show(out: Output, release: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ import typer
 from loraplex.app.commands.client import AdminClient
 from loraplex.app.commands.confirm import YesOption, confirm
 from loraplex.app.commands.errors import CommandFailed
-from loraplex.app.commands.options import LimitChanges, admin_command, parse_limits
-from loraplex.app.commands.output import Output, size
+from loraplex.app.commands.options import LimitChanges, NewLimits, admin_command
+from loraplex.app.commands.output import Output, moment, size
 from loraplex.app.commands.paths import segment
+from loraplex.app.commands.values import parse_limits
 
 TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's id", show_default=False)]
 
@@ -32,9 +33,7 @@ def create(
     tenant: TenantArgument,
     display_name: Annotated[str | None, typer.Option(help="A name for people")] = None,
     weight: Annotated[float | None, typer.Option(help="Its share relative to other tenants' (1)")] = None,
-    limit: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Such as requests_per_minute=600")
-    ] = None,
+    limit: NewLimits = None,
 ) -> None:
     body: dict[str, Any] = {"id": tenant}
     if display_name is not None:
@@ -59,7 +58,11 @@ def list_(admin: AdminClient, out: Output) -> None:
         return
     out.table(
         ["tenant", "display name", "weight", "limits", "created"],
-        ([r["id"], r["display_name"], r["weight"], r["limits"], r["created_at"]] for r in rows),
+        (
+            [r["id"], r["display_name"], f"{r['weight']:g}", r["limits"], moment(r["created_at"])]
+            for r in rows
+        ),
+        unbroken=["weight"],
     )
 
 

@@ -11,6 +11,7 @@ from loraplex.app.commands.client import AdminClient
 from loraplex.app.commands.errors import CommandFailed
 from loraplex.app.commands.output import Output
 from loraplex.app.commands.paths import segment
+from loraplex.app.commands.values import parse_time
 from loraplex.control.usage.columns import COUNTS, GROUPS
 from loraplex.control.usage.csv_text import csv_text
 
@@ -25,9 +26,12 @@ def usage(
         ),
     ] = None,
     start: Annotated[
-        str | None, typer.Option(help="From then on, such as 2026-11-01 (30 days before the end)")
+        str | None,
+        typer.Option(
+            metavar="<time>", help="From then on, such as 2026-11-01 [default: 30 days before the end]"
+        ),
     ] = None,
-    end: Annotated[str | None, typer.Option(help="Before then (now)")] = None,
+    end: Annotated[str | None, typer.Option(metavar="<time>", help="Before then [default: now]")] = None,
     bucket: Annotated[str, typer.Option(help="A row for each: hour, day, month or none")] = "day",
     group_by: Annotated[
         str | None, typer.Option(help=f"A row for each, too: some of {', '.join(GROUPS)}, with commas")
@@ -35,13 +39,20 @@ def usage(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV")] = False,
 ) -> None:
     if as_csv and out.as_json:
+        out.as_json = False  # it is not known in which form to answer
         raise CommandFailed("--csv or --json, not both.")
     path = "/usage" if tenant is None else f"/tenants/{segment(tenant)}/usage"
-    asked = {"start": _time(start), "end": _time(end), "bucket": bucket, "group_by": group_by}
+    asked = {
+        "start": parse_time("--start", start),
+        "end": parse_time("--end", end),
+        "bucket": bucket,
+        "group_by": group_by,
+    }
     params = {name: value for name, value in asked.items() if value is not None}
     rows = list(admin.pages(path, **params))
     if out.as_json:
-        out.json({"data": rows})
+        of = {} if tenant is None else {"tenant": tenant}
+        out.json(of | {"data": [row | of for row in rows]})
         return
     groups = [name for name in GROUPS if name in (group_by or "").split(",")]
     columns = [*(["start"] if bucket != "none" else []), *groups, *COUNTS]
@@ -49,9 +60,5 @@ def usage(
     if as_csv:
         sys.stdout.write(csv_text(columns, cells))
         return
-    out.table([name.replace("_", " ") for name in columns], cells)
-
-
-def _time(given: str | None) -> str | None:
-    """A day stands for its midnight in UTC."""
-    return f"{given}T00:00:00Z" if given is not None and len(given) == len("2026-11-01") else given
+    titles = [name.replace("_", " ") for name in columns]
+    out.table(titles, cells, unbroken=["version", *(name.replace("_", " ") for name in COUNTS)])
