@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,27 @@ def make_engine(model: Any) -> Iterator[Callable[..., Engine]]:
         engine.runner.close()
 
 
+def check_listed(
+    found: Logprobs | None, expected: torch.Tensor, tokens: list[int], ids: tuple[int, ...]
+) -> None:
+    """expected: [n, V] log_softmax at the places of `tokens`."""
+    assert found is not None
+    assert len(found) == len(tokens)
+    for row, token, (own, told) in zip(expected, tokens, found.rows(), strict=True):
+        assert abs(own - float(row[token])) < 1e-4
+        assert [token_id for token_id, _ in told] == list(ids)
+        assert [value for _, value in told] == pytest.approx(row[list(ids)].tolist(), abs=1e-4)
+
+
+def check_ranks(found: Logprobs | None, expected: torch.Tensor, tokens: list[int]) -> None:
+    """But for tokens that are as likely as another one to float32's precision."""
+    assert found is not None
+    for row, token, rank in zip(expected, tokens, found.token_ranks(), strict=True):
+        least, most = (int((row >= row[token] + shift).sum()) for shift in (1e-5, -1e-5))
+        assert least <= rank <= most
+        assert rank >= 1
+
+
 def check_equal(found: Logprobs | None, expected: torch.Tensor, tokens: list[int], num_top: int) -> None:
     """expected: [n, V] log_softmax at the places of `tokens`."""
     assert found is not None
@@ -142,7 +165,12 @@ def test_equal_to_transformers_through_chunks_preemption_and_prefixes(
     asked = {
         f"r{i}": (
             shared[: rng.choice([0, 16, 35])] + [rng.randrange(3, VOCAB) for _ in range(9)],
-            {"logprobs": (None, 0, 20)[i % 3], "prompt_logprobs": (None, None, 0, 5)[i % 4]},
+            {
+                "logprobs": (None, 0, 20)[i % 3],
+                "prompt_logprobs": (None, None, 0, 5)[i % 4],
+                "prompt_ranks": i % 8 > 2,
+                "logprob_token_ids": ((), (), (4,), (), (90, VOCAB - 1, 0, 7))[i % 5] if i % 3 else (),
+            },
         )
         for i in range(12)
     }
@@ -161,12 +189,18 @@ def test_equal_to_transformers_through_chunks_preemption_and_prefixes(
         expected = reference_logits(model_dir, [prompt + outputs])[0].float().log_softmax(-1)
         if options.get("logprobs") is None:
             assert scores.output is None
+        elif ids := options.get("logprob_token_ids"):
+            check_listed(scores.output, expected[len(prompt) - 1 : -1], outputs, ids)
         else:
             check_equal(scores.output, expected[len(prompt) - 1 : -1], outputs, options["logprobs"])
         if options.get("prompt_logprobs") is None or len(prompt) == 1:
             assert scores.prompt is None
         else:
             check_equal(scores.prompt, expected[: len(prompt) - 1], prompt[1:], options["prompt_logprobs"])
+            if options.get("prompt_ranks"):
+                check_ranks(scores.prompt, expected[: len(prompt) - 1], prompt[1:])
+            else:
+                assert scores.prompt.ranks == b""
 
 
 def test_a_scored_prompt_takes_nothing_from_the_prefix_cache_and_leaves_its_blocks_there(
@@ -211,11 +245,17 @@ def test_a_prompt_row_that_is_not_finite_fails_its_request_alone(make_engine: Ca
     engine.model.spoil = lambda logits: None
     engine.add("alien", [5, 6, VOCAB], prompt_logprobs=0)
     engine.add("alien later", [5] * MAX_SCORED + [VOCAB], prompt_logprobs=0, max_tokens=0)
-    engine.add("good", [5, 6, 7, 8, 9], prompt_logprobs=0)
+    engine.add("named", [5, 6, 7], logprobs=0, logprob_token_ids=(3, VOCAB))
+    engine.add("unasked", [5, 6, 7], logprob_token_ids=(3,))
+    engine.add("many", [5, 6, 7], logprobs=0, logprob_token_ids=tuple(range(129)))
+    engine.add("negative", [5, 6, 7], logprobs=0, logprob_token_ids=(-1,))
+    engine.add("good", [5, 6, 7, 8, 9], prompt_logprobs=0, logprobs=0, logprob_token_ids=(3, 4))
     engine.run()
     errors = {name: events[-1].error.code for name, events in engine.events.items() if events[-1].error}
-    assert errors == dict.fromkeys(("bad", "alien", "alien later"), "internal_error")
+    wrong = ("bad", "alien", "alien later", "named", "unasked", "many", "negative")
+    assert errors == dict.fromkeys(wrong, "internal_error")
     assert len(engine.scores("good").prompt or ()) == 4
+    assert [len(top) for _, top in engine.scores("good").output.rows()] == [2] * 8
 
 
 class Ops(TorchDispatchMode):
@@ -247,6 +287,12 @@ def test_what_nobody_asks_for_costs_nothing(
     scored = count({"prompt_logprobs": 5}, *[{"prompt_logprobs": 5}] * 2, {"logprobs": 3})
     assert one == all_four, "the number of operations depends on how many rows ask"
     assert one["logsumexp"] == 1
+    assert plain["ge"] == one["ge"] == scored["ge"] == 0, "ranks that nobody asks for"
+    ranked = count({"prompt_logprobs": 5, "prompt_ranks": True}, {}, {}, {})
+    assert ranked["ge"] == 1
+    named = count({"logprobs": 0, "logprob_token_ids": (5, 6)}, {"logprobs": 3}, {}, {})
+    assert named["gather"] == one["gather"] + 1
+    assert named["logsumexp"] == 1
     assert scored["logsumexp"] == 2
     assert plain["logsumexp"] == plain["topk"] == plain["gather"] == 0
     assert plain.total() < one.total()
@@ -284,6 +330,12 @@ def test_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(found.values[:, 1:].double(), exact.topk(5).values, atol=1e-5)
         assert torch.allclose(exact.gather(1, found.ids.long()), exact.topk(5).values, atol=1e-9)
         assert found.ids[1, :3].tolist() == [3, 7, 40]
+        assert (found.listed, found.ranks) == (None, None)
+        listed = torch.arange(27).view(9, 3) + 20
+        found = score_tokens(logits, tokens, 0, listed=listed, ranked=True)
+        assert torch.allclose(found.listed.double(), exact.gather(1, listed), atol=1e-5)
+        assert found.ranks.tolist() == (exact >= exact.gather(1, tokens[:, None])).sum(-1).tolist()
+        assert found.ranks[2] == 50
     assert score_tokens(logits, tokens, 60).ids.shape == (9, 50)
     assert score_tokens(logits, tokens, 0).ids.shape == (9, 0)
     logits[4, 0] = float("nan")
@@ -302,6 +354,10 @@ def test_packed_parts_join_and_cut() -> None:
     assert list(whole.rows()) == [(own, tuple(top)) for own, top in rows]
     assert list(whole.part(1, 3).rows()) == list(whole.rows())[1:]
     assert len(whole.part(2, 1)) == 0
+    ranked = replace(whole, ranks=struct.pack("<3i", 4, 1, 70_000))
+    halves = Scores(prompt=ranked.part(0, 2)), Scores(prompt=ranked.part(2, 3))
+    assert join_scores(halves) == Scores(prompt=ranked)
+    assert [list(half.prompt.token_ranks()) for half in halves] == [[4, 1], [70_000]]
     parts = [Scores(prompt=whole), Scores(output=whole.part(0, 1)), Scores(output=whole.part(1, 3))]
     assert join_scores(parts) == Scores(whole, whole)
     assert join_scores(parts[:1]) == parts[0]

@@ -18,8 +18,13 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
 ADAPTERS = {name: EXAMPLES / name for name in ("pirate", "json")}
-QUESTIONS = ("What do you think of the sea?", "Tell me about owls. " * 12)
-OPTIONS: tuple[dict[str, Any], ...] = ({"logprobs": 20}, {"logprobs": 5, "prompt_logprobs": 3})
+QUESTIONS = ("What do you think of the sea?", "Tell me about owls. " * 12, "Is it day or night?")
+NAMED = (49_151, 0, 28_725, 198)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"logprobs": 20},
+    {"logprobs": 5, "prompt_logprobs": 3},
+    {"logprobs": 0, "logprob_token_ids": NAMED, "prompt_logprobs": 1, "prompt_ranks": True},
+)
 NUM_OUTPUTS = 8
 FLOAT32_TOLERANCE = 1e-4
 
@@ -71,13 +76,31 @@ class Mixed:
         ):
             expected = reference.logits(name, tokens).log_softmax(-1)
             answer, of_answer = tokens[num_prompt:], expected[num_prompt - 1 : -1]
-            errors.append(_worst(scores.output, of_answer, answer, options["logprobs"]))
+            if "logprob_token_ids" in options:
+                errors.append(_worst_named(scores.output, of_answer, answer))
+            else:
+                errors.append(_worst(scores.output, of_answer, answer, options["logprobs"]))
             if (num_top := options.get("prompt_logprobs")) is not None:
                 prompt, of_prompt = tokens[1:num_prompt], expected[: num_prompt - 1]
                 errors.append(_worst(scores.prompt, of_prompt, prompt, num_top))
             else:
                 assert scores.prompt is None
         return max(errors)
+
+    def check_ranks(self, reference: PeftReference) -> None:
+        """Rounding may change a rank by the tokens that are as likely to a thousandth."""
+        for (name, tokens, num_prompt, scores), options in zip(
+            self.sequences, OPTIONS * (1 + len(ADAPTERS)), strict=True
+        ):
+            if "prompt_ranks" not in options:
+                continue
+            assert scores.prompt is not None
+            logits = reference.logits(name, tokens)
+            ranks = scores.prompt.token_ranks()
+            for row, token, rank in zip(logits, tokens[1:num_prompt], ranks, strict=False):
+                least, most = (int((row >= row[token] + shift).sum()) for shift in (1e-3, -1e-3))
+                assert max(1, least) <= rank <= most
+            assert len(ranks) == num_prompt - 1
 
 
 def _worst(found: Logprobs | None, expected: torch.Tensor, tokens: list[int], num_top: int) -> float:
@@ -96,6 +119,17 @@ def _worst(found: Logprobs | None, expected: torch.Tensor, tokens: list[int], nu
             *zip(told, of_ids, strict=True),
         ]
         worst = max(worst, *(abs(a - b) for a, b in pairs))
+    return worst
+
+
+def _worst_named(found: Logprobs | None, expected: torch.Tensor, tokens: list[int]) -> float:
+    assert found is not None
+    worst = 0.0
+    for place, (token, (own, named)) in enumerate(zip(tokens, found.rows(), strict=True)):
+        assert tuple(token_id for token_id, _ in named) == NAMED
+        exact = expected[place, [token, *NAMED]].tolist()
+        told = (own, *(value for _, value in named))
+        worst = max(worst, *(abs(a - b) for a, b in zip(told, exact, strict=True)))
     return worst
 
 
@@ -119,6 +153,7 @@ def test_float32_equals_transformers_and_peft(
     mixed = Mixed(real_model_dir, tmp_path, "float32")
     for name, tokens, num_prompt, _ in mixed.sequences:
         assert tokens[num_prompt:] == exact.logits(name, tokens)[num_prompt - 1 : -1].argmax(-1).tolist()
+    mixed.check_ranks(exact)
     worst = mixed.worst_error(exact)
     print(f"\nfloat32: worst error of a log probability {worst:.1e}")
     assert worst <= FLOAT32_TOLERANCE

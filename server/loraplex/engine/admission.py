@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.logprobs import MAX_TOP_LOGPROBS
+from loraplex.engine.logprobs import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
 from loraplex.engine.scheduler import blocks_for
 from loraplex.engine.types import EngineError, EngineRequest
 
@@ -31,6 +31,16 @@ def why_not(request: EngineRequest, config: SchedulerConfig, num_waiting: int) -
             return EngineError(
                 "internal_error", f"{asked} log probabilities a token, not within 0 … {MAX_TOP_LOGPROBS}"
             )
+    named = request.sampling.logprob_token_ids
+    if named and (
+        request.sampling.logprobs is None
+        or len(named) > MAX_LOGPROB_TOKEN_IDS
+        or not 0 <= min(named) <= max(named) <= MAX_TOKEN_ID
+    ):
+        return EngineError(
+            "internal_error",
+            f"the tokens to be told of are not {MAX_LOGPROB_TOKEN_IDS} token ids at most, with log probabilities",
+        )
     if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
         return EngineError(
             "internal_error",

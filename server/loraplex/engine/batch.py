@@ -18,11 +18,12 @@ from loraplex.engine.types import ScheduledSequence, StepPlan
 class PromptRows:
     """What a step must tell of prompts. `rows` [P] int64 says which of the logits' rows are of prompts, `targets` [P]
     int64 the token behind each. `slices` are (index in `plan.scheduled`, number of its rows, most likely tokens wanted
-    for each), in the order of `rows`."""
+    for each), in the order of `rows`. `ranked`: the indices of those whose ranks are wanted."""
 
     rows: torch.Tensor
     targets: torch.Tensor
     slices: tuple[tuple[int, int, int], ...]
+    ranked: frozenset[int] = frozenset()
 
     @property
     def num_top(self) -> int:
@@ -83,6 +84,7 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
     unseen: list[int] = []
     targets: list[int] = []
     slices: list[tuple[int, int, int]] = []
+    ranked: set[int] = set()
     sampled: list[int] = []
     pending: list[tuple[int, str]] = []
     segments: list[tuple[int, int, int]] = []
@@ -107,7 +109,12 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
             logits_rows += range(start, start + num_scored)
             targets += (0,) * num_scored if index in failed else item.targets
             slices.append((index, num_scored, item.seq.request.sampling.prompt_logprobs or 0))
+            if item.seq.request.sampling.prompt_ranks:
+                ranked.add(index)
         if item.samples:
+            named = item.seq.request.sampling.logprob_token_ids
+            if named and max(named) >= vocab_size:
+                failed.setdefault(index, f"a token id to be told of is not below {vocab_size}")
             drawn.append(len(logits_rows))
             logits_rows.append(first + count - 1)
             sampled.append(index)
@@ -136,7 +143,9 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
         logits_rows=all_rows,
         sampled_rows=all_rows if all_drawn else inputs.ints([logits_rows[row] for row in drawn]),
         drawn=None if all_drawn else inputs.ints(drawn),
-        prompt_rows=PromptRows(inputs.ints(scored), inputs.ints(targets), tuple(slices)) if slices else None,
+        prompt_rows=PromptRows(inputs.ints(scored), inputs.ints(targets), tuple(slices), frozenset(ranked))
+        if slices
+        else None,
         watched=WatchedRows(inputs.ints(watched), tuple(unseen)) if watched else None,
         sampled=tuple(sampled),
         pending=tuple(pending),

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 MAX_TOP_LOGPROBS = 20
 """Alternatives a token."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Tokens that a request may name to be told of at each place."""
 
 
 ScoreRow = tuple[float, tuple[tuple[int, float], ...]]
@@ -23,12 +25,15 @@ class Logprobs:
     """Natural logarithms of probabilities, for n tokens that follow each other.
 
     `values`: float32 [n, 1 + num_top], little-endian: of the token itself, then of the `num_top` most likely ones at
-    its place, the likeliest first. `ids`: int32 [n, num_top], little-endian: which these are.
+    its place, the likeliest first, or of as many that the request names. `ids`: int32 [n, num_top], little-endian:
+    which these are. `ranks`: int32 [n], little-endian: how many tokens are as likely as the token itself at least;
+    empty where nobody asks.
     """
 
     num_top: int
     values: bytes
     ids: bytes
+    ranks: bytes = b""
 
     def __len__(self) -> int:
         return len(self.values) // (4 * (1 + self.num_top))
@@ -36,7 +41,11 @@ class Logprobs:
     def part(self, start: int, end: int) -> Logprobs:
         """Those of tokens start … end-1."""
         row, top = 4 * (1 + self.num_top), 4 * self.num_top
-        return Logprobs(self.num_top, self.values[start * row : end * row], self.ids[start * top : end * top])
+        values, ids = self.values[start * row : end * row], self.ids[start * top : end * top]
+        return Logprobs(self.num_top, values, ids, self.ranks[4 * start : 4 * end])
+
+    def token_ranks(self) -> Sequence[int]:
+        return struct.unpack(f"<{len(self.ranks) // 4}i", self.ranks)
 
     def rows(self) -> Iterator[ScoreRow]:
         ids = struct.unpack(f"<{len(self.ids) // 4}i", self.ids)
@@ -71,7 +80,10 @@ def _join(parts: Sequence[Logprobs | None]) -> Logprobs | None:
     if len(there) < 2:
         return there[0] if there else None
     return Logprobs(
-        there[0].num_top, b"".join(part.values for part in there), b"".join(part.ids for part in there)
+        there[0].num_top,
+        b"".join(part.values for part in there),
+        b"".join(part.ids for part in there),
+        b"".join(part.ranks for part in there),
     )
 
 

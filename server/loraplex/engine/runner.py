@@ -19,7 +19,7 @@ from loraplex.engine.logprobs import Scores
 from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
 from loraplex.engine.sampler import Sampler, TorchSampler
 from loraplex.engine.sampling_batch import AskedScores, SamplingBatch
-from loraplex.engine.scoring import TokenScores, pack
+from loraplex.engine.scoring import TokenScores, pack, pack_listed
 from loraplex.engine.types import StepPlan, StepResult
 
 
@@ -82,6 +82,7 @@ class StepHandle:
     sampled: tuple[int, ...]
     asked: AskedScores | None
     prompt_slices: tuple[tuple[int, int, int], ...]
+    prompt_ranked: frozenset[int]
     watched: tuple[int, ...]
     failed: dict[int, str] = field(repr=False)
     future: Future[_OnHost] = field(repr=False)
@@ -146,6 +147,7 @@ class ModelRunner:
             step.sampled,
             sampling.scores,
             () if step.prompt_rows is None else step.prompt_rows.slices,
+            frozenset() if step.prompt_rows is None else step.prompt_rows.ranked,
             () if step.watched is None else step.watched.slices,
             step.failed,
             future,
@@ -244,7 +246,9 @@ class ModelRunner:
             watched_ok = _finite(logits.index_select(0, step.watched.rows))
         if (asked_prompt := step.prompt_rows) is not None:
             prompt_logits = logits.index_select(0, asked_prompt.rows)
-            prompt = self._sampler.score(prompt_logits, asked_prompt.targets, asked_prompt.num_top)
+            prompt = self._sampler.score(
+                prompt_logits, asked_prompt.targets, asked_prompt.num_top, ranked=bool(asked_prompt.ranked)
+            )
         if step.drawn is not None:
             logits = logits.index_select(0, step.drawn)
         # The sampler overwrites them.
@@ -253,7 +257,9 @@ class ModelRunner:
         drawn.tokens = tokens
         if kept is not None and sampling.scores is not None:
             chosen = tokens.index_select(0, sampling.scores.rows)
-            output = self._sampler.score(kept, chosen, max(sampling.scores.num_top))
+            output = self._sampler.score(
+                kept, chosen, max(sampling.scores.num_top), listed=sampling.scores.listed
+            )
         return _to_host(tokens, ok, watched_ok, output, prompt)
 
 
@@ -280,15 +286,15 @@ def _prompt_scores(
     found: dict[int, Scores] = {}
     if prompt is None:
         return found
-    values, ids = prompt.values.numpy(), prompt.ids.numpy()
+    scores = prompt.numpy()
     first = 0
     for index, count, num_top in handle.prompt_slices:
         rows = slice(first, first + count)
         first += count
         if index in failed:
             continue
-        if np.isfinite(values[rows]).all():
-            found[index] = Scores(prompt=pack(values[rows], ids[rows], num_top))
+        if np.isfinite(scores.values[rows]).all():
+            found[index] = Scores(prompt=pack(scores, rows, num_top, ranked=index in handle.prompt_ranked))
         else:
             failed[index] = "the logits of the prompt are not finite"
     return found
@@ -301,10 +307,11 @@ def _add_output_scores(
     sampled: tuple[int, ...],
     failed: Collection[int],
 ) -> None:
-    values, ids = output.values.numpy(), output.ids.numpy()
-    for row, (s, num_top) in enumerate(zip(asked.sampled, asked.num_top, strict=True)):
+    scores = output.numpy()
+    each = zip(asked.sampled, asked.num_top, asked.lists, strict=True)
+    for row, (s, num_top, named) in enumerate(each):
         if (index := sampled[s]) not in failed:
-            packed = pack(values[row : row + 1], ids[row : row + 1], num_top)
+            packed = pack_listed(scores, row, named) if named else pack(scores, slice(row, row + 1), num_top)
             found[index] = replace(found.get(index, Scores()), output=packed)
 
 
@@ -325,7 +332,11 @@ def _to_host(
 
 
 def _on_host(scores: TokenScores | None) -> TokenScores | None:
-    return None if scores is None else TokenScores(_pinned(scores.values), _pinned(scores.ids))
+    if scores is None:
+        return None
+    listed = None if scores.listed is None else _pinned(scores.listed)
+    ranks = None if scores.ranks is None else _pinned(scores.ranks)
+    return TokenScores(_pinned(scores.values), _pinned(scores.ids), listed, ranks)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,15 @@ class Sampler(Protocol):
         """See `sample` of this module."""
         ...
 
-    def score(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> TokenScores:
+    def score(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        num_top: int,
+        *,
+        listed: torch.Tensor | None = None,
+        ranked: bool = False,
+    ) -> TokenScores:
         """See `scoring.score_tokens`."""
         ...
 
@@ -84,8 +92,16 @@ class TorchSampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return sample(logits, batch, last_tokens)
 
-    def score(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> TokenScores:
-        return score_tokens(logits, tokens, num_top)
+    def score(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        num_top: int,
+        *,
+        listed: torch.Tensor | None = None,
+        ranked: bool = False,
+    ) -> TokenScores:
+        return score_tokens(logits, tokens, num_top, listed=listed, ranked=ranked)
 
 
 class NumbaSampler(TorchSampler):
@@ -155,7 +171,7 @@ class TritonSampler:
         options = build_sample_rows(
             rows, vocab_size=self._vocab_size, eos_ids=eos_ids, counts=self._counts, upload=upload
         )
-        return SamplingBatch(len(rows), scores=asked_scores(rows, upload), rows=options)
+        return SamplingBatch(len(rows), scores=asked_scores(rows, self._vocab_size, upload), rows=options)
 
     def sample(
         self, logits: torch.Tensor, batch: SamplingBatch, last_tokens: torch.Tensor
@@ -163,8 +179,18 @@ class TritonSampler:
         assert batch.rows is not None, "this batch was planned for another sampler"
         return self._sampling.draw(logits, batch.rows, last_tokens)
 
-    def score(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> TokenScores:
-        return score_tokens(logits, tokens, num_top, log_sum_exp=self._log_sum_exp)
+    def score(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        num_top: int,
+        *,
+        listed: torch.Tensor | None = None,
+        ranked: bool = False,
+    ) -> TokenScores:
+        return score_tokens(
+            logits, tokens, num_top, listed=listed, ranked=ranked, log_sum_exp=self._log_sum_exp
+        )
 
 
 def sample(

@@ -61,11 +61,14 @@ class Draws:
 @dataclass(frozen=True, slots=True)
 class AskedScores:
     """For the L sampled rows whose log probabilities are wanted: `rows` [L] int64 and the same as `sampled` on the
-    host, `num_top` how many of the most likely tokens each wants."""
+    host, `num_top` how many of the most likely tokens each wants, `lists` which tokens it wants instead, if it names
+    any. `listed` [L, M] int64 are these with zeros behind them; None where no row names any."""
 
     rows: torch.Tensor
     sampled: tuple[int, ...]
     num_top: tuple[int, ...]
+    lists: tuple[tuple[int, ...], ...]
+    listed: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def build_sampling_batch(
         bias=_bias(rows, vocab_size, upload),
         banned=_banned(rows, vocab_size, eos_ids, upload),
         draws=_draws(rows, vocab_size, upload),
-        scores=asked_scores(rows, upload),
+        scores=asked_scores(rows, vocab_size, upload),
     )
 
 
@@ -212,10 +215,24 @@ def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, upload: Upload) -
     )
 
 
-def asked_scores(rows: Sequence[ScheduledSequence], upload: Upload) -> AskedScores | None:
-    """Whose log probabilities are wanted, if anybody's."""
-    asked = [(s, row.seq.request.sampling.logprobs) for s, row in enumerate(rows)]
-    chosen = {s: num_top for s, num_top in asked if num_top is not None}
+def asked_scores(rows: Sequence[ScheduledSequence], vocab_size: int, upload: Upload) -> AskedScores | None:
+    """Whose log probabilities are wanted, if anybody's. A row that names a token beyond the vocabulary has failed."""
+    asked = [(s, row.seq.request.sampling) for s, row in enumerate(rows)]
+    chosen = {s: sampling for s, sampling in asked if sampling.logprobs is not None}
     if not chosen:
         return None
-    return AskedScores(upload.ints(list(chosen)), tuple(chosen), tuple(chosen.values()))
+    lists = tuple(sampling.logprob_token_ids for sampling in chosen.values())
+    longest = max(map(len, lists))
+    listed = None
+    if longest:
+        padded = [
+            min(token, vocab_size - 1) for ids in lists for token in (*ids, *(0,) * (longest - len(ids)))
+        ]
+        listed = upload.ints(padded).view(len(lists), longest)
+    return AskedScores(
+        upload.ints(list(chosen)),
+        tuple(chosen),
+        tuple(0 if p.logprob_token_ids else p.logprobs or 0 for p in chosen.values()),
+        lists,
+        listed,
+    )

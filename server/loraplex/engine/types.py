@@ -42,7 +42,9 @@ class SamplingParams:
     model and are dropped under `ignore_eos`. Neither may be sampled before `min_tokens` outputs.
     `max_tokens` 0 computes the prompt and draws nothing. `logprobs` asks for the log probability of every output
     token, and for so many of the most likely ones at its place (0 … 20); `prompt_logprobs` likewise for every prompt
-    token but the first. Both are of the model's own logits, before any option here acts on them.
+    token but the first, and with `prompt_ranks` its rank. `logprob_token_ids` asks for those of these tokens, 128 at
+    most, in place of the most likely ones: for this `logprobs` must not be None. All are of the model's own logits,
+    before any option here acts on them.
     """
 
     max_tokens: int
@@ -61,6 +63,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_ranks: bool = False
+    logprob_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
