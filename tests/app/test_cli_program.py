@@ -123,6 +123,7 @@ def test_the_wanted_command_is_read_from_the_line_or_from_the_shell() -> None:
         ("tenant list more", "Got unexpected extra argument(s) (more); see 'loraplex tenant list --help'."),
         ("tenant update a --limits x=1", "No such option: --limits (Possible options: --limit)"),
         ("tenant update a --weight heavy", "Invalid value for '--weight': "),
+        ("bench --api-key k --distribution all", "Invalid value for '--distribution': 'all' is not one of"),
         ("--versoin", "No such option: --versoin"),
         ("migrate --dry-run --accept-new-pepper", "give one of them; see 'loraplex migrate --help'."),
     ],
@@ -210,7 +211,13 @@ class TestMigrateDryRun:
         assert again.stdout.startswith("the database sqlite:///")
         assert "has this version's schema" in again.stdout
 
-    def test_of_a_newer_schema_and_of_no_database_fails(self, tmp_path: Path) -> None:
+    def test_a_data_directory_that_cannot_be_made_is_one_line(self) -> None:
+        done = invoke("migrate", "--data-dir", "/proc/nowhere")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.startswith("loraplex: the data directory /proc/nowhere cannot be used (")
+        assert done.stderr.count("\n") == 1
+
+    def test_of_what_is_no_database_fails(self, tmp_path: Path) -> None:
         (tmp_path / "loraplex.db").write_bytes(b"no database" * 100)
         done = invoke("migrate", "--dry-run", "--data-dir", str(tmp_path))
         assert (done.exit_code, done.stdout) == (1, "")

@@ -119,6 +119,12 @@ def test_json_of_a_refusal_holds_the_servers_answer(acme: Shell) -> None:
     assert json.loads(gone.stdout)["error"]["code"] == "command_failed"
 
 
+def test_a_question_at_the_admin_port_is_told_of_the_data_port(acme: Shell) -> None:
+    told = acme.fails("chat", "-m", "support", "hello", "--api-key", "lpx_x", "--url", acme.server.url)
+    assert "Give the data port with --url." in told
+    assert "--admin-url" not in told
+
+
 def test_a_day_is_a_time(acme: Shell) -> None:
     secret = acme.json("key", "create", "-t", "acme", "--expires-at", "2099-01-31")
     assert secret["expires_at"] == "2099-01-31T00:00:00Z"

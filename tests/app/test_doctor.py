@@ -132,3 +132,14 @@ def test_a_wrong_setting(tmp_path: Path) -> None:
     outcome = doctor(tmp_path, "--max-num-seqs", "0")
     assert outcome.code == 1
     assert "--max-num-seqs" in outcome.said[0]
+
+
+def test_as_json(tmp_path: Path) -> None:
+    outcome = doctor(tmp_path, "--json", "--model", str(tmp_path / "missing"), "--no-metrics-on-data-port")
+    assert outcome.code == 1
+    shown = json.loads(outcome.stdout)
+    assert shown["ok"] is False
+    verdicts = {check["name"]: check["ok"] for check in shown["checks"]}
+    assert (verdicts["python"], verdicts["base model"]) == (True, False)
+    (detail,) = (check["detail"] for check in shown["checks"] if check["name"] == "base model")
+    assert "missing" in detail

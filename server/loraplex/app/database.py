@@ -10,7 +10,7 @@ from alembic.util import CommandError
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from loraplex.app.settings import Settings, SettingsInvalid
+from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
 from loraplex.migrations.run import examine_schema, missing_migrations, upgrade
 
 _DRIVERS = {
@@ -25,7 +25,7 @@ def database_url(settings: Settings) -> str:
     """The chosen database, SQLite in the data directory by default. It may hold a password: see `shown_database`.
     Raises SettingsInvalid."""
     if not settings.database_url:
-        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_data_dir(settings.data_dir)
         return f"sqlite:///{settings.data_dir.resolve() / 'loraplex.db'}"
     return _read(settings.database_url).render_as_string(hide_password=False)
 

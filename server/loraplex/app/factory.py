@@ -34,7 +34,7 @@ from loraplex.api.routing import exact
 from loraplex.app.database import upgrade_database
 from loraplex.app.models import default_served_name, ensure_model, plan_dir
 from loraplex.app.redis import check_redis, make_limiter
-from loraplex.app.settings import Settings, SettingsInvalid
+from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit_log import AuditLog
 from loraplex.control.catalog import Catalog
@@ -232,8 +232,8 @@ def _sweep_alone(artifacts: Artifacts, folder: Path) -> IO[str]:
 
 
 def _lock(data_dir: Path) -> IO[str]:
+    make_data_dir(data_dir)
     try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = open(data_dir / "lock", "w")  # noqa: SIM115 - held as long as the server lives
     except OSError as error:
         raise SettingsInvalid(

@@ -28,6 +28,7 @@ from rich.table import Table
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.models import default_served_name, ensure_model
+from loraplex.app.settings import make_data_dir
 
 TENANT = "demo"
 START_TIMEOUT_S = 180.0
@@ -116,7 +117,7 @@ def _log_path(options: QuickstartOptions) -> Path:
 
 @contextlib.contextmanager
 def _server(options: QuickstartOptions, model_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    options.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_data_dir(options.data_dir)
     command = [sys.executable, "-m", "loraplex.app.cli", "serve", "--model", str(model_dir)]
     command += [
         "--served-model-name",

@@ -229,6 +229,16 @@ def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Set
         ) from error
 
 
+def make_data_dir(path: Path) -> None:
+    """For the server's user alone. Raises SettingsInvalid."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsInvalid(
+            f"the data directory {path} cannot be used ({error.strerror}); choose another with --data-dir."
+        ) from error
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise SettingsInvalid(f"--config {path}: there is no such file.")

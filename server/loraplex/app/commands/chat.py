@@ -170,6 +170,6 @@ def _decoded(response: httpx.Response) -> Any:
 
 def _refused(status: int, body: Any) -> CommandFailed:
     failed = refused(status, body, key_option="--api-key")
-    if status == 404:
+    if "[model_not_found]" in failed.message:
         failed.message += " See what this key may use: GET /v1/models."
     return failed

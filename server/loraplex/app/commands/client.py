@@ -183,7 +183,11 @@ def refused(status: int, body: Any, key_option: str = "--admin-token") -> Comman
     if status == 401:
         message += f" Give one that is valid with {key_option}."
     if code == "not_found":  # a path, not what a path names
-        message += " Give the admin port with --admin-url; the data port has a tenant's own routes alone."
+        message += (
+            " Give the admin port with --admin-url; the data port has a tenant's own routes alone."
+            if key_option == "--admin-token"
+            else " Give the data port with --url."
+        )
     return CommandFailed(message, details=_report_lines(body.get("report")), body=body)
 
 

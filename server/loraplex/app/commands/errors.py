@@ -58,7 +58,7 @@ def _wrong_usage(error: typer.TyperException) -> Exception:
         typer.echo(error.format_message(), nl=bool(error.format_message()))
     else:
         command = getattr(getattr(error, "ctx", None), "command_path", "loraplex")
-        message = " ".join(error.format_message().split()).rstrip(".")
+        message = " ".join(error.format_message().split()).rstrip(".").replace(": Value error, ", ": ")
         typer.echo(f"loraplex: {printable(message)}; see '{command} --help'.", err=True)
     return typer.Exit(error.exit_code)
 
