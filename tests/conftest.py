@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,13 @@ import pytest
 # Triton decides when it is imported whether kernels are interpreted, the only way to run them without a GPU. On a
 # machine that has one, TRITON_INTERPRET=0 runs them there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# A shell that runs this in the background has SIGINT ignored, and so would the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 LONGEST = (
+    "e2e/test_wheel.py",
     "engine/test_peft_equality.py",
     "e2e/test_engine_death.py",
     "e2e/test_start_failures.py",

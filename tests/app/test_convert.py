@@ -14,11 +14,9 @@ import pytest
 
 from loraplex.app.convert import GgufUnsupported, convert
 from loraplex.app.models import WHEEL_MODELS, ModelUnavailable, WheelModel, ensure_model
-from support.gguf import write_gguf
+from support.gguf import REAL_WEIGHTS, write_gguf
 from support.small_disk import small_disk
 
-REAL_WEIGHTS = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
-"""SHA-256 of the model.safetensors that transformers 5.23 and accelerate 1.15 made of the quickstart's file."""
 NO_TORCH = """
 import sys
 for name in ("torch", "transformers", "accelerate"):

@@ -90,11 +90,18 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
     return 0
 
 
+def example_adapters_dir() -> Path:
+    """The adapters that a wheel carries inside of the package, and a checkout in its `examples`."""
+    here = Path(__file__).resolve()
+    packaged = here.with_name("example_adapters")
+    return packaged if packaged.is_dir() else here.parents[3] / "examples" / "adapters"
+
+
 def _example_adapters(folder: Path) -> dict[str, Path]:
     found = {path.parent.name: path.parent for path in sorted(folder.glob("*/adapter_config.json"))}
     if not found:
         raise QuickstartFailed(
-            f"{folder} holds no adapters; run this from a checkout, or give --adapters-dir."
+            f"{folder} holds no adapters; --adapters-dir names a folder with one PEFT directory an adapter."
         )
     return found
 

