@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from loraplex.app.commands.errors import json_failures
 from loraplex.app.commands.output import Output
 from loraplex.app.settings import Settings, load_settings, parse_size
+from loraplex.app.supported_platform import require_supported_platform
 
 
 def create_serve_command() -> Any:
@@ -109,6 +110,7 @@ def _shown_default(default: object) -> str:
 
 
 def _serve(settings: Settings) -> None:
+    require_supported_platform()
     from loraplex.app.serve import serve
 
     raise typer.Exit(serve(settings))
@@ -143,6 +145,7 @@ def _migrate(settings: Settings, *, dry_run: bool, accept_new_pepper: bool, as_j
 
 
 def _doctor(settings: Settings, *, as_json: bool) -> None:
+    require_supported_platform()
     from loraplex.app.doctor import examine
 
     raise typer.Exit(examine(settings, Output(as_json)))
@@ -166,6 +169,7 @@ def quickstart(
     exit: Annotated[bool, typer.Option("--exit", help="Stop after the demonstration")] = False,
 ) -> None:
     """Everything from a bare machine to a mixed batch, with progress."""
+    require_supported_platform()
     from rich.console import Console
 
     from loraplex.app.quickstart import QuickstartOptions, example_adapters_dir, run_quickstart
