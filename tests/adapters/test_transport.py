@@ -360,3 +360,21 @@ def test_close_ends_the_threads(rig: Rig) -> None:
     before = threading.active_count()
     rig.transport.close()
     assert threading.active_count() == before - 3
+
+
+def test_a_job_that_cannot_tell_its_end_ends_no_thread(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two loaders meet four of them; what comes then is loaded."""
+    failures = [1] * 4
+    release = rig.woken.release
+
+    def wake() -> None:
+        if failures:
+            failures.pop()
+            raise RuntimeError("the engine's wake-up is broken")
+        release()
+
+    monkeypatch.setattr(rig.transport, "_wake", wake)
+    ref = rig.put(draft_adapter(ARCH))
+    for _ in range(4):
+        rig.transport.load(ref)
+    rig.wait(rig.transport.load(ref))

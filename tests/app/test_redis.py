@@ -10,6 +10,7 @@ import pytest
 
 from loraplex.app.redis import check_redis, describe_redis, make_limiter
 from loraplex.app.settings import Settings, SettingsInvalid
+from loraplex.control.background import BackgroundTasks
 from support.admin import SERVED_NAME
 from support.limit_watch import Watch
 from support.redis_server import RedisServer, redis_server
@@ -49,7 +50,7 @@ def settings(url: str) -> Settings:
 )
 def test_what_is_no_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(SettingsInvalid, match="--redis-url: give redis://HOST") as refused:
-        make_limiter(settings(url), Watch())
+        make_limiter(settings(url), Watch(), BackgroundTasks())
     assert SECRET not in refused.value.message
 
 
@@ -64,8 +65,8 @@ def test_what_is_no_url_is_refused_and_not_repeated(url: str) -> None:
     ],
 )
 def test_what_is_a_url_is_taken(url: str) -> None:
-    assert make_limiter(settings(url), Watch()).name == "redis"
-    assert make_limiter(settings(""), Watch()).name == "in-process"
+    assert make_limiter(settings(url), Watch(), BackgroundTasks()).name == "redis"
+    assert make_limiter(settings(""), Watch(), BackgroundTasks()).name == "in-process"
 
 
 def test_a_redis_that_cannot_be_reached_is_told_without_its_password(redis: RedisServer) -> None:

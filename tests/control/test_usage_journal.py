@@ -213,6 +213,63 @@ async def test_a_sync_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pyte
     journal.close()
 
 
+async def test_a_bug_in_the_thread_refuses_requests_until_it_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a system that lacks a call: the thread lives on, nothing is lost, and nobody waits in vain."""
+    journal = UsageJournal(tmp_path, segment_bytes=SMALL)
+    first, second = accepted(), accepted()
+    journal.accept(first)
+    with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
+        patch.delattr(os, "fdatasync")
+        ending = asyncio.create_task(journal.end(ended(first)))
+        while journal.failure() is None:
+            await asyncio.sleep(0.002)
+        assert "fdatasync" in str(journal.failure())
+        assert (journal.full, journal.state.up) == (True, False)
+        with pytest.raises(JournalFull):
+            journal.accept(second)
+        while journal.state.restarts < 2:
+            await asyncio.sleep(0.002)
+    failed = [entry for entry in logs if entry["event"] == "usage_journal_failed"]
+    assert failed[0]["log_level"] == "error"
+    assert isinstance(failed[0]["exc_info"], AttributeError)
+    await ending
+    until(lambda: journal.failure() is None)
+    assert journal.state.up
+    assert segment_numbers(journal.directory)[-1] <= 2  # it tried again in the same place
+    journal.accept(second)
+    await journal.end(ended(second))
+    found = [record.id for record in read_all(journal.directory, journal.synced) if isinstance(record, Ended)]
+    assert found == [first.id, second.id]
+    journal.close()
+
+
+async def test_a_thread_that_ends_all_the_same_takes_no_requests_and_holds_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SYNC_WAIT_S", 3600)
+    journal = UsageJournal(tmp_path, segment_bytes=SMALL)
+    first, second = accepted(), accepted()
+    journal.accept(first)
+    journal.accept(second)
+
+    def end_the_thread(*_: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
+        patch.setattr(Segment, "append", end_the_thread)
+        ending = asyncio.create_task(journal.end(ended(first)))
+        async with asyncio.timeout(10):
+            await ending  # it waited when the thread ended
+            await journal.end(ended(second))  # it came later
+    assert [entry["event"] for entry in logs] == ["usage_journal_failed"]
+    assert "its thread ended" in str(journal.failure())
+    with pytest.raises(JournalFull):
+        journal.accept(accepted())
+    journal.close()
+
+
 async def test_a_disk_that_hangs_holds_no_answer_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from loraplex.api.engine_metrics import EngineSnapshot
 from loraplex.api.errors import ANSWERS as DATA_ANSWERS
 from loraplex.api.metrics import Metrics
 from loraplex.api.probes import probe_routes
+from loraplex.control.background import BackgroundTasks, TaskState
 from loraplex.control.types import SCOPES, Limits
 from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
 from loraplex.engine.types import Timing
@@ -203,6 +204,9 @@ def a_scrape(*, tenant_data: bool) -> dict[str, tuple[str, frozenset[str]]]:
     metrics.refused_by_limit("acme", "rate_limit_exceeded")
     metrics.limits_decided("allowed", 0.001)
     metrics.stream_cut("gone")
+    tasks = BackgroundTasks()
+    tasks.watch(TaskState("a task"))
+    metrics.watch_background(tasks)
     entry = CacheEntry(ref("acme", "pirate", 1), "hot", load_seconds={"disk": 0.1, "copy": 0.02})
     stats = EngineStats(tenants={"acme": TenantStats(1, 1, 2.0)})
     snapshot = EngineSnapshot(fake_engine_info(), stats, [entry], True, 0)

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.protocol import EngineInfo
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.socket_client import SocketEngineClient
-from loraplex.serving.supervisor import MAX_SOCKET_PATH_BYTES, RestartPolicy
+from loraplex.serving.supervisor import MAX_SOCKET_PATH_BYTES, EngineProcess, RestartPolicy
 from support.fake_core import CRASH, fake_tokens
 from support.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engines, until
 
@@ -79,6 +80,31 @@ async def test_deaths_with_service_between_them_are_no_crash_loop() -> None:
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda life=life: client.healthy and client.num_restarts == life)  # type: ignore[misc]
+    await client.close()
+
+
+async def test_a_restart_that_fails_by_a_bug_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs: list[str] = []
+    client = SocketEngineClient(
+        EngineConfig("ok", "/nowhere"),
+        command=FAKE_ENGINE,
+        restart=RestartPolicy(first_delay_s=0.01),
+        log=lambda event, **_: logs.append(event),
+    )
+    await client.start()
+    start, failures = EngineProcess.start, [1, 1]
+
+    async def fail_twice(process: EngineProcess, timeout_s: float) -> EngineInfo:
+        if failures:
+            failures.pop()
+            raise RuntimeError("a bug")
+        return await start(process, timeout_s)
+
+    monkeypatch.setattr(EngineProcess, "start", fail_twice)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    await until(lambda: client.healthy and client.num_restarts == 3)
+    assert logs.count("engine_restart_failed") == 2
     await client.close()
 
 

@@ -42,6 +42,7 @@ class WholeServer:
     """URLs have no trailing slash. `plane` has the rules behind both ports; `call` runs something on their loop."""
 
     plane: AdminPlane
+    installation: Installation
     apps: Apps
     data_url: str
     admin_url: str
@@ -107,6 +108,7 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
             finally:
                 assert await listening.close(), listening.failure
                 await apps.limits.close()
+                await installation.background.close()
 
         def run() -> None:
             try:
@@ -120,7 +122,7 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
         try:
             if not started.wait(10):
                 raise RuntimeError(f"the server did not start: {failures}")
-            yield WholeServer(plane, apps, url(ports.data), url(ports.admin), http, loop)
+            yield WholeServer(plane, installation, apps, url(ports.data), url(ports.admin), http, loop)
         finally:
             loop.call_soon_threadsafe(stop.set)
             thread.join(20)

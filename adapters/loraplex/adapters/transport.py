@@ -214,7 +214,10 @@ class _Workers:
     def _run(self) -> None:
         try:
             while (job := self._next()) is not None:
-                job.work()
+                try:
+                    job.work()
+                except Exception:  # what it could not tell; the thread is for those that come next
+                    _log.exception("a job of %s failed", self._name)
                 with self._condition:
                     job.ended = True
                     if job.abandoned:

@@ -44,7 +44,11 @@ class Outage:
                 return
             self._since = time.monotonic()
         log.error("database_lost", reason=reason)
-        threading.Thread(target=self._watch, name="database-probe", daemon=True).start()
+        try:
+            threading.Thread(target=self._watch, name="database-probe", daemon=True).start()
+        except RuntimeError as error:  # no thread is to be had: then the next caller finds out by itself
+            log.error("database_not_watched", reason=str(error))
+            self._since = None
 
     def close(self) -> None:
         self._closed.set()

@@ -59,7 +59,12 @@ def create_data_app(
         Route("/v1/chat/completions", GenerationEndpoint(services, CHAT, places), methods=["POST"]),
         Route("/v1/completions", GenerationEndpoint(services, COMPLETION, places), methods=["POST"]),
         *models_routes(services),
-        *probe_routes(services.engine, services.drain, database=services.database),
+        *probe_routes(
+            services.engine,
+            services.drain,
+            database=services.database,
+            usage_failure=services.usage_failure,
+        ),
         _fixed_route("/version", {"version": version("loraplex")}),
         _fixed_route("/openapi.json", openapi(metrics=services.metrics_on_data_port, extra=extra_document)),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -116,4 +116,5 @@ class ApiServices:
     cors_origins: tuple[str, ...] = ()
     metrics_on_data_port: bool = False
     database: DatabaseHealth | None = None
+    usage_failure: Callable[[], str | None] = lambda: None
     access_log: AccessLog = field(default_factory=_access_log)

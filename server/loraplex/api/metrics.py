@@ -21,9 +21,11 @@ from starlette.types import Receive, Scope, Send
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.ref import AdapterRef
+from loraplex.api.background_metrics import BackgroundCollector
 from loraplex.api.engine_metrics import EngineSnapshot, Grown, own_families, vllm_families
 from loraplex.api.label_sets import IDLE_S, OTHER, LabelSets, OwnedCounter
 from loraplex.api.limiter_metrics import LimiterMeter
+from loraplex.control.background import BackgroundTasks
 from loraplex.engine.protocol import CacheEntry, EngineStats
 from loraplex.engine.types import FinishReason, Timing
 from loraplex.serving.client import EngineClient
@@ -206,6 +208,10 @@ class Metrics:
             registry=self._own,
         )
         self.draining = Gauge("loraplex_draining", "1 while the server is shutting down.", registry=self._own)
+
+    def watch_background(self, tasks: BackgroundTasks) -> None:
+        """Show them from the next scrape on."""
+        self._own.register(BackgroundCollector(tasks))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self._vllm)

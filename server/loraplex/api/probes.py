@@ -15,11 +15,17 @@ from loraplex.serving.client import EngineClient
 
 
 def probe_routes(
-    engine: EngineClient, drain: Drain, *, serving: bool = True, database: DatabaseHealth | None = None
+    engine: EngineClient,
+    drain: Drain,
+    *,
+    serving: bool = True,
+    database: DatabaseHealth | None = None,
+    usage_failure: Callable[[], str | None] = lambda: None,
 ) -> list[Route]:
     """`/livez`: this process answers. `/startupz`: the engine has been ready once. `/readyz` and `/health`:
     requests are taken now. 200, or 503 with the reason. No token is needed. Not `serving`: only `/livez` is 200,
-    whatever the engine says. A database that is gone is a `warning` at 200 while what is remembered serves."""
+    whatever the engine says. A database that is gone is a `warning` at 200 while what is remembered serves.
+    `usage_failure` says why usage cannot be recorded, for which no request is taken."""
     started = False
 
     def not_started() -> str | None:
@@ -31,7 +37,7 @@ def probe_routes(
         if drain.draining:
             return "the server is shutting down"
         if engine.healthy:
-            return not_started() or (None if database is None else database.failure())
+            return not_started() or (None if database is None else database.failure()) or usage_failure()
         return engine.unhealthy_reason or "the engine is not ready"
 
     def probe(path: str, reason_against: Callable[[], str | None]) -> Route:

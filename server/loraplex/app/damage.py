@@ -38,12 +38,12 @@ class DamageReports:
     async def run(self, engine: EngineClient) -> None:
         """Until it is cancelled."""
         while True:
-            await self._arrived.wait()
-            self._arrived.clear()
             while self._waiting:
                 digest = next(iter(self._waiting))
                 del self._waiting[digest]
                 await self._see_to(digest, engine)
+            self._arrived.clear()
+            await self._arrived.wait()
 
     async def _see_to(self, digest: str, engine: EngineClient) -> None:
         try:

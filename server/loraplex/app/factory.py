@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal, cast
 from urllib.parse import unquote, urlsplit
@@ -37,6 +37,7 @@ from loraplex.app.redis import check_redis, make_limiter
 from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit_log import AuditLog
+from loraplex.control.background import BackgroundTasks
 from loraplex.control.catalog import Catalog
 from loraplex.control.database import Database
 from loraplex.control.key_cache import KeyCache
@@ -84,6 +85,7 @@ class Installation:
     new_admin_token: str | None
     lock: IO[str]
     store_lock: IO[str]
+    background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def close(self) -> None:
         self.usage_journal.close()
@@ -252,9 +254,11 @@ def _lock(data_dir: Path) -> IO[str]:
 def create_starting_apps(installation: Installation, engine: EngineClient) -> tuple[ASGIApp, ASGIApp]:
     """The data plane and the admin plane until the engine has been started: probes, metrics, and a 503 for the rest."""
     name = installation.served_name
+    metrics = Metrics(name)
+    metrics.watch_background(installation.background)
     routes: list[BaseRoute] = [
         *probe_routes(engine, Drain(), serving=False),
-        Route("/metrics", MetricsApp(Metrics(name), engine), methods=["GET"]),
+        Route("/metrics", MetricsApp(metrics, engine), methods=["GET"]),
     ]
     data = create_starting_data_app(engine, name, extra_routes=[_tenant_mount(create_starting_tenant_app())])
     return data, create_starting_admin_app(routes)
@@ -273,11 +277,13 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
     health = installation.database_health
     metrics.database_up.set_function(lambda: 0.0 if health.warning() else 1.0)
     metrics.database_outage.set_function(lambda: health.outage_s)
+    metrics.watch_background(installation.background)
     _show_usage(metrics, installation)
     info = engine.info
     budgets = Budgets(BudgetStore(installation.database), installation.database.run)
-    limiter = make_limiter(settings, metrics.limiter)
-    limits = RequestLimits(limiter, budgets, server=_server_limits(settings))
+    tasks = installation.background
+    limiter = make_limiter(settings, metrics.limiter, tasks)
+    limits = RequestLimits(limiter, budgets, server=_server_limits(settings), background=tasks)
     admin_services = AdminServices(
         database=installation.database,
         tenants=installation.tenants,
@@ -307,9 +313,10 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         cors_origins=tuple(settings.cors_origins),
         metrics_on_data_port=settings.metrics_on_data_port,
         database=health,
+        usage_failure=installation.usage_journal.failure,
     )
     operator_routes: list[BaseRoute] = [
-        *probe_routes(engine, drain, database=health),
+        *probe_routes(engine, drain, database=health, usage_failure=installation.usage_journal.failure),
         Route("/metrics", MetricsApp(metrics, engine), methods=["GET"]),
     ]
     return Apps(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from loraplex.app.settings import Settings
+from loraplex.control.background import BackgroundTasks
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.limiter import Limiter
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from loraplex.control.limits.redis_limiter import LimiterWatch
 
 
-def make_limiter(settings: Settings, watch: LimiterWatch) -> Limiter:
+def make_limiter(settings: Settings, watch: LimiterWatch, background: BackgroundTasks) -> Limiter:
     """What decides over limits; it does not begin before its `start`. Raises SettingsInvalid."""
     if not settings.redis_url:
         return InProcessLimiter()
@@ -24,7 +25,7 @@ def make_limiter(settings: Settings, watch: LimiterWatch) -> Limiter:
     from loraplex.control.limits.redis_link import RedisLink, redis_script
 
     check_url(settings.redis_url)
-    return RedisLimiter(RedisLink(settings.redis_url, redis_script()), watch)
+    return RedisLimiter(RedisLink(settings.redis_url, redis_script()), watch, background=background)
 
 
 def check_redis(settings: Settings) -> None:

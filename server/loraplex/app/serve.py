@@ -12,6 +12,7 @@ import structlog
 import uvloop
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.app.background import start_background
 from loraplex.app.damage import DamageReports
 from loraplex.app.factory import (
     Apps,
@@ -25,8 +26,6 @@ from loraplex.app.listening import Listening
 from loraplex.app.logs import configure_logging
 from loraplex.app.ports import Ports, open_ports, url
 from loraplex.app.settings import Settings, SettingsInvalid
-from loraplex.app.weights import WeightWatch
-from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.serving.client import EngineClient
 from loraplex.serving.socket_client import SocketEngineClient
 
@@ -88,24 +87,15 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         # The ports first: what starts is told from what is not there, and nobody has to wait to be told.
         data, admin = create_starting_apps(installation, engine)
         listening = Listening(ports, data=data, admin=admin)
-        keeping = [
-            asyncio.create_task(installation.key_use.run()),
-            asyncio.create_task(installation.usage_writer.run()),
-            asyncio.create_task(UsageRollUp(installation.database, settings.usage_keep_days).run()),
-            asyncio.create_task(installation.database.watch()),
-            asyncio.create_task(damage.run(engine)),
-            asyncio.create_task(WeightWatch(installation.database, installation.tenants).run(engine)),
-        ]
         at_end = contextlib.AsyncExitStack()
-        try:
-            code = await _serve_on(listening, installation, ports, engine, stop, at_end)
-        finally:
-            whole = await listening.close()
-            await at_end.aclose()
-            for task in keeping:
-                task.cancel()
-            await asyncio.gather(*keeping, return_exceptions=True)
-            await engine.close()
+        at_end.push_async_callback(engine.close)
+        at_end.push_async_callback(installation.background.close)
+        async with at_end:
+            start_background(installation, engine, damage)
+            try:
+                code = await _serve_on(listening, installation, ports, engine, stop, at_end)
+            finally:
+                whole = await listening.close()
         return code if whole else 1
 
 

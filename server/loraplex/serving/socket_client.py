@@ -7,6 +7,7 @@ import asyncio
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -226,5 +227,10 @@ class SocketEngineClient(SessionClient):
                 await self._start_process()
             except EngineStartError as error:
                 cause = error.message
+            except Exception as error:  # our own bug: nobody else would begin again
+                cause = f"the start failed: {error!r}"
+                self._log("engine_restart_failed", error="".join(traceback.format_exception(error)))
+                if self.healthy:  # it failed when the engine ran again
+                    return
             else:
                 return

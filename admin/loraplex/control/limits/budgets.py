@@ -241,6 +241,8 @@ class Budgets:
                 except Exception as error:
                     failure = error
                 self._asked_at = None
+                if failure is not None and all(waiter.done() for waiter, _ in waiting):
+                    log.error("budgets_not_refreshed", reason=str(failure), exc_info=failure)
                 for waiter, _ in waiting:
                     if waiter.done():
                         continue

@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from loraplex.control.background import BackgroundTasks
 from loraplex.control.errors import LimitsNotShared, LimitsUnavailable, RateLimited
 from loraplex.control.limits.gcra import PERIOD_S
 from loraplex.control.limits.in_process import limit_window
@@ -96,11 +97,17 @@ class RedisLimiter:
     name = "redis"
 
     def __init__(
-        self, link: RedisLink, watch: LimiterWatch, *, clock: Callable[[], float] = time.monotonic
+        self,
+        link: RedisLink,
+        watch: LimiterWatch,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        background: BackgroundTasks | None = None,
     ) -> None:
         self._link = link
         self._watch = watch
         self._clock = clock
+        self._background = background or BackgroundTasks()
         self._replica = uuid.uuid4().hex
         self._number = 0
         self._born = ""
@@ -134,7 +141,7 @@ class RedisLimiter:
             self._back()
         else:
             self._lost_us = self._now_us()
-        self._keeper = asyncio.create_task(self._keep())
+        self._keeper = self._background.start("limiter-redis", self._keep)
 
     async def close(self) -> None:
         if self._keeper is not None:

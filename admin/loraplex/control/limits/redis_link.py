@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseError
 
@@ -19,6 +20,7 @@ CONNECT_TIMEOUT_S = 1.0
 MOST_MOVES = 3
 LATE_S = 0.01
 """A time-out that fires this much too late tells of our own event loop, not of Redis."""
+log = structlog.get_logger("loraplex")
 
 
 def redis_script() -> str:
@@ -159,8 +161,10 @@ class RedisLink:
                     answer.set_exception(refusal)
                 else:
                     answer.set_result(result)
-        except (RedisError, OSError, IndexError) as error:
-            await self._drop(wire, _reason(error))
+        except Exception as error:
+            if not isinstance(error, RedisError | OSError | IndexError):
+                log.error("limiter_redis_unreadable", exc_info=error)
+            await self._drop(wire, _reason(error))  # else everybody who waits would wait in vain
 
     async def _drop(self, wire: _Wire, reason: str) -> None:
         if self._wire is wire:

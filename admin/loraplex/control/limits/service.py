@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from loraplex.control.background import BackgroundTasks
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.plan import plan_request
@@ -14,16 +15,24 @@ class RequestLimits:
     """`reserve` before a request is served, `settle` after it, once, whatever became of it. `server`: limits over all
     tenants together. Rates and places are the limiter's to decide; budgets are in the database, and in slices here."""
 
-    def __init__(self, limiter: Limiter, budgets: Budgets, *, server: Limits = NO_LIMITS) -> None:
+    def __init__(
+        self,
+        limiter: Limiter,
+        budgets: Budgets,
+        *,
+        server: Limits = NO_LIMITS,
+        background: BackgroundTasks | None = None,
+    ) -> None:
         self._limiter = limiter
         self._budgets = budgets
         self._server = server
+        self._background = background or BackgroundTasks()
         self._reports: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Before the first request. Raises LimitsNotShared."""
         await self._limiter.start()
-        self._reports = asyncio.create_task(self._budgets.run())
+        self._reports = self._background.start("budget-reports", self._budgets.run)
 
     async def reserve(
         self,

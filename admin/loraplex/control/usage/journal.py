@@ -25,6 +25,7 @@ from typing import IO
 
 import structlog
 
+from loraplex.control.background import TaskState
 from loraplex.control.errors import ControlError
 from loraplex.control.usage.records import MAX_RECORD_BYTES, Accepted, Ended, encode
 from loraplex.control.usage.segments import (
@@ -109,8 +110,13 @@ class UsageJournal:
         self._synced = Position(1, 0)
         self._num_ended = 0
         self._writing = False
-        self._broken = False
+        self._failure: str | None = None
+        self._no_room: str | None = None
         self._closing = False
+        self._dead = False
+        self._in_hand: list[_Item] = []
+        self.state = TaskState("usage-journal", up=True)
+        """Of the thread, as the metrics show it."""
         self._thread = threading.Thread(target=self._run, name="usage-journal", daemon=True)
         self._thread.start()
 
@@ -137,6 +143,8 @@ class UsageJournal:
         with self._wake:
             self._open.pop(record.id, None)
             self._put(_Item(encode(record), done=tell))
+            if self._dead:
+                return  # which is in the log, and no request is accepted any more
         try:
             async with asyncio.timeout(SYNC_WAIT_S):
                 await synced.wait()
@@ -175,11 +183,22 @@ class UsageJournal:
         with self._lock:
             return not self._has_room()
 
+    def failure(self) -> str | None:
+        """Why no request can be taken, and none will be able to be in a moment; None while they can. One sentence's
+        end, for the probes."""
+        with self._lock:
+            if self._failure is not None:
+                return f"usage cannot be recorded ({self._failure})"
+            if self._has_room() or (self._no_room is None and self._wants_spare()):
+                return None
+            reason = self._no_room or "the database has to take some of it first"
+            return f"usage cannot be recorded: the journal is full ({reason})"
+
     def _has_room(self) -> bool:
         """For one more request and its end, beside all that is owed already. Call with the lock held."""
         room = self._current.room + (0 if self._spare is None else self._segment_bytes)
         owed = self._queued_bytes + (len(self._open) + 2) * MAX_RECORD_BYTES
-        return not self._broken and owed <= room
+        return self._failure is None and owed <= room
 
     def turn(self, min_age_s: float) -> None:
         """Begin another segment if the current one has records and is so old: the next `release` can remove it."""
@@ -220,41 +239,67 @@ class UsageJournal:
     # The thread.
 
     def _run(self) -> None:
+        """What fails is tried again for as long as the server lives: what was taken from the queue is kept until it is
+        on the disk. Should the thread end all the same, no request is accepted any more."""
+        try:
+            self._work()
+        except BaseException as error:
+            self._fail(f"its thread ended: {_reason(error)}", error)
+            with self._lock:
+                self._dead = True
+                left, self._queue = self._in_hand + self._queue, []
+            for item in left:
+                if item.done is not None:
+                    item.done()
+        self.state.up = False
+
+    def _work(self) -> None:
         while True:
             self._provide_spare()
             with self._wake:
                 if not self._queue and not self._closing:
                     self._wake.wait(RETRY_S if self._wants_spare() else None)
-                batch, self._queue = self._queue, []
-                self._writing = bool(batch)
-                if not batch and self._closing:
+                self._in_hand, self._queue = self._queue, []
+                self._writing = bool(self._in_hand)
+                if not self._in_hand and self._closing:
                     return
-            if batch:
-                self._write(batch)
+            if self._in_hand:
+                self._write(self._in_hand)
+
+    def _fail(self, reason: str, error: BaseException) -> None:
+        unforeseen = None if isinstance(error, OSError) else error
+        log.error("usage_journal_failed", reason=reason, exc_info=unforeseen)
+        with self._lock:
+            self._failure = reason
+        self.state.up = False
 
     def _write(self, batch: list[_Item]) -> None:
-        """Until the batch is on the disk. After a failed sync nobody knows what is there: then the whole of it is
-        written again, into another segment if there is one, and what is there twice is told to the database once."""
+        """Until the batch is on the disk, whatever fails. After a failed sync nobody knows what is there: then all of
+        it is written again, into another segment if there is one, and what is there twice is told to the database
+        once."""
         while True:
             segment, used = self._current, self._current.used
             try:
                 self._append(batch)
                 break
-            except OSError as error:
-                log.error("usage_journal_failed", reason=error.strerror)
+            except Exception as error:
+                failure = error
+                self._fail(_reason(error), error)
                 if self._closing:
                     return
                 if self._current is segment:
                     segment.used = used
-                with self._lock:
-                    self._broken = True
                 time.sleep(RETRY_S)
+                self.state.restarts += 1
                 self._provide_spare()
                 with self._lock:
-                    if self._spare is not None:
+                    if self._spare is not None and isinstance(failure, OSError):
                         self._turn()
+        if self._failure is not None:
+            log.info("usage_journal_recovered")
+        self.state.up = True
         with self._lock:
-            self._broken = self._writing = False
+            self._failure, self._writing = None, False
             self._queued_bytes -= sum(len(item.record) for item in batch)
             self._num_ended += sum(item.done is not None for item in batch)
             self._synced = Position(self._current.number, self._current.used)
@@ -300,11 +345,17 @@ class UsageJournal:
             return
         try:
             spare = Segment(self.directory, self._numbers[-1] + 1, self._segment_bytes)
-        except OSError as error:
-            log.error("usage_journal_no_room", reason=error.strerror)
+        except Exception as error:
+            unforeseen = None if isinstance(error, OSError) else error
+            self._no_room = _reason(error)
+            log.error("usage_journal_no_room", reason=self._no_room, exc_info=unforeseen)
             return
         with self._lock:
-            self._spare = spare
+            self._spare, self._no_room = spare, None
+
+
+def _reason(error: BaseException) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 def lock_life(directory: Path) -> IO[str]:

@@ -74,7 +74,7 @@ class UsageRollUp:
             except LoraplexError as error:
                 log.warning("usage_not_rolled_up", reason=error.message)
             except Exception as error:
-                # Nobody watches this task: it must not end for what another try may not meet.
+                # To be started again would be to try again within a minute, at the same rows.
                 log.error("usage_not_rolled_up", exc_info=error)
             if total:
                 log.info("usage_rolled_up", rows=total)
