@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 from typing import Literal
 
 import torch
@@ -27,7 +28,7 @@ def resolve_backend(choice: str, device: torch.device) -> Backend:
     if choice == "torch":
         return "torch"
     if choice == "auto":
-        best: Backend = "triton" if device.type == "cuda" else "numba"
+        best = best_backend(device)
         return best if obstacle_to(best, device) is None else "torch"
     asked: Backend | None = "numba" if choice == "numba" else "triton" if choice == "triton" else None
     if asked is not None:
@@ -36,6 +37,11 @@ def resolve_backend(choice: str, device: torch.device) -> Backend:
             return asked
         raise BackendUnavailable(f"the {choice} kernels can't run here: {obstacle}; choose auto or torch")
     raise BackendUnavailable(f"there are no {choice!r} kernels; choose auto, torch, numba or triton")
+
+
+def best_backend(device: torch.device) -> Backend:
+    """The fastest for `device`, whether or not it can run."""
+    return "triton" if device.type == "cuda" else "numba"
 
 
 def obstacle_to(backend: Backend, device: torch.device) -> str | None:
@@ -50,7 +56,25 @@ def _obstacle_to_numba(device: torch.device) -> str | None:
         return f"they are for CPUs, and the device is {device.type!r}"
     if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed"
+    return _numba_failure()
+
+
+@cache
+def _numba_failure() -> str | None:
+    """What numba, which is made for certain versions of numpy, LLVM and processors, fails with here."""
+    try:
+        from loraplex.kernels.numba_probe import probe
+
+        probe()
+    except Exception as error:  # of any kind: what is installed does not fit together
+        return describe_failure("numba", error)
     return None
+
+
+def describe_failure(library: str, error: Exception) -> str:
+    """In one line."""
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return f"{library} failed with {type(error).__name__}: {reason}"
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:

@@ -77,9 +77,9 @@ def _torch() -> str:
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    capability = torch.backends.cpu.get_cpu_capability()
     versions = f"{torch.__version__}, transformers {version('transformers')}"
-    return f"{versions}, device {device} ({capability}), {threads} threads"
+    return f"{versions}, device {device} ({capability})"
 
 
 def _kernels(questions: Questions) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -32,10 +33,19 @@ from loraplex.engine.progress import Progress
 from loraplex.engine.protocol import EngineInfo
 from loraplex.engine.runner import ModelRunner
 from loraplex.engine.sampler import make_sampler
-from loraplex.kernels.backend import Backend, BackendUnavailable, resolve_backend
+from loraplex.engine.threads import set_threads
+from loraplex.kernels.backend import (
+    Backend,
+    BackendUnavailable,
+    best_backend,
+    describe_failure,
+    obstacle_to,
+    resolve_backend,
+)
 from loraplex.kernels.lora import CHUNK
 
 MAX_SLOTS = 1024
+_log = logging.getLogger(__name__)
 LOADER_THREADS = 2
 _ADAPTER_FRACTION = 0.1
 _MAX_ADAPTER_MEMORY = {"cpu": 1 << 30, "cuda": 16 << 30}
@@ -54,6 +64,10 @@ class DeviceUnavailable(LoraplexError):
     """The device that was asked for is not there, or can't run the kernels that were."""
 
     code = "device_unavailable"
+
+
+class _CompilationFailed(Exception):
+    """The kernels cannot be compiled for this processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +100,24 @@ def build_engine(
     the model, such as a recorder of its logits. `recorder` records decoding steps where the model's kernels allow it;
     CUDA graphs do on a GPU unless another one is given. Raises LoraplexError with what is wrong and what to do.
     """
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    set_threads(config.num_threads)
     device, backend = resolve_kernels(config.device, config.kernels)
+    if config.kernels == "auto" and backend == "torch":
+        _tell_fallback(obstacle_to(best_backend(device), device) or "")
     # On a CPU all parallel work is the worker's: each thread that does any gets a team of threads of its own, and where
     # teams have more threads than there are cores OpenMP puts them to sleep between any two operations.
     executor = Executor()
     try:
-        return _build(config, wake, on_stage, executor, device, backend, wrap_model, recorder)
+        try:
+            return _build(config, wake, on_stage, executor, device, backend, wrap_model, recorder)
+        except _CompilationFailed as error:
+            if config.kernels != "auto":
+                raise DeviceUnavailable(
+                    f"--kernels {config.kernels}: {error}; choose auto or torch"
+                ) from error
+            _tell_fallback(str(error))
+        plain = replace(config, kernels="torch")
+        return _build(plain, wake, on_stage, executor, device, "torch", wrap_model, recorder)
     except BaseException:
         executor.close()
         raise
@@ -145,7 +169,10 @@ def _build(
         compiling = executor.submit(
             lambda: numba_cache.compile_kernels(kind, lambda: numba_warm_up.warm_up(model.dtype))
         )
-        compiling.result()
+        try:
+            compiling.result()
+        except Exception as error:  # of any kind: what is compiled depends on the processor
+            raise _CompilationFailed(describe_failure("numba", error)) from error
         on_stage("loading")
     size = size_kv_cache(
         model.shape,
@@ -238,6 +265,10 @@ def resolve_kernels(device: str, kernels: str) -> tuple[torch.device, Backend]:
         return found, resolve_backend(kernels, found)
     except BackendUnavailable as error:
         raise DeviceUnavailable(f"--kernels {kernels}: {error}") from error
+
+
+def _tell_fallback(reason: str) -> None:
+    _log.warning("torch's kernels are used, which are slower: %s", reason)
 
 
 def _device(asked: str) -> torch.device:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 
 from loraplex.engine.factory import resolve_kernels
-from loraplex.kernels.backend import Backend, obstacle_to
+from loraplex.engine.threads import set_threads
+from loraplex.kernels.backend import best_backend, obstacle_to
 
 
 def describe_kernels(choice: str, device: str, num_threads: int) -> str:
     """What `choice` comes to on `device`, both as in EngineConfig, and how it computes there. Raises DeviceUnavailable
     for what can't run here."""
-    if num_threads:
-        torch.set_num_threads(num_threads)
+    shown_threads = set_threads(num_threads)
     found, backend = resolve_kernels(device, choice)
-    threads = torch.get_num_threads()
-    shown_threads = f"{threads} thread{'s' if threads > 1 else ''}"
     if backend == "triton":
         if found.type != "cuda":
             return "triton, interpreted: far too slow to serve with"
@@ -25,7 +23,7 @@ def describe_kernels(choice: str, device: str, num_threads: int) -> str:
         return f"{_describe_numba()}, {shown_threads}; {_describe_cache()}"
     if choice == "torch":
         return f"torch, as was asked for, {shown_threads}"
-    better: Backend = "triton" if found.type == "cuda" else "numba"
+    better = best_backend(found)
     return f"torch, {shown_threads}; {better} would be faster, but {obstacle_to(better, found)}"
 
 

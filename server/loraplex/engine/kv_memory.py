@@ -9,6 +9,7 @@ import torch
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.control_groups import ControlGroups
 from loraplex.engine.model.base import KVCache, ModelShape
 from loraplex.engine.progress import Progress
 
@@ -102,14 +103,7 @@ def available_memory(device: torch.device) -> int:
     control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    limits = [_mem_available()]
-    for used, limit in (
-        ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.max"),
-        ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-    ):
-        total, current = _read_int(limit), _read_int(used)
-        if total is not None and current is not None:
-            limits.append(max(0, total - current))
+    limits = (_mem_available(), ControlGroups().free_memory())
     known = [value for value in limits if value is not None]
     if not known:
         raise KVMemoryTooSmall("the machine does not tell how much memory is free; set kv_cache_memory")
@@ -132,14 +126,6 @@ def _mem_available() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def _read_int(path: str) -> int | None:
-    try:
-        text = Path(path).read_text("ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # "max": no limit
 
 
 def _mib(num_bytes: int) -> str:
