@@ -40,6 +40,11 @@ def names_damage(error: OSError) -> bool:
     return error.errno in _DAMAGED
 
 
+def has_no_room(error: OSError) -> bool:
+    """Whether the disk is full, or what this process may have of it."""
+    return error.errno in _NO_ROOM
+
+
 def is_disk_failure(error: BaseException | None) -> bool:
     """Whether the operating system had no room, or its disk failed."""
     return isinstance(error, OSError) and error.errno in _NO_ROOM | _BROKEN

