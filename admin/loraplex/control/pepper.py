@@ -10,17 +10,23 @@ from loraplex.control.errors import PepperChanged
 from loraplex.control.secrets import hash_secret
 from loraplex.control.tables import ApiKey, Installation
 
-_NAME = "key-pepper"
+PEPPER_NAME = "key-pepper"
+"""Of the row of `installation` that holds the pepper's mark."""
+
+
+def pepper_mark(pepper: bytes) -> str:
+    """A hash that tells nothing of the pepper."""
+    return hash_secret(pepper, "the mark of this pepper")
 
 
 def check_pepper(database: Database, pepper: bytes, *, accept: bool = False) -> None:
-    """At the start. The first server leaves the pepper's mark, a hash that tells nothing of it. Another pepper is
-    taken where there is no living key that it would make useless, or with `accept`. Raises PepperChanged."""
-    mark = hash_secret(pepper, "the mark of this pepper")
+    """At the start. The first server leaves the pepper's mark. Another pepper is taken where there is no living key
+    that it would make useless, or with `accept`. Raises PepperChanged."""
+    mark = pepper_mark(pepper)
     with database.write(ages_caches=False) as session:
-        row = session.get(Installation, _NAME)
+        row = session.get(Installation, PEPPER_NAME)
         if row is None:
-            session.add(Installation(name=_NAME, value=mark))
+            session.add(Installation(name=PEPPER_NAME, value=mark))
         elif row.value != mark:
             living = session.scalar(select(func.count()).where(ApiKey.revoked_at.is_(None))) or 0
             if living and not accept:

@@ -88,6 +88,7 @@ def _commands() -> dict[str, _Command]:
         "serve": _Command("Serve a base model and its tenants' adapters.", _serve),
         "doctor": _Command("Check this machine, the settings and the data directory.", _doctor),
         "migrate": _Command("Bring the database to this version's schema, as serve does.", _migrate),
+        "backup": _Command("Copy what a server needs into a directory, while it serves.", _backup),
         "tenant": _Command("Create, list, show, change and delete tenants.", _tenant, is_group=True),
         "key": _Command("Create, list, change, rotate and revoke a tenant's API keys.", _key, is_group=True),
         "adapter": _Command("Upload, list, show, delete and pin adapters.", _adapter, is_group=True),
@@ -121,6 +122,12 @@ def _migrate() -> Any:
     from loraplex.app.server_commands import create_migrate_command
 
     return create_migrate_command()
+
+
+def _backup() -> Any:
+    from loraplex.app.server_commands import create_backup_command
+
+    return create_backup_command()
 
 
 def _tenant() -> Any:

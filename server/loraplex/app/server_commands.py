@@ -1,4 +1,4 @@
-"""`loraplex serve`, `quickstart`, `migrate` and `doctor`: the commands that touch this machine, not a server's API."""
+"""`loraplex serve`, `quickstart`, `migrate`, `backup` and `doctor`: they touch this machine, not a server's API."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ def create_migrate_command() -> Any:
             help="The old key pepper is lost: take the new one; every key must be rotated",
         ),
         as_json=typer.Option(False, "--json", help="Print JSON"),
+    )
+
+
+def create_backup_command() -> Any:
+    return with_settings(
+        _backup,
+        only=("data_dir", "database_url", "artifact_url", "key_pepper"),
+        directory=typer.Argument(metavar="DIR", help="Where it goes: new or empty", show_default=False),
+        as_json=typer.Option(False, "--json", help="Print the manifest"),
     )
 
 
@@ -142,6 +151,12 @@ def _migrate(settings: Settings, *, dry_run: bool, accept_new_pepper: bool, as_j
         out.line(f"the database {shown} was not changed")
     else:
         out.line(f"the database {shown} has this version's schema")
+
+
+def _backup(settings: Settings, *, directory: str, as_json: bool) -> None:
+    from loraplex.app.commands.backup import backup
+
+    backup(settings, Path(directory), as_json=as_json)
 
 
 def _doctor(settings: Settings, *, as_json: bool) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any
+
+from loraplex.app.commands.progress import transfer_bar
 
 
 class _Watched:
@@ -32,20 +33,9 @@ def upload_progress(
 ) -> Iterator[dict[str, tuple[str, Any]]]:
     """`files` by name, for httpx's multipart; while they are read a bar on stderr shows how far, at a terminal and not
     where `is_quiet`."""
-    if is_quiet or not sys.stderr.isatty():
-        yield {name: (name, file) for name, file in files.items()}
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     total = sum(os.fstat(file.fileno()).st_size for file in files.values())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("uploading", total=total)
-
-        def note(num_bytes: int) -> None:
-            progress.advance(task, num_bytes)
-            if progress.finished:
-                progress.update(task, description="uploaded; the server is checking it")
-
-        yield {name: (name, _Watched(file, note)) for name, file in files.items()}
+    with transfer_bar(total, "uploading", "uploaded; the server is checking it", is_quiet=is_quiet) as note:
+        if note is None:
+            yield {name: (name, file) for name, file in files.items()}
+        else:
+            yield {name: (name, _Watched(file, note)) for name, file in files.items()}

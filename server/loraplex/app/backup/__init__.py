@@ -1,0 +1,1 @@
+"""A copy of what a server needs, made while it serves: `run.make_backup`."""
