@@ -26,6 +26,7 @@ class TestTenants:
         assert set(limits) == {
             "tokens_per_minute",
             "max_concurrency",
+            "max_sequences",
             "token_budget",
             "budget_period",
             "max_adapters",

@@ -25,7 +25,7 @@ from loraplex.control.limits.budget_store import BudgetStore, budget_states
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.service import RequestLimits
-from loraplex.control.types import NO_LIMITS, Limits, Principal
+from loraplex.control.types import NO_LIMITS, Admission, Limits, Principal
 from support.control import ControlPlane, FakeClock, caller
 from support.data_plane import BASE, DataPlane, FakeAuthenticator, running_data_plane
 from support.fake_engine import Reply
@@ -53,9 +53,12 @@ class Shop:
     limiter: InProcessLimiter
     budgets: Budgets
     limits: RequestLimits
+    refused: int = 0
+    """Requests of `acme` that cost one of its rate, and nothing else."""
 
     def next_hour(self) -> None:
         self.clock.advance(3600)
+        self.refused = 0
 
         def forget() -> None:
             self.plane.engine.requests.clear()
@@ -107,7 +110,8 @@ class Shop:
         assert self.plane.server.call(spent) == self._charged()[0]["acme"]
 
     def _charged(self) -> tuple[Counter[str], int]:
-        """Tokens by key, by tenant and in all, and the requests of `acme`."""
+        """Tokens by key, by tenant and in all, and the requests of `acme`: those that were refused after all cost one
+        each, too."""
         ledger = self.plane.ledger
         used = {row.id: row.prompt_tokens + row.completion_tokens for row in ledger.rows}
         charged: Counter[str] = Counter()
@@ -116,7 +120,7 @@ class Shop:
             assert tokens <= self._allowed(record.id), "more was drawn than allowed"
             for owner in (record.key_id, record.tenant_id, "server"):
                 charged[owner] += tokens
-        return charged, sum(record.tenant_id == "acme" for record in ledger.accepted)
+        return charged, self.refused + sum(record.tenant_id == "acme" for record in ledger.accepted)
 
     def _allowed(self, request_id: str) -> int:
         """Each prompt once, and all that the engine may draw for all choices."""
@@ -128,20 +132,28 @@ class Shop:
         """Tokens and requests of this minute. A question that takes nothing."""
         try:
             held = await self.limits.reserve(
-                "question", who, prompt_tokens=0, asked_tokens=0, default_tokens=1, n=1
+                Admission("question"), who, prompt_tokens=0, asked_tokens=0, default_tokens=1, n=1
             )
-        except RateLimited as refusal:  # no request or place is left, and nothing was taken
-            tokens, requests, taken = refusal.tokens, refusal.requests, 0
-        else:
-            await self.limits.settle(held, used_tokens=None)
-            tokens, requests, taken = held.tokens, held.requests, 1
+            tokens = held.tokens
+        except RateLimited as refusal:  # no place is left, and nothing was taken
+            tokens = refusal.tokens
+        taken = 1
+        try:
+            requests = (await self.limits.admit("question", who)).requests
+        except RateLimited as refusal:
+            requests, taken = refusal.requests, 0
+        await self.limits.settle(Admission("question"), used_tokens=None)
         assert tokens is not None
         return tokens.remaining, None if requests is None else requests.remaining + taken
 
     def send(self, key: str, label: str | None, body: dict[str, Any]) -> httpx.Response:
         route = "chat/completions" if "messages" in body else "completions"
         headers = {"Authorization": f"Bearer {key}"} | ({} if label is None else {"x-request-id": label})
-        return self.plane.http.post(f"{self.plane.url}/v1/{route}", json=body, headers=headers)
+        answer = self.plane.http.post(f"{self.plane.url}/v1/{route}", json=body, headers=headers)
+        free = "requests a minute" in answer.text or "The server's limit" in answer.text
+        if answer.status_code in (400, 429) and not free and CALLERS[key].tenant_id == "acme":
+            self.refused += 1
+        return answer
 
 
 def _owners(who: Principal) -> list[tuple[str, Limits]]:

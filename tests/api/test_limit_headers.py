@@ -12,9 +12,9 @@ from loraplex.api.errors import from_exception
 from loraplex.api.limit_headers import duration, limit_headers
 from loraplex.control.errors import RateLimited
 from loraplex.control.limits.in_process import InProcessLimiter
-from loraplex.control.limits.plan import plan_request
 from loraplex.control.types import NO_LIMITS, Decision, Limits
 from support.control import FakeClock, caller
+from support.limiters import whole_plan
 
 
 class Door:
@@ -27,7 +27,7 @@ class Door:
         self._number = 0
 
     def ask(self, tokens: int) -> Decision:
-        plan = plan_request(self._who, NO_LIMITS, prompt_tokens=tokens, asked_tokens=0, default_tokens=1, n=1)
+        plan = whole_plan(self._who, NO_LIMITS, prompt_tokens=tokens, asked_tokens=0, default_tokens=1, n=1)
         self._number += 1
         return asyncio.run(self._limiter.reserve(str(self._number), plan))
 

@@ -109,7 +109,7 @@ def test_a_client_that_hangs_up_frees_the_engine(brisk: DataPlane, stream: bool,
 
 
 def test_a_hang_up_while_the_limits_are_asked(brisk: DataPlane) -> None:
-    """The reservation is made all the same, and then given back whole; the engine never hears of it."""
+    """The reservation is made all the same, and then given back but for the request; the engine never hears of it."""
     held = brisk.limiter.held = asyncio.Event()
     with brisk.server.connect() as sock:
         sock.sendall(completion())
@@ -118,7 +118,7 @@ def test_a_hang_up_while_the_limits_are_asked(brisk: DataPlane) -> None:
     wait_for(brisk, lambda: not brisk.server.server.server_state.connections)
     brisk.on_loop(held.set)
     brisk.settle_all()
-    assert brisk.limiter.settled == [("r0", None)]
+    assert brisk.limiter.settled == [("r0", 0)]
     assert brisk.engine.requests == []
     assert cut(brisk, "gone") == before + 1
 

@@ -37,6 +37,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "server_requests_per_minute": ("600", 600),
     "server_tokens_per_minute": ("100000", 100_000),
     "server_max_concurrency": ("50", 50),
+    "server_max_sequences": ("80", 80),
     "server_max_output_tokens": ("512", 512),
     "server_token_budget": ("1000000000", 10**9),
     "server_budget_period": ("day", "day"),

@@ -356,15 +356,16 @@ def test_a_database_that_does_not_answer_is_waited_for_once(world: World, one: R
 
 def test_what_the_limiter_refuses_takes_nothing_from_a_budget(world: World, one: Replica) -> None:
     limits = RequestLimits(InProcessLimiter(), one.budgets)
-    who = caller("acme", tenant_limits=Limits(token_budget=1000, budget_period="day", requests_per_minute=1))
+    who = caller("acme", tenant_limits=Limits(token_budget=1000, budget_period="day", max_concurrency=1))
     asked: dict[str, Any] = {"prompt_tokens": 10, "asked_tokens": 90, "default_tokens": 1, "n": 1}
 
     async def requests() -> None:
-        held = await limits.reserve("a", who, **asked)
+        admission = await limits.admit("a", who)
+        await limits.reserve(admission, who, **asked)
         with pytest.raises(RateLimited):
-            await limits.reserve("b", who, **asked)
+            await limits.reserve(await limits.admit("b", who), who, **asked)
         assert one.budgets.num_live == 1
-        await limits.settle(held, used_tokens=40)
+        await limits.settle(admission, used_tokens=40)
 
     one._run(requests())
     one.close()

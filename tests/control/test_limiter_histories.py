@@ -18,9 +18,9 @@ from loraplex.control.types import Limits, Principal
 from support.control import caller
 from support.limiters import Held, LimiterKit, in_process_kit, redis_kit
 
-SERVER = Limits(tokens_per_minute=3000, requests_per_minute=40, max_concurrency=9)
+SERVER = Limits(tokens_per_minute=3000, requests_per_minute=40, max_concurrency=9, max_sequences=14)
 TENANTS = (
-    Limits(tokens_per_minute=1000, max_concurrency=4),
+    Limits(tokens_per_minute=1000, max_concurrency=4, max_sequences=6),
     Limits(requests_per_minute=7, tokens_per_minute=2000, max_output_tokens=300),
     Limits(),
 )
@@ -37,10 +37,12 @@ def _callers() -> list[Principal]:
 
 @dataclass
 class Book:
-    """For each rate all charges in order, [when, cost], with the limit that they share; for each owner who runs."""
+    """For each rate all charges in order, [when, cost], with the limit that they share; for each owner who runs, and
+    how many sequences."""
 
     rates: dict[tuple[object, str], tuple[int, list[list[float]]]] = field(default_factory=dict)
     running: dict[object, int] = field(default_factory=dict)
+    sequences: Counter[object] = field(default_factory=Counter)
 
     def spent(self, name: tuple[object, str], now: float) -> float:
         """Seconds of the period, gone through from the first charge."""
@@ -78,7 +80,7 @@ def _follow(kit: LimiterKit, events: list[_Event], seen: Counter[str]) -> None:
             seen["never fit"] += 1
         except RateLimited as refusal:
             seen["had to wait"] += 1
-            _check_refusal(book, refusal, callers[who], now, prompt + n * asked, kit)
+            _check_refusal(book, refusal, callers[who], now, prompt + n * asked, n)
         else:
             seen["passed"] += 1
             live.append((held, _enter(book, held, now, kit)))
@@ -93,6 +95,7 @@ def _follow(kit: LimiterKit, events: list[_Event], seen: Counter[str]) -> None:
                     charge[1] = min(used, of.cost)
             for place in held.plan.places:
                 book.running[place.owner] -= 1
+                book.sequences[place.owner] -= held.plan.sequences
 
 
 def _enter(book: Book, held: Held, now: float, kit: LimiterKit) -> list[list[float]]:
@@ -109,15 +112,15 @@ def _enter(book: Book, held: Held, now: float, kit: LimiterKit) -> list[list[flo
     for place in held.plan.places:
         running = book.running[place.owner] = book.running.get(place.owner, 0) + 1
         assert place.limit is None or running <= place.limit
+        book.sequences[place.owner] += held.plan.sequences
+        assert place.max_sequences is None or book.sequences[place.owner] <= place.max_sequences
     for what, window in (("requests", held.decision.requests), ("tokens", held.decision.tokens)):
         told = None if window is None else window.remaining
         assert told == pytest.approx(min(left[what]), abs=1) if left[what] else told is None
     return charges
 
 
-def _check_refusal(
-    book: Book, refusal: RateLimited, who: Principal, now: float, tokens: int, kit: LimiterKit
-) -> None:
+def _check_refusal(book: Book, refusal: RateLimited, who: Principal, now: float, tokens: int, n: int) -> None:
     """Something is full, and the longest wait is what was told."""
     waits = []
     owners = {"key": who.key_limits, "tenant": who.tenant_limits, "server": SERVER}
@@ -129,6 +132,9 @@ def _check_refusal(
     for owner, running in book.running.items():
         kind, name = owner.kind, owner.id  # type: ignore[attr-defined]
         if name in (who.key_id, who.tenant_id, "") and running >= (owners[kind].max_concurrency or math.inf):
+            waits.append(1.0)
+        most = owners[kind].max_sequences or math.inf
+        if name in (who.key_id, who.tenant_id, "") and book.sequences[owner] + n > most:
             waits.append(1.0)
     assert refusal.retry_after_s == pytest.approx(max(waits), abs=1e-3)
 

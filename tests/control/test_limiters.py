@@ -163,6 +163,66 @@ def test_places_are_counted_and_come_back(kit: LimiterKit) -> None:
     kit.refused(acme)
 
 
+def test_sequences_of_all_requests_are_counted_together_and_taken_all_or_none(kit: LimiterKit) -> None:
+    acme = tenant(max_sequences=10, requests_per_minute=100)
+    held = [kit.reserve(acme, n=4), kit.reserve(acme, n=4)]
+    refusal = kit.refused(acme, n=3)
+    assert "The tenant's limit of 10 sequences at a time is reached." in refusal.message
+    assert (refusal.retry_after_s, refusal.is_own) == (PLACE_RETRY_S, True)
+    held.append(kit.reserve(acme, n=2))
+    assert held[2].requests_left == 97, "a refused request takes nothing"
+    kit.refused(acme)
+    kit.settle(held[0], 0)
+    kit.reserve(acme, n=4)
+    kit.refused(acme)
+
+
+def test_sequences_of_key_tenant_and_server_are_taken_together(kit: LimiterKit) -> None:
+    server = Limits(max_sequences=6)
+    one, other = (
+        caller(
+            "acme",
+            key_id=key,
+            key_limits=Limits(max_sequences=3),
+            tenant_limits=Limits(max_sequences=5),
+        )
+        for key in ("one", "other")
+    )
+    kit.reserve(one, n=3, server=server)
+    assert "The key's limit of 3" in kit.refused(one, server=server).message
+    assert "The tenant's limit of 5" in kit.refused(other, n=3, server=server).message
+    held = kit.reserve(other, n=2, server=server)
+    refusal = kit.refused(tenant("rival"), n=2, server=server)
+    assert ("The server's limit of 6" in refusal.message, refusal.is_own) == (True, False)
+    kit.settle(held, 0)
+    kit.reserve(tenant("rival"), n=3, server=server)
+
+
+def test_a_lowered_or_new_number_of_sequences_counts_those_that_run(kit: LimiterKit) -> None:
+    held = [kit.reserve(tenant(), n=3), kit.reserve(tenant(), n=3)]
+    kit.refused(tenant(max_sequences=6))
+    kit.settle(held[0], 0)
+    kit.reserve(tenant(max_sequences=6), n=3)
+
+
+def test_a_plan_that_passed_tells_when_the_same_would_pass_again(kit: LimiterKit) -> None:
+    acme = tenant(requests_per_minute=2)
+    assert kit.reserve(acme).decision.again_s == 0
+    assert kit.reserve(acme).decision.again_s == kit.about(30.0)
+    kit.advance(30 + kit.tolerance_s)
+    assert kit.reserve(acme).decision.again_s == kit.about(30.0)
+
+
+def test_several_reservations_are_settled_together(kit: LimiterKit) -> None:
+    acme = tenant(tokens_per_minute=1000, requests_per_minute=3, max_concurrency=3)
+    first, second = kit.reserve(acme, asked=399), kit.reserve(acme, asked=399)
+    kit.run(kit.limiter.settle(first.request_id, "never reserved", second.request_id, used_tokens=100))
+    last = kit.reserve(acme, asked=99)
+    assert (last.tokens_left, last.requests_left) == (700, 0)
+    kit.run(kit.limiter.settle(first.request_id, last.request_id, used_tokens=None))
+    assert kit.reserve(acme, asked=99).tokens_left == 700
+
+
 def test_the_longest_wait_is_told_where_several_limits_are_reached(kit: LimiterKit) -> None:
     acme = tenant(requests_per_minute=1, max_concurrency=1)
     kit.reserve(acme)
@@ -227,7 +287,13 @@ def test_no_stretch_of_time_sees_more_than_the_limits_whatever_comes(kit: Limite
     """Tokens that were really used, requests and places of a tenant with two keys, against plain counts."""
     rng = random.Random(seed)
     requests, tokens, places = rng.randint(1, 30), rng.randint(20, 2000), rng.randint(1, 6)
-    limits = Limits(requests_per_minute=requests, tokens_per_minute=tokens, max_concurrency=places)
+    sequences = rng.randint(1, 9)
+    limits = Limits(
+        requests_per_minute=requests,
+        tokens_per_minute=tokens,
+        max_concurrency=places,
+        max_sequences=sequences,
+    )
     keys = [caller("acme", key_id=f"k{i}", tenant_limits=limits) for i in range(2)]
     server = Limits(tokens_per_minute=2 * tokens)
     now = 0.0
@@ -244,14 +310,16 @@ def test_no_stretch_of_time_sees_more_than_the_limits_whatever_comes(kit: Limite
             kit.settle(reservation, used)
             spent.append((at, used))
         try:
-            asked = rng.randint(1, tokens)
-            prompt = rng.randint(0, tokens - asked)
-            made = kit.reserve(rng.choice(keys), prompt=prompt, asked=asked, server=server)
+            n = rng.randint(1, min(3, tokens, sequences))
+            asked = rng.randint(1, tokens // n)
+            prompt = rng.randint(0, tokens - n * asked)
+            made = kit.reserve(rng.choice(keys), prompt=prompt, asked=asked, n=n, server=server)
         except RateLimited as refusal:
             waits.append(refusal.retry_after_s)
             continue
         held.append((made, now))
         assert len(held) <= places
+        assert sum(one.plan.sequences for one, _ in held) <= sequences
     assert all(0 < wait <= PERIOD_S + kit.tolerance_s for wait in waits)
     spent += [(at, reservation.plan.tokens) for reservation, at in held]
     spent.sort()

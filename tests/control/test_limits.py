@@ -13,11 +13,11 @@ from loraplex.control.errors import NeverFits, RateLimited
 from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.in_process import SWEEP_EVERY, InProcessLimiter
-from loraplex.control.limits.plan import LimitPlan, plan_request
+from loraplex.control.limits.plan import LimitPlan
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.types import NO_LIMITS, Limits
 from support.control import FakeClock, caller
-from support.limiters import tenant
+from support.limiters import tenant, whole_plan
 
 
 def plan(
@@ -27,7 +27,7 @@ def plan(
     n: int = 1,
     server: Limits = NO_LIMITS,
 ) -> LimitPlan:
-    return plan_request(
+    return whole_plan(
         tenant(**limits), server, prompt_tokens=prompt, asked_tokens=asked, default_tokens=256, n=n
     )
 
@@ -53,7 +53,7 @@ def test_key_tenant_and_server_are_charged_each_for_itself() -> None:
     who = caller(
         "acme", key_limits=Limits(requests_per_minute=1), tenant_limits=Limits(requests_per_minute=2)
     )
-    made = plan_request(
+    made = whole_plan(
         who,
         Limits(requests_per_minute=3, max_concurrency=7),
         prompt_tokens=1,
@@ -105,15 +105,74 @@ def test_what_was_not_asked_for_is_cut_to_what_the_limits_allow() -> None:
 async def test_a_reservation_is_the_requests_own_and_says_how_long_its_answers_may_be() -> None:
     limits = RequestLimits(InProcessLimiter(), no_budgets(), server=Limits(tokens_per_minute=100))
     asked: dict[str, Any] = {"prompt_tokens": 40, "asked_tokens": None, "default_tokens": 256, "n": 1}
-    held = await limits.reserve("internal-1", caller("acme"), **asked)
-    assert (held.reservation_id, held.max_output_tokens) == ("internal-1", 60)
+    admission = await limits.admit("internal-1", caller("acme"))
+    held = await limits.reserve(admission, caller("acme"), **asked)
+    assert (admission.request_id, held.max_output_tokens) == ("internal-1", 60)
     assert held.tokens is not None
     assert (held.tokens.limit, held.tokens.remaining) == (100, 0)
     for _ in range(2):
-        await limits.settle(held, used_tokens=50)
+        await limits.settle(admission, used_tokens=50)
     with pytest.raises(RateLimited) as refused:
-        await limits.reserve("internal-2", caller("rival"), **asked)
+        await limits.reserve(await limits.admit("internal-2", caller("rival")), caller("rival"), **asked)
     assert "The server's limit" in refused.value.message
+
+
+ASKED: dict[str, Any] = {"prompt_tokens": 1, "asked_tokens": 9, "default_tokens": 1, "n": 1}
+
+
+async def test_an_admitted_request_costs_one_of_its_rate_unless_all_is_given_back() -> None:
+    clock = FakeClock()
+    limits = RequestLimits(InProcessLimiter(clock=clock), no_budgets(), clock=clock)
+    acme = tenant(requests_per_minute=2)
+    for number in range(5):
+        await limits.settle(await limits.admit(f"given back {number}", acme), used_tokens=None)
+    first = await limits.admit("first", acme)
+    assert first.requests is not None
+    assert (first.requests.remaining, limits.again_s(first)) == (1, 0)
+    await limits.settle(first, used_tokens=0)
+    second = await limits.admit("second", acme)
+    assert limits.again_s(second) == pytest.approx(30)
+    with pytest.raises(RateLimited) as refused:
+        await limits.admit("third", acme)
+    assert refused.value.retry_after_s == pytest.approx(30)
+    await limits.settle(second, used_tokens=None)
+    await limits.settle(await limits.admit("third", acme), used_tokens=0)
+
+
+async def test_what_the_other_limits_refuse_is_told_with_the_requests_that_are_left() -> None:
+    limiter = InProcessLimiter()
+    limits = RequestLimits(limiter, no_budgets())
+    acme = tenant(requests_per_minute=3, tokens_per_minute=10, max_sequences=4)
+    admission = await limits.admit("first", acme)
+    await limits.reserve(admission, acme, **ASKED)
+    await limits.settle(admission, used_tokens=10)
+    admission = await limits.admit("second", acme)
+    with pytest.raises(RateLimited, match="10 tokens a minute") as refused:
+        await limits.reserve(admission, acme, **ASKED)
+    assert refused.value.is_own
+    assert refused.value.requests is not None
+    assert refused.value.tokens is not None
+    assert (refused.value.requests.remaining, refused.value.tokens.remaining) == (1, 0)
+    await limits.settle(admission, used_tokens=0)
+    assert limiter.num_live == 0
+
+
+async def test_who_has_no_request_rate_is_admitted_without_asking_the_limiter() -> None:
+    limiter = InProcessLimiter()
+    limits = RequestLimits(limiter, no_budgets())
+    admission = await limits.admit("r", tenant(tokens_per_minute=10))
+    assert (admission.requests, limiter.num_live) == (None, 0)
+
+
+def test_more_sequences_than_may_ever_run_never_fit() -> None:
+    assert plan({"max_sequences": 4}, n=4).sequences == 4
+    with pytest.raises(
+        NeverFits, match="5 sequences were asked for at once; the tenant's limit is 4"
+    ) as caught:
+        plan({"max_sequences": 4}, n=5)
+    assert caught.value.param == "n"
+    with pytest.raises(NeverFits, match="the server's limit is 4"):
+        plan({}, n=5, server=Limits(max_sequences=4))
 
 
 async def test_nothing_is_kept_of_those_who_went_away() -> None:
@@ -122,7 +181,7 @@ async def test_nothing_is_kept_of_those_who_went_away() -> None:
     for number in range(SWEEP_EVERY):
         clock.advance(0.1)
         one = tenant(f"t{number}", requests_per_minute=60, tokens_per_minute=1000, max_concurrency=1)
-        made = plan_request(one, NO_LIMITS, prompt_tokens=1, asked_tokens=1, default_tokens=1, n=1)
+        made = whole_plan(one, NO_LIMITS, prompt_tokens=1, asked_tokens=1, default_tokens=1, n=1)
         await limiter.reserve(str(number), made)
         await limiter.settle(str(number), used_tokens=2)
     assert limiter.num_live == 0
@@ -141,7 +200,8 @@ async def test_many_that_come_and_fail_leave_no_place_taken() -> None:
         one = tenant(f"t{seed % 3}", max_concurrency=4, tokens_per_minute=10**6)
         for turn in range(20):
             try:
-                held = await limits.reserve(f"{seed}-{turn}", one, **asked)
+                held = await limits.admit(f"{seed}-{turn}", one)
+                await limits.reserve(held, one, **asked)
             except RateLimited:
                 await asyncio.sleep(0)
                 continue
@@ -167,4 +227,5 @@ async def test_many_that_come_and_fail_leave_no_place_taken() -> None:
     assert limiter.num_live == 0
     for name in ("t0", "t1", "t2"):
         for turn in range(3):
-            await limits.reserve(f"{name}-{turn}", tenant(name, max_concurrency=4), **asked)
+            one = tenant(name, max_concurrency=4)
+            await limits.reserve(await limits.admit(f"{name}-{turn}", one), one, **asked)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from loraplex.control.errors import LimitsUnavailable, RateLimited
 from loraplex.control.limits import redis_limiter
-from loraplex.control.limits.plan import LimitPlan, plan_request
+from loraplex.control.limits.plan import LimitPlan
 from loraplex.control.limits.redis_limiter import DRIFT_S, SILENCE_S
 from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
 from loraplex.control.limits.redis_messages import Beat
 from loraplex.control.types import NO_LIMITS, Limits
 from support.control import caller
-from support.limiters import START_US, SharedLimits, with_clock_of_tests
+from support.limiters import START_US, SharedLimits, whole_plan, with_clock_of_tests
 from support.redis_server import redis_server
 
 SERVERS = 3
@@ -39,7 +39,7 @@ async def shared() -> AsyncIterator[SharedLimits]:
 
 def plan(tokens: int = 1, limits: Limits = LIMITS) -> LimitPlan:
     who = caller("acme", tenant_limits=limits)
-    return plan_request(who, NO_LIMITS, prompt_tokens=0, asked_tokens=tokens, default_tokens=1, n=1)
+    return whole_plan(who, NO_LIMITS, prompt_tokens=0, asked_tokens=tokens, default_tokens=1, n=1)
 
 
 @dataclass

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from loraplex.control.errors import RateLimited
-from loraplex.control.limits.plan import LimitPlan, plan_request
+from loraplex.control.limits.plan import LimitPlan
 from loraplex.control.limits.redis_limiter import RedisLimiter
 from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
 from loraplex.control.types import NO_LIMITS
 from support.limit_watch import Watch
-from support.limiters import tenant
+from support.limiters import tenant, whole_plan
 from support.redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def _move_slot(source: RedisServer, target: RedisServer) -> None:
 
 def _plan() -> LimitPlan:
     who = tenant(requests_per_minute=4, max_concurrency=10)
-    return plan_request(who, NO_LIMITS, prompt_tokens=1, asked_tokens=1, default_tokens=1, n=1)
+    return whole_plan(who, NO_LIMITS, prompt_tokens=1, asked_tokens=1, default_tokens=1, n=1)
 
 
 async def test_a_server_follows_the_slot_wherever_it_is(nodes: list[RedisServer]) -> None:

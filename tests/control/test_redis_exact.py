@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from loraplex.control.errors import RateLimited
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.limiter import Limiter
-from loraplex.control.limits.plan import LimitPlan, plan_request
+from loraplex.control.limits.plan import LimitPlan
 from loraplex.control.limits.redis_limiter import RedisLimiter
 from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
 from loraplex.control.types import Decision, Limits
 from support.control import caller
 from support.limit_watch import Watch
 from support.limit_worker import AT_A_TIME, TENANT
-from support.limiters import SharedLimits
+from support.limiters import SharedLimits, whole_plan
 from support.live_server import importable_tests
 from support.redis_server import RedisServer, redis_server
 
@@ -34,6 +34,7 @@ _LIMITS = st.sampled_from(
         Limits(),
         Limits(requests_per_minute=7),
         Limits(tokens_per_minute=1000, max_concurrency=3),
+        Limits(max_sequences=4),
         Limits(requests_per_minute=40, tokens_per_minute=977),
         Limits(tokens_per_minute=4096),
     ]
@@ -45,13 +46,14 @@ _EVENTS = st.lists(
         st.integers(0, 1),  # the key
         _LIMITS,  # the tenant's by now
         st.integers(1, 700),  # tokens
+        st.integers(1, 3),  # sequences
         st.integers(0, 5),  # which of those that run ends then; 5: none
         st.one_of(st.none(), st.integers(0, 700)),  # what it used
     ),
     max_size=40,
 )
 _KEY = Limits(tokens_per_minute=1500)
-_ALL = Limits(requests_per_minute=60, tokens_per_minute=3000, max_concurrency=9)
+_ALL = Limits(requests_per_minute=60, tokens_per_minute=3000, max_concurrency=9, max_sequences=15)
 
 
 def _compare(events: list[Any]) -> None:
@@ -63,10 +65,10 @@ async def _compare_in(events: list[Any]) -> None:
         servers = await shared.servers(2)
         whole = InProcessLimiter(clock=shared.clock)
         running: list[tuple[str, int]] = []
-        for number, (eighths, server, key, limits, tokens, ends, used) in enumerate(events):
+        for number, (eighths, server, key, limits, tokens, n, ends, used) in enumerate(events):
             await shared.pass_time(eighths / 8)
             who = caller("acme", key_id=f"k{key}", key_limits=_KEY, tenant_limits=limits)
-            plan = plan_request(who, _ALL, prompt_tokens=0, asked_tokens=tokens, default_tokens=1, n=1)
+            plan = whole_plan(who, _ALL, prompt_tokens=0, asked_tokens=tokens // n, default_tokens=1, n=n)
             name = f"r{number}"
             expected = await _outcome(whole, name, plan)
             assert await _outcome(servers[server], name, plan) == expected
@@ -82,7 +84,7 @@ async def _compare_in(events: list[Any]) -> None:
         for name, server in running:
             if server == 0:
                 await whole.settle(name, used_tokens=None)
-        plan = plan_request(
+        plan = whole_plan(
             caller("acme", key_id="k0", key_limits=_KEY),
             _ALL,
             prompt_tokens=0,
@@ -100,9 +102,10 @@ async def _outcome(limiter: Limiter, name: str, plan: LimitPlan) -> dict[str, An
         decision = await limiter.reserve(name, plan)
     except RateLimited as refusal:
         told = {"refused": refusal.message, "wait": pytest.approx(refusal.retry_after_s, abs=1e-5)}
+        told["own"] = refusal.is_own
         decision = Decision(refusal.requests, refusal.tokens)
     else:
-        told = {}
+        told = {"again": pytest.approx(decision.again_s, abs=1e-5)}
     for what, window in (("requests", decision.requests), ("tokens", decision.tokens)):
         if window is not None:
             told[what] = (window.limit, window.remaining, pytest.approx(window.reset_s, abs=1e-5))
@@ -135,7 +138,7 @@ def _wait_ready(worker: subprocess.Popen[str]) -> None:
     assert "ready" in worker.stdout.readline()
 
 
-_Passed = list[tuple[float, float, float, int, int]]
+_Passed = list[tuple[float, float, float, int, int, int]]
 """Each request that passed, as a worker tells it."""
 
 
@@ -169,7 +172,7 @@ def _overshoot(passed: _Passed) -> tuple[float, float]:
     worst_requests = worst_tokens = 0.0
     for first, (begin, *_) in enumerate(passed):
         requests = tokens = 0
-        for _, end, _, _, used in passed[first:]:
+        for _, end, _, _, used, _ in passed[first:]:
             requests, tokens = requests + 1, tokens + used
             room = 1 + (end - begin) / 60
             worst_requests = max(worst_requests, requests - TENANT.requests_per_minute * room)
@@ -177,9 +180,15 @@ def _overshoot(passed: _Passed) -> tuple[float, float]:
     return worst_requests, worst_tokens
 
 
-def _most_at_a_time(passed: _Passed) -> int:
-    changes = sorted(change for _, begin, end, _, _ in passed for change in ((begin, 1), (end, -1)))
-    return max(accumulate(change for _, change in changes))
+def _most_at_a_time(passed: _Passed) -> tuple[int, int]:
+    """Requests, and sequences."""
+
+    def most(sizes: list[int]) -> int:
+        spans = [(begin, end, size) for (_, begin, end, *_), size in zip(passed, sizes, strict=True)]
+        changes = sorted(change for begin, end, size in spans for change in ((begin, size), (end, -size)))
+        return max(accumulate(change for _, change in changes))
+
+    return most([1] * len(passed)), most([one[5] for one in passed])
 
 
 def _drill(rounds: int, late: int = 0, seed: int = 0) -> None:
@@ -187,18 +196,20 @@ def _drill(rounds: int, late: int = 0, seed: int = 0) -> None:
     told, passed = _run_workers(redis, rounds, late, seed)
     requests, tokens = _overshoot(passed)
     reserved, used = sum(one[3] for one in passed), sum(one[4] for one in passed)
-    most, places = _most_at_a_time(passed), TENANT.max_concurrency or 0
+    (most, most_sequences), places = _most_at_a_time(passed), TENANT.max_concurrency or 0
+    sequences = TENANT.max_sequences or 0
     print(
         f"\n{4 * AT_A_TIME} at a time, {rounds} rounds, {late} of 4 hear late: {len(passed)} passed, {reserved} tokens "
-        f"reserved, {used} used, {most} of {places} places taken at most; overshoot {requests:g} requests, {tokens:g} "
-        f"tokens, {max(0, most - places)} places"
+        f"reserved, {used} used, {most} of {places} places and {most_sequences} of {sequences} sequences taken at "
+        f"most; overshoot {requests:g} requests, {tokens:g} tokens, {max(0, most - places)} places, "
+        f"{max(0, most_sequences - sequences)} sequences"
     )
     for number, worker in enumerate(told):
         print(f"w{number}: {worker['apart']} decided apart, {worker['passed_apart']} of them passed")
         assert (worker["apart"] > 0) == (number < late)
     assert (requests, tokens) == (0, 0)
-    assert most <= places
-    assert redis.client.keys("{loraplex}:busy:*") == []
+    assert (most <= places, most_sequences <= sequences) == (True, True)
+    assert redis.client.keys("{loraplex}:busy:*") + redis.client.keys("{loraplex}:sequences:*") == []
     is_full = len(passed) >= (TENANT.requests_per_minute or 0) or used > 0.9 * (TENANT.tokens_per_minute or 0)
     assert is_full, "no limit was reached"
 

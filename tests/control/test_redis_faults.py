@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from loraplex.control.errors import LimitsUnavailable, RateLimited
-from loraplex.control.limits.plan import plan_request
 from loraplex.control.limits.redis_limiter import RedisLimiter
 from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
 from loraplex.control.types import NO_LIMITS
 from support.limit_watch import Watch
-from support.limiters import tenant
+from support.limiters import tenant, whole_plan
 from support.redis_server import RedisServer, redis_server
 
 CLIENTS = 30
@@ -46,7 +45,7 @@ class Drill:
                 f"t{number % 5}", tokens_per_minute=60_000, requests_per_minute=3000, max_concurrency=6
             )
             asked = rng.randint(1, 100)
-            plan = plan_request(who, NO_LIMITS, prompt_tokens=1, asked_tokens=asked, default_tokens=1, n=1)
+            plan = whole_plan(who, NO_LIMITS, prompt_tokens=1, asked_tokens=asked, default_tokens=1, n=1)
             limiter, name = rng.choice(self.limiters), f"c{number}-{turn}"
             try:
                 await self.timed(limiter.reserve(name, plan))

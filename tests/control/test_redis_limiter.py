@@ -10,19 +10,19 @@ import msgspec
 import pytest
 
 from loraplex.control.errors import LimitsNotShared, LimitsUnavailable, RateLimited
-from loraplex.control.limits.plan import LimitPlan, plan_request
+from loraplex.control.limits.plan import LimitPlan
 from loraplex.control.limits.redis_limiter import DRIFT_S, SILENCE_S, RedisLimiter
 from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
 from loraplex.control.limits.redis_messages import Reply, Reserve, rates_of, seats_of
 from loraplex.control.types import NO_LIMITS, Limits, Principal
 from support.limit_watch import Watch
-from support.limiters import SharedLimits, tenant, with_clock_of_tests
+from support.limiters import SharedLimits, tenant, whole_plan, with_clock_of_tests
 from support.tcp_proxy import TcpProxy
 
 
 def plan(who: Principal, tokens: int = 1, server: Limits = NO_LIMITS) -> LimitPlan:
     """A request of one prompt token and an answer; `tokens` in all."""
-    return plan_request(who, server, prompt_tokens=1, asked_tokens=tokens - 1, default_tokens=1, n=1)
+    return whole_plan(who, server, prompt_tokens=1, asked_tokens=tokens - 1, default_tokens=1, n=1)
 
 
 async def passing(limiter: RedisLimiter, who: Principal, most: int, name: str, tokens: int = 1) -> list[str]:
@@ -95,6 +95,53 @@ async def test_what_a_silent_server_held_comes_back_and_is_charged_again_when_it
         held = await one.reserve("d", plan(acme, 100))
         assert held.tokens is not None
         assert held.tokens.remaining == 600  # the first two count as if they had come now
+
+
+async def test_the_sequences_of_a_silent_server_come_back_and_count_again_when_it_returns(
+    shared: SharedLimits,
+) -> None:
+    acme = tenant(max_sequences=8)
+
+    def sequences(n: int) -> LimitPlan:
+        return whole_plan(acme, NO_LIMITS, prompt_tokens=1, asked_tokens=1, default_tokens=1, n=n)
+
+    with TcpProxy(shared.redis.port) as proxy:
+        (cut_off,) = await shared.servers(1, port=proxy.port)
+        (one,) = await shared.servers(1)
+        await cut_off.reserve("a", sequences(6))
+        with pytest.raises(RateLimited, match="limit of 8 sequences at a time"):
+            await one.reserve("b", sequences(3))
+        proxy.hang()
+        shared.lose_patience()
+        shared.advance(16)
+        await one.beat()
+        await one.reserve("b", sequences(8))
+        await cut_off.beat()
+        proxy.carry()
+        shared.go_on()
+        await shared.together()
+        await one.settle("b", used_tokens=1)
+        with pytest.raises(RateLimited):
+            await one.reserve("c", sequences(3))
+        await one.reserve("c", sequences(2))
+        await cut_off.settle("a", used_tokens=1)
+        await one.settle("c", used_tokens=1)
+    assert shared.redis.client.keys(f"{TAG}:sequences:*") == []
+
+
+async def test_apart_all_servers_together_have_the_sequences_that_there_are(shared: SharedLimits) -> None:
+    servers = await shared.servers(3)
+    acme = tenant(max_sequences=8)
+    fan_out = whole_plan(acme, NO_LIMITS, prompt_tokens=1, asked_tokens=1, default_tokens=1, n=4)
+    await shared.hang_for(0)
+    for server in servers:
+        with pytest.raises(LimitsUnavailable, match="8 sequences at a time"):
+            await server.reserve("too many for a share", fan_out)
+    passed = [await passing(server, acme, 8, f"s{i}-") for i, server in enumerate(servers)]
+    assert sum(len(names) for names in passed) == 8
+    shared.go_on()
+    await shared.together()
+    assert int(shared.redis.client.get(f"{TAG}:sequences:tenant:acme") or 0) == 8
 
 
 async def test_what_was_used_after_a_charge_that_is_given_back_stays_used(shared: SharedLimits) -> None:
@@ -352,7 +399,7 @@ async def test_a_call_of_an_earlier_joining_does_nothing(shared: SharedLimits) -
     link = RedisLink(shared.redis.url, with_clock_of_tests(redis_script()))
     await link.connect()
     for name, joining in (("early", str(int(number) - 1)), ("now", number.decode())):
-        late = Reserve(replica.decode(), joining, name, rates_of(plan(tenant())), seats_of(plan(tenant())))
+        late = Reserve(replica.decode(), joining, name, rates_of(plan(tenant())), seats_of(plan(tenant())), 1)
         reply = msgspec.msgpack.decode(
             await link.call("reserve", msgspec.msgpack.encode(late), 10.0), type=Reply
         )

@@ -225,10 +225,10 @@ def test_limits_weights_and_revocations_are_in_force_on_every_server_within_5_s(
         for cache, decides in zip(caches, limits, strict=True):
             try:
                 who = await cache.authenticate(secret)
-                held = await decides.reserve(
-                    f"r{number}", who, prompt_tokens=1, asked_tokens=9, default_tokens=1, n=1
-                )
-                await decides.settle(held, used_tokens=10)
+                admission = await decides.admit(f"r{number}", who)
+                asked = {"prompt_tokens": 1, "asked_tokens": 9, "default_tokens": 1, "n": 1}
+                await decides.reserve(admission, who, **asked)
+                await decides.settle(admission, used_tokens=10)
                 seen.append(who.weight)
             except ControlError as error:
                 seen.append(error.code)

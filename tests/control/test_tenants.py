@@ -22,6 +22,7 @@ def test_a_tenant_is_kept_as_it_was_made(plane: ControlPlane) -> None:
         "requests_per_minute": 60,
         "tokens_per_minute": 10_000,
         "max_concurrency": 4,
+        "max_sequences": 16,
         "max_output_tokens": 512,
         "max_adapters": 3,
         "max_adapter_bytes": 1 << 40,

@@ -199,6 +199,8 @@ def test_nobody_can_fill_the_queue_against_others() -> None:
     engine.step()
     refused = [name for name in (f"greedy-{n}" for n in range(6)) if failed(engine, name)]
     assert refused == ["greedy-3", "greedy-4", "greedy-5"], "the newest of the greedy tenant make room"
+    errors = [event.error for event in engine.events if event.error is not None]
+    assert all(error.is_own for error in errors), "what is refused for its own backlog is told so"
     engine.run()
     assert engine.end("modest").finish_reason == "length"
 
@@ -212,6 +214,16 @@ def test_a_full_queue_of_equals_refuses_who_comes_last() -> None:
     engine.run()
     assert [engine.error(f"late-{tenant}") for tenant in ("t0", "t1")] == ["server_overloaded"] * 2
     assert {engine.end(f"r{n}").finish_reason for n in range(4)} == {"length"}
+
+
+def test_who_finds_the_queue_full_of_others_is_not_to_blame() -> None:
+    engine = CoreEngine(max_waiting=3)
+    for number in range(3):
+        engine.add(f"r{number}", tenant_id=f"t{number}")
+    engine.add("late", tenant_id="late")
+    engine.run()
+    (error,) = (event.error for event in engine.events if event.error is not None)
+    assert (error.code, error.is_own) == ("server_overloaded", False)
 
 
 def test_an_id_in_flight_is_refused_to_a_second_request_and_the_first_goes_on() -> None:

@@ -93,7 +93,7 @@ async def test_info_is_known_after_start(client: EngineClient) -> None:
 
 async def test_tokens_arrive_in_order_and_end_once(client: EngineClient) -> None:
     requests = [ask(f"r{i}", 40, (i,), adapter(i % 3) if i % 4 else None) for i in range(32)]
-    streams = [client.submit(request) for request in requests]
+    streams = [client.submit(request)[0] for request in requests]
     assert client.num_live == 32
     for request, (tokens, last) in zip(requests, await asyncio.gather(*map(read, streams)), strict=True):
         assert tokens == fake_tokens(request)
@@ -104,7 +104,7 @@ async def test_tokens_arrive_in_order_and_end_once(client: EngineClient) -> None
 
 
 async def test_a_weight_is_told_for_those_who_are_being_served(client: EngineClient) -> None:
-    stream = client.submit(ask("r", LONG))
+    stream = client.submit(ask("r", LONG))[0]
     await first(stream)
     assert client.weights == {"acme": 1.0}
     client.set_weights({"acme": 3.0, "nobody": 2.0})
@@ -118,7 +118,7 @@ async def test_a_weight_is_told_for_those_who_are_being_served(client: EngineCli
 
 async def test_the_first_event_tells_where_the_adapter_was(client: EngineClient) -> None:
     assert client.adapter_state(adapter(1).digest) == "cold"
-    events = [event async for event in client.submit(ask("r", adapter=adapter(1)))]
+    events = [event async for event in client.submit(ask("r", adapter=adapter(1)))[0]]
     assert events[0].adapter_state == "cold"
     assert [event.adapter_state for event in events[1:]] == [None] * (len(events) - 1)
     async with asyncio.timeout(5):
@@ -131,12 +131,12 @@ async def test_a_prefetched_adapter_is_there_before_it_is_asked_for(client: Engi
     async with asyncio.timeout(5):
         while client.adapter_state(adapter(1).digest) != "hot":
             await client.stats()
-    events = [event async for event in client.submit(ask("r", adapter=adapter(1)))]
+    events = [event async for event in client.submit(ask("r", adapter=adapter(1)))[0]]
     assert events[0].adapter_state == "hot"
 
 
 async def test_abort_mid_stream(client: EngineClient) -> None:
-    stream, other = client.submit(ask("r", LONG)), client.submit(ask("other", 50))
+    stream, other = client.submit(ask("r", LONG))[0], client.submit(ask("other", 50))[0]
     await first(stream)
     stream.abort()
     stream.abort()
@@ -150,7 +150,7 @@ async def test_abort_mid_stream(client: EngineClient) -> None:
 
 
 async def test_leaving_the_stream_as_a_context_aborts(client: EngineClient) -> None:
-    async with client.submit(ask("r", LONG)) as stream:
+    async with client.submit(ask("r", LONG))[0] as stream:
         await first(stream)
     _, last = await read(stream)
     assert last.finish_reason == "abort"
@@ -158,7 +158,7 @@ async def test_leaving_the_stream_as_a_context_aborts(client: EngineClient) -> N
 
 async def test_a_slow_reader_gets_merged_events(client: EngineClient) -> None:
     request = ask("r", 200)
-    stream = client.submit(request)
+    stream = client.submit(request)[0]
     tokens = (await first(stream)).token_ids
     async with asyncio.timeout(20):
         while not stream.finished:
@@ -170,7 +170,7 @@ async def test_a_slow_reader_gets_merged_events(client: EngineClient) -> None:
 
 async def test_a_cancelled_read_loses_nothing(client: EngineClient) -> None:
     request = ask("r", 100)
-    stream = client.submit(request)
+    stream = client.submit(request)[0]
     tokens: list[int] = []
     while True:
         task = asyncio.create_task(anext(stream))
@@ -193,15 +193,42 @@ async def test_overload_is_said_at_the_bound(kind: str) -> None:
     client = make_client(kind, max_num_seqs=2, max_waiting=2)
     await client.start()
     try:
-        streams = [client.submit(ask(f"r{i}", LONG)) for i in range(4)]
+        streams = [client.submit(ask(f"r{i}", LONG))[0] for i in range(4)]
         with pytest.raises(EngineOverloaded, match="4 of them yours"):
             client.submit(ask("r4"))
-        other = client.submit(replace(ask("other"), tenant_id="other"))
+        other = client.submit(replace(ask("other"), tenant_id="other"))[0]
         other.abort()
         await read(other)
         streams[0].abort()
         await read(streams[0])
-        assert (await read(client.submit(ask("r7"))))[1].finish_reason == "length"
+        assert (await read(client.submit(ask("r7"))[0]))[1].finish_reason == "length"
+    finally:
+        await client.close()
+
+
+async def test_room_for_all_sequences_of_a_request_is_taken_before_any_is_sent(kind: str) -> None:
+    client = make_client(kind, max_num_seqs=3, max_waiting=3)
+    await client.start()
+    try:
+        streams = client.submit(*(ask(f"r{i}", LONG) for i in range(4)))
+        with pytest.raises(EngineOverloaded, match="4 of them yours") as caught:
+            client.submit(*(ask(f"s{i}", LONG) for i in range(3)))
+        assert (client.num_live, caught.value.is_own) == (4, True)
+        others = [replace(ask(f"o{i}", LONG), tenant_id="other") for i in range(6)]
+        with pytest.raises(EngineOverloaded) as caught:
+            client.submit(*others)
+        assert (client.num_live, caught.value.is_own) == (4, True), "it asks for more than its share"
+        streams += client.submit(*others[:4])
+        with pytest.raises(EngineOverloaded, match="0 of them yours") as caught:
+            client.submit(*(replace(ask(f"t{i}", LONG), tenant_id="third") for i in range(3)))
+        assert not caught.value.is_own, "the others hold more than theirs"
+        with pytest.raises(ValueError, match="live already"):
+            client.submit(ask("new", LONG), ask("r0", LONG))
+        assert client.num_live == 8
+        for stream in streams:
+            stream.abort()
+        await asyncio.gather(*map(read, streams))
+        assert len(client.submit(*(ask(f"u{i}") for i in range(6)))) == 6, "all of the room came back"
     finally:
         await client.close()
 
@@ -210,7 +237,7 @@ async def test_an_error_of_one_request_is_its_terminal_event(kind: str) -> None:
     client = make_client(kind, max_num_seqs=64, max_waiting=64)
     await client.start()
     try:
-        streams = [client.submit(ask(f"r{i}", 200)) for i in range(65)]  # the fake core takes 64
+        streams = [client.submit(ask(f"r{i}", 200))[0] for i in range(65)]  # the fake core takes 64
         ends = [last for _, last in await asyncio.gather(*map(read, streams))]
         errors = [last.error.code for last in ends if last.error is not None]
         assert errors == ["server_overloaded"]
@@ -220,7 +247,7 @@ async def test_an_error_of_one_request_is_its_terminal_event(kind: str) -> None:
 
 
 async def test_a_live_id_is_refused(client: EngineClient) -> None:
-    stream = client.submit(ask("r", LONG))
+    stream = client.submit(ask("r", LONG))[0]
     with pytest.raises(ValueError, match="live already"):
         client.submit(ask("r"))
     stream.abort()
@@ -244,7 +271,7 @@ async def test_concurrent_questions_share_an_answer(client: EngineClient) -> Non
 
 
 async def test_an_idle_engine_takes_no_steps(client: EngineClient) -> None:
-    await read(client.submit(ask("r")))
+    await read(client.submit(ask("r"))[0])
     before = (await client.stats()).num_steps
     await asyncio.sleep(0.3)
     assert (await client.stats()).num_steps - before <= 2
@@ -254,9 +281,9 @@ async def test_a_step_that_raises_ends_every_stream(kind: str) -> None:
     client = make_client(kind)
     await client.start()
     try:
-        healthy = client.submit(ask("healthy", LONG))
+        healthy = client.submit(ask("healthy", LONG))[0]
         await first(healthy)
-        crash = client.submit(ask("crash", prompt=(CRASH,)))
+        crash = client.submit(ask("crash", prompt=(CRASH,)))[0]
         for stream in (healthy, crash):
             _, last = await read(stream)
             assert last.finish_reason == "error"
@@ -274,7 +301,7 @@ async def test_a_step_that_raises_ends_every_stream(kind: str) -> None:
 async def test_close_with_drain_lets_requests_finish(kind: str) -> None:
     client = make_client(kind)
     await client.start()
-    stream = client.submit(ask("r", 100))
+    stream = client.submit(ask("r", 100))[0]
     reading = asyncio.create_task(read(stream))
     await asyncio.sleep(0)
     closing = asyncio.create_task(client.close(drain_s=20))
@@ -291,7 +318,7 @@ async def test_close_with_drain_lets_requests_finish(kind: str) -> None:
 async def test_close_ends_what_does_not_finish_in_time(kind: str, drain_s: float) -> None:
     client = make_client(kind)
     await client.start()
-    streams = [client.submit(ask(f"r{i}", LONG)) for i in range(3)]
+    streams = [client.submit(ask(f"r{i}", LONG))[0] for i in range(3)]
     async with asyncio.timeout(5):
         await client.close(drain_s=drain_s)
     for stream in streams:
@@ -325,7 +352,7 @@ async def test_nothing_is_left_behind(kind: str, tmp_path: Path, monkeypatch: py
         await client.start()
         assert list(tmp_path.iterdir()) == []  # the socket's directory is gone once it is connected
         client.submit(ask("abandoned", LONG))
-        await read(client.submit(ask("r")))
+        await read(client.submit(ask("r"))[0])
         await client.close()
     assert asyncio.all_tasks() == tasks
     assert process.children() == children
@@ -341,11 +368,11 @@ async def test_bytes_that_a_load_found_damaged_are_told_once(kind: str) -> None:
     await client.start()
     try:
         bad = replace(adapter(7), name=DAMAGED)
-        _, last = await read(client.submit(ask("bad", adapter=bad)))
+        _, last = await read(client.submit(ask("bad", adapter=bad))[0])
         assert last.error is not None
         assert last.error.code == "adapter_unavailable"
         assert await asyncio.wait_for(told.get(), 10) == (bad.digest,)
-        await read(client.submit(ask("good", adapter=adapter(1))))
+        await read(client.submit(ask("good", adapter=adapter(1)))[0])
         assert told.empty()
     finally:
         await client.close()

@@ -55,6 +55,16 @@ def test_many_at_once_are_as_many_one_by_one(capacity: int, wanted: list[tuple[s
     assert len(shares) == 0
 
 
+@pytest.mark.parametrize("owners", ["a", "ab", "abc"])
+def test_who_has_its_share_is_refused_for_its_own_sake(owners: str) -> None:
+    shares = Shares()
+    for _ in range(120):
+        for owner in owners:
+            shares.take(owner, 120)
+    assert all(shares.is_beyond_share(owner, 120) for owner in owners)
+    assert not shares.is_beyond_share("late", 120)
+
+
 @given(st.integers(0, 20), st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
 def test_the_room_is_never_overfull(capacity: int, moves: list[tuple[str, bool]]) -> None:
     shares = Shares()

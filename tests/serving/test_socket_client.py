@@ -36,7 +36,7 @@ async def test_death_in_mid_stream_is_told_at_once_and_service_comes_back(
     client: SocketEngineClient, number: signal.Signals
 ) -> None:
     await client.pin(adapter(9))
-    streams = [client.submit(ask(f"r{i}", LONG, number=1 + i % 2)) for i in range(8)]
+    streams = [client.submit(ask(f"r{i}", LONG, number=1 + i % 2))[0] for i in range(8)]
     for stream in streams:
         await anext(stream)
     await until(lambda: client.adapter_state(adapter(1).digest) == "hot")
@@ -60,7 +60,7 @@ async def test_death_in_mid_stream_is_told_at_once_and_service_comes_back(
     await until(lambda: client.healthy)
     assert client.num_restarts == 1
     request = ask("after")
-    events = [event async for event in client.submit(request)]
+    events = [event async for event in client.submit(request)[0]]
     assert sum((event.token_ids for event in events), ()) == fake_tokens(request)
     # What was on the device comes back, the pin as a pin.
     entries = {entry.ref.digest: entry for entry in await client.cache()}
@@ -76,7 +76,7 @@ async def test_deaths_with_service_between_them_are_no_crash_loop() -> None:
     )
     await client.start()
     for life in range(1, 4):
-        assert [event async for event in client.submit(ask("r"))][-1].finish_reason == "length"
+        assert [event async for event in client.submit(ask("r"))[0]][-1].finish_reason == "length"
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda life=life: client.healthy and client.num_restarts == life)  # type: ignore[misc]
@@ -111,7 +111,7 @@ async def test_a_restart_that_fails_by_a_bug_is_tried_again(monkeypatch: pytest.
 async def test_who_comes_during_a_restart_is_told_when_to_come_again() -> None:
     client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
     await client.start()
-    stream = client.submit(ask("r", LONG))
+    stream = client.submit(ask("r", LONG))[0]
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
     events = [event async for event in stream]
@@ -129,11 +129,11 @@ async def test_who_comes_during_a_restart_is_told_when_to_come_again() -> None:
 
 async def test_no_request_is_run_a_second_time_after_a_death(client: SocketEngineClient) -> None:
     """A request that kills the engine whenever it runs kills it once."""
-    events = [event async for event in client.submit(ask("poison", prompt=(CRASH,)))]
+    events = [event async for event in client.submit(ask("poison", prompt=(CRASH,)))[0]]
     assert events[-1].error is not None
     assert events[-1].error.code == "engine_restarting"
     await until(lambda: client.healthy)
-    assert [event async for event in client.submit(ask("other", 200))][-1].finish_reason == "length"
+    assert [event async for event in client.submit(ask("other", 200))[0]][-1].finish_reason == "length"
     assert client.num_restarts == 1
     assert (await client.stats()).num_running == 0
 
@@ -147,7 +147,7 @@ async def test_a_crash_loop_ends_with_the_reason() -> None:
     await client.start()
     for _ in range(3):
         await until(lambda: client.healthy)
-        events = [event async for event in client.submit(ask("crash", prompt=(CRASH,)))]
+        events = [event async for event in client.submit(ask("crash", prompt=(CRASH,)))[0]]
         assert events[-1].finish_reason == "error"
     await until(lambda: "stays down" in (client.unhealthy_reason or ""))
     assert client.unhealthy_reason is not None
@@ -172,7 +172,7 @@ async def test_close_during_a_restart_leaves_no_process() -> None:
 async def test_a_stopped_engine_is_not_waited_for_when_closing() -> None:
     client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
     await client.start()
-    stream = client.submit(ask("r", LONG))
+    stream = client.submit(ask("r", LONG))[0]
     assert client.pid is not None
     os.kill(client.pid, signal.SIGSTOP)
     async with asyncio.timeout(15):
@@ -238,7 +238,7 @@ async def test_a_request_above_the_frame_limit_is_refused_alone(client: SocketEn
     with pytest.raises(Exception, match="too large"):
         client.submit(ask("huge", prompt=(70_000,) * 8_000_000))
     assert client.num_live == 0
-    assert [e async for e in client.submit(ask("r"))][-1].finish_reason == "length"
+    assert [e async for e in client.submit(ask("r"))[0]][-1].finish_reason == "length"
 
 
 def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
@@ -271,13 +271,13 @@ def test_it_works_on_the_servers_event_loop() -> None:
     async def life() -> None:
         client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
         await client.start()
-        stream = client.submit(ask("r", LONG))
+        stream = client.submit(ask("r", LONG))[0]
         await anext(stream)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         assert [event async for event in stream][-1].finish_reason == "error"
         await until(lambda: client.healthy)
-        drained = client.submit(ask("after", 50))
+        drained = client.submit(ask("after", 50))[0]
         await client.close(drain_s=10)
         assert [event async for event in drained][-1].finish_reason == "length"
 

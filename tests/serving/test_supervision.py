@@ -56,7 +56,7 @@ def kill(client: SocketEngineClient, number: signal.Signals) -> None:
 
 
 async def serves(client: SocketEngineClient) -> bool:
-    return [event async for event in client.submit(ask("one"))][-1].finish_reason == "length"
+    return [event async for event in client.submit(ask("one"))[0]][-1].finish_reason == "length"
 
 
 def stop_process(client: SocketEngineClient) -> None:
@@ -80,7 +80,7 @@ async def test_a_hung_engine_is_noticed_killed_and_replaced(
     watched: SocketEngineClient, hang: Callable[[SocketEngineClient], None]
 ) -> None:
     """Stopped as a whole, deaf, or stuck in a step while its main thread still answers."""
-    stream = watched.submit(ask("r", LONG, number=1))
+    stream = watched.submit(ask("r", LONG, number=1))[0]
     await anext(stream)
     await until(lambda: watched.adapter_state(adapter(1).digest) == "hot")
     hung = pids()
@@ -109,7 +109,7 @@ async def test_a_step_larger_than_any_before_may_take_long(watched: SocketEngine
     before = pids()
     for name in ("first", "second"):
         slow = ask(name, 1, prompt=(SLOW, int(10 * HANG_TIMEOUT_S), *range(50)))
-        assert [event async for event in watched.submit(slow)][-1].finish_reason == "length"
+        assert [event async for event in watched.submit(slow)[0]][-1].finish_reason == "length"
     assert watched.num_restarts == 0
     assert pids() == before
 
@@ -121,10 +121,10 @@ async def test_an_engine_that_fails_and_cannot_end_is_ended(monkeypatch: pytest.
     client = make_client(log=lambda event, **fields: logged.append({"event": event, **fields}))
     await client.start()
     stuck = pids()
-    other = client.submit(ask("other", LONG))
+    other = client.submit(ask("other", LONG))[0]
     await anext(other)
     async with asyncio.timeout(5):
-        for stream in (client.submit(ask("crash", prompt=(CRASH,))), other):
+        for stream in (client.submit(ask("crash", prompt=(CRASH,)))[0], other):
             assert [event async for event in stream][-1].finish_reason == "error"
     await until(lambda: client.healthy)
     assert not pids() & stuck

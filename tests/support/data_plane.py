@@ -26,7 +26,7 @@ from loraplex.api.application import create_data_app
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
-from loraplex.control.types import LimitWindow, ModelCard, Principal, Reservation, ResolvedModel
+from loraplex.control.types import Admission, LimitWindow, ModelCard, Principal, Reservation, ResolvedModel
 from loraplex.control.usage.journal import JournalFull
 from loraplex.control.usage.records import Accepted, Ended
 from loraplex.serving.text import TextProcessor
@@ -110,9 +110,13 @@ class FakeResolver:
 
 @dataclass
 class FakeLimiter:
-    """Remembers every reservation and what it was settled with; a second settle is kept too. `held`: reserving
-    waits for it."""
+    """Remembers every admission (`costs`: with what it was settled), and every reservation and what it was settled
+    with; a second settle is kept too. `held`: reserving waits for it. `again`: what `again_s` says."""
 
+    refuse_admission_with: list[Exception] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
+    costs: list[tuple[str, int | None]] = field(default_factory=list)
+    again: float = 0.0
     refuse_with: list[Exception] = field(default_factory=list)
     windows: tuple[LimitWindow | None, LimitWindow | None] = (None, None)
     max_output_tokens: int | None = None
@@ -121,8 +125,15 @@ class FakeLimiter:
     held: asyncio.Event | None = None
     broken: bool = False
     asked: int = 0
+    _names: dict[str, str] = field(default_factory=dict)
 
-    async def reserve(self, request_id: str, caller: Principal, **asked: Any) -> Reservation:
+    async def admit(self, request_id: str, caller: Principal) -> Admission:
+        if self.refuse_admission_with:
+            raise self.refuse_admission_with.pop(0)
+        self.admitted.append(request_id)
+        return Admission(request_id, self.windows[0])
+
+    async def reserve(self, admission: Admission, caller: Principal, **asked: Any) -> Reservation:
         if self.refuse_with:
             raise self.refuse_with.pop(0)
         self.asked += 1
@@ -130,16 +141,23 @@ class FakeLimiter:
             await self.held.wait()
         name = f"r{len(self.reserved)}"
         self.reserved[name] = {"tenant": caller.tenant_id, **asked}
-        return Reservation(name, *self.windows, max_output_tokens=self.max_output_tokens)
+        self._names[admission.request_id] = name
+        return Reservation(*self.windows, max_output_tokens=self.max_output_tokens)
 
-    async def settle(self, reservation: Reservation, *, used_tokens: int | None) -> None:
-        self.settled.append((reservation.reservation_id, used_tokens))
+    def again_s(self, admission: Admission) -> float:
+        return self.again
+
+    async def settle(self, admission: Admission, *, used_tokens: int | None) -> None:
+        self.costs.append((admission.request_id, used_tokens))
+        if admission.request_id in self._names:
+            self.settled.append((self._names[admission.request_id], used_tokens))
         if self.broken:
             raise RuntimeError("the limiter is broken")
 
     def check(self) -> None:
-        """Every reservation was settled exactly once."""
+        """Every request that was admitted, and every reservation, was settled exactly once."""
         assert sorted(name for name, _ in self.settled) == sorted(self.reserved)
+        assert sorted(name for name, _ in self.costs) == sorted(self.admitted)
 
 
 @dataclass

@@ -103,7 +103,8 @@ class Reply:
     """What the fake engine answers to one request. `text` (or `token_ids`) comes in chunks of `chunk` tokens
     and is cut at the request's max_tokens (finish_reason "length"). With `hold`, the stream stops after
     `hold_after` tokens (None: after all of them, before the terminal event) until `release`, an abort or
-    `kill`. `error` ends it with an error after the tokens."""
+    `kill`. `error` ends it with an error after the tokens; one that is `refused` was never begun, and `is_own`: by a
+    queue that its tenant fills."""
 
     text: str | None = None
     token_ids: tuple[int, ...] = ()
@@ -111,6 +112,8 @@ class Reply:
     finish_reason: FinishReason = "stop"
     eos: bool = True
     error: tuple[ErrorCode, str] | None = None
+    refused: bool = False
+    is_own: bool = False
     hold: bool = False
     hold_after: int | None = None
     adapter_state: AdapterState = "hot"
@@ -201,13 +204,19 @@ class FakeEngineClient:
             self._end(stream, error_event(request_id, "draining", "the server is shutting down"))
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def submit(self, request: EngineRequest) -> RequestStream:
+    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
         if self.closed_with is not None:
             raise EngineDraining("the server is shutting down")
         if not self.healthy:
             raise EngineUnavailable(self.unhealthy_reason or "the engine has not been started")
-        if len(self._streams) >= self.max_inflight:
-            raise EngineOverloaded(f"{self.max_inflight} requests are in flight already")
+        if len(self._streams) + len(requests) > self.max_inflight:
+            own = {stream.request.tenant_id for stream in self._streams.values()}
+            raise EngineOverloaded(
+                f"{self.max_inflight} requests are in flight already", is_own=requests[0].tenant_id in own
+            )
+        return [self._submit(request) for request in requests]
+
+    def _submit(self, request: EngineRequest) -> RequestStream:
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id} is live already")
         self.requests.append(request)
@@ -304,10 +313,9 @@ class FakeEngineClient:
             ends_with_eos, cut, num_output = False, True, len(tokens)
         usage = Usage(len(request.prompt_ids), num_output, reply.cached_tokens)
         if reply.error is not None:
-            code, message = reply.error
-            terminal = TokenEvent(
-                request.request_id, (), "error", EngineError(code, message), usage, adapter_state=state
-            )
+            error = EngineError(*reply.error, is_own=reply.is_own)
+            usage = Usage(0, 0) if reply.refused else usage
+            terminal = TokenEvent(request.request_id, (), "error", error, usage, adapter_state=state)
         else:
             terminal = TokenEvent(
                 request.request_id,

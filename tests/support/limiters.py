@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from loraplex.control.errors import RateLimited
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.limiter import Limiter
-from loraplex.control.limits.plan import LimitPlan, plan_request
+from loraplex.control.limits.plan import LimitPlan, plan_admission, plan_request
 from loraplex.control.limits.redis_limiter import DRIFT_S, SILENCE_S, RedisLimiter
 from loraplex.control.limits.redis_link import TAG, redis_script
 from loraplex.control.types import NO_LIMITS, Decision, Limits, Principal
@@ -50,7 +51,7 @@ class LimiterKit:
         server: Limits = NO_LIMITS,
         request_id: str | None = None,
     ) -> Held:
-        plan = plan_request(
+        plan = whole_plan(
             principal, server, prompt_tokens=prompt, asked_tokens=asked, default_tokens=256, n=n
         )
         name = request_id or next(self._ids)
@@ -93,6 +94,12 @@ class Held:
     def requests_left(self) -> int:
         assert self.decision.requests is not None
         return self.decision.requests.remaining
+
+
+def whole_plan(principal: Principal, server: Limits, **asked: Any) -> LimitPlan:
+    """What a request is charged in all, as one plan."""
+    plan = plan_request(principal, server, **asked)
+    return replace(plan, rates=(*plan_admission(principal, server).rates, *plan.rates))
 
 
 def in_process_kit() -> LimiterKit:
@@ -200,7 +207,7 @@ class SharedLimits:
 
     async def noticed(self) -> None:
         """Until every server knows that Redis does not answer."""
-        plan = plan_request(tenant("any"), NO_LIMITS, prompt_tokens=1, asked_tokens=1, default_tokens=1, n=1)
+        plan = whole_plan(tenant("any"), NO_LIMITS, prompt_tokens=1, asked_tokens=1, default_tokens=1, n=1)
         for number, limiter in enumerate(self.limiters):
             await limiter.reserve(f"notices-{number}", plan)
             await limiter.settle(f"notices-{number}", used_tokens=1)

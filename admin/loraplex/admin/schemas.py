@@ -92,6 +92,7 @@ class Limits(Given):
     requests_per_minute: PositiveCount | None = None
     tokens_per_minute: PositiveCount | None = None
     max_concurrency: PositiveCount | None = None
+    max_sequences: PositiveCount | None = None
     token_budget: PositiveCount | None = None
     budget_period: BudgetPeriod | None = None
     max_adapters: PositiveCount | None = None

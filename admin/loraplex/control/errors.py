@@ -112,7 +112,8 @@ class AdapterUnavailable(ControlError):
 
 
 class RateLimited(ControlError):
-    """A limit is reached; nothing was consumed. `retry_after_s` is when the same request would pass."""
+    """A limit is reached; nothing more was consumed. `retry_after_s` is when the same would pass. `is_own`: the one
+    that is told is the caller's, of its key or tenant, and not the server's, which others reach too."""
 
     code = "rate_limit_exceeded"
 
@@ -123,9 +124,11 @@ class RateLimited(ControlError):
         retry_after_s: float,
         requests: LimitWindow | None = None,
         tokens: LimitWindow | None = None,
+        is_own: bool = True,
     ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.is_own = is_own
         self.requests = requests
         self.tokens = tokens
 

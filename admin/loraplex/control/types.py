@@ -19,7 +19,8 @@ SCOPES: tuple[Scope, ...] = ("inference", "adapters:read", "adapters:write", "us
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Caps on a tenant, a key or the server; None is no cap. Bytes, tokens or counts as named. `token_budget` is for
-    each `budget_period` of the calendar in UTC; they are set both or neither."""
+    each `budget_period` of the calendar in UTC; they are set both or neither. `max_sequences`: running and waiting
+    ones of all requests together."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -29,6 +30,7 @@ class Limits:
     budget_period: BudgetPeriod | None = None
     max_adapters: int | None = None
     max_adapter_bytes: int | None = None
+    max_sequences: int | None = None
 
 
 NO_LIMITS = Limits()
@@ -78,17 +80,28 @@ class LimitWindow:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a limiter that let a request pass tells of it: of each kind of window the one with the least left."""
+    """What a limiter that let a plan pass tells of it: of each kind of window the one with the least left; and the
+    seconds after which its rates would let the same plan pass once more."""
 
     requests: LimitWindow | None
     tokens: LimitWindow | None
+    again_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that its rates let in and that was charged to them; settled once by `request_id`, which is its internal
+    id. `again_at`: when they would let another one in, on the clock of who admitted it."""
+
+    request_id: str
+    requests: LimitWindow | None = None
+    again_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A reserved share of the limits; settled once by `reservation_id`, which is the request's internal id."""
+    """A share of the other limits that an admitted request reserved; it is settled with its admission."""
 
-    reservation_id: str
     requests: LimitWindow | None = None
     tokens: LimitWindow | None = None
     max_output_tokens: int | None = None

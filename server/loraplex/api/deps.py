@@ -11,7 +11,7 @@ import structlog
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
 from loraplex.control.outage import DatabaseHealth
-from loraplex.control.types import ModelCard, Principal, Reservation, ResolvedModel
+from loraplex.control.types import Admission, ModelCard, Principal, Reservation, ResolvedModel
 from loraplex.control.usage.records import Accepted, Ended
 from loraplex.serving.client import EngineClient
 from loraplex.serving.detokenize import TextStream
@@ -54,9 +54,14 @@ class Resolver(Protocol):
 
 
 class Limiter(Protocol):
+    async def admit(self, request_id: str, principal: Principal) -> Admission:
+        """Takes one request from all request rates, or nothing, before anything is done for it. `request_id` is our
+        own, never a client's. Raises RateLimited."""
+        ...
+
     async def reserve(
         self,
-        request_id: str,
+        admission: Admission,
         principal: Principal,
         *,
         prompt_tokens: int,
@@ -64,12 +69,16 @@ class Limiter(Protocol):
         default_tokens: int,
         n: int,
     ) -> Reservation:
-        """Takes the prompts and n outputs from all limits, or nothing. `request_id` is our own, never a client's.
-        Raises NeverFits and RateLimited, or another error with the code `insufficient_quota`."""
+        """Takes the prompts, n outputs and n sequences from all limits, or nothing. Raises NeverFits and RateLimited,
+        or another error with the code `insufficient_quota`."""
         ...
 
-    async def settle(self, reservation: Reservation, *, used_tokens: int | None) -> None:
-        """Gives back what was reserved and not used; None: all of it, the request was refused after all."""
+    def again_s(self, admission: Admission) -> float:
+        """Seconds until the request rates would let another request in."""
+        ...
+
+    async def settle(self, admission: Admission, *, used_tokens: int | None) -> None:
+        """Gives back what was reserved and not used; None: all of it, and the request itself."""
         ...
 
 

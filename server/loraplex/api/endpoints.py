@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from loraplex.api.account import Account, outcome_of
 from loraplex.api.auth import authenticate
 from loraplex.api.body import parse_json, read_body
+from loraplex.api.charge import Charge, admitted
 from loraplex.api.client_watch import ClientWatch, watch_client
 from loraplex.api.context import RequestContext, context_of
 from loraplex.api.deps import ApiServices, Text
@@ -21,12 +22,11 @@ from loraplex.api.formats import DONE, AnswerFormat, ChatFormat, CompletionForma
 from loraplex.api.generation import Delta, Generation
 from loraplex.api.limit_headers import limit_headers
 from loraplex.api.logprobs import ChatLogprobs, CompletionLogprobs
-from loraplex.api.metrics import LimitsOutcome, adapter_label
+from loraplex.api.metrics import adapter_label
 from loraplex.api.parsing import parse_request
 from loraplex.api.places import Places
 from loraplex.api.planning import GenerationPlan, engine_requests, make_plan
 from loraplex.api.schemas import ChatRequest, CompletionRequest
-from loraplex.control.errors import NeverFits, QuotaSpent, RateLimited
 from loraplex.control.types import Principal, Reservation, ResolvedModel
 from loraplex.serving.errors import ServingError
 from loraplex.serving.text import Spelling
@@ -115,12 +115,14 @@ class GenerationEndpoint:
         self._logprobs = kind.logprobs(services.text.token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        principal = await authenticate(scope, self._services.authenticator)
-        with self._places.request(principal.tenant_id or ""):
-            await self._serve(scope, receive, send, principal)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, principal: Principal) -> None:
         services, context = self._services, context_of(scope)
+        principal = await authenticate(scope, services.authenticator)
+        async with admitted(services.limiter, services.metrics, context, principal) as charge:
+            with self._places.request(context.tenant_id):
+                await self._serve(scope, receive, send, charge)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, charge: Charge) -> None:
+        services, context, principal = self._services, context_of(scope), charge.principal
         timeout = services.stall_timeout
         body = await read_body(scope, receive, max_bytes=services.max_body, timeout_s=timeout)
         request = await self._parse(body, principal)
@@ -138,9 +140,10 @@ class GenerationEndpoint:
                 default_max_tokens=services.default_max_tokens,
                 echoes=prompts.echoes,
             )
+            self._check_choices(plan)
             kept = 0 if request.stream else plan.max_logprobs
             with self._places.kept_logprobs(principal.tenant_id or "", kept):
-                await self._reserved(client, context, principal, model, plan)
+                await self._reserved(client, context, charge, model, plan)
 
     async def _parse(self, body: bytes, principal: Principal) -> ChatRequest | CompletionRequest:
         def parse() -> ChatRequest | CompletionRequest:
@@ -159,19 +162,28 @@ class GenerationEndpoint:
         except ServingError as error:  # too long, or not what the template takes
             raise invalid(self._kind.source, error.message, error.code) from error
 
+    def _check_choices(self, plan: GenerationPlan) -> None:
+        """More than this are never taken at once of one tenant, even where it has the server for itself."""
+        info = self._services.engine.info
+        most = info.max_waiting + info.max_num_seqs
+        if plan.num_choices > most:
+            message = (
+                f"{plan.num_choices} sequences were asked for; this server takes {most} at once at most."
+            )
+            raise invalid("n" if plan.n > 1 else self._kind.source, message)
+
     async def _reserved(
         self,
         client: ClientWatch,
         context: RequestContext,
-        principal: Principal,
+        charge: Charge,
         model: ResolvedModel,
         plan: GenerationPlan,
     ) -> None:
-        """Between `reserve` and `settle` there is no way out that leaves a sequence running, a reservation open or an
-        account without its row. Both are shielded, so that a client that goes away cannot part them."""
-        services = self._services
-        with anyio.CancelScope(shield=True):
-            reservation = await self._reserve(context, principal, plan)
+        """From here on there is no way out that leaves a sequence running or an account without its row, and the charge
+        is settled after both."""
+        services, principal = self._services, charge.principal
+        reservation = await charge.reserve(plan, self._kind.source)
         generation: Generation | None = None
         account: Account | None = None
         outcome: str | None = None
@@ -201,55 +213,12 @@ class GenerationEndpoint:
         finally:
             with anyio.CancelScope(shield=True):
                 if generation is not None:
-                    await generation.close(principal.tenant_id or "")
-                await self._settle(context, reservation, generation)
+                    await generation.close(context.tenant_id)
+                    usage = generation.usage()
+                    context.prompt_tokens = usage.prompt_tokens
+                    context.completion_tokens = usage.completion_tokens
                 if account is not None:
                     await account.close(generation, outcome)
-
-    async def _reserve(
-        self, context: RequestContext, principal: Principal, plan: GenerationPlan
-    ) -> Reservation:
-        outcome: LimitsOutcome = "unavailable"
-        began = time.monotonic()
-        try:
-            reservation = await self._services.limiter.reserve(
-                context.internal_id,
-                principal,
-                prompt_tokens=plan.prompt_tokens,
-                asked_tokens=plan.asked,
-                default_tokens=max(plan.max_tokens),
-                n=plan.num_choices,
-            )
-        except NeverFits as error:
-            outcome = "never_fits"
-            # The limiter knows two causes; which field each is depends on the route.
-            field = plan.asked_field if error.param == "max_tokens" else self._kind.source
-            raise invalid(field, error.message) from error
-        except RateLimited:
-            outcome = "rate_limit_exceeded"
-            raise
-        except QuotaSpent:
-            outcome = "insufficient_quota"
-            raise
-        else:
-            outcome = "allowed"
-            return reservation
-        finally:
-            self._services.metrics.limits_decided(outcome, time.monotonic() - began)
-
-    async def _settle(
-        self, context: RequestContext, reservation: Reservation, generation: Generation | None
-    ) -> None:
-        used: int | None = None
-        if generation is not None:
-            usage = generation.usage()
-            context.prompt_tokens, context.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-            used = context.prompt_tokens + context.completion_tokens
-        try:
-            await self._services.limiter.settle(reservation, used_tokens=used)
-        except Exception:
-            # The answer is out; a reservation that could not be settled runs out by itself.
-            log.exception("settle_failed", id=context.internal_id, reservation=reservation.reservation_id)
 
     async def _answer(
         self,

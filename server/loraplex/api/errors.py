@@ -55,7 +55,8 @@ INTERNAL_MESSAGE = (
 
 class ApiError(LoraplexError):
     """An error answer. `param` names the field at fault; `retry_after_s` becomes `Retry-After` (429 and 503
-    always carry one, but for `insufficient_quota`, which trying again does not cure)."""
+    always carry one, but for `insufficient_quota`, which trying again does not cure). `is_own`: whether the caller's
+    own requests, limits or wishes led to it; None: those of 4xx did."""
 
     def __init__(
         self,
@@ -65,13 +66,20 @@ class ApiError(LoraplexError):
         param: str | None = None,
         retry_after_s: float | None = None,
         headers: Iterable[tuple[str, str]] = (),
+        is_own: bool | None = None,
     ) -> None:
         super().__init__(message)
+        self.is_own = is_own
         self.code = code
         self.status, self.type = ANSWERS[code]
         self.param = param
         self.retry_after_s = retry_after_s
         self.extra_headers = tuple(headers)
+
+    @property
+    def asks_to_retry(self) -> bool:
+        """It carries a Retry-After."""
+        return self.status in NEEDS_RETRY_AFTER and self.code != "insufficient_quota"
 
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
@@ -83,7 +91,7 @@ class ApiError(LoraplexError):
             headers["WWW-Authenticate"] = "Bearer"
         if self.code == "insufficient_quota":
             headers["x-should-retry"] = "false"
-        elif self.status in NEEDS_RETRY_AFTER:
+        elif self.asks_to_retry:
             headers["Retry-After"] = str(max(1, whole_seconds(self.retry_after_s or 1)))
         return headers
 
@@ -124,6 +132,7 @@ def from_exception(error: BaseException) -> ApiError:
         param=getattr(error, "param", None) or _default_param(code),
         retry_after_s=getattr(error, "retry_after_s", None),
         headers=limit_headers(error.requests, error.tokens) if isinstance(error, RateLimited) else (),
+        is_own=getattr(error, "is_own", None),
     )
 
 
@@ -136,7 +145,11 @@ def from_engine(error: EngineError | None) -> ApiError:
         )  # for the log
         return answer
     return ApiError(
-        error.code, error.message, param=_default_param(error.code), retry_after_s=error.retry_after_s
+        error.code,
+        error.message,
+        param=_default_param(error.code),
+        retry_after_s=error.retry_after_s,
+        is_own=error.is_own or None,
     )
 
 

@@ -106,26 +106,27 @@ class Generation:
         *,
         continues: bool,
     ) -> Generation:
-        """Hands all sequences to the engine. Raises what `submit` raises, and then none is left there."""
+        """Hands all sequences to the engine, or none. Raises what `submit` raises."""
         choices: list[_Choice] = []
         scored = plan.request.wanted_logprobs is not None
         echoes = [
             Echo(spelling, prompt, scored=scored)
             for spelling, prompt in zip(plan.echoes, plan.prompts, strict=False)
         ]
+        streams = engine.submit(*requests)
         try:
-            for index, request in enumerate(requests):
+            for index, stream in enumerate(streams):
                 stops = text.stream(
                     plan.request.stop,
-                    min_tokens=request.sampling.min_tokens,
+                    min_tokens=stream.request.sampling.min_tokens,
                     continues=continues,
                     by_token=scored,
                 )
                 echo = echoes[index // plan.n] if echoes else None
-                choices.append(_Choice(index, engine.submit(request), stops, time.monotonic(), echo))
+                choices.append(_Choice(index, stream, stops, time.monotonic(), echo))
         except BaseException:
-            for choice in choices:
-                choice.stream.abort()
+            for stream in streams:
+                stream.abort()
             raise
         return cls(plan, choices, metrics)
 

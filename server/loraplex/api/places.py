@@ -35,7 +35,8 @@ class Places:
         if not self._in_flight.take(tenant_id, self._max_in_flight):
             held = self._in_flight.held(tenant_id)
             message = f"The server has too many requests at once, {held} of them yours. Please try again."
-            raise ApiError("server_overloaded", message)
+            is_own = self._in_flight.is_beyond_share(tenant_id, self._max_in_flight)
+            raise ApiError("server_overloaded", message, is_own=is_own)
         try:
             yield
         finally:
@@ -51,7 +52,8 @@ class Places:
                 f"The server has too many log probabilities to keep at once, {held} of them yours. Please try again, "
                 'ask for fewer tokens or likely tokens, or say "stream": true.'
             )
-            raise ApiError("server_overloaded", message)
+            is_own = self._kept_logprobs.is_beyond_share(tenant_id, self._max_kept_logprobs, number)
+            raise ApiError("server_overloaded", message, is_own=is_own)
         try:
             yield
         finally:

@@ -151,6 +151,7 @@ def _server_limits(settings: Settings) -> Limits:
         requests_per_minute=settings.server_requests_per_minute or None,
         tokens_per_minute=settings.server_tokens_per_minute or None,
         max_concurrency=settings.server_max_concurrency or None,
+        max_sequences=settings.server_max_sequences or None,
         max_output_tokens=settings.server_max_output_tokens or None,
         token_budget=budget,
         budget_period=None if budget is None else settings.server_budget_period,

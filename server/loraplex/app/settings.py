@@ -124,6 +124,9 @@ class Settings(BaseSettings):
         0, description="Prompt and answer tokens a minute of all tenants (0: no limit)"
     )
     server_max_concurrency: Count = Field(0, description="Requests at a time of all tenants (0: no limit)")
+    server_max_sequences: Count = Field(
+        0, description="Sequences of all tenants that run and wait at a time (0: no limit)"
+    )
     server_max_output_tokens: Count = Field(0, description="Longest answer in tokens (0: no limit)")
     server_token_budget: Count = Field(
         0, description="Tokens of all tenants on this database in a period (0: no limit)"

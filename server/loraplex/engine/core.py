@@ -11,7 +11,7 @@ what they are told. Here is what drives them: `add`, `abort` and `step`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -116,8 +116,12 @@ class EngineCore:
             self._answers.refuse(request, error, duplicate=True)
             return
         refusal = why_not(request, self._config, self._scheduler.num_waiting)
-        if refusal is not None and refusal.code == "server_overloaded" and self._shed_for(request.tenant_id):
-            refusal = None
+        if refusal is not None and refusal.code == "server_overloaded":
+            held = {tenant: requests for tenant, requests, _ in self._scheduler.queue.tenants()}
+            if self._shed_for(request.tenant_id, held):
+                refusal = None
+            else:
+                refusal = replace(refusal, is_own=request.tenant_id in held)
         if refusal is not None:
             self._answers.refuse(request, refusal)
             return
@@ -141,19 +145,19 @@ class EngineCore:
         brings it."""
         self._scheduler.queue.set_weight(tenant_id, weight)
 
-    def _shed_for(self, tenant_id: str) -> bool:
-        """In a full queue, end the newest request that waits of the tenant that has most, if that one has at least
-        two more than `tenant_id`: nobody can fill the queue against the others. False if there is none."""
-        held = {tenant: requests for tenant, requests, _ in self._scheduler.queue.tenants()}
+    def _shed_for(self, tenant_id: str, held: Mapping[str, int]) -> bool:
+        """In a full queue of which tenants hold so much, end the newest request that waits of the tenant that has most,
+        if that one has at least two more than `tenant_id`: nobody can fill the queue against the others. False if there
+        is none."""
         waiting = [s for s in self._answers.live.values() if s.first_scheduled is None]
         victim = max(waiting, key=lambda s: (held[s.request.tenant_id], s.order), default=None)
         if victim is None or held[victim.request.tenant_id] < held.get(tenant_id, 0) + 2:
             return False
-        self._answers.error(
-            victim,
-            "server_overloaded",
-            f"{self._config.max_waiting} requests are waiting, and most of them are yours; try again later",
+        message = (
+            f"{self._config.max_waiting} requests are waiting, and most of them are yours; try again later"
         )
+        error = EngineError("server_overloaded", message, is_own=True)
+        self._answers.end(victim, "error", error=error)
         return True
 
     def _expire(self, now: float) -> None:

@@ -94,11 +94,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class EngineError:
-    """`retry_after_s`: the time after which trying again makes sense, where that is known."""
+    """`retry_after_s`: the time after which trying again makes sense, where that is known. `is_own`: the queue is full,
+    and as much of it is this tenant's as of any other."""
 
     code: ErrorCode
     message: str
     retry_after_s: float | None = None
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,9 +152,9 @@ class EngineClient(Protocol):
         """Take nothing new, let what runs finish within `drain_s` seconds, end the rest, stop the engine."""
         ...
 
-    def submit(self, request: EngineRequest) -> RequestStream:
-        """Raises EngineOverloaded at the bound on requests in flight, EngineUnavailable (EngineDraining) where
-        no engine takes requests, ValueError for an id that is live already."""
+    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
+        """All of these requests of one tenant, or none. Raises EngineOverloaded at the bound on requests in flight,
+        EngineUnavailable (EngineDraining) where no engine takes requests, ValueError for an id that is live already."""
         ...
 
     def adapter_state(self, digest: str) -> AdapterState:

@@ -26,10 +26,15 @@ class EngineDraining(EngineUnavailable):
 
 
 class EngineOverloaded(ServingError):
-    """The client's bound on requests in flight is reached (503)."""
+    """The client's bound on requests in flight is reached (503). `is_own`: by the caller's own requests, which are as
+    many as its share; else by those of others."""
 
     code = "server_overloaded"
     retry_after_s = 1.0
+
+    def __init__(self, message: str, *, is_own: bool = False) -> None:
+        super().__init__(message)
+        self.is_own = is_own
 
 
 class EngineStartError(ServingError):

@@ -74,10 +74,10 @@ class InProcessEngineClient(SessionClient):
                 await asyncio.wait_for(self._ended.wait(), drain_s + STOP_GRACE_S)
         self._session.fail("draining", "the server is shutting down")
 
-    def submit(self, request: EngineRequest) -> RequestStream:
+    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
         if self._closing:
             raise EngineDraining("the server is shutting down")
-        return self._submit(request)
+        return self._submit(requests)
 
     def _unavailable(self) -> EngineUnavailable:
         return EngineUnavailable(self.unhealthy_reason or "the engine is not ready")

@@ -54,26 +54,34 @@ class EngineSession:
     def num_live(self) -> int:
         return len(self._streams)
 
-    def submit(self, request: EngineRequest, *, max_inflight: int) -> RequestStream:
-        if request.request_id in self._streams:
-            raise ValueError(f"request id {request.request_id} is live already")
-        if not self._shares.take(request.tenant_id, max_inflight):
-            held = self._shares.held(request.tenant_id)
+    def submit(self, requests: Sequence[EngineRequest], *, max_inflight: int) -> list[RequestStream]:
+        """All of one tenant. Room for all of them is taken before the first is sent."""
+        tenant_id = requests[0].tenant_id
+        for request in requests:
+            if request.request_id in self._streams:
+                raise ValueError(f"request id {request.request_id} is live already")
+        if not self._shares.take(tenant_id, max_inflight, len(requests)):
+            held = self._shares.held(tenant_id)
             raise EngineOverloaded(
-                f"the engine has {len(self._streams)} requests in flight, {held} of them yours, and takes no more of "
-                "them now"
+                f"the engine has {len(self._streams)} sequences in flight, {held} of them yours, and takes no "
+                f"{len(requests)} more of them now",
+                is_own=self._shares.is_beyond_share(tenant_id, max_inflight, len(requests)),
             )
-        try:
-            self._send(wire.Add(request))
-        except BaseException:
-            self._shares.give_back(request.tenant_id)
-            raise
-        stream = RequestStream(request, self._abort)
-        self._streams[request.request_id] = stream
-        self._weights[request.tenant_id] = request.weight
-        if request.adapter is not None:
-            self._know(request.adapter)
-        return stream
+        streams: list[RequestStream] = []
+        for request in requests:
+            try:
+                self._send(wire.Add(request))
+            except BaseException:
+                self._shares.give_back(tenant_id, len(requests) - len(streams))
+                for stream in streams:
+                    stream.abort()
+                raise
+            streams.append(RequestStream(request, self._abort))
+            self._streams[request.request_id] = streams[-1]
+            self._weights[tenant_id] = request.weight
+            if request.adapter is not None:
+                self._know(request.adapter)
+        return streams
 
     @property
     def weights(self) -> dict[str, float]:

@@ -39,12 +39,12 @@ class SessionClient(ABC):
     def num_live(self) -> int:
         return self._session.num_live
 
-    def _submit(self, request: EngineRequest) -> RequestStream:
+    def _submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         self._check()
         # Twice what the engine takes: one tenant, who may have half, can fill it, and another still comes in. Whom to
         # refuse in a full queue is the engine's to say.
         return self._session.submit(
-            request, max_inflight=2 * (self.info.max_waiting + self.info.max_num_seqs)
+            requests, max_inflight=2 * (self.info.max_waiting + self.info.max_num_seqs)
         )
 
     def adapter_state(self, digest: str) -> AdapterState:

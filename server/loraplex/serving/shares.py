@@ -21,6 +21,12 @@ class Shares:
     def held(self, owner: str) -> int:
         return self._held.get(owner, 0)
 
+    def is_beyond_share(self, owner: str, capacity: int, amount: int = 1) -> bool:
+        """Whether so many more for `owner` are beyond its share of a room for `capacity`: what each holder gets where
+        all want as much as they can have. If not, and `take` refuses it, others hold too much."""
+        holders = len(self._held) + (owner not in self._held)
+        return self.held(owner) + amount > capacity // (holders + 1)
+
     def take(self, owner: str, capacity: int, amount: int = 1) -> bool:
         """So many more (1 or more) for `owner` of a room for `capacity`, as if taken one by one, or none: False where
         that is more than its share, or than is free."""

@@ -137,11 +137,11 @@ class SocketEngineClient(SessionClient):
             self._session.fail("draining", "the server shut down before it ended")
             self._phase = "closed"
 
-    def submit(self, request: EngineRequest) -> RequestStream:
+    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
         if self._phase in ("closing", "closed"):
             raise EngineDraining("the server is shutting down")
         try:
-            return self._submit(request)
+            return self._submit(requests)
         except wire.FrameTooLarge as error:
             raise TextTooLong(f"the request is too large for the engine: {error}") from error
 

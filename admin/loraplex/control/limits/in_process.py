@@ -7,8 +7,9 @@ one step. How a rate is kept stands in `gcra`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loraplex.control.errors import RateLimited
 from loraplex.control.limits.gcra import PERIOD_S, RateWindow
@@ -37,7 +38,7 @@ class InProcessLimiter:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._windows: dict[tuple[Owner, What], RateWindow] = {}
-        self._running: dict[Owner, int] = {}
+        self._running = Running()
         self._live: dict[str, _Live] = {}
         self._decisions = 0
 
@@ -50,21 +51,22 @@ class InProcessLimiter:
             return known.decision
         now = self._clock()
         windows = tuple(self._window(charge) for charge in plan.rates)
-        refusals = [*_refused_rates(plan, windows, now), *self._refused_places(plan)]
+        refusals = [*_refused_rates(plan, windows, now), *_refused_places(plan, self._running)]
         if refusals:
-            wait, message = max(refusals)
-            decision = _decision(plan, windows, now)
-            raise RateLimited(message, retry_after_s=wait, requests=decision.requests, tokens=decision.tokens)
+            raise limited(refusals, _decision(plan, windows, now))
         for charge, window in zip(plan.rates, windows, strict=True):
             window.charge(charge.seconds, now, request_id)
-        for place in plan.places:
-            self._running[place.owner] = self._running.get(place.owner, 0) + 1
+        self._running.add(plan)
         decision = _decision(plan, windows, now)
         self._live[request_id] = _Live(plan, windows, decision)
         self._sweep(now)
         return decision
 
-    async def settle(self, request_id: str, *, used_tokens: int | None) -> None:
+    async def settle(self, *request_ids: str, used_tokens: int | None) -> None:
+        for request_id in request_ids:
+            self._settle(request_id, used_tokens)
+
+    def _settle(self, request_id: str, used_tokens: int | None) -> None:
         live = self._live.pop(request_id, None)
         if live is None:
             return
@@ -72,10 +74,7 @@ class InProcessLimiter:
             used = charge.cost if charge.what == "requests" else min(used_tokens or 0, charge.cost)
             unused = charge.cost if used_tokens is None else charge.cost - used
             window.give_back(request_id, unused * PERIOD_S / charge.limit)
-        for place in live.plan.places:
-            self._running[place.owner] -= 1
-            if not self._running[place.owner]:
-                del self._running[place.owner]
+        self._running.remove(live.plan)
 
     async def close(self) -> None:
         """Nothing outlives the process."""
@@ -93,11 +92,6 @@ class InProcessLimiter:
     def _window(self, charge: RateCharge) -> RateWindow:
         return self._windows.setdefault((charge.owner, charge.what), RateWindow())
 
-    def _refused_places(self, plan: LimitPlan) -> Iterator[tuple[float, str]]:
-        for place in plan.places:
-            if place.limit is not None and self._running.get(place.owner, 0) >= place.limit:
-                yield PLACE_RETRY_S, place.refusal
-
     def _sweep(self, now: float) -> None:
         self._decisions += 1
         if self._decisions % SWEEP_EVERY == 0:
@@ -106,21 +100,80 @@ class InProcessLimiter:
             }
 
 
-def _refused_rates(plan: LimitPlan, windows: Iterable[RateWindow], now: float) -> Iterator[tuple[float, str]]:
+class Running:
+    """How many requests, and how many of their sequences, each owner has running."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Owner, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def requests(self, owner: Owner) -> int:
+        return self._counts.get(owner, (0, 0))[0]
+
+    def sequences(self, owner: Owner) -> int:
+        return self._counts.get(owner, (0, 0))[1]
+
+    def add(self, plan: LimitPlan) -> None:
+        for place in plan.places:
+            requests, sequences = self._counts.get(place.owner, (0, 0))
+            self._counts[place.owner] = (requests + 1, sequences + plan.sequences)
+
+    def remove(self, plan: LimitPlan) -> None:
+        """What was added."""
+        for place in plan.places:
+            requests, sequences = self._counts.pop(place.owner)
+            if requests > 1:
+                self._counts[place.owner] = (requests - 1, sequences - plan.sequences)
+
+
+class Refusal(NamedTuple):
+    """A limit that is reached: for how long, and whose it is."""
+
+    wait_s: float
+    message: str
+    owner: Owner
+
+
+def limited(refusals: Sequence[Refusal], decision: Decision) -> RateLimited:
+    """The answer to a plan that these limits refuse: the longest wait is told."""
+    longest = max(refusals, key=lambda refusal: (refusal.wait_s, refusal.message))
+    return RateLimited(
+        longest.message,
+        retry_after_s=longest.wait_s,
+        requests=decision.requests,
+        tokens=decision.tokens,
+        is_own=longest.owner.kind != "server",
+    )
+
+
+def _refused_rates(plan: LimitPlan, windows: Iterable[RateWindow], now: float) -> Iterator[Refusal]:
     for charge, window in zip(plan.rates, windows, strict=True):
         wait = window.wait(charge.seconds, now)
         if wait > 0:
-            yield wait, charge.refusal
+            yield Refusal(wait, charge.refusal, charge.owner)
+
+
+def _refused_places(plan: LimitPlan, running: Running) -> Iterator[Refusal]:
+    for place in plan.places:
+        if place.limit is not None and running.requests(place.owner) >= place.limit:
+            yield Refusal(PLACE_RETRY_S, place.refusal, place.owner)
+        most = place.max_sequences
+        if most is not None and running.sequences(place.owner) + plan.sequences > most:
+            yield Refusal(PLACE_RETRY_S, place.sequences_refusal, place.owner)
 
 
 def _decision(plan: LimitPlan, windows: Iterable[RateWindow], now: float) -> Decision:
     """Of each kind the window with the least left."""
     tightest: dict[What, LimitWindow] = {}
+    again = 0.0
     for charge, window in zip(plan.rates, windows, strict=True):
         state = limit_window(charge.limit, window.spent(now))
         if charge.what not in tightest or state.remaining < tightest[charge.what].remaining:
             tightest[charge.what] = state
-    return Decision(tightest.get("requests"), tightest.get("tokens"))
+        again = max(again, window.wait(charge.seconds, now))
+    return Decision(tightest.get("requests"), tightest.get("tokens"), again)
 
 
 def limit_window(limit: int, spent_s: float) -> LimitWindow:

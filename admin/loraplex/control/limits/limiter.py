@@ -26,9 +26,10 @@ class Limiter(Protocol):
         """
         ...
 
-    async def settle(self, request_id: str, *, used_tokens: int | None) -> None:
-        """Give back what was reserved and not used, and the places. None: nothing came of the request, and all is
-        given back, as if it had never been. What is settled already, or was never reserved, changes nothing.
+    async def settle(self, *request_ids: str, used_tokens: int | None) -> None:
+        """Give back what was reserved under these ids and not used, and the places, in one step. None: nothing came of
+        them, and all is given back, as if it had never been. What is settled already, or was never reserved, changes
+        nothing.
 
         What has flowed back by itself is not given back again: each rate is then as it would be had only what was used
         been charged at the time of the reservation.

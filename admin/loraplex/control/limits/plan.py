@@ -1,11 +1,11 @@
 """What one request is charged, on which limits: a pure function of the limits and of what was asked.
 
-A limiter decides a plan in one step, in memory (`in_process`) or elsewhere; it adds no rule of its own.
+A request has two plans: it is admitted before its body is read, and reserves the rest when it is known what that is. A
+limiter decides a plan in one step, in memory (`in_process`) or elsewhere; it adds no rule of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,15 +47,20 @@ class RateCharge:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One of `limit` requests at a time; `limit` None: taken without an end. It is counted all the same, so that a
-    limit which is set later counts what runs by then."""
+    """One of `limit` requests at a time, and the plan's sequences of at most `max_sequences`. None: no limit. Both are
+    counted all the same, so that a limit which is set later counts what runs by then."""
 
     owner: Owner
     limit: int | None
+    max_sequences: int | None = None
 
     @property
     def refusal(self) -> str:
         return f"The {self.owner.kind}'s limit of {self.limit} requests at a time is reached."
+
+    @property
+    def sequences_refusal(self) -> str:
+        return f"The {self.owner.kind}'s limit of {self.max_sequences} sequences at a time is reached."
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +76,27 @@ class BudgetCharge:
 
 @dataclass(frozen=True, slots=True)
 class LimitPlan:
-    """All that one request takes, or nothing of it. `output_tokens`: for each of its answers. `tokens`: prompts and
-    answers together, the cost of each charge on tokens. A limiter decides `rates` and `places`; `budgets` are taken
-    from the slices that this server holds (`budgets.Budgets`)."""
+    """What one decision takes, all or nothing. `output_tokens`: for each answer. `tokens`: prompts and answers
+    together, the cost of each charge on tokens. `sequences`: how many run for the request, in each of its places. A
+    limiter decides `rates` and `places`; `budgets` are taken from the slices that this server holds
+    (`budgets.Budgets`)."""
 
     rates: tuple[RateCharge, ...]
-    places: tuple[Place, ...]
-    budgets: tuple[BudgetCharge, ...]
-    tokens: int
-    output_tokens: int
+    places: tuple[Place, ...] = ()
+    budgets: tuple[BudgetCharge, ...] = ()
+    tokens: int = 0
+    output_tokens: int = 0
+    sequences: int = 0
+
+
+def plan_admission(principal: Principal, server: Limits) -> LimitPlan:
+    """One request of every request rate there is: what is charged before anything is known of the request."""
+    rates = (
+        RateCharge(owner, "requests", limits.requests_per_minute, 1)
+        for owner, limits in _owners(principal, server)
+        if limits.requests_per_minute is not None
+    )
+    return LimitPlan(tuple(rates))
 
 
 def plan_request(
@@ -91,23 +108,24 @@ def plan_request(
     default_tokens: int,
     n: int,
 ) -> LimitPlan:
-    """The plan of a request with `prompt_tokens` in all its prompts and n answers.
+    """The plan of an admitted request with `prompt_tokens` in all its prompts and n answers.
 
     `asked_tokens` is what it asks for each answer; None takes `default_tokens`, or what the limits could ever allow if
     that is less. Raises NeverFits for what no wait would make fit.
     """
-    owners = (
-        (Owner("key", principal.key_id or ""), principal.key_limits),
-        (Owner("tenant", principal.tenant_id or ""), principal.tenant_limits),
-        (Owner("server", ""), server),
-    )
+    owners = _owners(principal, server)
     output = default_tokens if asked_tokens is None else asked_tokens
     for owner, limits in owners:
+        _check_sequences(owner, limits, n)
         output = _fit(owner, limits, output, prompt_tokens, asked_tokens, n)
     tokens = prompt_tokens + n * output
     return LimitPlan(
-        rates=tuple(charge for owner, limits in owners for charge in _rates(owner, limits, tokens)),
-        places=tuple(Place(owner, limits.max_concurrency) for owner, limits in owners),
+        rates=tuple(
+            RateCharge(owner, "tokens", limits.tokens_per_minute, tokens)
+            for owner, limits in owners
+            if limits.tokens_per_minute is not None
+        ),
+        places=tuple(Place(owner, limits.max_concurrency, limits.max_sequences) for owner, limits in owners),
         budgets=tuple(
             BudgetCharge(
                 owner,
@@ -121,14 +139,24 @@ def plan_request(
         ),
         tokens=tokens,
         output_tokens=output,
+        sequences=n,
     )
 
 
-def _rates(owner: Owner, limits: Limits, tokens: int) -> Iterator[RateCharge]:
-    if limits.requests_per_minute is not None:
-        yield RateCharge(owner, "requests", limits.requests_per_minute, 1)
-    if limits.tokens_per_minute is not None:
-        yield RateCharge(owner, "tokens", limits.tokens_per_minute, tokens)
+def _owners(principal: Principal, server: Limits) -> tuple[tuple[Owner, Limits], ...]:
+    return (
+        (Owner("key", principal.key_id or ""), principal.key_limits),
+        (Owner("tenant", principal.tenant_id or ""), principal.tenant_limits),
+        (Owner("server", ""), server),
+    )
+
+
+def _check_sequences(owner: Owner, limits: Limits, n: int) -> None:
+    most = limits.max_sequences
+    if most is not None and n > most:
+        raise NeverFits(
+            f"{n} sequences were asked for at once; the {owner.kind}'s limit is {most}.", param="n"
+        )
 
 
 def _fit(owner: Owner, limits: Limits, output: int, prompt_tokens: int, asked: int | None, n: int) -> int:

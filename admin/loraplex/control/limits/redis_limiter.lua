@@ -14,6 +14,7 @@
 --   TAG:rate:OWNER:WHAT   limit, base, TAT before the first held charge, TAT     gone when it has flowed back
 --   TAG:held:OWNER:WHAT   the list                                               the same
 --   TAG:busy:OWNER        requests that run
+--   TAG:sequences:OWNER   sequences that they run
 --   TAG:live:REPLICA      request -> what it holds
 --   TAG:born              a name for this set of data: another one tells that it was lost
 --   TAG:joined            replica -> the number of its joining, which every call names
@@ -173,10 +174,15 @@ local function end_held(name, kept)
   return spent(window) / window.limit
 end
 
-local function free_places(places)
-  for _, owner in ipairs(places) do
-    local key = TAG .. ':busy:' .. owner
-    if redis.call('DECR', key) <= 0 then redis.call('DEL', key) end
+local function count_down(key, by)
+  if by > 0 and redis.call('DECRBY', key, by) <= 0 then redis.call('DEL', key) end
+end
+
+-- What a server of an earlier release holds counts no sequences.
+local function free_places(holds)
+  for _, owner in ipairs(holds.places) do
+    count_down(TAG .. ':busy:' .. owner, 1)
+    count_down(TAG .. ':sequences:' .. owner, holds.sequences or 0)
   end
 end
 
@@ -200,7 +206,7 @@ local function settle(replica, ended)
         by_window[rate.name] = by_window[rate.name] or {}
         by_window[rate.name][id] = part
       end
-      free_places(holds.places)
+      free_places(holds)
     end
   end
   for name, kept in pairs(by_window) do by_window[name] = end_held(name, kept) end
@@ -214,8 +220,12 @@ local function hold(replica, request)
   end
   for i, place in ipairs(request.places) do places[i] = place.owner end
   -- The first write of a decision: here a Redis without memory stops it.
-  redis.call('HSET', TAG .. ':live:' .. replica, request.id, cmsgpack.pack({ rates = rates, places = places }))
-  for _, owner in ipairs(places) do redis.call('INCR', TAG .. ':busy:' .. owner) end
+  local holds = { rates = rates, places = places, sequences = request.sequences }
+  redis.call('HSET', TAG .. ':live:' .. replica, request.id, cmsgpack.pack(holds))
+  for _, owner in ipairs(places) do
+    redis.call('INCR', TAG .. ':busy:' .. owner)
+    redis.call('INCRBY', TAG .. ':sequences:' .. owner, request.sequences)
+  end
 end
 
 local function forget(replica)
@@ -376,33 +386,41 @@ function operations.leave()
   return { status = 'ok', now = now }
 end
 
+-- Microseconds until a charge fits into its window, beside what is kept back.
+local function wait_for(rate, window, kept)
+  local capacity = PERIOD * rate.limit
+  local over = spent(window) * (rate.limit / window.limit) + kept(rate.limit) + rate.cost * PERIOD - capacity
+  -- Sums of floats, where the numbers are too large to be whole: a billionth is not worth a refusal.
+  return over <= capacity * 1e-9 and 0 or over / rate.limit
+end
+
+local function is_beyond(limit, key, more)
+  return limit >= 0 and tonumber(redis.call('GET', key) or 0) + more > limit
+end
+
 -- All that the request is charged, or nothing.
 function operations.reserve()
-  local windows, spents, waits, full, refused = {}, {}, {}, {}, false
+  local windows, spents, waits, full, crowded, refused = {}, {}, {}, {}, {}, false
   local kept = kept_back(given.replica)
   for i, rate in ipairs(given.rates) do
     local window = open(rate.name, rate.limit)
-    local capacity = PERIOD * rate.limit
-    local taken = spent(window) * (rate.limit / window.limit) + kept(rate.limit)
-    local over = taken + rate.cost * PERIOD - capacity
-    -- Sums of floats, where the numbers are too large to be whole: a billionth is not worth a refusal.
-    if over <= capacity * 1e-9 then over = 0 end
-    windows[i], spents[i], waits[i] = window, spent(window) / window.limit, over / rate.limit
-    refused = refused or over > 0
+    windows[i], spents[i], waits[i] = window, spent(window) / window.limit, wait_for(rate, window, kept)
+    refused = refused or waits[i] > 0
   end
   for i, place in ipairs(given.places) do
-    local running = tonumber(redis.call('GET', TAG .. ':busy:' .. place.owner) or 0)
-    full[i] = place.limit >= 0 and running >= place.limit
-    refused = refused or full[i]
+    full[i] = is_beyond(place.limit, TAG .. ':busy:' .. place.owner, 1)
+    crowded[i] = is_beyond(place.max_sequences, TAG .. ':sequences:' .. place.owner, given.sequences)
+    refused = refused or full[i] or crowded[i]
   end
   if not refused then
     hold(given.replica, given)
     for i, rate in ipairs(given.rates) do
       charge(windows[i], rate.cost, now, given.id)
-      spents[i] = spent(windows[i]) / rate.limit
+      spents[i], waits[i] = spent(windows[i]) / rate.limit, wait_for(rate, windows[i], kept)
     end
   end
-  return { status = refused and 'refused' or 'ok', now = now, spent = spents, waits = waits, full = full }
+  local status = refused and 'refused' or 'ok'
+  return { status = status, now = now, spent = spents, waits = waits, full = full, crowded = crowded }
 end
 
 function operations.settle()

@@ -21,11 +21,11 @@ import msgspec
 import structlog
 
 from loraplex.control.background import BackgroundTasks
-from loraplex.control.errors import LimitsNotShared, LimitsUnavailable, RateLimited
+from loraplex.control.errors import LimitsNotShared, LimitsUnavailable
 from loraplex.control.limits.gcra import PERIOD_S
-from loraplex.control.limits.in_process import limit_window
+from loraplex.control.limits.in_process import Refusal, Running, limit_window, limited
 from loraplex.control.limits.limiter import PLACE_RETRY_S
-from loraplex.control.limits.plan import LimitPlan, Owner, What
+from loraplex.control.limits.plan import LimitPlan, What
 from loraplex.control.limits.redis_link import LinkDown, RedisLink
 from loraplex.control.limits.redis_messages import (
     Beat,
@@ -123,7 +123,7 @@ class RedisLimiter:
         self._share: LocalShare | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._live: dict[str, _Live] = {}
-        self._running: dict[Owner, int] = {}
+        self._running = Running()
         self._seen: dict[str, Seen] = {}
         self._owed = Owed()
         self._batch = 0  # of what is owed, as Redis may have been told of it
@@ -169,37 +169,40 @@ class RedisLimiter:
                 self._watch.decided_apart(passed=False)
                 raise
 
-    async def settle(self, request_id: str, *, used_tokens: int | None) -> None:
-        live = self._live.pop(request_id, None)
-        if live is None:
+    async def settle(self, *request_ids: str, used_tokens: int | None) -> None:
+        ending = {name: self._live.pop(name) for name in request_ids if name in self._live}
+        if not ending:
             return
-        for place in live.plan.places:
-            self._running[place.owner] -= 1
-            if not self._running[place.owner]:
-                del self._running[place.owner]
+        for live in ending.values():
+            self._running.remove(live.plan)
         used = -1 if used_tokens is None else used_tokens
         done = False
         try:
             if self._joined:
-                reply = await self._call("settle", self._settling({request_id: used}), TIMEOUT_S)
+                ended = dict.fromkeys(ending, used)
+                reply = await self._call("settle", self._settling(ended), TIMEOUT_S)
                 done = True
-                self._saw(live.plan, reply)
+                for live in ending.values():
+                    self._saw(live.plan, reply)
         except LinkDown as error:
             self._lose(str(error))
         finally:
-            if self._share is not None:
-                self._share.settle(request_id, used_tokens)
-            if not done and live.told:
-                self._ended[request_id] = used
-            elif not done:
-                self._owed.add(live.plan, used_tokens, live.at_us)
+            for request_id, live in ending.items():
+                if self._share is not None:
+                    self._share.settle(request_id, used_tokens)
+                if not done and live.told:
+                    self._ended[request_id] = used
+                elif not done:
+                    self._owed.add(live.plan, used_tokens, live.at_us)
 
     # Decisions.
 
     async def _ask(self, request_id: str, plan: LimitPlan) -> Reply | None:
         """None where Redis is lost by this."""
         begin = time.perf_counter()
-        asked = Reserve(self._replica, str(self._number), request_id, rates_of(plan), seats_of(plan))
+        asked = Reserve(
+            self._replica, str(self._number), request_id, rates_of(plan), seats_of(plan), plan.sequences
+        )
         try:
             reply = await self._call("reserve", asked, TIMEOUT_S)
         except LinkDown as error:
@@ -213,24 +216,24 @@ class RedisLimiter:
 
     def _decided(self, request_id: str, plan: LimitPlan, reply: Reply) -> Decision:
         tightest: dict[What, LimitWindow] = {}
-        refusals = []
+        refusals: list[Refusal] = []
         for charge, spent_us, wait_us in zip(plan.rates, reply.spent, reply.waits, strict=True):
             self._seen[window_name(charge)] = Seen(charge.limit, reply.now + spent_us)
             state = limit_window(charge.limit, min(spent_us / 1e6, PERIOD_S))
             if charge.what not in tightest or state.remaining < tightest[charge.what].remaining:
                 tightest[charge.what] = state
             if wait_us > 0:
-                refusals.append((wait_us / 1e6, charge.refusal))
+                refusals.append(Refusal(wait_us / 1e6, charge.refusal, charge.owner))
         self._sweep(reply.now)
-        decision = Decision(tightest.get("requests"), tightest.get("tokens"))
+        again_s = max((refusal.wait_s for refusal in refusals), default=0.0)
+        decision = Decision(tightest.get("requests"), tightest.get("tokens"), again_s)
         if reply.status == "refused":
-            refusals += [
-                (PLACE_RETRY_S, place.refusal)
-                for place, full in zip(plan.places, reply.full, strict=True)
-                if full
-            ]
-            wait, message = max(refusals)
-            raise RateLimited(message, retry_after_s=wait, requests=decision.requests, tokens=decision.tokens)
+            for place, full, crowded in zip(plan.places, reply.full, reply.crowded, strict=True):
+                if full:
+                    refusals.append(Refusal(PLACE_RETRY_S, place.refusal, place.owner))
+                if crowded:
+                    refusals.append(Refusal(PLACE_RETRY_S, place.sequences_refusal, place.owner))
+            raise limited(refusals, decision)
         self._hold(request_id, _Live(plan, decision, reply.now, told=True))
         return decision
 
@@ -268,8 +271,7 @@ class RedisLimiter:
 
     def _hold(self, request_id: str, live: _Live) -> None:
         self._live[request_id] = live
-        for place in live.plan.places:
-            self._running[place.owner] = self._running.get(place.owner, 0) + 1
+        self._running.add(live.plan)
 
     def _sweep(self, now_us: float) -> None:
         self._decisions += 1
@@ -350,7 +352,7 @@ class RedisLimiter:
         told = dict(self._live)
         spending = owed.spending(self._seen, self._now_us(), self._lost_us)
         live = [
-            Request(name, one.at_us, one.told, rates_of(one.plan), seats_of(one.plan))
+            Request(name, one.at_us, one.told, rates_of(one.plan), seats_of(one.plan), one.plan.sequences)
             for name, one in told.items()
         ]
         if not apart:

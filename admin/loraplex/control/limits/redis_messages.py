@@ -19,10 +19,11 @@ class Rate(msgspec.Struct, frozen=True):
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """A place. `limit` -1: as many as there may be."""
+    """A place. -1: as many as there may be."""
 
     owner: str
     limit: int
+    max_sequences: int
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -34,6 +35,7 @@ class Request(msgspec.Struct, frozen=True):
     told: bool
     rates: list[Rate]
     places: list[Seat]
+    sequences: int
 
 
 class Spending(msgspec.Struct, frozen=True):
@@ -73,6 +75,7 @@ class Reserve(msgspec.Struct, frozen=True):
     id: str
     rates: list[Rate]
     places: list[Seat]
+    sequences: int
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -111,7 +114,8 @@ class Leave(msgspec.Struct, frozen=True):
 
 class Reply(msgspec.Struct, frozen=True):
     """`unknown`: Redis does not know this joining of this replica, and did nothing. `spent` and `waits`: microseconds,
-    for each rate of the request; `full` for each place; `windows`: by name, what is spent after settling. `replicas`
+    for each rate of the plan; `waits` until it, or once it passed the same one again, would pass. `full` and `crowded`
+    for each place: its requests and its sequences. `windows`: by name, what is spent after settling. `replicas`
     that live, `rank` of them come before this one. `has_lost`: other data than `born` named before. `ready`: all have
     told what they knew before the data was lost, or all were away, and decisions may be asked for."""
 
@@ -120,6 +124,7 @@ class Reply(msgspec.Struct, frozen=True):
     spent: list[float] = []
     waits: list[float] = []
     full: list[bool] = []
+    crowded: list[bool] = []
     windows: dict[str, float] = {}
     replicas: int = 0
     rank: int = 0
@@ -141,4 +146,8 @@ def rates_of(plan: LimitPlan) -> list[Rate]:
 
 
 def seats_of(plan: LimitPlan) -> list[Seat]:
-    return [Seat(owner_name(one.owner), -1 if one.limit is None else one.limit) for one in plan.places]
+    return [Seat(owner_name(one.owner), _bound(one.limit), _bound(one.max_sequences)) for one in plan.places]
+
+
+def _bound(limit: int | None) -> int:
+    return -1 if limit is None else limit

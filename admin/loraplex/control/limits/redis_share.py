@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from loraplex.control.errors import LimitsUnavailable
 from loraplex.control.limits.gcra import PERIOD_S, RateWindow
-from loraplex.control.limits.in_process import limit_window
+from loraplex.control.limits.in_process import Running, limit_window
 from loraplex.control.limits.limiter import PLACE_RETRY_S
-from loraplex.control.limits.plan import LimitPlan, Owner, RateCharge, What
+from loraplex.control.limits.plan import LimitPlan, RateCharge, What
 from loraplex.control.limits.redis_messages import Spending, owner_name, window_name
 from loraplex.control.types import Decision, LimitWindow
 
@@ -61,7 +61,7 @@ class LocalShare:
     def has_begun(self) -> bool:
         return self._clock() >= self._begins_at
 
-    def reserve(self, request_id: str, plan: LimitPlan, running: Mapping[Owner, int]) -> Decision:
+    def reserve(self, request_id: str, plan: LimitPlan, running: Running) -> Decision:
         """Take the plan from this server's part of all its limits, or nothing. `running`: what this server has running
         by now, and counts itself. Raises LimitsUnavailable."""
         now = self._clock()
@@ -101,21 +101,29 @@ class LocalShare:
             window.charge(max(0.0, self._begins_at + PERIOD_S - now), now)
         return window
 
-    def _refused_places(self, plan: LimitPlan, running: Mapping[Owner, int]) -> Iterator[tuple[float, str]]:
+    def _refused_places(self, plan: LimitPlan, running: Running) -> Iterator[tuple[float, str]]:
         for place in plan.places:
             if place.limit is not None:
                 share = self._part.of(place.limit, owner_name(place.owner))
-                if running.get(place.owner, 0) >= share:
+                if running.requests(place.owner) >= share:
                     yield PLACE_RETRY_S, place.refusal
+            if place.max_sequences is not None:
+                share = self._part.of(place.max_sequences, owner_name(place.owner))
+                if plan.sequences > share:
+                    yield TOO_LARGE_RETRY_S, place.sequences_refusal
+                elif running.sequences(place.owner) + plan.sequences > share:
+                    yield PLACE_RETRY_S, place.sequences_refusal
 
     @staticmethod
     def _decision(plan: LimitPlan, shares: list[int], windows: list[RateWindow], now: float) -> Decision:
         tightest: dict[What, LimitWindow] = {}
+        again = 0.0
         for charge, share, window in zip(plan.rates, shares, windows, strict=True):
+            again = max(again, window.wait(charge.cost * PERIOD_S / share, now))
             here = limit_window(share, window.spent(now))
             if charge.what not in tightest or here.remaining < tightest[charge.what].remaining:
                 tightest[charge.what] = LimitWindow(charge.limit, here.remaining, here.reset_s)
-        return Decision(tightest.get("requests"), tightest.get("tokens"))
+        return Decision(tightest.get("requests"), tightest.get("tokens"), again)
 
 
 def kept_cost(charge: RateCharge, used_tokens: int | None) -> int:
