@@ -21,6 +21,7 @@ from loraplex.admin.operation import Answer, Call, Operation
 from loraplex.admin.pace import Pace
 from loraplex.admin.plane import Plane
 from loraplex.admin.upload import receive_upload
+from loraplex.control.staged import StagedBytes, StagedUpload, UploadRoom
 from loraplex.control.types import Principal
 from support.api_server import RunningServer, serve_app
 from support.multipart import CONTENT_TYPE, body, end, files, part
@@ -41,13 +42,24 @@ class Uploads:
     def __post_init__(self) -> None:
         self.store = ArtifactStore(self.root)
         self.threads = anyio.CapacityLimiter(4)
+        self.staged = StagedBytes()
+        self.room: UploadRoom | None = None
 
     async def take(self, call: Call) -> Answer:
+        with self.staged.upload("acme", "x", self.room) as staged:
+            await self.receive(call, staged)
+        return Answer(status=201)
+
+    async def receive(self, call: Call, staged: StagedUpload) -> None:
         async with receive_upload(
-            call.request, self.store, max_bytes=MAX_BYTES, threads=self.threads, silence_s=self.silence_s
+            call.request,
+            self.store,
+            max_bytes=MAX_BYTES,
+            threads=self.threads,
+            staged=staged,
+            silence_s=self.silence_s,
         ) as (staging, _):
             self.got.append({path.name: path.stat().st_size for path in staging.directory.iterdir()})
-        return Answer(status=201)
 
     async def authenticate(self, _secret: str) -> Principal:
         return Principal(None, None, frozenset(), is_admin=True)

@@ -8,7 +8,7 @@ extended headers and central directories in memory.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,17 +27,29 @@ _TAR_OVERHEAD = 16 << 20
 """Bytes of headers and padding that a tar may have beyond its files: MAX_ENTRIES of them with long names."""
 
 
-def extract_upload(archive: Path, dest: Path, *, max_bytes: int, fault: Fault = no_fault) -> None:
+def extract_upload(
+    archive: Path,
+    dest: Path,
+    *,
+    max_bytes: int,
+    fault: Fault = no_fault,
+    reserve: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
     """Write adapter_config.json and adapter_model.safetensors from `archive` into the existing folder `dest`.
 
     The kind is told by the content. Both files lie at the top or in one folder; other files are skipped (in a
     tar they count for `max_bytes`, which bounds what is unpacked). Streams in bounded memory, in time
-    proportional to the bytes read and written. On failure nothing is left in `dest`.
+    proportional to the bytes read and written. `reserve` hears of each file's size before it is written, and may raise.
+    On failure nothing is left in `dest`.
 
     Raises AdapterRefused: bad_archive (damaged, encrypted, ambiguous, links, devices, absolute or ".." names,
     a file missing), not_safetensors (pickled weights instead), too_large. StoreFull, StoreFailed, OSError.
     """
-    with disk_failures_named(), MemberSink(dest, max_bytes, fault) as sink, open_regular(archive) as file:
+    with (
+        disk_failures_named(),
+        MemberSink(dest, max_bytes, fault, reserve) as sink,
+        open_regular(archive) as file,
+    ):
         magic = file.read(4)
         file.seek(0)
         if magic in _ZIP_MAGIC:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import BinaryIO, NoReturn, Self
@@ -25,9 +26,16 @@ class MemberSink:
     A context manager: leaving it with an exception removes what was written.
     """
 
-    def __init__(self, dest: Path, max_bytes: int, fault: Fault = no_fault) -> None:
+    def __init__(
+        self,
+        dest: Path,
+        max_bytes: int,
+        fault: Fault = no_fault,
+        reserve: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
         self._dest = dest
         self._fault = fault
+        self._reserve = reserve
         self._max_bytes = max_bytes
         self._expected = 0
         self._seen: set[tuple[str, ...]] = set()
@@ -83,11 +91,12 @@ class MemberSink:
     def expect(self, size: int) -> None:
         """Count a member by its declared size, before any of it is read; the readers never write more.
 
-        Raises AdapterRefused("too_large").
+        Raises AdapterRefused("too_large"), and what `reserve` raises.
         """
         self._expected += size
         if self._expected > self._max_bytes:
             self.too_large()
+        self._reserve(size)
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Append to the file of that fixed name. Raises OSError."""

@@ -18,6 +18,7 @@ from loraplex.control.database import Database
 from loraplex.control.key_cache import KeyCache
 from loraplex.control.keys import Keys
 from loraplex.control.releases import Releases
+from loraplex.control.staged import StagedBytes
 from loraplex.control.tenants import Tenants
 from loraplex.serving.client import EngineClient
 from loraplex.serving.shares import Shares
@@ -28,11 +29,12 @@ T = TypeVar("T")
 class UploadGate:
     """How much uploading goes on at a time, over both ports: `max_uploads` on their way, shared by the tenants as
     `Shares` does (more get 503), of which `max_validations` are validated (the others wait; validation reads every
-    value)."""
+    value). What a tenant has on its way at a time is bounded by its quota."""
 
     def __init__(self, max_uploads: int = 16, max_validations: int = 2) -> None:
         self.max_uploads = max_uploads
         self.uploads = Shares()
+        self.staged = StagedBytes()
         self.writers = anyio.CapacityLimiter(max_uploads)
         self.validators = anyio.CapacityLimiter(max_validations)
 

@@ -20,6 +20,7 @@ from loraplex.adapters.steps import Step
 from loraplex.adapters.store import ArtifactStore, Staging
 from loraplex.admin.body import SILENCE_S, chunks, declared_length, refuse_encoding
 from loraplex.admin.multipart import Part, UploadParser, too_large
+from loraplex.control.staged import StagedUpload
 
 BUFFER_BYTES = 1 << 20
 _FRAMING_BYTES = 64 << 10
@@ -33,28 +34,34 @@ async def receive_upload(
     *,
     max_bytes: int,
     threads: anyio.CapacityLimiter,
+    staged: StagedUpload,
     silence_s: float = SILENCE_S,
 ) -> AsyncIterator[tuple[Staging, frozenset[Part]]]:
     """The staging folder with the parts of the request's body in it, and which parts came. It is discarded on
     the way out unless it was committed.
 
-    Raises Problem (400, 408, 413, 415), ClientGone, StoreFull (507), StoreFailed (503), OSError. Nothing is
-    written before the headers have been looked at.
+    Raises Problem (400, 408, 413, 415), AdapterRefused where the tenant's quota does not allow it, ClientGone,
+    StoreFull (507), StoreFailed (503), OSError. Nothing is written before the headers have been looked at.
     """
     refuse_encoding(request)
-    if (declared_length(request) or 0) > max_bytes + _FRAMING_BYTES:
+    declared = declared_length(request) or 0
+    if declared > max_bytes + _FRAMING_BYTES:
         raise too_large(max_bytes)
     parser = UploadParser(request.headers.get("content-type", ""), max_bytes=max_bytes)
+    staged.expect(declared - _FRAMING_BYTES)
     staging = await anyio.to_thread.run_sync(store.begin, limiter=threads)
     try:
         writer = _Writer(staging, threads)
         try:
-            framing = 0
+            framing = size = 0
             async for chunk in chunks(request, silence_s=silence_s):
                 pieces = parser.feed(chunk)
                 framing += len(chunk) - sum(len(data) for _, data in pieces)
                 if framing > _FRAMING_BYTES:
                     raise too_large(max_bytes)
+                size += sum(len(data) for _, data in pieces)
+                # An archive is a little larger than what the quota is for.
+                staged.expect(size - _FRAMING_BYTES if Part.ARCHIVE in parser.seen else size)
                 await writer.write(pieces)
             parts = parser.finish()
             await writer.flush(parts)

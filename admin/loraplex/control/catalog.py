@@ -21,8 +21,9 @@ from loraplex.control.audit import LOCAL, Actor, record
 from loraplex.control.clock import database_now
 from loraplex.control.database import Database
 from loraplex.control.errors import Conflict, TenantNotFound
-from loraplex.control.quota import check_quota
+from loraplex.control.quota import check_quota, upload_room
 from loraplex.control.releases import add_release, current_release, release_shown
+from loraplex.control.staged import UploadRoom
 from loraplex.control.tables import LIVING, Adapter, AdapterVersion, Tenant
 from loraplex.control.tenants import require_tenant, tenant_target
 from loraplex.control.types import (
@@ -68,14 +69,17 @@ class Catalog:
         self._served_name = served_name
         self._max_rank = max_rank
 
-    def check_upload(self, tenant_id: str, name: str) -> None:
-        """What can be refused before a byte is read. Raises InvalidValue, TenantNotFound, AdapterRefused."""
+    def check_upload(self, tenant_id: str, name: str) -> UploadRoom | None:
+        """What can be refused before a byte is read, and what the quota leaves for those that come (None: it bounds
+        nothing). Raises InvalidValue, TenantNotFound, AdapterRefused."""
         rules.check_adapter_name(name)
         if name == self._served_name:
             raise AdapterRefused("name_reserved", f"'{name}' is the name of the base model; choose another.")
         with self._database.read() as session:
             tenant = require_tenant(session, tenant_id)
-            check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, 0)
+            limits = rules.read_limits(tenant.limits)
+            check_quota(session, limits, tenant_id, name, 0)
+            return upload_room(session, limits, tenant_id, name)
 
     def admit(
         self, tenant_id: str, name: str, staging: Staging, *, by: Actor = LOCAL

@@ -6,6 +6,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.errors import AdapterRefused
+from loraplex.control.staged import UploadRoom
 from loraplex.control.tables import LIVING, AdapterVersion
 from loraplex.control.types import Limits
 
@@ -23,10 +24,26 @@ def check_quota(session: Session, limits: Limits, tenant_id: str, name: str, num
                 f"The tenant may have {limits.max_adapters} adapters and has them; delete one first.",
             )
     if limits.max_adapter_bytes is not None:
-        used = session.scalar(select(func.sum(AdapterVersion.bytes)).where(*living)) or 0
+        used = _used(session, tenant_id)
         if used + num_bytes > limits.max_adapter_bytes:
             raise AdapterRefused(
                 "quota_exceeded",
                 f"The tenant may keep {limits.max_adapter_bytes} bytes of adapters; {used} are in use and this "
                 f"upload has {num_bytes}. Delete versions first.",
             )
+
+
+def upload_room(session: Session, limits: Limits, tenant_id: str, name: str) -> UploadRoom | None:
+    """What an upload to `name` that begins now may stage; None where nothing bounds it."""
+    if limits.max_adapter_bytes is None:
+        return None
+    same = (AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING)
+    known = session.scalar(select(func.max(AdapterVersion.bytes)).where(*same)) or 0
+    left = max(0, limits.max_adapter_bytes - _used(session, tenant_id))
+    return UploadRoom(limits.max_adapter_bytes, left, known)
+
+
+def _used(session: Session, tenant_id: str) -> int:
+    """Bytes of the tenant's living versions."""
+    query = select(func.sum(AdapterVersion.bytes)).where(AdapterVersion.tenant_id == tenant_id, LIVING)
+    return session.scalar(query) or 0

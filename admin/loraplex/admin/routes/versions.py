@@ -23,6 +23,7 @@ from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.admin.upload import receive_upload
 from loraplex.control.audit import Actor
 from loraplex.control.errors import ControlError, VersionNotFound
+from loraplex.control.staged import StagedUpload
 from loraplex.control.types import VersionInfo
 from loraplex.serving.errors import EngineUnavailable, ServingError
 
@@ -35,15 +36,16 @@ def version_operations(services: AdminServices) -> list[Operation]:
 
     async def push_version(call: Call) -> Answer:
         tenant, name = call.path["tenant"], call.path["name"]
-        await run(services.catalog.check_upload, tenant, name)
-        with _slot(gate, tenant):
+        room = await run(services.catalog.check_upload, tenant, name)
+        with _slot(gate, tenant), gate.staged.upload(tenant, name, room) as staged:
             async with receive_upload(
                 call.request,
                 services.artifacts.store,
                 max_bytes=services.max_upload_bytes,
                 threads=gate.writers,
+                staged=staged,
             ) as (staging, parts):
-                admitted = partial(admit, tenant, name, staging, parts, call.actor)
+                admitted = partial(admit, staged, staging, parts, call.actor)
                 info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
         await pin_healed(info.digest)
         # It is asked for soon, if only to try it.
@@ -52,7 +54,7 @@ def version_operations(services: AdminServices) -> list[Operation]:
         return Answer(_show(info), 201 if is_new else 200, {"Location": location})
 
     def admit(
-        tenant: str, name: str, staging: Staging, parts: frozenset[Part], by: Actor
+        staged: StagedUpload, staging: Staging, parts: frozenset[Part], by: Actor
     ) -> tuple[VersionInfo, bool]:
         if Part.ARCHIVE in parts:
             extract_upload(
@@ -60,8 +62,11 @@ def version_operations(services: AdminServices) -> list[Operation]:
                 staging.directory,
                 max_bytes=services.max_upload_bytes,
                 fault=staging.fault,
+                reserve=staged.unpack,
             )
-        return services.catalog.admit(tenant, name, staging, by=by)
+        info, is_new = services.catalog.admit(staged.tenant_id, staged.name, staging, by=by)
+        staged.admitted(info.bytes if is_new else 0)
+        return info, is_new
 
     async def pin_healed(digest: str) -> None:
         """Versions that were pinned while their bytes were damaged have them again. The engine drops a pin with the
