@@ -223,6 +223,58 @@ def test_an_echo_is_scored_alike_with_a_warm_prefix_cache(real: Shop, truth: Tru
     assert scored["logprobs"] == near({name: values[: len(prompt)] for name, values in told.items()})
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_prompts_and_named_tokens_equal_transformers_and_peft(real: Shop, truth: Truth, model: str) -> None:
+    """As vLLM has them: `prompt_logprobs`, `logprob_token_ids` and `return_token_ids`."""
+    named = [truth.ids[word] for word in (b" the", b" sea", b"!", b"\n")]
+    extra = {"prompt_logprobs": 3, "logprob_token_ids": named, "return_token_ids": True}
+    asked: dict[str, Any] = {"model": model, "max_tokens": 5, "temperature": 0, "n": 2, "extra_body": extra}
+    chat = real.openai().chat.completions.create(
+        messages=[{"role": "user", "content": QUESTION}], logprobs=True, **asked
+    )
+    complete(real, model=model)  # the prefix cache is warm
+    completion = real.openai().completions.create(prompt=PROMPT, logprobs=0, **asked)
+    of_chat = chat.model_extra or {}
+    assert of_chat["prompt_token_ids"] == truth.tokenizer.encode(CHAT_PROMPT).ids
+    of_choice = completion.choices[1].model_extra or {}
+    assert of_choice["prompt_token_ids"] == truth.tokenizer.encode(PROMPT).ids
+    assert of_choice["prompt_logprobs"] == (completion.choices[0].model_extra or {})["prompt_logprobs"]
+    for told, answer in ((of_chat, chat.choices[0].model_extra or {}), (of_choice, of_choice)):
+        prompt, output = told["prompt_token_ids"], answer["token_ids"]
+        expected = truth.logprobs(model, prompt + output)
+        first, *others = told["prompt_logprobs"]
+        assert first is None
+        for place, entries_ in enumerate(others):
+            row, token_id = expected[place], prompt[place + 1]
+            assert next(iter(entries_)) == str(token_id)
+            assert len(entries_) in (3, 4)
+            for other, entry in entries_.items():
+                truth.compare(entry["logprob"], row[int(other)])
+                near_ranks = [int((row >= row[int(other)] + shift).sum()) for shift in (1e-3, -1e-3)]
+                assert near_ranks[0] <= entry["rank"] <= near_ranks[1]
+                assert entry["decoded_token"] == truth.tokenizer.decode(
+                    [int(other)], skip_special_tokens=False
+                )
+    expected = truth.logprobs(model, of_chat["prompt_token_ids"] + chat.choices[0].model_extra["token_ids"])  # type: ignore[index]
+    for place, entry in enumerate(entries(chat.choices[0].logprobs)):
+        row = expected[len(of_chat["prompt_token_ids"]) - 1 + place]
+        own, *likely = entry["top_logprobs"]
+        assert own == {name: entry[name] for name in ("token", "logprob", "bytes")}
+        ids = [truth.ids[bytes(other["bytes"])] for other in likely]
+        assert ids == [token_id for token_id in named if token_id != truth.ids[bytes(own["bytes"])]]
+        for token_id, other in zip(ids, likely, strict=True):
+            truth.compare(other["logprob"], row[token_id])
+    expected = truth.logprobs(model, of_choice["prompt_token_ids"] + of_choice["token_ids"])
+    logprobs = completion.choices[1].logprobs
+    assert logprobs is not None
+    assert logprobs.top_logprobs is not None
+    for place, top in enumerate(logprobs.top_logprobs):
+        row = expected[len(of_choice["prompt_token_ids"]) - 1 + place]
+        assert len(top) in (len(named), 1 + len(named))
+        for token, value in top.items():
+            truth.compare(value, row[truth.ids[token.encode()]])
+
+
 def test_choices_of_a_seed_are_distinct_and_come_again(real: Shop, truth: Truth) -> None:
     asked: dict[str, Any] = {"n": 3, "seed": 11, "temperature": 1, "echo": True, "logprobs": 1}
     first, usage = complete(real, **asked)

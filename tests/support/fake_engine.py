@@ -33,7 +33,7 @@ from loraplex.engine.types import (
 )
 from loraplex.serving.client import RequestStream, error_event
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable
-from support.logprobs import Row, pack_logprobs
+from support.logprobs import Row, pack_logprobs, with_ranks
 
 EOS_ID = 256
 SCORED_PER_STEP = 3
@@ -71,6 +71,16 @@ def fake_row(token_id: int, position: int, num_top: int) -> Row:
     return own, [((token_id + rank) % VOCAB_SIZE, own - rank / 8) for rank in range(num_top)]
 
 
+def fake_named(token_id: int, position: int, named: Sequence[int]) -> Row:
+    """What it tells of named tokens in place of the likeliest."""
+    own, _ = fake_row(token_id, position, 0)
+    return own, [(other, -(other % 11 + position + 1) / 8) for other in named]
+
+
+def fake_rank(token_id: int, position: int) -> int:
+    return 1 + (token_id + position) % VOCAB_SIZE
+
+
 def _pack(tokens: Sequence[int], start: int, end: int, num_top: int | None) -> Logprobs | None:
     """Of the tokens at positions start … end-1 of a sequence."""
     rows = [(tokens[place], place) for place in range(start, min(end, len(tokens)))]
@@ -80,7 +90,11 @@ def _pack(tokens: Sequence[int], start: int, end: int, num_top: int | None) -> L
 
 
 def fake_prompt_scores(request: EngineRequest, start: int, end: int) -> Scores:
-    return Scores(prompt=_pack(request.prompt_ids, start, end, request.sampling.prompt_logprobs))
+    found = _pack(request.prompt_ids, start, end, request.sampling.prompt_logprobs)
+    if found is not None and request.sampling.prompt_ranks:
+        places = range(start, start + len(found))
+        found = with_ranks(found, [fake_rank(request.prompt_ids[place], place) for place in places])
+    return Scores(prompt=found)
 
 
 def fake_scores(request: EngineRequest, tokens: Sequence[int], start: int, end: int) -> Scores | None:
@@ -88,6 +102,10 @@ def fake_scores(request: EngineRequest, tokens: Sequence[int], start: int, end: 
     if request.sampling.logprobs is None:
         return None
     sequence, num_prompt = (*request.prompt_ids, *tokens), len(request.prompt_ids)
+    if named := request.sampling.logprob_token_ids:
+        places = range(num_prompt + start, min(num_prompt + end, len(sequence)))
+        rows = [fake_named(sequence[place], place, named) for place in places]
+        return Scores(pack_logprobs(rows, len(named))) if rows else None
     output = _pack(sequence, num_prompt + start, num_prompt + end, request.sampling.logprobs)
     return None if output is None else Scores(output)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 from loraplex.engine.logprobs import Logprobs
 
@@ -15,3 +16,7 @@ def pack_logprobs(rows: Sequence[Row], num_top: int) -> Logprobs:
     values = [value for own, top in rows for value in (own, *(value for _, value in top))]
     ids = [token_id for _, top in rows for token_id, _ in top]
     return Logprobs(num_top, struct.pack(f"<{len(values)}f", *values), struct.pack(f"<{len(ids)}i", *ids))
+
+
+def with_ranks(logprobs: Logprobs, ranks: Sequence[int]) -> Logprobs:
+    return replace(logprobs, ranks=struct.pack(f"<{len(ranks)}i", *ranks))

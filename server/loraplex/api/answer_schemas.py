@@ -13,9 +13,13 @@ _BYTES = {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0, 
 _FINISH = {"enum": ["stop", "length"]}
 
 
-def _object(properties: dict[str, Any], **others: Any) -> dict[str, Any]:
-    """An object that has all of `properties`."""
-    return {"type": "object", "required": list(properties), "properties": properties, **others}
+_TOKENS = {"type": "array", "items": _COUNT}
+
+
+def _object(properties: dict[str, Any], maybe: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+    """An object that has all of `properties`, and those of `maybe` where they are asked for."""
+    all_properties = {**properties, **(maybe or {})}
+    return {"type": "object", "required": list(properties), "properties": all_properties, **others}
 
 
 def _ref(name: str) -> dict[str, str]:
@@ -30,7 +34,7 @@ def _maybe(name: str) -> dict[str, Any]:
     return {"anyOf": [_ref(name), {"type": "null"}]}
 
 
-def _answer(kind: str, choice: str) -> dict[str, Any]:
+def _answer(kind: str, choice: str, maybe: dict[str, Any] | None = None) -> dict[str, Any]:
     return _object(
         {
             "id": _STRING,
@@ -39,9 +43,19 @@ def _answer(kind: str, choice: str) -> dict[str, Any]:
             "model": _STRING,
             "choices": _list(_ref(choice)),
             "usage": _ref("Usage"),
-        }
+        },
+        maybe,
     )
 
+
+_PROMPT_LOGPROBS = {
+    "type": ["object", "null"],
+    "propertyNames": {"pattern": "^[0-9]+$"},
+    "additionalProperties": _object(
+        {"logprob": _LOGPROB, "rank": {"type": "integer", "minimum": 1}, "decoded_token": _STRING}
+    ),
+}
+_OF_PROMPT = {"prompt_token_ids": _TOKENS, "prompt_logprobs": _list(_PROMPT_LOGPROBS)}
 
 ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
     "Error": _object(
@@ -72,7 +86,8 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
             "message": _object({"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}}),
             "logprobs": _maybe("ChatLogprobs"),
             "finish_reason": _FINISH,
-        }
+        },
+        {"token_ids": _TOKENS},
     ),
     "CompletionChoice": _object(
         {
@@ -80,7 +95,8 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
             "text": _STRING,
             "logprobs": _maybe("CompletionLogprobs"),
             "finish_reason": _FINISH,
-        }
+        },
+        {"token_ids": _TOKENS, **_OF_PROMPT},
     ),
     "LikelyToken": _object({"token": _STRING, "logprob": _LOGPROB, "bytes": _BYTES}),
     "ChatLogprobs": _object(
@@ -108,7 +124,7 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
             "text_offset": _list(_COUNT),
         }
     ),
-    "ChatCompletion": _answer("chat.completion", "ChatChoice"),
+    "ChatCompletion": _answer("chat.completion", "ChatChoice", _OF_PROMPT),
     "Completion": _answer("text_completion", "CompletionChoice"),
     "Model": _object(
         {

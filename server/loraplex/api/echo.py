@@ -13,10 +13,14 @@ class Echo:
     """One prompt's text, told in step with its log probabilities where these are wanted: what is known of a token goes
     out with the text that holds the end of it."""
 
-    def __init__(self, spelling: Spelling, prompt_ids: Sequence[int], *, scored: bool) -> None:
+    def __init__(
+        self, spelling: Spelling, prompt_ids: Sequence[int], *, scored: bool, num_top: int | None = None
+    ) -> None:
+        """`num_top`: as many of the most likely tokens are told at most."""
         self._spelling = spelling
         self._prompt_ids = prompt_ids
         self._scored = scored
+        self._num_top = num_top
         self._shown = 0
         self._told: list[ScoredToken] = []  # known, and not shown yet
         self._num_known = 0
@@ -40,7 +44,7 @@ class Echo:
             # Nothing comes before it that could make it likely.
             self._told.append(ScoredToken(self._prompt_ids[0], None, (), spans[0][0]))
             self._num_known = 1
-        for own, top in () if logprobs is None else logprobs.rows():
+        for own, top in () if logprobs is None else logprobs.rows(self._num_top):
             token_id, start = self._prompt_ids[self._num_known], spans[self._num_known][0]
             self._told.append(ScoredToken(token_id, own, top, start))
             self._num_known += 1

@@ -18,10 +18,10 @@ from loraplex.api.client_watch import ClientWatch, watch_client
 from loraplex.api.context import RequestContext, context_of
 from loraplex.api.deps import ApiServices, Text
 from loraplex.api.errors import ClientGone, from_exception, invalid
-from loraplex.api.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, WholeChoice, sse
+from loraplex.api.formats import DONE, AnswerFormat, Asked, ChatFormat, CompletionFormat, WholeChoice, sse
 from loraplex.api.generation import Delta, Generation
 from loraplex.api.limit_headers import limit_headers
-from loraplex.api.logprobs import ChatLogprobs, CompletionLogprobs
+from loraplex.api.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from loraplex.api.metrics import adapter_label
 from loraplex.api.parsing import parse_request
 from loraplex.api.places import Places
@@ -113,6 +113,7 @@ class GenerationEndpoint:
         self._kind = kind
         self._places = places
         self._logprobs = kind.logprobs(services.text.token)
+        self._prompt_logprobs = PromptLogprobs(services.text.token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, context = self._services, context_of(scope)
@@ -235,10 +236,8 @@ class GenerationEndpoint:
             int(time.time()),
             plan.request.model,
             self._logprobs,
-            plan.request.include_usage,
-            plan.request.continuous_usage,
-            plan.prompts,
-            plan.n,
+            Asked.of(plan),
+            self._prompt_logprobs,
         )
         if plan.request.stream:
             # What fails before the first event is still a proper HTTP status.

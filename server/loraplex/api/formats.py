@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -10,7 +11,14 @@ import msgspec
 
 from loraplex.api.codec import dumps
 from loraplex.api.generation import Delta
-from loraplex.api.logprobs import ChatLogprobs, CompletionLogprobs, Rendered, ScoredToken
+from loraplex.api.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprobs,
+    Rendered,
+    ScoredToken,
+)
+from loraplex.api.planning import GenerationPlan
 from loraplex.engine.types import Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -36,42 +44,73 @@ def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What an answer holds beside its text. With `include_usage` every chunk but the last has `usage: null`, or with
+    `continuous_usage` that of its choice so far. `prompt_logprobs`: so many likely tokens for each of a prompt;
+    `token_ids`: prompts and outputs as tokens. Each of `prompts` has `n` choices."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    prompts: Sequence[Sequence[int]] = ()
+    n: int = 1
+
+    @classmethod
+    def of(cls, plan: GenerationPlan) -> Asked:
+        fields = plan.request
+        return cls(
+            fields.include_usage,
+            fields.continuous_usage,
+            fields.prompt_logprobs,
+            bool(fields.return_token_ids),
+            plan.prompts,
+            plan.n,
+        )
+
+
 @dataclass
 class WholeChoice:
-    """A choice of an answer that does not stream, while it comes: `logprobs` None where nobody asks for them."""
+    """A choice of an answer that does not stream, while it comes: `logprobs` None where nobody asks for them, those of
+    the prompt with its first choice."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[Rendered] | None = None
     finish_reason: str | None = None
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    prompt_logprobs: list[bytes] = field(default_factory=list)
+    num_prompt_scored: int = 1  # nothing comes before the first token that could make it likely
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
     """What is the same in every chunk of one answer. `created` in seconds since the epoch, `model` as the
-    client named it. With `include_usage` every chunk but the last has `usage: null`, or with `continuous_usage` that of
-    its choice so far, for which `prompts` are needed, each of `n` choices. A chunk's `object` is `KIND`."""
+    client named it. `prompt_logprobs` is needed where the prompt's are asked for. A chunk's `object` is `KIND`."""
 
     KIND: ClassVar[str]
     id: str
     created: int
     model: str
     logprobs: ChatLogprobs | CompletionLogprobs
-    include_usage: bool = False
-    continuous_usage: bool = False
-    prompts: Sequence[Sequence[int]] = ()
-    n: int = 1
+    asked: Asked = Asked()
+    prompt_logprobs: PromptLogprobs | None = None
     _rendered: list[tuple[Sequence[ScoredToken], Rendered]] = field(default_factory=list)  # the last ones
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, choice: dict[str, Any], num_tokens: int) -> bytes:
+    def _prompt(self, index: int) -> Sequence[int]:
+        """Of a choice."""
+        return self.asked.prompts[index // self.asked.n]
+
+    def _chunk(self, choice: dict[str, Any], num_tokens: int, **others: Any) -> bytes:
         """`num_tokens`: the choice's so far."""
-        body = self._head(self.KIND)
+        body = self._head(self.KIND) | others
         body["choices"] = [choice]
-        if self.continuous_usage:
-            body["usage"] = _counts(len(self.prompts[choice["index"] // self.n]), num_tokens)
-        elif self.include_usage:
+        if self.asked.continuous_usage:
+            body["usage"] = _counts(len(self._prompt(choice["index"])), num_tokens)
+        elif self.asked.include_usage:
             body["usage"] = None
         return sse(body)
 
@@ -83,6 +122,13 @@ class AnswerFormat:
             choice.logprobs = choice.logprobs or []
             if delta.tokens:
                 choice.logprobs.append(self._render(delta.tokens))
+        choice.token_ids.extend(delta.token_ids)
+        if delta.prompt is not None and self.prompt_logprobs is not None:
+            start = choice.num_prompt_scored
+            choice.num_prompt_scored += len(delta.prompt)
+            ids = self._prompt(delta.index)[start : choice.num_prompt_scored]
+            items = self.prompt_logprobs.render(ids, delta.prompt, self.asked.prompt_logprobs or 0)
+            choice.prompt_logprobs.append(items)
 
     def _render(self, tokens: Sequence[ScoredToken]) -> Rendered:
         """Once, where all choices of a prompt repeat it."""
@@ -97,6 +143,16 @@ class AnswerFormat:
     def _all_logprobs(self, choice: WholeChoice) -> msgspec.Raw | None:
         return None if choice.logprobs is None else self.logprobs.whole(choice.logprobs)
 
+    def _whole_prompt(self, choices: Sequence[WholeChoice], index: int) -> dict[str, Any]:
+        """What is told of a choice's prompt in an answer that does not stream."""
+        told: dict[str, Any] = {}
+        if self.asked.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            first = choices[index - index % self.asked.n]
+            told["prompt_logprobs"] = self.prompt_logprobs.whole(first.prompt_logprobs)
+        if self.asked.token_ids:
+            told["prompt_token_ids"] = self._prompt(index)
+        return told
+
     def opening(self, num_choices: int) -> bytes:
         """Sent before any text."""
         raise NotImplementedError
@@ -106,7 +162,7 @@ class AnswerFormat:
 
     def closing(self, usage: Usage) -> bytes:
         """Sent after the last text, before `[DONE]`."""
-        if not self.include_usage:
+        if not self.asked.include_usage:
             return b""
         return sse({**self._head(self.KIND), "choices": [], "usage": usage_json(usage)})
 
@@ -125,20 +181,25 @@ class ChatFormat(AnswerFormat):
         delta: dict[str, Any],
         reason: str | None = None,
         logprobs: msgspec.Raw | None = None,
+        token_ids: Sequence[int] = (),
     ) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return choice | {"token_ids": token_ids} if self.asked.token_ids else choice
 
     def opening(self, num_choices: int) -> bytes:
         first = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(self._choice(i, first), 0) for i in range(num_choices))
+        prompt = {"prompt_token_ids": self._prompt(0)} if self.asked.token_ids else {}
+        return b"".join(self._chunk(self._choice(i, first), 0, **prompt) for i in range(num_choices))
 
     def delta(self, delta: Delta) -> bytes:
-        chunks = b""
-        if delta.text or delta.tokens:
-            choice = self._choice(delta.index, {"content": delta.text}, logprobs=self._logprobs(delta))
-            chunks += self._chunk(choice, delta.num_tokens)
+        chunks, token_ids = b"", delta.token_ids
+        if delta.text or delta.tokens or (token_ids and not delta.finish_reason):
+            text, logprobs = {"content": delta.text}, self._logprobs(delta)
+            choice = self._choice(delta.index, text, logprobs=logprobs, token_ids=token_ids)
+            chunks, token_ids = self._chunk(choice, delta.num_tokens), ()
         if delta.finish_reason:
-            chunks += self._chunk(self._choice(delta.index, {}, delta.finish_reason), delta.num_tokens)
+            choice = self._choice(delta.index, {}, delta.finish_reason, token_ids=token_ids)
+            chunks += self._chunk(choice, delta.num_tokens)
         return chunks
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
@@ -148,15 +209,18 @@ class ChatFormat(AnswerFormat):
                 "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
                 "logprobs": self._all_logprobs(choice),
                 "finish_reason": choice.finish_reason,
+                **({"token_ids": choice.token_ids.tolist()} if self.asked.token_ids else {}),
             }
             for index, choice in enumerate(choices)
         ]
-        return dumps({**self._head("chat.completion"), "choices": told, "usage": usage_json(usage)})
+        head, prompt = self._head("chat.completion"), self._whole_prompt(choices, 0)
+        return dumps({**head, "choices": told, "usage": usage_json(usage), **prompt})
 
 
 @dataclass(frozen=True)
 class CompletionFormat(AnswerFormat):
     KIND = "text_completion"
+    _begun: set[int] = field(default_factory=set)  # choices of which a chunk was sent
 
     def _choice(
         self, index: int, text: str, reason: str | None, logprobs: msgspec.Raw | None
@@ -167,14 +231,25 @@ class CompletionFormat(AnswerFormat):
         return b""
 
     def delta(self, delta: Delta) -> bytes:
-        if not (delta.text or delta.tokens or delta.finish_reason):
+        if not (delta.text or delta.tokens or delta.finish_reason or delta.token_ids):
             return b""
         choice = self._choice(delta.index, delta.text, delta.finish_reason, self._logprobs(delta))
+        if self.asked.token_ids:
+            begins = delta.index not in self._begun
+            self._begun.add(delta.index)
+            choice["prompt_token_ids"] = self._prompt(delta.index) if begins else None
+            choice["token_ids"] = delta.token_ids
         return self._chunk(choice, delta.num_tokens)
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         told = [
-            self._choice(index, "".join(choice.texts), choice.finish_reason, self._all_logprobs(choice))
+            {
+                **self._choice(
+                    index, "".join(choice.texts), choice.finish_reason, self._all_logprobs(choice)
+                ),
+                **({"token_ids": choice.token_ids.tolist()} if self.asked.token_ids else {}),
+                **self._whole_prompt(choices, index),
+            }
             for index, choice in enumerate(choices)
         ]
         return dumps({**self._head(self.KIND), "choices": told, "usage": usage_json(usage)})

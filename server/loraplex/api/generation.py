@@ -16,7 +16,7 @@ from loraplex.api.errors import ApiError, from_engine
 from loraplex.api.logprobs import ScoredToken
 from loraplex.api.metrics import Metrics
 from loraplex.api.planning import GenerationPlan
-from loraplex.engine.logprobs import ScoreRow
+from loraplex.engine.logprobs import Logprobs, ScoreRow
 from loraplex.engine.types import AdapterState, EngineRequest, FinishReason, TokenEvent, Usage
 from loraplex.serving.client import EngineClient, RequestStream
 from loraplex.serving.detokenize import TextStream
@@ -30,13 +30,17 @@ SETTLE_S = 60.0
 @dataclass(frozen=True, slots=True)
 class Delta:
     """Text of one choice that may be shown now, and how the choice ended if it did. `tokens` are those whose text it
-    completes, None where their log probabilities were not asked for. `num_tokens`: how many the choice has by now."""
+    completes, None where their log probabilities were not asked for. `num_tokens`: how many the choice has by now;
+    `token_ids`: those that came, shown or not, and `prompt`: log probabilities of the prompt's next tokens, where these
+    were asked for."""
 
     index: int
     text: str
     finish_reason: Literal["stop", "length"] | None = None
     tokens: tuple[ScoredToken, ...] | None = None
     num_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    prompt: Logprobs | None = None
 
 
 @dataclass(slots=True)
@@ -108,9 +112,10 @@ class Generation:
     ) -> Generation:
         """Hands all sequences to the engine, or none. Raises what `submit` raises."""
         choices: list[_Choice] = []
-        scored = plan.request.wanted_logprobs is not None
+        num_top = plan.request.wanted_logprobs
+        scored = num_top is not None
         echoes = [
-            Echo(spelling, prompt, scored=scored)
+            Echo(spelling, prompt, scored=scored, num_top=num_top)
             for spelling, prompt in zip(plan.echoes, plan.prompts, strict=False)
         ]
         streams = engine.submit(*requests)
@@ -179,6 +184,7 @@ class Generation:
         if self._plan.request.wanted_logprobs is not None and event.scores is not None:
             rows = () if event.scores.output is None else event.scores.output.rows()
             choice.unshown.extend(zip(event.token_ids, rows, strict=True))
+        before = choice.text.num_tokens
         shown = choice.text.push(event.token_ids, stop_token_id=event.stop_token_id)
         text, by_stop, starts = shown.text, shown.finished_by_stop, shown.tokens
         if event.finish_reason is not None:
@@ -189,8 +195,16 @@ class Generation:
             choice.stream.abort()
         elif event.finish_reason in ("stop", "length"):
             choice.finish_reason = event.finish_reason
-        scored, num_tokens = self._scored(choice, starts), choice.text.num_tokens
-        delta = Delta(choice.index, text, choice.finish_reason, scored, num_tokens)
+        fields, num_tokens = self._plan.request, choice.text.num_tokens
+        delta = Delta(
+            choice.index,
+            text,
+            choice.finish_reason,
+            self._scored(choice, starts),
+            num_tokens,
+            event.token_ids[: num_tokens - before] if fields.return_token_ids else (),
+            event.scores.prompt if fields.prompt_logprobs is not None and event.scores is not None else None,
+        )
         if choice.echo is None or choice.echo.complete:
             return [*echoed, delta]
         choice.held.append(delta)
@@ -225,6 +239,9 @@ class Generation:
         scored = []
         for start in starts:
             token_id, (logprob, top) = choice.unshown.popleft()
+            if self._plan.request.logprob_token_ids is not None:
+                # The token itself, and then those that are named, in their order.
+                top = ((token_id, logprob), *(entry for entry in top if entry[0] != token_id))
             scored.append(ScoredToken(token_id, logprob, top, offset + start))
         return tuple(scored)
 

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two shapes.
+"""Log probabilities in OpenAI's two shapes, and those of prompts in vLLM's.
 
 What is told of a token becomes JSON at once and is kept so: as Python objects an answer's worth would take ten times
 the room.
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from loraplex.api.codec import dumps
+from loraplex.engine.logprobs import Logprobs
 from loraplex.serving.text import TokenText
 
 REMEMBERED_TOKENS = 1 << 14
@@ -26,8 +27,9 @@ Rendered = tuple[bytes, ...]
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its log probability and the most likely ones at its place, the likeliest first. `offset` is where
-    its text begins in the choice's text. The first token of a prompt has no `logprob`."""
+    """A token with its log probability and the most likely ones at its place, the likeliest first, or itself and then
+    those that the request names. `offset` is where its text begins in the choice's text. The first token of a prompt
+    has no `logprob`."""
 
     token_id: int
     logprob: float | None
@@ -113,6 +115,41 @@ class CompletionLogprobs:
             top.setdefault(self._name(token_id), logprob)
         top.setdefault(self._name(token.token_id), token.logprob)
         return top
+
+
+class _PromptEntry(msgspec.Struct):
+    logprob: float
+    rank: int
+    decoded_token: msgspec.Raw
+
+
+class PromptLogprobs:
+    """`[null, {"ID": {logprob, rank, decoded_token}, …}, …]`: an item a token of the prompt, itself and the most likely
+    ones at its place."""
+
+    def __init__(self, token_of: TokenOf) -> None:
+        def named(token_id: int) -> msgspec.Raw:
+            return msgspec.Raw(dumps(token_of(token_id).text))
+
+        self._named = lru_cache(REMEMBERED_TOKENS)(named)
+
+    def render(self, token_ids: Sequence[int], logprobs: Logprobs, num_top: int) -> bytes:
+        """The items of these tokens."""
+        rows = zip(token_ids, logprobs.token_ranks(), logprobs.rows(num_top), strict=True)
+        return _items([self._entries(token_id, rank, *row) for token_id, rank, row in rows])
+
+    def whole(self, parts: Sequence[bytes]) -> msgspec.Raw:
+        return msgspec.Raw(b"[" + b",".join((b"null", *parts)) + b"]")
+
+    def _entries(
+        self, token_id: int, rank: int, logprob: float, top: Sequence[tuple[int, float]]
+    ) -> dict[str, _PromptEntry]:
+        place = next((place for place, entry in enumerate(top, 1) if entry[0] == token_id), rank)
+        entries = {str(token_id): _PromptEntry(logprob, place, self._named(token_id))}
+        for number, (other, value) in enumerate(top, 1):
+            if other != token_id:
+                entries[str(other)] = _PromptEntry(value, number, self._named(other))
+        return entries
 
 
 def _name(token: TokenText) -> str:

@@ -17,6 +17,8 @@ GREEDY_BELOW = 1e-4
 SEED_MASK = (1 << 63) - 1
 MAX_LOGPROBS = 1 << 19
 """In one answer, the most likely tokens' included: some 40 MB of JSON."""
+TOKEN_IDS_A_LOGPROB = 8
+"""Token ids that take the room of a log probability in an answer."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,29 @@ class GenerationPlan:
 
     @property
     def max_logprobs(self) -> int:
-        """As many log probabilities as the answer may hold at most, the most likely tokens' included."""
-        if (wanted := self.request.wanted_logprobs) is None:
-            return 0
-        return self.n * (sum(self.max_tokens) + (self.prompt_tokens if self.echoes else 0)) * (1 + wanted)
+        """As many log probabilities as the answer may hold at most, the most likely tokens' included; token ids count
+        as `TOKEN_IDS_A_LOGPROB` of them do."""
+        return sum(self.logprobs_by_field.values())
+
+    @property
+    def logprobs_by_field(self) -> dict[str, int]:
+        """The same, by the field that asks for them."""
+        fields, outputs = self.request, self.n * sum(self.max_tokens)
+        chat = isinstance(fields, ChatRequest)
+        prompts = self.prompt_tokens * (1 if chat else self.n)  # a chat's stands in the answer once
+        found: dict[str, int] = {}
+        if (wanted := fields.wanted_logprobs) is not None:
+            of_prompts = self.n * self.prompt_tokens * (1 + wanted) if self.echoes else 0
+            if fields.logprob_token_ids is not None:
+                found["logprob_token_ids"] = outputs * (2 + len(fields.logprob_token_ids)) + of_prompts
+            else:
+                field = "top_logprobs" if chat and wanted else "logprobs"
+                found[field] = outputs * (1 + wanted) + of_prompts
+        if fields.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompts * (1 + fields.prompt_logprobs)
+        if fields.return_token_ids:
+            found["return_token_ids"] = -(-(prompts + outputs) // TOKEN_IDS_A_LOGPROB)
+        return found
 
 
 def make_plan(
@@ -86,6 +107,7 @@ def make_plan(
         )
     _check_ids("logit_bias", (token_id for token_id, _ in request.logit_bias), vocab_size)
     _check_ids("stop_token_ids", request.stop_token_ids or (), vocab_size)
+    _check_ids("logprob_token_ids", request.logprob_token_ids or (), vocab_size)
     plan = GenerationPlan(request, tuple(map(tuple, prompts)), tuple(max_tokens), asked, field, tuple(echoes))
     _check_logprobs(plan)
     return plan
@@ -93,11 +115,12 @@ def make_plan(
 
 def _check_logprobs(plan: GenerationPlan) -> None:
     if plan.max_logprobs > MAX_LOGPROBS:
-        likely = isinstance(plan.request, ChatRequest) and plan.request.wanted_logprobs
+        by_field = plan.logprobs_by_field
         raise invalid(
-            "top_logprobs" if likely else "logprobs",
-            f"The answer could have {plan.max_logprobs} log probabilities, those of likely tokens included, more "
-            f"than {MAX_LOGPROBS}. Ask for fewer tokens, choices, prompts or likely tokens.",
+            max(by_field, key=by_field.__getitem__),
+            f"The answer could have {plan.max_logprobs} log probabilities, those of likely tokens included and each "
+            f"{TOKEN_IDS_A_LOGPROB} token ids counted as one, more than {MAX_LOGPROBS}. Ask for fewer tokens, "
+            "choices, prompts or likely tokens.",
         )
 
 
@@ -157,7 +180,9 @@ def engine_requests(
             min_tokens=min(fields.min_tokens or 0, max_tokens),
             ignore_eos=bool(fields.ignore_eos),
             logprobs=fields.wanted_logprobs,
-            prompt_logprobs=fields.wanted_logprobs if plan.echoes and choice == 0 else None,
+            prompt_logprobs=_prompt_logprobs(plan) if choice == 0 else None,
+            prompt_ranks=choice == 0 and fields.prompt_logprobs is not None,
+            logprob_token_ids=tuple(dict.fromkeys(fields.logprob_token_ids or ())),
         )
         requests.append(
             EngineRequest(
@@ -171,3 +196,9 @@ def engine_requests(
             )
         )
     return requests
+
+
+def _prompt_logprobs(plan: GenerationPlan) -> int | None:
+    """Likely tokens for each of a prompt: the echo and `prompt_logprobs` each take as many of them as they show."""
+    echoed = plan.request.wanted_logprobs if plan.echoes else None
+    return max((asked for asked in (echoed, plan.request.prompt_logprobs) if asked is not None), default=None)

@@ -23,7 +23,7 @@ from loraplex.api.strict import (
     refuse_unsupported,
 )
 from loraplex.api.tools import MAX_TOOLS, Tool
-from loraplex.engine.logprobs import MAX_TOP_LOGPROBS
+from loraplex.engine.logprobs import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 16
@@ -111,6 +111,8 @@ class StreamOptions(Strict):
 
 
 TokenId = Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+NamedTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 MetadataText = Annotated[str, Field(max_length=512)]
@@ -166,6 +168,14 @@ class GenerationFields(Strict):
     user: Annotated[str, Field(max_length=512)] | None = None
     metadata: Metadata | None = None
     service_tier: Annotated[str, Field(max_length=64)] | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    logprob_token_ids: NamedTokens | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the most likely tokens go with each one; None where nothing is asked for."""
+        raise NotImplementedError
 
     @property
     def include_usage(self) -> bool:
@@ -187,6 +197,10 @@ class GenerationFields(Strict):
             )
         if self.include_usage and not self.stream:
             refuse("stream_options", "'stream_options' is only allowed with \"stream\": true.")
+        if self.prompt_logprobs is not None and self.stream:
+            refuse("prompt_logprobs", "'prompt_logprobs' is not available with \"stream\": true.")
+        if self.logprob_token_ids is not None and self.wanted_logprobs is None:
+            refuse("logprob_token_ids", "'logprob_token_ids' is only allowed with 'logprobs'.")
         return self
 
 
@@ -249,7 +263,6 @@ class Message(Strict):
 
 Hint = Annotated[str, Field(max_length=256)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
-TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class ChatRequest(GenerationFields):
@@ -266,7 +279,6 @@ class ChatRequest(GenerationFields):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many of the most likely tokens go with each one; None where nothing is asked for."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
@@ -360,6 +372,8 @@ class CompletionRequest(GenerationFields):
             )
         if self.max_tokens == 0 and not self.echo:
             refuse("max_tokens", "'max_tokens' must be at least 1, but with \"echo\": true.")
+        if self.max_tokens == 0 and self.logprob_token_ids is not None:
+            refuse("logprob_token_ids", "'logprob_token_ids' is only allowed where tokens are generated.")
         return self
 
     @property

@@ -47,11 +47,13 @@ class Logprobs:
     def token_ranks(self) -> Sequence[int]:
         return struct.unpack(f"<{len(self.ranks) // 4}i", self.ranks)
 
-    def rows(self) -> Iterator[ScoreRow]:
+    def rows(self, num_top: int | None = None) -> Iterator[ScoreRow]:
+        """With so many of the most likely tokens at most, all by default."""
         ids = struct.unpack(f"<{len(self.ids) // 4}i", self.ids)
+        count = self.num_top if num_top is None else min(num_top, self.num_top)
         first = 0
         for own, *top in struct.iter_unpack(f"<{1 + self.num_top}f", self.values):
-            yield own, tuple(zip(ids[first : first + self.num_top], top, strict=True))
+            yield own, tuple(zip(ids[first : first + count], top[:count], strict=True))
             first += self.num_top
 
 
