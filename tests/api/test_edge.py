@@ -318,6 +318,44 @@ def test_the_access_log_has_who_and_what_but_no_prompt_and_no_key(tmp_path: Path
         assert not [bad for bad in ("secret", "lpx_", "\n", "\x1b") if bad in line]
 
 
+def test_the_access_log_of_a_refusal_names_the_field_and_the_model(tmp_path: Path) -> None:
+    kept = KeptLog()
+    url = "/v1/completions"
+    long = "a\x1b\u202e" + "b" * 600
+    cases: list[tuple[str, Any, dict[str, str], tuple[Any, ...]]] = [
+        (url, {**TEXT, "temperature": "secret"}, KEY, (BASE, 400, "invalid_value", "temperature")),
+        (url, {**TEXT, "frob": "secret"}, KEY, (BASE, 400, "unsupported_field", "frob")),
+        (url, {"model": "pirate"}, KEY, ("pirate", 400, "invalid_value", "prompt")),
+        (url, {"model": "nobody", "prompt": "x"}, KEY, ("nobody", 404, "model_not_found", "model")),
+        (url, {**TEXT, "prompt": [999]}, KEY, (BASE, 400, "invalid_value", "prompt")),
+        (url, {**TEXT, "stop": ["x", 5], "model": ["secret"]}, KEY, (None, 400, "invalid_value", "model")),
+        (url, ["secret"], KEY, (None, 400, "invalid_value", None)),
+        (url, {**TEXT, long: "secret"}, KEY, (BASE, 400, "unsupported_field", "a??" + "b" * 125)),
+        (url, {"model": long, "prompt": 5}, KEY, ("a??" + "b" * 253, 400, "invalid_value", "model")),
+        (url, TEXT, {}, (None, 401, "invalid_api_key", None)),
+        ("/v1/nothing", TEXT, KEY, (None, 404, "unknown_url", None)),
+        (
+            url,
+            TEXT,
+            {**KEY, "content-type": "x/secret"},
+            (None, 415, "unsupported_media_type", "Content-Type"),
+        ),
+        (url, TEXT, KEY, (BASE, 200, None, None)),
+    ]
+    with running_data_plane(tmp_path / "model", access_log=kept) as plane:
+        for path, body, headers, _ in cases:
+            kind = {"content-type": "application/json"}
+            plane.http.post(plane.url + path, content=json.dumps(body), headers={**kind, **headers})
+        plane.engine.script(Reply(text="a", error=("adapter_not_finite", "too large")))
+        plane.http.post(plane.url + url, json={**TEXT, "stream": True}, headers=KEY)
+        plane.settle_all()
+    *lines, streamed = map(json.loads, kept.lines)
+    told = [(line["model"], line["status"], line["outcome"], line["param"]) for line in lines]
+    assert told == [wanted for *_, wanted in cases]
+    assert (streamed["outcome"], streamed["param"]) == ("adapter_not_finite", "model")
+    assert "secret" not in "".join(kept.lines)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

@@ -252,9 +252,8 @@ def test_prompts_and_named_tokens_equal_transformers_and_peft(real: Shop, truth:
                 truth.compare(entry["logprob"], row[int(other)])
                 near_ranks = [int((row >= row[int(other)] + shift).sum()) for shift in (1e-3, -1e-3)]
                 assert near_ranks[0] <= entry["rank"] <= near_ranks[1]
-                assert entry["decoded_token"] == truth.tokenizer.decode(
-                    [int(other)], skip_special_tokens=False
-                )
+                text = truth.tokenizer.decode([int(other)], skip_special_tokens=False)
+                assert entry["decoded_token"] == text or "\ufffd" in text
     expected = truth.logprobs(model, of_chat["prompt_token_ids"] + chat.choices[0].model_extra["token_ids"])  # type: ignore[index]
     for place, entry in enumerate(entries(chat.choices[0].logprobs)):
         row = expected[len(of_chat["prompt_token_ids"]) - 1 + place]

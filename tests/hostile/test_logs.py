@@ -121,6 +121,37 @@ def test_nobody_writes_lines_of_its_own(log: io.StringIO, tmp_path: Path) -> Non
     assert {entry["tenant"] for entry in own if entry["status"] not in (401, 404)} == {"acme"}
 
 
+def test_a_refusal_of_an_admin_route_names_its_code_and_field(log: io.StringIO, tmp_path: Path) -> None:
+    with whole_server(tmp_path) as server:
+        server.plane.make_tenant("acme")
+        admin = bearer(ADMIN_TOKEN)
+        key = bearer(server.plane.make_key("acme", "adapters:read"))
+        url = f"{server.admin_url}/admin/v1/tenants"
+        server.http.post(url, json={"id": "b", "weight": "secret"}, headers=admin)
+        server.http.post(url, json={"id": "b", "a\x1b" + "c" * 600: "secret"}, headers=admin)
+        server.http.get(f"{url}/nobody", headers=admin)
+        server.http.get(url, headers=admin)
+        # The tenants' own routes, on either port.
+        for at in (server.admin_url, server.data_url):
+            server.http.get(f"{at}/admin/v1/tenants/acme/adapters?colour=secret", headers=key)
+        server.settle()
+    told = [
+        (entry["status"], entry["outcome"], entry["param"]) for entry in lines_of(log) if "status" in entry
+    ]
+    shown = told[1][2]
+    assert told == [
+        (400, "invalid_value", "weight"),
+        (400, "unknown_field", shown),
+        (404, "tenant_not_found", None),
+        (200, None, None),
+        (400, "unknown_parameter", "colour"),
+        (400, "unknown_parameter", "colour"),
+    ]
+    assert 100 < len(shown) <= 128
+    assert shown.isprintable()
+    assert "secret" not in log.getvalue().replace("colour=secret", "")
+
+
 def clean(headers: dict[str, Any]) -> dict[str, Any]:
     allowed = bytes({9, *range(32, 127), *range(128, 256)})
     return {

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.admin.download import TRANSPORT
 from loraplex.admin.operation import REQUEST_ID
-from loraplex.admin.plane import PRINCIPAL
+from loraplex.admin.plane import PRINCIPAL, REFUSAL
 from loraplex.control.types import Principal
 
 MAX_LABEL = 128
@@ -54,6 +54,7 @@ class Edge:
             finally:
                 if scope["path"] not in self._quiet:
                     principal: Principal | None = scope.get(PRINCIPAL)
+                    code, param = scope.get(REFUSAL, (None, None))
                     log.info(
                         "admin_request",
                         method=scope["method"],
@@ -61,5 +62,7 @@ class Edge:
                         tenant=principal and principal.tenant_id,
                         key=principal and principal.key_id,
                         status=status,
+                        outcome=code,
+                        param=param and "".join(c if c.isprintable() else "?" for c in param[:MAX_LABEL]),
                         ms=round((time.monotonic() - started) * 1000, 1),
                     )

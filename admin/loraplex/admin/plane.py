@@ -26,6 +26,8 @@ from loraplex.control.types import Principal
 
 PRINCIPAL = "loraplex.principal"
 """Where a request's scope says who called, for the access log."""
+REFUSAL = "loraplex.refusal"
+"""Where it says the code and the field (or None) of a problem, for the access log."""
 MAX_JSON_BYTES = 256 << 10
 MAX_BEARER_CHARS = 512
 MAX_NAME_CHARS = 256
@@ -89,6 +91,7 @@ class Plane:
                 log.error(problem.code, path=scope["path"][:256], reason=problem.message)
         else:
             return
+        scope[REFUSAL] = (problem.code, problem.param)
         if started:
             raise RuntimeError("an answer broke after it had begun")
         if problem.code != "request_timeout":

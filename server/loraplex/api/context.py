@@ -17,6 +17,8 @@ from loraplex.control.types import Principal
 _KEY = "loraplex.context"
 PRINCIPAL = "loraplex.principal"
 """Where an app that is served behind the data plane's edge leaves its caller in the scope, as the admin plane does."""
+REFUSAL = "loraplex.refusal"
+"""Where it leaves the code and the field (or None) of what it refused."""
 REQUEST_ID = "loraplex.request_id"
 """Where such an app finds what the answer's x-request-id will say."""
 TRANSPORT = "loraplex.transport"
@@ -43,6 +45,8 @@ class RequestContext:
     completion_tokens: int = 0
     outcome: str | None = None
     """Why the answer ended early, if it did: gone, stalled, or an error's code."""
+    param: str | None = None
+    """The field that an error names."""
 
     @property
     def tenant_id(self) -> str:

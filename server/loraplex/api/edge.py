@@ -9,11 +9,12 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraplex.api.context import PRINCIPAL, RequestContext, context_of, new_context
+from loraplex.api.context import PRINCIPAL, REFUSAL, RequestContext, context_of, new_context
 from loraplex.api.deps import AccessLog
 from loraplex.api.drain import Drain
 from loraplex.api.errors import ApiError, ClientGone, from_exception, method_not_allowed, not_found
 from loraplex.api.metrics import Metrics, adapter_label
+from loraplex.api.parsing import printable
 
 PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health"})
 
@@ -52,6 +53,8 @@ class Edge:
             finally:
                 if context.principal is None:
                     context.principal = scope.get(PRINCIPAL)
+                if context.outcome is None:
+                    context.outcome, context.param = scope.get(REFUSAL, (None, None))
                 if scope["path"] not in PROBES:
                     self._log(scope, context)
 
@@ -79,10 +82,11 @@ class Edge:
             path=scope["path"][:256],
             tenant=principal and principal.tenant_id,
             key=principal and principal.key_id,
-            model=context.model and context.model[:256],
+            model=context.model and printable(context.model, 256),
             version=adapter_label(context.adapter) if context.resolved else None,
             status=context.status,
             outcome=context.outcome,
+            param=context.param and printable(context.param),
             ms=round((time.monotonic() - context.started) * 1000, 1),
             prompt_tokens=context.prompt_tokens,
             completion_tokens=context.completion_tokens,
@@ -129,7 +133,7 @@ class Errors:
             self._refused(context, answer)
 
     def _refused(self, context: RequestContext, error: ApiError) -> None:
-        context.outcome = error.code
+        context.outcome, context.param = error.code, error.param
         if error.status == 429:
             self._metrics.refused_by_limit(context.tenant_id, error.code)
 

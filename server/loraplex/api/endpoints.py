@@ -126,9 +126,8 @@ class GenerationEndpoint:
         services, context, principal = self._services, context_of(scope), charge.principal
         timeout = services.stall_timeout
         body = await read_body(scope, receive, max_bytes=services.max_body, timeout_s=timeout)
-        request = await self._parse(body, principal)
+        request = await self._parse(body, principal, context)
         del body
-        context.model = request.model
         async with watch_client(receive, send, context.transport, timeout) as client:
             model = await services.resolver.resolve(principal, request.model, user=request.user)
             context.adapter, context.resolved = model.adapter, True
@@ -146,9 +145,15 @@ class GenerationEndpoint:
             with self._places.kept_logprobs(principal.tenant_id or "", kept):
                 await self._reserved(client, context, charge, model, plan)
 
-    async def _parse(self, body: bytes, principal: Principal) -> ChatRequest | CompletionRequest:
+    async def _parse(
+        self, body: bytes, principal: Principal, context: RequestContext
+    ) -> ChatRequest | CompletionRequest:
         def parse() -> ChatRequest | CompletionRequest:
-            return parse_request(self._kind.schema, parse_json(body))
+            given = parse_json(body)
+            # Before anything can be wrong, so that the log of a refusal names it.
+            if isinstance(given, dict) and isinstance(model := given.get("model"), str):
+                context.model = model
+            return parse_request(self._kind.schema, given)
 
         if len(body) <= INLINE_BYTES:
             return parse()
@@ -294,7 +299,7 @@ class GenerationEndpoint:
             raise
         except Exception as error:
             failure = from_exception(error)
-            context.outcome = failure.code
+            context.outcome, context.param = failure.code, failure.param
             if failure.status == 500:
                 log.error("stream_failed", request_id=context.label, id=context.internal_id, exc_info=error)
             return sse(failure.body())

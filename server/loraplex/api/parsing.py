@@ -43,8 +43,8 @@ def _path(problem: ErrorDetails) -> str:
     return printable(path)
 
 
-def printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:128])
+def printable(text: str, length: int = 128) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text[:length])
 
 
 def _lower_first(text: str) -> str:
