@@ -385,4 +385,5 @@ def test_no_answer_is_a_409() -> None:
         429,
         500,
         503,
+        504,
     }

@@ -131,7 +131,7 @@ def test_limit_windows_are_headers(plane: DataPlane) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "code", ["server_overloaded", "adapter_unavailable", "engine_restarting", "deadline_exceeded", "draining"]
+    "code", ["server_overloaded", "adapter_unavailable", "engine_restarting", "draining"]
 )
 def test_engine_errors_before_the_first_token_are_503(plane: DataPlane, code: Any, stream: bool) -> None:
     plane.engine.script(Reply(error=(code, "not now")))

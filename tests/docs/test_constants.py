@@ -15,7 +15,7 @@ from loraplex.admin import body as admin_body
 from loraplex.admin import pace, plane, upload
 from loraplex.admin.routes.usage import DEFAULT_PERIOD
 from loraplex.admin.services import ReportGate, UploadGate
-from loraplex.api import body, context, deps, engine_metrics, label_sets, metrics, planning, schemas
+from loraplex.api import body, context, deadline, deps, engine_metrics, label_sets, metrics, planning, schemas
 from loraplex.api.metrics import MetricsApp
 from loraplex.app import connections, weights
 from loraplex.app.settings import Settings
@@ -132,6 +132,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ),
     ("api.md", "up to {} token ids with -100 to 100", (schemas.MAX_LOGIT_BIAS,)),
     ("api.md", "`n` | 1 to {} ", (schemas.MAX_CHOICES,)),
+    ("api.md", "(1 to {:,}; anything else is a 400", (deadline.MAX_MS,)),
     ("api.md", "0 to {} (completions)", (schemas.MAX_COMPLETION_LOGPROBS,)),
     ("api.md", "`top_logprobs` | 0 to {} ", (bound("top_logprobs", "maximum"),)),
     (

@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.api.codec import dumps
+from loraplex.api.deadline import HEADER as DEADLINE_HEADER
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.edge import Edge, Errors
@@ -78,7 +79,7 @@ def create_data_app(
             app,
             allow_origins=services.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["authorization", "content-type", "x-request-id", DEADLINE_HEADER],
             expose_headers=EXPOSED_HEADERS,
         )
     return Edge(app, services.drain, services.metrics, services.access_log)

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.types import Scope
 
 from loraplex.adapters.ref import AdapterRef
+from loraplex.api.deadline import NO_DEADLINE, Deadline
 from loraplex.control.types import Principal
 
 _KEY = "loraplex.context"
@@ -43,6 +44,7 @@ class RequestContext:
     resolved: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    deadline: Deadline = NO_DEADLINE
     outcome: str | None = None
     """Why the answer ended early, if it did: gone, stalled, or an error's code."""
     param: str | None = None

@@ -16,6 +16,7 @@ from loraplex.api.body import parse_json, read_body
 from loraplex.api.charge import Charge, admitted
 from loraplex.api.client_watch import ClientWatch, watch_client
 from loraplex.api.context import RequestContext, context_of
+from loraplex.api.deadline import Deadline
 from loraplex.api.deps import ApiServices, Text
 from loraplex.api.errors import ClientGone, from_exception, invalid
 from loraplex.api.formats import DONE, AnswerFormat, Asked, ChatFormat, CompletionFormat, WholeChoice, sse
@@ -119,19 +120,22 @@ class GenerationEndpoint:
         services, context = self._services, context_of(scope)
         principal = await authenticate(scope, services.authenticator)
         async with admitted(services.limiter, services.metrics, context, principal) as charge:
+            context.deadline = Deadline.of(scope, context.started)
             with self._places.request(context.tenant_id):
                 await self._serve(scope, receive, send, charge)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, charge: Charge) -> None:
         services, context, principal = self._services, context_of(scope), charge.principal
         timeout = services.stall_timeout
-        body = await read_body(scope, receive, max_bytes=services.max_body, timeout_s=timeout)
-        request = await self._parse(body, principal, context)
+        with context.deadline.enforced():
+            body = await read_body(scope, receive, max_bytes=services.max_body, timeout_s=timeout)
+            request = await self._parse(body, principal, context)
         del body
         async with watch_client(receive, send, context.transport, timeout) as client:
-            model = await services.resolver.resolve(principal, request.model, user=request.user)
-            context.adapter, context.resolved = model.adapter, True
-            prompts = await self._tokenise(request, principal)
+            with context.deadline.enforced():
+                model = await services.resolver.resolve(principal, request.model, user=request.user)
+                context.adapter, context.resolved = model.adapter, True
+                prompts = await self._tokenise(request, principal)
             plan = make_plan(
                 request,
                 prompts.token_ids,
@@ -196,6 +200,7 @@ class GenerationEndpoint:
         try:
             account = Account.open(services.ledger, context, principal, model, plan, self._kind.path)
             client.check()
+            context.deadline.check()
             requests = engine_requests(
                 plan,
                 internal_id=context.internal_id,
@@ -203,6 +208,7 @@ class GenerationEndpoint:
                 weight=principal.weight,
                 adapter=model.adapter,
                 max_output_tokens=reservation.max_output_tokens,
+                deadline_s=context.deadline.left_s,
             )
             generation = Generation.start(
                 services.engine,
@@ -246,8 +252,9 @@ class GenerationEndpoint:
         )
         if plan.request.stream:
             # What fails before the first event is still a proper HTTP status.
-            first = await generation.next()
-            generation.check()
+            with context.deadline.enforced():
+                first = await generation.next()
+                generation.check()
             headers = _headers(model, reservation, generation)
             headers += [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -260,7 +267,11 @@ class GenerationEndpoint:
             await client.send({"type": "http.response.body", "body": last + DONE})
             return
         choices = [WholeChoice() for _ in range(plan.num_choices)]
-        while deltas := await generation.next():
+        while True:
+            with context.deadline.enforced():
+                deltas = await generation.next()
+            if not deltas:
+                break
             client.check()
             for delta in deltas:
                 answer.add(choices[delta.index], delta)
@@ -292,7 +303,8 @@ class GenerationEndpoint:
                 chunk += b"".join(map(answer.delta, deltas))
                 if chunk:
                     await client.send({"type": "http.response.body", "body": chunk, "more_body": True})
-                deltas, chunk = await generation.next(), b""
+                with context.deadline.enforced():
+                    deltas, chunk = await generation.next(), b""
             await generation.last_events()
             return answer.closing(generation.usage())
         except ClientGone:
@@ -302,6 +314,7 @@ class GenerationEndpoint:
             context.outcome, context.param = failure.code, failure.param
             if failure.status == 500:
                 log.error("stream_failed", request_id=context.label, id=context.internal_id, exc_info=error)
+            await generation.cut()  # so that what was drawn is known
             return sse(failure.body())
 
 

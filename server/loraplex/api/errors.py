@@ -42,7 +42,7 @@ ANSWERS: dict[str, tuple[int, str]] = {
     "limits_unavailable": (503, "server_error"),
     "adapter_unavailable": (503, "server_error"),
     "engine_restarting": (503, "server_error"),
-    "deadline_exceeded": (503, "server_error"),
+    "deadline_exceeded": (504, "server_error"),
     "draining": (503, "server_error"),
 }
 """HTTP status and `error.type` of each code. There is no 409: OpenAI's clients would retry it."""

@@ -255,6 +255,12 @@ class Generation:
             self._metrics.next_tokens(now - (choice.last_token or now), num_tokens)
         choice.last_token = now
 
+    async def cut(self) -> None:
+        """End what still runs."""
+        for choice in self._choices:
+            choice.stream.abort()
+        await self.last_events()
+
     async def last_events(self, timeout_s: float = LAST_EVENT_S) -> None:
         """Wait for the terminal events of sequences that were aborted, so that usage is the engine's own."""
         with contextlib.suppress(TimeoutError):

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from loraplex.api.answer_schemas import ANSWER_SCHEMAS
+from loraplex.api.deadline import HEADER, MAX_MS
 from loraplex.api.errors import ANSWERS, NEEDS_RETRY_AFTER
 from loraplex.api.schemas import ChatRequest, CompletionRequest
 
@@ -18,7 +19,7 @@ _DESCRIPTION = (
     "What is no HTTP is a 400, and a head of more than 32 KiB or 128 fields a 431, both in plain text."
 )
 _KEYED = (401, 403, 500, 503)
-_GENERATION = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+_GENERATION = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 _STRING = {"type": "string"}
 _VERSION = {"type": "object", "required": ["version"], "properties": {"version": _STRING}}
 _X_REQUEST_ID = {
@@ -138,6 +139,14 @@ def _generation(name: str, summary: str, kind: str, answer: str) -> dict[str, An
     stream = {"text/event-stream": {"schema": _STRING}}
     described = _operation(name, summary, _json(answer) | stream, _GENERATION, {**_ADAPTER, **_LIMITS})
     described["requestBody"] = {"required": True, "content": _json(f"{kind}Request")}
+    described["parameters"] = [
+        {
+            "name": HEADER,
+            "in": "header",
+            "description": "Milliseconds that the whole request may take.",
+            "schema": {"type": "integer", "minimum": 1, "maximum": MAX_MS},
+        }
+    ]
     return described
 
 

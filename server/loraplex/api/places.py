@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -61,9 +62,23 @@ class Places:
                 self._kept_logprobs.give_back(tenant_id, number)
 
     async def in_thread(self, tenant_id: str, function: Callable[..., T], *args: object) -> T:
-        """`function(*args)` in a worker thread, in its tenant's turn."""
+        """`function(*args)` in a worker thread, in its tenant's turn. A cancelled caller does not wait for its end."""
         limiter = self._of_tenant.get(tenant_id)
         if limiter is None:
             limiter = self._of_tenant[tenant_id] = anyio.CapacityLimiter(self._share)
-        async with limiter:
-            return await anyio.to_thread.run_sync(function, *args, limiter=self._threads)
+        scope = anyio.CancelScope()
+
+        async def run() -> T:
+            with scope:
+                async with limiter:
+                    return await anyio.to_thread.run_sync(function, *args, limiter=self._threads)
+            raise asyncio.CancelledError
+
+        running = asyncio.create_task(run())
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # What has begun in a thread cannot be ended: nobody waits for it any more, and the thread stays counted.
+            scope.cancel()
+            running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            raise

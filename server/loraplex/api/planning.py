@@ -152,9 +152,11 @@ def engine_requests(
     weight: float,
     adapter: AdapterRef | None,
     max_output_tokens: int | None,
+    deadline_s: float | None = None,
 ) -> list[EngineRequest]:
     """One for each choice, in the order of their indices: all choices of the first prompt, then the next's. A prompt
-    is scored with its first choice. `max_output_tokens` is what the limits leave for each answer."""
+    is scored with its first choice. `max_output_tokens` is what the limits leave for each answer, `deadline_s` what is
+    left of the request's time."""
     fields = plan.request
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     temperature = 1.0 if fields.temperature is None else fields.temperature
@@ -193,6 +195,7 @@ def engine_requests(
                 adapter=adapter,
                 weight=weight,
                 priority=fields.priority or 0,
+                deadline=deadline_s,
             )
         )
     return requests

@@ -69,8 +69,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence to generate. `request_id` is the internal, unique id. `deadline` is in seconds of the
-    engine's monotonic clock budget from arrival (None: no deadline). `weight` is the tenant's share;
+    """One sequence to generate. `request_id` is the internal, unique id. `deadline` is in seconds from its arrival in
+    the engine, by the engine's clock (None: no deadline). `weight` is the tenant's share;
     `priority` (higher first) orders within the tenant only. `adapter` None is the base model."""
 
     request_id: str
