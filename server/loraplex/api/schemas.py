@@ -31,6 +31,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_SHOWN_KEYS, MAX_SHOWN_KEY_LENGTH = 4, 32
+"""Of the wrong keys of `logit_bias`, in an error."""
 MAX_MESSAGES = 4096
 MAX_METADATA = 16
 MAX_COMPLETION_LOGPROBS = 5
@@ -88,10 +90,12 @@ def _logit_bias(value: object) -> object:
         raise must("must be an object of token ids and numbers")
     if len(value) > MAX_LOGIT_BIAS:
         raise must(f"must have at most {MAX_LOGIT_BIAS} entries")
+    wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= 10)]
+    if wrong:
+        shown = ", ".join(repr(key[:MAX_SHOWN_KEY_LENGTH]) for key in wrong[:MAX_SHOWN_KEYS])
+        raise must(f'each key must be a token id, such as "50256", and not {shown}')
     bias: dict[int, float] = {}
     for key, number in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
-            raise must('each key must be a token id, such as "50256"')
         if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
             raise must("each value must be a number from -100 to 100")
         bias[int(key)] = float(number)
