@@ -10,7 +10,7 @@ CLIENTS := .clients
 ARGS ?=
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: quickstart test test-slow test-all check soak gpu gpu-wheels fmt clean clients
+.PHONY: quickstart test test-slow test-all check soak gpu gpu-wheels fmt clean clients outside
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -63,10 +63,14 @@ $(STAMP)-dev: $(STAMP)
 	@touch $@
 
 # Clients that others wrote, each in a place of its own; the tests that need them are skipped without.
-clients: $(CLIENTS)/langchain/.installed $(CLIENTS)/litellm/.installed $(CLIENTS)/node/.installed
+clients: $(foreach client,langchain litellm node guidellm lm_eval vllm_tests,$(CLIENTS)/$(client)/.installed)
+
+# guidellm, lm-eval and vLLM's own entrypoint tests against a real server: docs/compatibility.md.
+outside: $(STAMP)-dev clients
+	PYTHONPATH=tests $(BIN)/python -m clients.outside run $(ARGS)
 
 $(CLIENTS)/%/.installed: tests/clients/requirements-%.txt
-	@echo "installing $*"; $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $< || { echo "$* could not be installed: see pip's lines above"; exit 1; }
+	@echo "installing $*"; $(PYTHON) -m venv $(@D) && { ! grep -q ^torch== $< || $(@D)/bin/python tools/install_torch.py $<; } && $(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile --requirement $< || { echo "$* could not be installed: see pip's lines above"; exit 1; }
 	@touch $@
 
 $(CLIENTS)/node/.installed: tests/clients/package.json

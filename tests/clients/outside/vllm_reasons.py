@@ -1,0 +1,119 @@
+"""Why a test of vLLM's does not pass against Loraplex, or is not run."""
+
+from __future__ import annotations
+
+import re
+
+TENSORS = "prompts as tensors (`prompt_embeds`): vLLM serves them behind an option of its own"
+NOT_RUN: tuple[tuple[str, str], ...] = (
+    ("*_prompt_embeds.py", TENSORS),
+    ("*/test_prompt_validation.py", TENSORS),
+    ("*/test_tensorizer_entrypoint.py", "vLLM's loader for tensorizer's files"),
+    ("*/test_extra_content_fields.py", "a model for images"),
+    ("*_vlm.py", "a model for images"),
+    ("*/test_harmony*.py", "gpt-oss and its own message format"),
+    ("*/test_mcp_tools.py", "gpt-oss and tools that the server runs"),
+    ("*/test_openai_tool_parser.py", "gpt-oss and its own message format"),
+    ("*/test_granite4_tool_parser.py", "how well IBM's granite 4 calls tools"),
+    ("tool_use/mistral/*", "Mistral's own tokenizer and message format"),
+    ("*/correctness/test_lmeval.py", "a data set from a hub, and how well a larger model solves it"),
+    ("*/test_token_in_token_out.py", "vLLM's option `--skip-tokenizer-init`"),
+    ("*/test_root_path.py", "vLLM's option `--root-path`"),
+    ("*/test_uds.py", "vLLM's option `--uds`"),
+    (
+        "*/test_optional_middleware.py",
+        "vLLM's option `--middleware`, Python code of the operator's in the server",
+    ),
+    ("*/rpc/*", "vLLM's development route `/collective_rpc`"),
+    ("*/sagemaker/*", "SageMaker's routes `/ping` and `/invocations`"),
+)
+"""Files by pattern, and why they are not run: they ask for another model or for what is vLLM's own."""
+PASSED, MISSING, DIFFERENT, OTHER, OPEN = "passed", "missing", "different", "not applicable", "unexplained"
+ANY = ""
+VACUOUS = "passes whatever is answered: it looks at tasks, not at what they return"
+RULES: tuple[tuple[str, str, str, str], ...] = (
+    (ANY, r"in process: about vLLM's own classes", OTHER, "vLLM's classes in process: no server is asked"),
+    (
+        ANY,
+        r"Skipped: Skipping config",
+        OTHER,
+        "the same tests with another model's options, which are none to us",
+    ),
+    (r"test_(?:multiple_lora_adapters|beam_search_with_lora)", ANY, OTHER, VACUOUS),
+    # What they ask for by name.
+    (r"test_invocations", ANY, OTHER, "SageMaker's route `/invocations`"),
+    (ANY, r"Unknown field: 'use_beam_search'", MISSING, "beam search"),
+    (ANY, r"'(?:structured_outputs|response_format)'", MISSING, "structured outputs"),
+    (r"function_calling|test_tool|tool_use", r"field 'tool|'tool(?:s|_choice)' is not", MISSING, "tools"),
+    (ANY, r"'tools' is not supported here", MISSING, "tools"),
+    (
+        r"test_(?:include_reasoning|thinking_token_budget)",
+        ANY,
+        MISSING,
+        "reasoning, told apart from the answer",
+    ),
+    (r"test_chat_echo", r"'echo'", MISSING, "the field `echo` in a chat"),
+    (
+        r"test_extra_fields_allowed",
+        ANY,
+        DIFFERENT,
+        "an unknown field is a 400 that names it; vLLM ignores it",
+    ),
+    (ANY, r"Unknown field: '(\w+)'", MISSING, r"the field `\1`"),
+    (ANY, r"'(\w+)' is not supported here", MISSING, r"the field `\1`"),
+    (ANY, r"404 Client Error: Not Found for url: http://[\d.:]+(/[\w/]+)", MISSING, r"the route `\1`"),
+    (ANY, r"Unknown request URL: \w+ (/[\w/]+)", MISSING, r"the route `\1`"),
+    (r"test_server_load", ANY, MISSING, "the route `/load`"),
+    (r"test_chat_with_enable_force_include_usage", ANY, MISSING, "the option `--enable-force-include-usage`"),
+    (r"return_tokens_as_token_ids", ANY, MISSING, "the option and field `return_tokens_as_token_ids`"),
+    # Our answers are other ones, and are meant.
+    (
+        r"test_chat_streaming",
+        r"assert delta.content$",
+        DIFFERENT,
+        "the end of a chat's stream has a chunk of its own",
+    ),
+    (r"test_custom_role", ANY, DIFFERENT, "roles are those of OpenAI; vLLM takes any"),
+    (
+        r"test_check_models|test_static_lora_lineage",
+        ANY,
+        DIFFERENT,
+        "an adapter's `root` is its digest, not a path",
+    ),
+    (
+        r"test_top_logprobs",
+        r"valid boolean",
+        DIFFERENT,
+        '`logprobs: "true"` is a 400: types are not converted',
+    ),
+    # The tests know their own model's answers.
+    (
+        r"test_complex_message_content",
+        r"'1 \+ 1 = 2' == '2'",
+        OTHER,
+        "words of the model that the test names",
+    ),
+    (r"test_completion_streaming", r"'stop' == 'length'", OTHER, "words of the model that the test names"),
+    (r"test_single_", r"prompt_tokens(?:=37| == 6)", OTHER, "token counts of the model that the test names"),
+    (
+        r"test_request_cancellation",
+        r"context length is 8192",
+        OTHER,
+        "wants 10,100 positions; the model has 8,192",
+    ),
+)
+"""Patterns of a test's name and of what it said, the kind of its outcome, and why, with groups of the second one."""
+
+
+def reason(test: str, outcome: str, text: str) -> tuple[str, str]:
+    """The kind of this outcome, and why: from the first rule whose patterns are both found."""
+    for name, said, kind, why in RULES:
+        found = re.search(said, text, re.MULTILINE)
+        if found and re.search(name, test) and (outcome != "passed" or why == VACUOUS):
+            return kind, found.expand(why)
+    if outcome == "passed":
+        return PASSED, ""
+    if outcome == "skipped":
+        return OTHER, text.removeprefix("Skipped: ")
+    lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")] or [text.strip()]
+    return OPEN, lines[0][:200]
