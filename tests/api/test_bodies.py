@@ -267,6 +267,12 @@ def test_wrong_token_ids_of_logit_bias_are_named_together(plane: DataPlane) -> N
     assert "bad5" not in message
 
 
+def test_a_token_id_beyond_the_vocabulary_is_named(plane: DataPlane) -> None:
+    for field, value in (("logit_bias", {"1": 1, str(VOCAB_SIZE + 7): 1}), ("prompt", [1, VOCAB_SIZE + 7])):
+        message = check_refused(post(plane, {**TEXT, field: value}, "completions"), field)
+        assert message == f"'{field}' has token id {VOCAB_SIZE + 7}, beyond the model's {VOCAB_SIZE} tokens."
+
+
 def test_of_a_key_that_stands_twice_the_last_counts(plane: DataPlane) -> None:
     body = f'{{"model": "nothing", "prompt": "x", "model": "{BASE}"}}'.encode()
     assert post(plane, body, "completions").status_code == 200

@@ -90,8 +90,8 @@ def make_plan(
     for prompt in prompts:
         if not prompt:
             raise invalid(source, f"'{source}' has no tokens: give at least one.")
-        if isinstance(request, CompletionRequest) and max(prompt) >= vocab_size:
-            raise invalid(source, f"'{source}' has a token id beyond the model's {vocab_size} tokens.")
+        if isinstance(request, CompletionRequest):
+            _check_ids(source, prompt, vocab_size)
         room = max_model_len - len(prompt)
         needed = 1 if asked is None else asked
         if needed > room:
@@ -140,8 +140,9 @@ def _too_long(num_prompt: int, asked: int | None, source: str, max_model_len: in
 
 
 def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    if max(ids, default=0) >= vocab_size:
-        raise invalid(field, f"'{field}' has a token id beyond the model's {vocab_size} tokens.")
+    highest = max(ids, default=0)
+    if highest >= vocab_size:
+        raise invalid(field, f"'{field}' has token id {highest}, beyond the model's {vocab_size} tokens.")
 
 
 def engine_requests(
