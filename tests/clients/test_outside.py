@@ -10,13 +10,16 @@ import pytest
 from clients.outside.servers import Asked, asked_for
 from clients.outside.tables import page
 from clients.outside.vllm_reasons import reason
+from support.live_server import EXAMPLE_ADAPTERS, EXAMPLES
 
 
-def test_options_of_vllm_serve_are_ours_or_left() -> None:
-    module = json.dumps({"name": "b", "path": "/b", "base_model_name": "m"})
-    given = ["--max-model-len", "10100", "--dtype", "bfloat16", "--lora-modules", "a=/a", module]
+def test_options_of_vllm_serve_are_ours_or_left(tmp_path: Path) -> None:
+    module = json.dumps({"name": "b", "path": "org/b", "base_model_name": "m"})
+    given = ["--max-model-len", "10100", "--dtype", "bfloat16", "--lora-modules", f"a={tmp_path}", module]
     asked = asked_for("org/m", [*given, "--tool-call-parser=hermes", "--served-model-name", "x", "y"])
-    assert asked == Asked("x", {"a": Path("/a"), "b": Path("/b")}, {"max_model_len": "8192"})
+    assert asked == Asked(
+        "x", {"a": tmp_path, "b": EXAMPLE_ADAPTERS / EXAMPLES[0]}, {"max_model_len": "8192"}
+    )
     assert asked.left == ["--tool-call-parser hermes", "--served-model-name y"]
 
 

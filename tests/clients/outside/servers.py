@@ -66,7 +66,7 @@ class Asked:
 
 
 def asked_for(model: str, arguments: Sequence[str]) -> Asked:
-    """Reads the arguments of `vllm serve`."""
+    """Reads the arguments of `vllm serve`. An adapter of a hub is one of ours."""
     asked = Asked(model)
     for option, given in _options(arguments):
         if option == "--max-model-len":
@@ -78,7 +78,8 @@ def asked_for(model: str, arguments: Sequence[str]) -> Asked:
             for module in given:
                 name, _, path = module.partition("=")
                 named = json.loads(module) if module.startswith("{") else {"name": name, "path": path}
-                asked.adapters[named["name"]] = Path(named["path"])
+                folder = Path(named["path"])
+                asked.adapters[named["name"]] = folder if folder.is_dir() else EXAMPLE_ADAPTERS / EXAMPLES[0]
         elif option not in WITHOUT_EFFECT:
             asked.left.append(" ".join([option, *given]))
     return asked

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from clients.outside.vllm_reasons import DIFFERENT, MISSING, OPEN, OTHER, PASSED, reason
+from clients.outside.vllm_reasons import DIFFERENT, IN_PROCESS, MISSING, OPEN, OTHER, PASSED, reason
 
 KINDS = (PASSED, MISSING, DIFFERENT, OTHER, OPEN)
 MEANINGS = {
@@ -41,8 +41,20 @@ def summary(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _without_server(results: dict[str, Any]) -> dict[str, Any]:
+    """A file whose every test is about classes in process is as one that is not run."""
+    files = [
+        {**file, "why": IN_PROCESS, "tests": {}}
+        if file["tests"] and all(why == IN_PROCESS for _, why in explained(file))
+        else file
+        for file in results["vllm"]["files"]
+    ]
+    return {**results, "vllm": {**results["vllm"], "files": files}}
+
+
 def page(results: dict[str, Any], before: dict[str, Any] | None) -> str:
     """Every table, for commit `results["commit"]`; with `before`, what the earlier commit gave stands beside it."""
+    results = _without_server(results)
     blocks = [
         _clients("guidellm", results, before),
         _clients("lm_eval", results, before),

@@ -30,9 +30,9 @@ NOT_RUN: tuple[tuple[str, str], ...] = (
 """Files by pattern, and why they are not run: they ask for another model or for what is vLLM's own."""
 PASSED, MISSING, DIFFERENT, OTHER, OPEN = "passed", "missing", "different", "not applicable", "unexplained"
 ANY = ""
+IN_PROCESS = "vLLM's classes in process: no server is asked"
 VACUOUS = "passes whatever is answered: it looks at tasks, not at what they return"
 RULES: tuple[tuple[str, str, str, str], ...] = (
-    (ANY, r"in process: about vLLM's own classes", OTHER, "vLLM's classes in process: no server is asked"),
     (
         ANY,
         r"Skipped: Skipping config",
@@ -63,6 +63,7 @@ RULES: tuple[tuple[str, str, str, str], ...] = (
     (ANY, r"'(\w+)' is not supported here", MISSING, r"the field `\1`"),
     (ANY, r"404 Client Error: Not Found for url: http://[\d.:]+(/[\w/]+)", MISSING, r"the route `\1`"),
     (ANY, r"Unknown request URL: \w+ (/[\w/]+)", MISSING, r"the route `\1`"),
+    (r"_with_orca_header", ANY, MISSING, "the header `endpoint-load-metrics`"),
     (r"test_server_load", ANY, MISSING, "the route `/load`"),
     (r"test_chat_with_enable_force_include_usage", ANY, MISSING, "the option `--enable-force-include-usage`"),
     (r"return_tokens_as_token_ids", ANY, MISSING, "the option and field `return_tokens_as_token_ids`"),
@@ -94,7 +95,12 @@ RULES: tuple[tuple[str, str, str, str], ...] = (
         "words of the model that the test names",
     ),
     (r"test_completion_streaming", r"'stop' == 'length'", OTHER, "words of the model that the test names"),
-    (r"test_single_", r"prompt_tokens(?:=37| == 6)", OTHER, "token counts of the model that the test names"),
+    (
+        r"test_single_",
+        r"prompt_tokens(?:=37|=6| == 6)|CompletionUsa",
+        OTHER,
+        "token counts of the model that the test names",
+    ),
     (
         r"test_request_cancellation",
         r"context length is 8192",
@@ -107,13 +113,13 @@ RULES: tuple[tuple[str, str, str, str], ...] = (
 
 def reason(test: str, outcome: str, text: str) -> tuple[str, str]:
     """The kind of this outcome, and why: from the first rule whose patterns are both found."""
+    if outcome == "skipped":
+        return OTHER, IN_PROCESS if "in process" in text else text.removeprefix("Skipped: ")
     for name, said, kind, why in RULES:
         found = re.search(said, text, re.MULTILINE)
         if found and re.search(name, test) and (outcome != "passed" or why == VACUOUS):
             return kind, found.expand(why)
     if outcome == "passed":
         return PASSED, ""
-    if outcome == "skipped":
-        return OTHER, text.removeprefix("Skipped: ")
     lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")] or [text.strip()]
     return OPEN, lines[0][:200]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.outside.servers import Broker, model_directory
-from clients.outside.vllm_reasons import NOT_RUN
+from clients.outside.vllm_reasons import IN_PROCESS, NOT_RUN
 from clients.outside.vllm_source import VERSION, vllm_source
 from support.live_server import EXAMPLE_ADAPTERS
 from support.outside_clients import INSTALLED
@@ -73,7 +73,7 @@ def run(work: Path, patterns: list[str]) -> Iterator[dict[str, Any]]:
                 continue
             result = FileResult(name, next((why for glob, why in NOT_RUN if fnmatch.fnmatch(name, glob)), ""))
             if not result.why and not asks_a_server(path):
-                result.why = "vLLM's classes in process"
+                result.why = IN_PROCESS
             if not result.why:
                 _run_file(source, result, broker, work)
                 print(name, dict(Counter(test["outcome"] for test in result.tests.values())), flush=True)
