@@ -56,7 +56,7 @@ def test_a_page_counts_each_test_once_and_tells_what_changed() -> None:
         return {"commit": commit, "vllm": {"version": "1", "files": files}}
 
     told = page(results("new", "passed"), results("old", "failed"))
-    assert "| `x/test_f.py` | 1 → 2 |" in told
+    assert "| `x/test_f` | 1 → 2 |" in told
     assert "| **all** | **2** | **0** |" in told
     assert "| Unexplained | 1 | `test_f` |" not in told
     assert "| odd | 1 | `test_f` |" in page(results("old", "failed"), None)

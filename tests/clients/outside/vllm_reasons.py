@@ -40,6 +40,7 @@ RULES: tuple[tuple[str, str, str, str], ...] = (
         "the same tests with another model's options, which are none to us",
     ),
     (r"test_(?:multiple_lora_adapters|beam_search_with_lora)", ANY, OTHER, VACUOUS),
+    (r"\(the file\)$", r"loraplex_stand_in\.", OTHER, IN_PROCESS),
     # What they ask for by name.
     (r"test_invocations", ANY, OTHER, "SageMaker's route `/invocations`"),
     (ANY, r"Unknown field: 'use_beam_search'", MISSING, "beam search"),
