@@ -77,7 +77,7 @@ def _lm_eval(place: Shop, folder: Path) -> list[dict[str, str]]:
     def completions(model: str, **options: object) -> str:
         arguments = {"base_url": f"{place.server.data_url}/v1/completions", "tokenizer": model_directory()}
         told = lm_eval.evaluate(
-            folder / f"{model.replace('/', '-')}-{len(options)}",
+            folder / "-".join([model.replace("/", "-"), *options]),
             "local-completions",
             {"model": model, **arguments, **options},
             list(lm_eval.TASKS),
