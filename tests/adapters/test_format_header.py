@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from loraplex.adapters.errors import AdapterRefused
-from loraplex.adapters.format import read_tensor
 from loraplex.adapters.safetensors_header import ADAPTER_LIMITS, HeaderLimits, read_header
+from loraplex.adapters.tensors import read_tensor
 from support.adapters import attempt, encode_safetensors, frame_header
 
 

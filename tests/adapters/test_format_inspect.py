@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from loraplex.adapters.base import load_base_spec, read_base_weight
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMissing
-from loraplex.adapters.format import digest_upload, read_native, read_tensor
+from loraplex.adapters.files import digest_upload
 from loraplex.adapters.spec import BaseSpec
+from loraplex.adapters.tensors import read_native, read_tensor
 from support.adapters import (
     ALL_SITES,
     TinyBase,

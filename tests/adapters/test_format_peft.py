@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.base import load_base_spec
-from loraplex.adapters.format import inspect_adapter, read_tensor
+from loraplex.adapters.format import inspect_adapter
 from loraplex.adapters.spec import BaseSpec
+from loraplex.adapters.tensors import read_tensor
 from support.adapters import ALL_SITES, TinyBase, write_base
 
 ARCH = TinyBase(layers=4)

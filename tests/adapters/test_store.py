@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, StoreFailed, StoreFull
-from loraplex.adapters.format import digest_upload
+from loraplex.adapters.files import digest_upload
 from loraplex.adapters.steps import Step
 from loraplex.adapters.store import ArtifactStore, Staging
 

@@ -17,25 +17,33 @@ pytest.importorskip("numba")
 
 from loraplex.kernels import numba_cache
 
-CALLEE = "from numba import njit\nfrom stand_in.cache import JIT\n\n@njit(**JIT)\ndef inner(x):\n    return x + 1\n"
+CALLEE = """
+from numba import njit
+from stand_in.cache import KERNELS
+
+@KERNELS.keep
+@njit
+def inner(x):
+    return x + 1
+"""
 CALLER = """
 from numba import njit
-from stand_in.cache import JIT
+from stand_in.cache import KERNELS
 from stand_in.callee import inner
 
-@njit(**JIT)
+@KERNELS.keep
+@njit
 def outer(x):
     return inner(x) * 10
 """
-JIT = '\nJIT = {"cache": CACHE is not None}\n'
 RUN = """
 import sys
-from stand_in.cache import CACHE, compile_kernels, is_compiled
+from stand_in.cache import KERNELS
 from stand_in.caller import outer
-before = is_compiled("int64")
-compile_kernels("int64", lambda: outer(1))
+before = KERNELS.is_compiled("int64")
+KERNELS.compile("int64", lambda: outer(1))
 (hits,) = outer.stats.cache_hits.values() or (0,)
-print(outer(1), before, hits, CACHE)
+print(outer(1), before, hits, KERNELS.directory)
 """
 
 
@@ -43,7 +51,7 @@ print(outer(1), before, hits, CACHE)
 def package(tmp_path: Path) -> Path:
     package = tmp_path / "stand_in"
     package.mkdir()
-    (package / "cache.py").write_text(Path(numba_cache.__file__).read_text() + JIT)
+    (package / "cache.py").write_text(Path(numba_cache.__file__).read_text())
     (package / "callee.py").write_text(CALLEE)
     (package / "caller.py").write_text(CALLER)
     return package
@@ -79,6 +87,25 @@ def test_what_has_been_compiled_is_read_by_the_next_process(package: Path) -> No
     assert directory.parent == package.parent / "cache" / "loraplex" / "kernels"
     assert directory.stat().st_mode & 0o777 == 0o700
     assert said(command(package))[0] == ["20", "True", "1", str(directory)]
+
+
+def test_nothing_is_touched_before_something_is_compiled(package: Path) -> None:
+    assert said(command(package, "import stand_in.caller"))[0] == []
+    assert not (package.parent / "cache").exists()
+    # Without anybody asking for the cache first, and with a function that is made afterwards.
+    late = "from stand_in.caller import outer\nouter(1)\nfrom stand_in.cache import KERNELS\nfrom numba import njit\n"
+    late += "@KERNELS.keep\n@njit\ndef later(x): return x\nprint(later(1), outer(1))"
+    (package / "late.py").write_text(late)
+    assert said(command(package, "import stand_in.late"))[0] == ["1", "20"]
+    kept = {path.name.partition("-")[0] for path in (package.parent / "cache").rglob("*.nbi")}
+    assert kept == {"caller.outer", "callee.inner", "late.later"}
+
+
+def test_kernels_touch_nothing_before_one_is_compiled(tmp_path: Path) -> None:
+    program = "import loraplex.kernels.numba_warm_up"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_changed_callee_is_compiled_with_its_callers(package: Path) -> None:
@@ -142,7 +169,7 @@ IndexDataCacheFile._load_index = load_slowly
 
 TAKE_TURNS = """
 import time
-from stand_in import cache
+from stand_in import caller
 from numba.core.compiler_lock import global_compiler_lock
 begin = time.time()
 for _ in range(10):

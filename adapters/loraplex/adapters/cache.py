@@ -36,7 +36,7 @@ from loraplex.adapters.residents import Resident, Residents, Stage
 from loraplex.adapters.room import DeviceRoom, HostRoom, Pass
 from loraplex.adapters.wishes import Wishes
 
-__all__ = ["AdapterCache", "CacheEntry", "CacheUsage", "Lease", "LeaseError", "PinRefused", "Residency"]
+__all__ = ["AdapterCache", "Lease", "LeaseError", "PinRefused", "Residency"]
 
 
 class AdapterCache(Generic[ImageT]):

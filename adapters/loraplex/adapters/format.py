@@ -14,16 +14,14 @@ from typing import Any, NoReturn
 
 from loraplex.adapters.base import base_names, last_name, locate_module_weights
 from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
-from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME, digest_upload, shown
+from loraplex.adapters.files import digest_upload, shown
 from loraplex.adapters.peft_config import LoraSettings, parse_peft_config, pattern_keys, suffixes
 from loraplex.adapters.safetensors_header import read_header
 from loraplex.adapters.spec import AdapterSpec, BaseSpec, SiteShape, SiteWeights, TensorSlice
 from loraplex.adapters.tensor_names import AdapterTensors, sort_tensors
-from loraplex.adapters.tensors import NUMPY_DTYPES, read_native, read_tensor
+from loraplex.adapters.tensors import NUMPY_DTYPES
 from loraplex.adapters.values import SiteNorm, equals_base, measure_site
 from loraplex.kernels.groups import SITES
-
-__all__ = ["CONFIG_NAME", "TENSORS_NAME", "digest_upload", "inspect_adapter", "read_native", "read_tensor"]
 
 _MAX_REPORTED_MODULES = 1024
 

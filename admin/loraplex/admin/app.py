@@ -134,6 +134,3 @@ def tenant_document(services: AdminServices) -> dict[str, Any]:
 
 def _tenant_operations(services: AdminServices) -> list[Operation]:
     return [row for row in create_operations(services) if row.access != "operator"]
-
-
-__all__ = ["AdminServices", "create_admin_app", "create_operations", "create_tenant_app", "tenant_document"]

@@ -7,15 +7,14 @@ import math
 
 import numpy as np
 import torch
-from numba import njit
 
 from loraplex.kernels.numba_team import SMALL, Kernel, rows_of_unit
 from loraplex.kernels.numba_vectors import (
-    JIT,
     LIKE,
     exp,
     fetch_add,
     fma,
+    jit,
     load_some,
     read_int64,
     rounded,
@@ -59,7 +58,7 @@ def _activate(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
     return out
 
 
-@njit(**JIT)
+@jit
 def _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, last):
     size = size_of(like)
     one = splat(_ONE)

@@ -21,8 +21,6 @@ from loraplex.kernels.attention_types import AttentionBatch, DecodeGroup, Prefil
 
 __all__ = [
     "AttentionBatch",
-    "DecodeGroup",
-    "PrefillSlice",
     "build_attention_batch",
     "paged_attention",
     "write_kv",

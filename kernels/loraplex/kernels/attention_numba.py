@@ -20,17 +20,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
 from loraplex.kernels.attention_numba_tiles import BLOCK, SEGMENT, attend
 from loraplex.kernels.numba_team import Kernel
 from loraplex.kernels.numba_vectors import (
-    JIT,
     LIKE,
     copy_element,
     fetch_add,
     fma,
+    jit,
     load_some,
     read_float32,
     read_float64,
@@ -198,7 +197,7 @@ def key_value_offsets(
     return base + key, base + BLOCK * head_dim + value
 
 
-@njit(**JIT)
+@jit
 def _slots(counts, lengths, starts, tables):
     slots = np.empty(counts.sum(), np.int64)
     row = 0
@@ -209,7 +208,7 @@ def _slots(counts, lengths, starts, tables):
     return slots
 
 
-@njit(**JIT)
+@jit
 def _lay_out(counts, lengths, starts, group, window):
     """Tiles and units as in `_Plan`, and the query vectors of tiles of several spans. What a sequence is cut into
     depends on itself alone."""
@@ -254,7 +253,7 @@ def _lay_out(counts, lengths, starts, group, window):
     return tiles, units, vectors
 
 
-@njit(**JIT)
+@jit
 def _finish(total, dim, weight_sum, out, like):
     """out = total / sum, rounded."""
     for d in range(0, dim, 16):
@@ -262,7 +261,7 @@ def _finish(total, dim, weight_sum, out, like):
         store_some(value, out + d * size_of(like), dim - d, like)
 
 
-@njit(**JIT)
+@jit
 def _keep(total, dim, top, weight_sum, place):
     """One query vector's part of a span: total [dim], top, sum."""
     for d in range(0, dim, 16):
@@ -271,7 +270,7 @@ def _keep(total, dim, top, weight_sum, place):
     write_float32(weight_sum, place + dim * 4 + 4)
 
 
-@njit(**JIT)
+@jit
 def _merge(parts, stride, spans, dim, total, out, like):
     """A query vector's answer from its spans' parts, which lie `stride` bytes apart, in their order. total [dim] is
     room to work in."""

@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from loraplex.kernels import numba_ir as nir
 from loraplex.kernels.numba_vectors import (
-    JIT,
     copy_element,
     exp,
     horizontal_max,
     horizontal_sum,
+    jit,
     keep_lanes,
     load,
     load_some,
@@ -167,7 +167,7 @@ def _values(typing, count, chunks, weights, pairs, num_pairs, dim, total, column
     return types.void(count, chunks, whole, whole, whole, whole, whole, whole, like), lower
 
 
-@njit(**JIT)
+@jit
 def _all_scores(count, q, dim, blocks, num_blocks, scores, like):
     m = 0
     while m < count:
@@ -189,7 +189,7 @@ def _all_scores(count, q, dim, blocks, num_blocks, scores, like):
             m += 1
 
 
-@njit(**JIT)
+@jit
 def _all_values(count, weights, pairs, num_pairs, dim, total, like):
     """`pairs` is moved from column to column."""
     column = 0
@@ -234,7 +234,7 @@ def _all_values(count, weights, pairs, num_pairs, dim, total, like):
         column += step
 
 
-@njit(**JIT)
+@jit
 def _softmax_row(scores, num_blocks, first, last, scale, softcap, top, weights, like):
     """The weights exp(s - new top) of the positions first … last-1 of a segment, 0 elsewhere. Returns the new top and
     the weights' sum."""
@@ -258,20 +258,20 @@ def _softmax_row(scores, num_blocks, first, last, scale, softcap, top, weights, 
     return top, horizontal_sum(total)
 
 
-@njit(**JIT)
+@jit
 def _clear(row, count):
     for d in range(0, count, 16):
         store_some(splat(_F32), row + d * 4, count - d, _F32)
 
 
-@njit(**JIT)
+@jit
 def _scale_row(row, dim, factor):
     for d in range(0, dim, 16):
         at, left = row + d * 4, dim - d
         store_some(load_some(at, left, _F32) * splat(factor), at, left, _F32)
 
 
-@njit(**JIT)
+@jit
 def _edge_pair(source, target, dim, odd, like):
     """A pair of positions of which only one may be read, with zeros for the other."""
     size = size_of(like)
@@ -283,7 +283,7 @@ def _edge_pair(source, target, dim, odd, like):
     return target
 
 
-@njit(**JIT)
+@jit
 def _find(keys, pairs, edges, cache, block_bytes, head, dim, table, segment, num_blocks, low, high, like):
     """The addresses of a segment's blocks of K and of its pairs of positions of V, of which low … high-1 are seen.
     Returns the first pair's number in the segment, and how many there are."""
@@ -305,7 +305,7 @@ def _find(keys, pairs, edges, cache, block_bytes, head, dim, table, segment, num
     return first_pair, count
 
 
-@njit(**JIT)
+@jit
 def attend(
     q,
     scores,

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 
 from loraplex.kernels.numba_team import Kernel
 from loraplex.kernels.numba_vectors import (
-    JIT,
     at_least,
     exp,
     fetch_add,
     horizontal_sum,
+    jit,
     load_some,
     maximum,
     read_float32,
@@ -70,7 +69,7 @@ def draw(
     _draw_all.run((), logits.data_ptr(), logits.shape[1], len(rows), *(tensor.data_ptr() for tensor in given))
 
 
-@njit(**JIT)
+@jit
 def _weigh(row, columns, best, temperature):
     top, heat, nothing = splat(best), splat(temperature), splat(_F32)
     for c in range(0, columns, 16):
@@ -79,7 +78,7 @@ def _weigh(row, columns, best, temperature):
         store_some(maximum(exp((x - top) / heat), nothing), row + 4 * c, columns - c, _F32)
 
 
-@njit(**JIT)
+@jit
 def _sum_block(row, first, columns, least):
     total, low = splat(_F32), splat(least)
     for c in range(first, min(first + _BLOCK, columns), 16):
@@ -87,7 +86,7 @@ def _sum_block(row, first, columns, least):
     return np.float64(horizontal_sum(total))
 
 
-@njit(**JIT)
+@jit
 def _sum(row, columns, least):
     total = 0.0
     for first in range(0, columns, _BLOCK):
@@ -95,7 +94,7 @@ def _sum(row, columns, least):
     return total
 
 
-@njit(**JIT)
+@jit
 def _least(row, columns, bins, limit, by_sum):
     """The bits of the largest weight such that the weights that reach it are `limit`, by number or by sum; 0 where
     all together are not."""
@@ -128,7 +127,7 @@ def _least(row, columns, bins, limit, by_sum):
     return prefix
 
 
-@njit(**JIT)
+@jit
 def _pick(row, columns, least, target):
     """The first place at which the running sum exceeds the target; the last with a weight where rounding keeps the sum
     from it."""
@@ -151,7 +150,7 @@ def _pick(row, columns, least, target):
     return chosen
 
 
-@njit(**JIT)
+@jit
 def _threshold(row, columns, bins, k, p):
     """The least weight that top_k and top_p let through."""
     bits, least = 0, _F32
@@ -167,7 +166,7 @@ def _threshold(row, columns, bins, k, p):
     return read_float32(bins)
 
 
-@njit(**JIT)
+@jit
 def _draw_row(row, columns, token, temperature, uniform, min_p, k, p, bins):
     best = read_float32(row + 4 * read_int64(token))
     _weigh(row, columns, best, temperature)

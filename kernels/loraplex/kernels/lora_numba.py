@@ -18,14 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
 from loraplex.kernels.groups import SiteGroup
 from loraplex.kernels.lora_numba_tiles import ROWS, expand, shrink
 from loraplex.kernels.lora_types import CHUNK, GRANULE_BYTES, LoraWeights, Scratch, Segment
 from loraplex.kernels.numba_team import Kernel
-from loraplex.kernels.numba_vectors import JIT, LIKE, fetch_add, read_int32, read_int64, size_of
+from loraplex.kernels.numba_vectors import LIKE, fetch_add, jit, read_int32, read_int64, size_of
 
 _ROWS, _CHUNK, _GRANULE_BYTES = ROWS, CHUNK, GRANULE_BYTES
 
@@ -146,7 +145,7 @@ def _tiles(by_slot: Mapping[int, Sequence[Segment]]) -> NDArray[np.int64]:
     return np.array(found, np.int64).reshape(-1, 3)
 
 
-@njit(**JIT)
+@jit
 def _look_up(entry, step, most, storage, a_tiles, b_tiles):
     """The addresses of the A and of the B tiles of one adapter's site, whose chunks' table entries lie `step` bytes
     apart. Returns how many there are."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from loraplex.kernels import numba_ir as nir
 from loraplex.kernels.lora_types import CHUNK
 from loraplex.kernels.numba_vectors import (
-    JIT,
     fma,
     horizontal_sum,
+    jit,
     load_some,
     size_of,
     splat,
@@ -205,7 +205,7 @@ def _updates(
     return types.int64(count, *(whole,) * 9, y_like, like), lower
 
 
-@njit(**JIT)
+@jit
 def shrink(rows, x, x_row, columns, a, ahead, hidden, first, x_like, like):
     """hidden[m, first + r] = x[m] · A[r], for `rows` ≤ ROWS rows and the CHUNK ranks of one tile.
 
@@ -234,7 +234,7 @@ def shrink(rows, x, x_row, columns, a, ahead, hidden, first, x_like, like):
             hidden[m, first + r] += horizontal_sum(total)
 
 
-@njit(**JIT)
+@jit
 def expand(rows, hidden, tiles, ahead, num_tiles, width, vectors, y, y_row, y_like, like):
     """y[m] = y[m] (· g + c) + hidden[m] · B, rounded once, for `rows` ≤ ROWS rows of one site.
 

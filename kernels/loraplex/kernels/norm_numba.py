@@ -7,15 +7,14 @@ import math
 
 import numpy as np
 import torch
-from numba import njit
 
 from loraplex.kernels.numba_team import SMALL, Kernel, rows_of_unit
 from loraplex.kernels.numba_vectors import (
-    JIT,
     LIKE,
     fetch_add,
     fma,
     horizontal_sum,
+    jit,
     load_some,
     read_float64,
     read_int64,
@@ -89,7 +88,7 @@ def _norm(x, stride, residual, out, rows, weight, eps) -> None:
         _norm_all.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows))
 
 
-@njit(**JIT)
+@jit
 def scaled(source, target, weight, columns, squares, eps, like, weight_like):
     """A row over the root of its mean square, times the weight; `squares` are the lanes of its sum of squares."""
     mean = horizontal_sum(squares) / np.float32(columns)
@@ -101,7 +100,7 @@ def scaled(source, target, weight, columns, squares, eps, like, weight_like):
         store_some(value, target + c * size_of(like), left, like)
 
 
-@njit(**JIT)
+@jit
 def _norm_rows(
     like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, first, last
 ):

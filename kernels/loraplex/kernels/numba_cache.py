@@ -5,8 +5,11 @@ something or takes a constant: after an update it would run the machine code of 
 name is a digest of all sources here and of the versions of numba and llvmlite. What numba itself tells apart, types
 and processors, lies side by side in it.
 
-`numba_vectors` imports this before anything is compiled. numba asks for the directory when a function is
-decorated, so it is found, made and marked as used when this is imported: the one thing here that touches files then.
+Nothing is touched when this is imported: the directory is found, made and marked as used when numba takes its lock to
+compile first, and all functions that were decorated so far are told of it then.
+
+numba's lock and its events, in `numba.core`, are not documented; nothing public tells when something is compiled, nor
+keeps processes from each other's index files. Nor does anything public name the processor that code is compiled for.
 """
 # mypy: allow-untyped-calls, allow-subclassing-any
 
@@ -25,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import llvmlite
 import numba
@@ -90,37 +93,6 @@ def _root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "loraplex" / "kernels"
 
 
-class _OneProcess(event.Listener):
-    """Lets one process at a time compile, and read and write the directory.
-
-    numba adds to the index of a function what it has compiled under the next free number. Two processes that do so at
-    once, for two dtypes, take the same number, and the index would lead from one dtype to the other's code.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._thread = threading.RLock()
-        self._depth = 0
-        self._waited_s = 0.0
-        self._held: IO[str] | None = None
-
-    def on_start(self, _event: event.Event) -> None:
-        # Outside numba's own lock of threads, and as that one is, of one thread and as often as it likes.
-        self._thread.acquire()
-        self._depth += 1
-        if self._depth == 1:
-            begin = time.monotonic()
-            self._held = _lock(self._path, LOCK_WAIT_S - self._waited_s)
-            self._waited_s += time.monotonic() - begin
-
-    def on_end(self, _event: event.Event) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._held is not None:
-            self._held.close()
-            self._held = None
-        self._thread.release()
-
-
 def _lock(path: Path, wait_s: float) -> IO[str] | None:
     """The file, locked until it is closed, or as it is after `wait_s`; None where it can't be opened."""
     try:
@@ -140,41 +112,90 @@ def _lock(path: Path, wait_s: float) -> IO[str] | None:
         return file
 
 
-def _use(directory: Path | None) -> Path | None:
-    if directory is not None:
-        config.CACHE_DIR = str(directory)
-        event.register("numba:compiler_lock", _OneProcess(directory / "lock"))
-    return directory
+class KernelCache(event.Listener):
+    """The compiled functions of this package, and the directory that keeps them. Hears when numba takes its lock.
+
+    Lets one process at a time compile, and read and write the directory: numba adds to the index of a function what it
+    has compiled under the next free number. Two processes that do so at once, for two dtypes, take the same number, and
+    the index would lead from one dtype to the other's code.
+    """
+
+    def __init__(self, sources: Path) -> None:
+        self._sources = sources
+        self._functions: list[Any] = []
+        self._is_open = False
+        self._directory: Path | None = None
+        self._thread = threading.RLock()
+        self._depth = 0
+        self._waited_s = 0.0
+        self._held: IO[str] | None = None
+
+    def keep(self, function: Any) -> Any:
+        """The same function of numba's, whose code will be kept."""
+        with self._thread:
+            if not self._functions:
+                event.register("numba:compiler_lock", self)
+            self._functions.append(function)
+            if self._is_open and self._directory is not None:
+                function.enable_caching()
+        return function
+
+    @property
+    def directory(self) -> Path | None:
+        """Where compiled code is kept; None where nothing is. Opened when it is asked for first."""
+        with self._thread:
+            if not self._is_open:
+                self._is_open = True
+                self._directory = open_cache(_root(), self._sources)
+                if self._directory is not None:
+                    config.CACHE_DIR = str(self._directory)
+                    for function in self._functions:
+                        function.enable_caching()
+            return self._directory
+
+    def on_start(self, _event: event.Event) -> None:
+        # Outside numba's own lock of threads, and as that one is, of one thread and as often as it likes.
+        self._thread.acquire()
+        self._depth += 1
+        if self._depth == 1 and self.directory is not None:
+            begin = time.monotonic()
+            self._held = _lock(self.directory / "lock", LOCK_WAIT_S - self._waited_s)
+            self._waited_s += time.monotonic() - begin
+
+    def on_end(self, _event: event.Event) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._held is not None:
+            self._held.close()
+            self._held = None
+        self._thread.release()
+
+    def is_compiled(self, what: str) -> bool:
+        """Whether `compile` has been through for this on such a processor."""
+        return self.directory is not None and _mark(what, self.directory).exists()
+
+    def compile(self, what: str, work: Callable[[], None]) -> None:
+        """Do `work`, which calls kernels so that they are compiled or read from the cache, and remember that it is
+        done; directories of contents that are no longer used are removed. Raises what `work` raises."""
+        directory = self.directory
+        try:
+            work()
+        except (EOFError, pickle.UnpicklingError):
+            # A file was cut, as by a loss of power. Without this no start would ever succeed again.
+            if directory is None:
+                raise
+            _log.warning("the compiled kernels in %s are damaged: they are compiled again", directory)
+            for path in directory.glob("*/*.nb[ci]"):
+                path.unlink(missing_ok=True)
+            work()
+        if directory is not None:
+            with contextlib.suppress(OSError):
+                _mark(what, directory).touch()
+            _remove_old(directory)
 
 
-CACHE = _use(open_cache(_root(), Path(__file__).parent))
-"""Where compiled code is kept; None where nothing is."""
-
-
-def is_compiled(what: str, cache: Path | None = CACHE) -> bool:
-    """Whether `compile_kernels` has been through for this on such a processor."""
-    return cache is not None and _mark(what, cache).exists()
-
-
-def compile_kernels(what: str, work: Callable[[], None], cache: Path | None = CACHE) -> None:
-    """Do `work`, which calls kernels so that they are compiled or read from the cache, and remember that it is done;
-    directories of contents that are no longer used are removed. Raises what `work` raises."""
-    try:
-        work()
-    except (EOFError, pickle.UnpicklingError):
-        # A file was cut, as by a loss of power. Without this no start would ever succeed again.
-        if cache is None:
-            raise
-        _log.warning("the compiled kernels in %s are damaged: they are compiled again", cache)
-        for path in cache.glob("*/*.nb[ci]"):
-            path.unlink(missing_ok=True)
-        work()
-    if cache is not None:
-        with contextlib.suppress(OSError):
-            _mark(what, cache).touch()
-        _remove_old(cache)
-
-
-def _mark(what: str, cache: Path) -> Path:
+def _mark(what: str, directory: Path) -> Path:
     target = repr(cpu_target.target_context.codegen().magic_tuple())
-    return cache / f"{what}-{hashlib.sha256(target.encode()).hexdigest()[:16]}"
+    return directory / f"{what}-{hashlib.sha256(target.encode()).hexdigest()[:16]}"
+
+
+KERNELS = KernelCache(Path(__file__).parent)

@@ -4,6 +4,9 @@ LLVM makes one AVX-512 instruction of an operation on <16 x float>, two of AVX2 
 all. Only the product of pairs of bfloat16 is an instruction by name (dpbf16ps), where the processor has it.
 
 Functions here emit instructions at an llvmlite `builder`; addresses are i64 values, in bytes.
+
+`numba.core` is not numba's public part; `numba.extending` has nothing that declares a function in the module that is
+being compiled (`cgutils.get_or_insert_function`), nor anything that names the processor.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-subclassing-any
 

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from loraplex.kernels import numba_cache
-from loraplex.kernels.numba_vectors import JIT, fetch_add, horizontal_sum, load
+from loraplex.kernels.numba_cache import KERNELS
+from loraplex.kernels.numba_vectors import fetch_add, horizontal_sum, jit, load
 
 
 def probe() -> None:
     """Raises whatever numba or LLVM raises where one of them is not fit for this machine, and RuntimeError where what
     it has compiled is wrong."""
-    numba_cache.compile_kernels("probe", _check)
+    KERNELS.compile("probe", _check)
 
 
 def _check() -> None:
@@ -23,6 +22,6 @@ def _check() -> None:
         raise RuntimeError(f"a compiled kernel computes {total} and {counter[0]} where 42 and 27 are right")
 
 
-@njit(**JIT)
+@jit
 def _sum_and_count(numbers, counter, like):
     return horizontal_sum(load(numbers, like)) + fetch_add(counter, 1)

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, typeof, types
+from numba import cfunc, typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from loraplex.kernels import numba_ir as nir
-from loraplex.kernels.numba_vectors import JIT, fetch_add, host_features
+from loraplex.kernels.numba_cache import KERNELS
+from loraplex.kernels.numba_vectors import JIT, fetch_add, host_features, jit
 
 SMALL = 1 << 15
 """Elements that one thread is done with before it has woken another."""
@@ -56,7 +57,6 @@ _SPINS = 6000
 _LEADER_SPINS = 1000
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 _PRIVATE_WAIT, _PRIVATE_WAKE = 128, 129
-_HAS_PAUSE = "sse2" in host_features()
 
 
 class Kernel:
@@ -82,8 +82,7 @@ class Kernel:
 
     def _compile(self, likes: tuple[Any, ...]) -> Any:
         signature = types.void(types.int64, types.int64, *map(typeof, likes))
-        options = {name: value for name, value in JIT.items() if name != "nogil"}  # the callers hold no lock
-        compiled = cfunc(signature, **options)(self._body)
+        compiled = cfunc(signature, cache=KERNELS.directory is not None, **JIT)(self._body)
         self._compiled[(*map(type, likes),)] = compiled
         return compiled
 
@@ -180,7 +179,7 @@ def _pause(typing):
     """A moment, in which the other thread of the core has it for itself."""
 
     def lower(context, builder, signature, values):
-        if _HAS_PAUSE:
+        if "sse2" in host_features():
             nir.call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
         return context.get_dummy_value()
 
@@ -217,18 +216,18 @@ def _call(typing, code, taken, arguments):
     return types.void(types.int64, types.int64, types.int64), lower
 
 
-@njit(**JIT)
+@jit
 def _take_part(team):
     _call(_read(team + _RUN), team + _TAKEN, team + _ARGUMENTS)
 
 
-@njit(**JIT)
+@jit
 def _run_alone(team):
     _write(team + _TAKEN, 0)
     _take_part(team)
 
 
-@njit(**JIT)
+@jit
 def _lead(team):
     epoch = _read(team + _EPOCH) + 1
     _write(team + _TAKEN, 0)
@@ -255,7 +254,7 @@ def _lead(team):
             _write(team + _LEADER_ASLEEP, 0)
 
 
-@njit(**JIT)
+@jit
 def _serve(team):
     """One of the other threads, until the end."""
     seen = 0
@@ -282,7 +281,7 @@ def _serve(team):
             _futex(team + _INSIDE, _PRIVATE_WAKE, 1)
 
 
-@njit(**JIT)
+@jit
 def _end(team):
     _write(team + _END, 1)
     _write(team + _EPOCH, _read(team + _EPOCH) + 1)

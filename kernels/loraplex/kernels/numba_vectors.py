@@ -20,14 +20,19 @@ from numba import njit, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, overload, register_model
 
-from loraplex.kernels import numba_cache
 from loraplex.kernels import numba_ir as nir
+from loraplex.kernels.numba_cache import KERNELS
 
 LIKE = {torch.bfloat16: np.uint16(0), torch.float16: np.int16(0), torch.float32: np.float32(0)}
 """The argument that stands for a dtype. numba has no 16-bit floats: uint16 stands for bfloat16, int16 for float16."""
 
-JIT = {"cache": numba_cache.CACHE is not None, "nogil": True, "boundscheck": False, "error_model": "numpy"}
+JIT = {"boundscheck": False, "error_model": "numpy"}
 """Options of every compiled function. Without fastmath: it would be free to take NaN for impossible."""
+
+
+def jit(function):
+    """Compiled for the types that it is called with, at the first call, and kept in the cache."""
+    return KERNELS.keep(njit(nogil=True, **JIT)(function))
 
 
 @cache
@@ -184,7 +189,7 @@ def store_first(typing, value, address, count, like):
     return types.void(float32x16, types.int64, types.int64, like), lower
 
 
-@njit(**JIT)
+@jit
 def load_some(address, count, like):
     """min(count, 16) elements, zeros behind them."""
     if count >= 16:
@@ -192,7 +197,7 @@ def load_some(address, count, like):
     return load_first(address, count, like)
 
 
-@njit(**JIT)
+@jit
 def store_some(value, address, count, like):
     """min(count, 16) elements."""
     if count >= 16:

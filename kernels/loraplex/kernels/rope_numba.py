@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 
 from loraplex.kernels.attention_numba import NumbaAttentionBatch, key_value_offsets
 from loraplex.kernels.attention_numba_tiles import BLOCK
 from loraplex.kernels.norm_numba import scaled
 from loraplex.kernels.numba_team import SMALL, Kernel, rows_of_unit
 from loraplex.kernels.numba_vectors import (
-    JIT,
     LIKE,
     copy_element,
     fetch_add,
     fma,
+    jit,
     load_some,
     read_float64,
     read_int64,
@@ -27,7 +26,7 @@ from loraplex.kernels.numba_vectors import (
 )
 
 _F32 = np.float32(0)
-_key_value_offsets = njit(**JIT)(key_value_offsets)
+_key_value_offsets = jit(key_value_offsets)
 
 
 def rotate_and_write(
@@ -97,7 +96,7 @@ def rotate_and_write(
         _rotate.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows))
 
 
-@njit(**JIT)
+@jit
 def _rotate_head(head, dim, cos, sin, half, like):
     size = size_of(like)
     for d in range(0, half, 16):
@@ -109,7 +108,7 @@ def _rotate_head(head, dim, cos, sin, half, like):
         store_some(b * c + a * s, high, left, like)
 
 
-@njit(**JIT)
+@jit
 def _rotate_rows(
     like,
     weight_like,

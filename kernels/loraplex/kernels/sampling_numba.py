@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from loraplex.kernels import numba_ir as nir
 from loraplex.kernels.numba_team import Kernel
-from loraplex.kernels.numba_vectors import JIT, fetch_add, read_int64
+from loraplex.kernels.numba_vectors import fetch_add, jit, read_int64
 
 
 def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +76,7 @@ def _scan_row(typing, row, columns, token, ok):
     return types.void(*[types.int64] * 4), lower
 
 
-@njit(**JIT)
+@jit
 def _scan_rows(logits, columns, tokens, ok, row):
     _scan_row(logits + row * columns * 4, columns, tokens + row * 8, ok + row)
 

@@ -71,6 +71,7 @@ def new_context(headers: list[tuple[bytes, bytes]], send: Any) -> RequestContext
     internal_id = uuid.uuid4().hex
     own = next((value for name, value in headers if name == b"x-request-id"), b"")
     label = _UNSAFE.sub("", own[: 4 * MAX_LABEL].decode("latin-1"))[:MAX_LABEL]
+    # ASGI has no way from a request to its connection; that `send` is a method of uvicorn's cycle is not documented.
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     if not isinstance(transport, asyncio.WriteTransport) and not hasattr(transport, "get_write_buffer_size"):
         transport = None

@@ -80,6 +80,8 @@ class _Refused(Exception):
     """Raised inside the parser: nothing more of this connection is read."""
 
 
+# uvicorn documents that a protocol class may be given to it, not what its own consist of. It has no options for any of
+# these bounds, and a protocol written from the start would repeat all of its flow control and pipelining.
 class BoundedProtocol(HttpToolsProtocol):
     """One connection within `bounds`, listed in `table`."""
 

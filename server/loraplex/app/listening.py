@@ -68,6 +68,7 @@ class Listening:
 class _Server(uvicorn.Server):
     """Without uvicorn's own signal handlers: the end of a server is ours to order."""
 
+    # Not documented: uvicorn has no option to leave signals alone, but in a thread other than the main one.
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

@@ -161,14 +161,13 @@ def _build(
         lambda: AdapterArena(layout, num_pages, num_slots, device, kernels=config.kernels)
     ).result()
     if backend == "numba":
-        from loraplex.kernels import numba_cache, numba_warm_up  # takes a second to import
+        from loraplex.kernels import numba_warm_up  # takes a second to import
+        from loraplex.kernels.numba_cache import KERNELS
 
         kind = str(model.dtype).removeprefix("torch.")
-        if not numba_cache.is_compiled(kind):
+        if not KERNELS.is_compiled(kind):
             on_stage("compiling kernels for this processor (once, 10 to 20 s)")
-        compiling = executor.submit(
-            lambda: numba_cache.compile_kernels(kind, lambda: numba_warm_up.warm_up(model.dtype))
-        )
+        compiling = executor.submit(lambda: KERNELS.compile(kind, lambda: numba_warm_up.warm_up(model.dtype)))
         try:
             compiling.result()
         except Exception as error:  # of any kind: what is compiled depends on the processor

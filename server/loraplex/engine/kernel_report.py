@@ -37,13 +37,13 @@ def _describe_numba() -> str:
 
 
 def _describe_cache() -> str:
-    from loraplex.kernels import numba_cache
+    from loraplex.kernels.numba_cache import KERNELS
 
-    if numba_cache.CACHE is None:
+    if KERNELS.directory is None:
         return (
             "compiled at every start (10 to 20 s), since the cache cannot be written: set NUMBA_CACHE_DIR to a "
             "directory that can"
         )
-    done = [name for name in ("bfloat16", "float16", "float32") if numba_cache.is_compiled(name)]
+    done = [name for name in ("bfloat16", "float16", "float32") if KERNELS.is_compiled(name)]
     state = f"compiled for {', '.join(done)}" if done else "to be compiled at the first start (10 to 20 s)"
-    return f"{state}, kept in {numba_cache.CACHE}"
+    return f"{state}, kept in {KERNELS.directory}"

@@ -18,10 +18,7 @@ from loraplex.engine.types import (
     EngineError,
     EngineRequest,
     ErrorCode,
-    FinishReason,
-    Timing,
     TokenEvent,
-    Usage,
 )
 
 
@@ -193,20 +190,3 @@ def error_event(
 ) -> TokenEvent:
     """The terminal event of a request that failed."""
     return TokenEvent(request_id, finish_reason="error", error=EngineError(code, message, retry_after_s))
-
-
-__all__ = [
-    "AdapterState",
-    "CacheEntry",
-    "EngineClient",
-    "EngineError",
-    "EngineInfo",
-    "EngineRequest",
-    "EngineStats",
-    "FinishReason",
-    "RequestStream",
-    "Timing",
-    "TokenEvent",
-    "Usage",
-    "error_event",
-]
