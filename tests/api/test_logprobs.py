@@ -147,7 +147,9 @@ def test_completions(plane: DataPlane, num_top: int, stream: bool) -> None:
     plane.engine.script(Reply(text=TEXT, chunk=3))
     (choice,) = complete(plane, stream, prompt="hi", logprobs=num_top)
     assert choice["text"] == TEXT
-    assert choice["logprobs"] == completion_lists(list(TEXT.encode()), byte_starts(TEXT), 2, num_top)
+    # The token that ends the answer is told as well, behind the text.
+    starts = [*byte_starts(TEXT), len(TEXT)]
+    assert choice["logprobs"] == completion_lists([*TEXT.encode(), EOS_ID], starts, 2, num_top)
 
 
 def complete(plane: DataPlane, stream: bool, **asked: Any) -> list[dict[str, Any]]:
@@ -164,7 +166,8 @@ def complete(plane: DataPlane, stream: bool, **asked: Any) -> list[dict[str, Any
             choice["finish_reason"] = chunk.finish_reason
             if chunk.logprobs is not None:
                 logprobs = chunk.logprobs.model_dump()
-                assert max(logprobs["text_offset"]) < max(1, len(choice["text"]))
+                ends = choice["finish_reason"] == "stop"
+                assert max(logprobs["text_offset"]) < max(1, len(choice["text"]) + ends)
                 told = choice["logprobs"] = choice["logprobs"] or {name: [] for name in logprobs}
                 for name, values in logprobs.items():
                     told[name] += values
@@ -187,11 +190,27 @@ def test_echo_with_logprobs(plane: DataPlane, stream: bool, n: int, as_tokens: b
     for index, choice in enumerate(choices):
         prompt, text = prompts[index // n], answers[index // n]
         assert choice["text"] == prompt + text
-        starts = byte_starts(prompt) + byte_starts(text, len(prompt))
-        assert choice["logprobs"] == completion_lists(list((prompt + text).encode()), starts, 0, 2)
+        starts = [*byte_starts(prompt), *byte_starts(text, len(prompt)), len(prompt + text)]
+        assert choice["logprobs"] == completion_lists([*(prompt + text).encode(), EOS_ID], starts, 0, 2)
         assert choice["finish_reason"] == "stop"
     scored = [request.sampling.prompt_logprobs for request in plane.engine.requests]
     assert scored == [2, *[None] * (n - 1)] * 3, "a prompt is scored once"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ending", ["eos", "length", "stop string"])
+def test_an_echo_has_an_entry_for_each_token_that_usage_counts(
+    plane: DataPlane, stream: bool, ending: str
+) -> None:
+    """lm-eval asks for one token more than the text that it scores, and cuts the last entry off."""
+    answers = {"eos": Reply(text=""), "length": Reply(text="x", eos=False, finish_reason="length")}
+    plane.engine.script(answers.get(ending, Reply(text="#")))
+    (choice,) = complete(plane, stream, prompt=PROMPT, max_tokens=1, echo=True, logprobs=1, stop=["#"])
+    scored = len(PROMPT.encode())
+    assert len(choice["logprobs"]["token_logprobs"]) == scored + (ending != "stop string")
+    expected = completion_lists(list(PROMPT.encode()), byte_starts(PROMPT), 0, 1)
+    for name, values in expected.items():
+        assert choice["logprobs"][name][:scored] == values
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from support.fake_engine import fake_row
+from support.fake_engine import EOS_ID, fake_row
 
 BAD = {"langchain": "OpenAIInvalidRequestError", "litellm": "BadRequestError", "node": "BadRequestError"}
 TOO_LONG = {
@@ -81,15 +81,16 @@ def chat_logprobs(text: str, num_prompt: int) -> list[dict[str, Any]]:
 
 
 def echo_logprobs(text: str) -> dict[str, Any]:
-    """What it tells of a prompt and its answer, with one alternative each: the token itself. Nothing of the first."""
+    """What it tells of a prompt and its answer, and of the token that ends it, with one alternative each: the token
+    itself. Nothing of the first."""
     data = text.encode()
-    names = [_name(byte) if byte < 128 else f"bytes:{_name(byte)}" for byte in data]
-    own = [fake_row(byte, place, 1)[0] if place else None for place, byte in enumerate(data)]
+    names = [_name(byte) if byte < 128 else f"bytes:{_name(byte)}" for byte in data] + ["<|end|>"]
+    own = [fake_row(token, place, 1)[0] if place else None for place, token in enumerate([*data, EOS_ID])]
     return {
         "tokens": names,
         "token_logprobs": own,
         "top_logprobs": [value and {name: value} for name, value in zip(names, own, strict=True)],
-        "text_offset": [index for index, char in enumerate(text) for _ in char.encode()],
+        "text_offset": [*(index for index, char in enumerate(text) for _ in char.encode()), len(text)],
     }
 
 

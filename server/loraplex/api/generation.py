@@ -16,6 +16,7 @@ from loraplex.api.errors import ApiError, from_engine
 from loraplex.api.logprobs import ScoredToken
 from loraplex.api.metrics import Metrics
 from loraplex.api.planning import GenerationPlan
+from loraplex.api.schemas import CompletionRequest
 from loraplex.engine.logprobs import Logprobs, ScoreRow
 from loraplex.engine.types import AdapterState, EngineRequest, FinishReason, TokenEvent, Usage
 from loraplex.serving.client import EngineClient, RequestStream
@@ -52,6 +53,7 @@ class _Choice:
     echo: Echo | None = None
     echoed: bool = False  # of the choice that brings its log probabilities: in all that share it
     unshown: deque[tuple[int, ScoreRow]] = field(default_factory=deque)  # tokens that wait for their text
+    num_chars: int = 0  # of its text so far
     held: list[Delta] = field(default_factory=list)  # until its echo is told
     first_token: float | None = None
     last_token: float | None = None
@@ -190,6 +192,9 @@ class Generation:
         if event.finish_reason is not None:
             rest = choice.text.finish()
             text, by_stop, starts = text + rest.text, rest.finished_by_stop, starts + rest.tokens
+        choice.num_chars += len(text)
+        if by_stop is None and event.stop_token_id is not None and self._tells_of_ends:
+            starts = (*starts, choice.num_chars)
         if by_stop is not None:
             choice.finish_reason = "stop"
             choice.stream.abort()
@@ -209,6 +214,12 @@ class Generation:
             return [*echoed, delta]
         choice.held.append(delta)
         return echoed
+
+    @property
+    def _tells_of_ends(self) -> bool:
+        """Whether log probabilities hold the token that ends an answer: in completions, as OpenAI's and vLLM's do.
+        Who cuts an echo's list by the number of tokens asked for, as lm-eval does, would lose one of the prompt."""
+        return isinstance(self._plan.request, CompletionRequest)
 
     def _echo(self, choice: _Choice, event: TokenEvent) -> list[Delta]:
         """What this event of one choice lets be told of the prompt, in all choices that share it. The first of them

@@ -8,6 +8,7 @@ vLLM's version (VLLM_VERSION) and the file that gets one JSON line a test (LORAP
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -119,10 +120,16 @@ class _Stub(types.ModuleType):
         return _anything(name)
 
 
-def _tokenizer(tokenizer_name: str = "", **_: Any) -> Any:
+@functools.cache
+def _local_tokenizer() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(os.environ["LORAPLEX_TOKENIZER"])
+
+
+def _tokenizer(*_: Any, **__: Any) -> Any:
+    """The served model's, whatever name is asked for."""
+    return _local_tokenizer()
 
 
 class _ModelConfig:
@@ -150,8 +157,11 @@ def _filled(module: types.ModuleType) -> None:
         "vllm.tokenizers": {"get_tokenizer": _tokenizer},
         "vllm.transformers_utils.repo_utils": {"hf_api": _Hub},
         "torch": {"iinfo": lambda _: types.SimpleNamespace(min=-(2**63), max=2**63 - 1)},
-        "vllm.version": {"__version__": os.environ["VLLM_VERSION"], "_prev_minor_version": lambda: "0.0"},
-        "vllm": {"__version__": os.environ["VLLM_VERSION"]},
+        "vllm.version": {"__version__": os.environ["VLLM_VERSION"]},
+        "vllm": {
+            "__version__": os.environ["VLLM_VERSION"],
+            "version": types.SimpleNamespace(_prev_minor_version=lambda: "0.0"),
+        },
         "tests.utils": {
             "RemoteOpenAIServer": RemoteServer,
             "RemoteOpenAIServerCustom": RemoteServer,
@@ -182,7 +192,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
+    from transformers import AutoTokenizer
+
     sys.meta_path.insert(0, _Finder())
+    _local_tokenizer()
+    AutoTokenizer.from_pretrained = _tokenizer  # of a hub, in some tests
     for client, method in (
         (requests.Session, "prepare_request"),
         (httpx.Client, "build_request"),
@@ -218,6 +232,12 @@ def _asks_a_server(item: pytest.Item) -> bool:
 def pytest_runtest_call(item: pytest.Item) -> None:
     if not _asks_a_server(item):
         pytest.skip("in process: about vLLM's own classes")
+
+
+@pytest.fixture(scope="session")
+def local_asset_server() -> Any:
+    """vLLM's server of images, for tests of models that see."""
+    return _anything("local_asset_server")
 
 
 def _tell(line: dict[str, Any]) -> None:
