@@ -12,7 +12,7 @@ from support.admin import AdminPlane, admin_client
 from support.control import use_database
 from support.postgres import need_programs, postgres_server
 
-ON_BOTH_DATABASES = ("test_adapter_routes", "test_tenant_routes")
+ON_BOTH_DATABASES = ("test_adapter_routes", "test_release_routes", "test_tenant_routes")
 """The modules whose tests are about what the database holds; the others' are about HTTP."""
 
 

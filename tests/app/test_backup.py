@@ -6,11 +6,8 @@ import asyncio
 import errno
 import json
 import os
-import shutil
 import stat
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +26,11 @@ from loraplex.control.usage.records import INTERRUPTED
 from loraplex.control.usage.writer import UsageWriter
 from loraplex.migrations.run import upgrade
 from support.admin import PEPPER, AdminPlane
+from support.backup import Installation, checked, manifest_of, restored, states
 from support.control import use_database
-from support.postgres import find_programs, need_programs, postgres_server
+from support.postgres import need_programs, postgres_server
 from support.small_disk import small_disk
 from support.usage import accepted, ended, rows_of
-
-
-@dataclass
-class Installation:
-    """A data directory in use, and the settings of its server."""
-
-    plane: AdminPlane
-    settings: Settings
-    key: str
-
-    def backup(self, name: str = "backup", **options: Any) -> Path:
-        directory = self.plane.root.parent / name
-        make_backup(self.settings, directory, **options)
-        return directory
-
-    def damage(self, version: str = "v1") -> str:
-        """A byte of its tensors; the digest."""
-        info = self.plane.services.catalog.get_version("acme", "support", version)
-        path = self.plane.services.artifacts.store.path(info.digest) / TENSORS_NAME
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-        return info.digest
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -85,44 +60,6 @@ def used(backend: str, tmp_path: Path) -> Iterator[Installation]:
     settings = Settings(data_dir=root, database_url=plane.database.url, model="none")
     yield Installation(plane, settings, plane.make_key("acme", "adapters:read"))
     plane.close()
-
-
-def restored(backup: Path) -> AdminPlane:
-    """A server's first moments on a copy of a backup."""
-    root = backup.with_name(f"restored-from-{backup.name}")
-    shutil.copytree(backup, root)
-    dump = root / "loraplex.dump"
-    if dump.exists():
-        url = postgres_server().create_database()
-        parsed = make_url(url)
-        target = f"postgresql://{parsed.username}@{parsed.host}:{parsed.port}/{parsed.database}"
-        programs = find_programs()
-        assert programs is not None
-        command = [programs / "pg_restore", "--no-owner", "--exit-on-error", f"--dbname={target}", dump]
-        subprocess.run(command, check=True, capture_output=True)
-        use_database(root, url)
-    else:
-        (root / "loraplex.db").rename(root / "control.db")
-    plane = AdminPlane(root)
-    check_pepper(plane.database, bytes.fromhex((root / "key-pepper").read_text().strip()))
-    plane.start()
-    return plane
-
-
-def checked(plane: AdminPlane) -> None:
-    """What is named is there, and nothing else; the audit log is whole."""
-    plane.check_integrity()
-    plane.close()
-
-
-def states(plane: AdminPlane) -> dict[str, str]:
-    return {
-        info.version: info.state for info in plane.services.catalog.list_versions("acme", "support").items
-    }
-
-
-def manifest_of(backup: Path) -> Any:
-    return json.loads((backup / "manifest.json").read_text())
 
 
 def test_a_server_can_be_made_of_it(used: Installation) -> None:
