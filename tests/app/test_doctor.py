@@ -92,10 +92,16 @@ def test_a_dtype_that_the_processor_cannot_multiply_in(
 def test_a_data_directory_that_a_server_holds(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    with open(data / "lock", "w") as lock:
+    with open(data / "lock", "w") as lock, socket.socket() as taken:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        outcome = doctor(tmp_path, "--device", "cpu", "--kernels", "torch")
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        outcome = doctor(tmp_path, "--device", "cpu", "--kernels", "torch", "--port", port)
     assert "in use by a running server" in outcome.stdout
+    # The port of a server that runs is nothing wrong.
+    assert f"127.0.0.1:{port} is in use" in outcome.stdout
+    assert lines(outcome)["data port"] == "ok"
     assert "torch, as was asked for" in kernels(outcome)
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -126,6 +127,26 @@ class stay_up:
         self.process.wait(30)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_no_server_stays_behind_where_a_start_is_stopped(newcomer: Newcomer, number: signal.Signals) -> None:
+    with stay_up(newcomer) as process:
+        assert process.stdout is not None
+        while "2/5" not in (line := process.stdout.readline()):
+            assert line
+        family = wait_for_children(process.pid)
+        process.send_signal(number)
+        assert process.wait(60) == 130
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+def wait_for_children(pid: int) -> list[psutil.Process]:
+    end = time.monotonic() + 30
+    while not (children := psutil.Process(pid).children(recursive=True)):
+        assert time.monotonic() < end, "no server was started"
+        time.sleep(0.01)
+    return children
 
 
 def fails(outcome: Outcome) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
@@ -44,8 +45,8 @@ def examine(settings: Settings, out: Output) -> int:
         ("database", lambda: describe_database(settings)),
         ("redis", lambda: describe_redis(settings)),
         ("data directory", lambda: _data_dir(settings.data_dir)),
-        ("data port", lambda: _port(settings.host, settings.port)),
-        ("admin port", lambda: _port(settings.admin_host, settings.admin_port)),
+        ("data port", lambda: _port(settings.host, settings.port, settings.data_dir)),
+        ("admin port", lambda: _port(settings.admin_host, settings.admin_port, settings.data_dir)),
     ]
     if settings.model:
         checks.append(("base model", lambda: model.describe(torch)))
@@ -112,11 +113,13 @@ def _is_held(data_dir: Path) -> bool:
     return False
 
 
-def _port(host: str, port: int) -> str:
+def _port(host: str, port: int, data_dir: Path) -> str:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if error.errno == errno.EADDRINUSE and _is_held(data_dir):
+                return f"{host}:{port} is in use, and so is the data directory: a server runs"
             raise OSError(f"{host}:{port} cannot be used: {error.strerror}") from error
     return f"{host}:{port} is free"

@@ -32,6 +32,7 @@ from loraplex.app.settings import make_data_dir
 
 TENANT = "demo"
 START_TIMEOUT_S = 180.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class QuickstartFailed(LoraplexError):
@@ -63,7 +64,7 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
     console.print(f"[bold]1/5[/] base model {options.model}")
     model_dir = ensure_model(options.model, lambda line: console.print(f"    {line}"))
     console.print("[bold]2/5[/] starting the server")
-    with _server(options, model_dir) as server:
+    with _stopped_by_signals(), _server(options, model_dir) as server:
         _await_ready(options, server, console)
         console.print(
             f"    data plane http://{options.host}:{options.port}, admin plane http://{options.host}:{options.admin_port}"
@@ -120,6 +121,23 @@ def _require_free(host: str, port: int) -> None:
 
 def _log_path(options: QuickstartOptions) -> Path:
     return options.data_dir / "server.log"
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal (SIGHUP) stop as Ctrl-C does, so that no server stays behind. nohup's SIGHUP stays
+    ignored."""
+
+    def stop(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -286,11 +304,6 @@ def _show(console: Console, options: QuickstartOptions, key: str, answers: dict[
 
 def _wait(server: subprocess.Popen[bytes]) -> None:
     """Until the server ends by itself or somebody stops us."""
-
-    def stop(_signal: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
     try:
         server.wait()
     except KeyboardInterrupt:
