@@ -175,11 +175,12 @@ def test_what_never_fits_costs_one_request_and_names_its_field(shop: Shop) -> No
 
 
 def test_more_sequences_than_the_server_ever_takes_are_refused_by_name(tmp_path: Path) -> None:
+    """All of a request's sequences wait at first: however many could run, they would never fit the queue."""
     engine = FakeEngineClient(fake_engine_info(max_waiting=2, max_num_seqs=2))
     with running_data_plane(tmp_path, engine=engine) as plane:
         answer = plane.http.post(
             f"{plane.url}/v1/completions",
-            json={"model": BASE, "prompt": "x", "n": 5},
+            json={"model": BASE, "prompt": "x", "n": 3},
             headers={"Authorization": "Bearer lpx_acme"},
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")

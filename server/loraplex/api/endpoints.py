@@ -173,12 +173,11 @@ class GenerationEndpoint:
             raise invalid(self._kind.source, error.message, error.code) from error
 
     def _check_choices(self, plan: GenerationPlan) -> None:
-        """More than this are never taken at once of one tenant, even where it has the server for itself."""
-        info = self._services.engine.info
-        most = info.max_waiting + info.max_num_seqs
+        """They are sent together, before the engine runs any of them: all must fit into an empty queue."""
+        most = self._services.engine.info.max_waiting
         if plan.num_choices > most:
             message = (
-                f"{plan.num_choices} sequences were asked for; this server takes {most} at once at most."
+                f"{plan.num_choices} sequences were asked for; this server takes at most {most} at a time."
             )
             raise invalid("n" if plan.n > 1 else self._kind.source, message)
 
