@@ -22,6 +22,7 @@ from support.control import ControlPlane
 from support.live_server import write_tiny_model
 from support.small_disk import SmallDisk, small_disk
 from support.usage import accepted, by_id, ended, rows_of
+from support.waiting import eventually
 
 CAPACITY = 256 << 20
 
@@ -104,6 +105,7 @@ def test_one_without_room_for_its_journal_tells_the_old_ones_first(tmp_path: Pat
 def test_trimming_takes_no_record_and_nothing_of_a_journal_that_lives(tmp_path: Path) -> None:
     rows, under_way = live_and_die(tmp_path)
     living = UsageJournal(tmp_path, capacity=CAPACITY)
+    eventually(lambda: living._spare is not None)  # its thread is making it
     sizes = {path: path.stat().st_size for path in living.directory.glob("*.segment")}
     trim_leftovers(tmp_path)
     trim_leftovers(tmp_path)

@@ -232,6 +232,7 @@ async def test_a_bug_in_the_thread_refuses_requests_until_it_passes(
         while journal.state.restarts < 2:
             await asyncio.sleep(0.002)
     failed = [entry for entry in logs if entry["event"] == "usage_journal_failed"]
+    assert len(failed) == 1, "told once, however often it is tried"
     assert failed[0]["log_level"] == "error"
     assert isinstance(failed[0]["exc_info"], AttributeError)
     await ending
@@ -242,6 +243,34 @@ async def test_a_bug_in_the_thread_refuses_requests_until_it_passes(
     await journal.end(ended(second))
     found = [record.id for record in read_all(journal.directory, journal.synced) if isinstance(record, Ended)]
     assert found == [first.id, second.id]
+    journal.close()
+
+
+async def test_a_disk_without_room_is_tried_and_told_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests end meanwhile: each try may write all that is left of the disk."""
+    tries = 0
+
+    class NoRoom:
+        def __init__(self, *_: object) -> None:
+            nonlocal tries
+            tries += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
+        journal = UsageJournal(tmp_path)
+        until(lambda: journal._spare is not None)
+        patch.setattr(journal_module, "Segment", NoRoom)
+        with journal._lock:
+            journal._turn()  # as if the segment were full: now another spare is wanted
+        began = time.monotonic()
+        for _ in range(50):
+            await serve(journal, 1)
+        until(lambda: tries >= 2)
+        assert tries <= 2 + (time.monotonic() - began) / journal_module.RETRY_S
+    until(lambda: journal._spare is not None)
+    assert [entry["event"] for entry in logs] == ["usage_journal_no_room"]
     journal.close()
 
 

@@ -112,6 +112,7 @@ class UsageJournal:
         self._writing = False
         self._failure: str | None = None
         self._no_room: str | None = None
+        self._spare_not_before = 0.0
         self._closing = False
         self._dead = False
         self._in_hand: list[_Item] = []
@@ -267,8 +268,9 @@ class UsageJournal:
                 self._write(self._in_hand)
 
     def _fail(self, reason: str, error: BaseException) -> None:
-        unforeseen = None if isinstance(error, OSError) else error
-        log.error("usage_journal_failed", reason=reason, exc_info=unforeseen)
+        if reason != self._failure:  # it is tried again every RETRY_S, for hours perhaps
+            unforeseen = None if isinstance(error, OSError) else error
+            log.error("usage_journal_failed", reason=reason, exc_info=unforeseen)
         with self._lock:
             self._failure = reason
         self.state.up = False
@@ -341,15 +343,21 @@ class UsageJournal:
         return self._spare is None and (len(self._numbers) + 1) * self._segment_bytes <= self._capacity
 
     def _provide_spare(self) -> None:
-        if not self._wants_spare():
+        """After a failure not before `RETRY_S`: each try may write all that is left of the disk."""
+        if not self._wants_spare() or time.monotonic() < self._spare_not_before:
             return
         try:
             spare = Segment(self.directory, self._numbers[-1] + 1, self._segment_bytes)
         except Exception as error:
-            unforeseen = None if isinstance(error, OSError) else error
-            self._no_room = _reason(error)
-            log.error("usage_journal_no_room", reason=self._no_room, exc_info=unforeseen)
+            self._spare_not_before = time.monotonic() + RETRY_S
+            reason = _reason(error)
+            if reason != self._no_room:
+                unforeseen = None if isinstance(error, OSError) else error
+                log.error("usage_journal_no_room", reason=reason, exc_info=unforeseen)
+            self._no_room = reason
             return
+        if self._no_room is not None:
+            log.info("usage_journal_recovered")
         with self._lock:
             self._spare, self._no_room = spare, None
 
