@@ -118,9 +118,9 @@ def _check_logprobs(plan: GenerationPlan) -> None:
         by_field = plan.logprobs_by_field
         raise invalid(
             max(by_field, key=by_field.__getitem__),
-            f"The answer could have {plan.max_logprobs} log probabilities, those of likely tokens included and each "
-            f"{TOKEN_IDS_A_LOGPROB} token ids counted as one, more than {MAX_LOGPROBS}. Ask for fewer tokens, "
-            "choices, prompts or likely tokens.",
+            f"The answer could have {plan.max_logprobs} log probabilities; at most {MAX_LOGPROBS} are allowed. "
+            f"Those of likely tokens count, and {TOKEN_IDS_A_LOGPROB} token ids count as one. Ask for fewer "
+            "tokens, choices, prompts or likely tokens.",
         )
 
 
