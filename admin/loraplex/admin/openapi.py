@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME
+from loraplex.admin.described import PATH_PARAMETERS
 from loraplex.admin.multipart import ARCHIVE_NAME
 from loraplex.admin.operation import Operation
 from loraplex.admin.problem import ANSWERS, MEDIA_TYPE
@@ -47,9 +48,14 @@ _FILE_HEADERS: dict[str, Any] = {
 _UPLOAD: dict[str, Any] = {
     "type": "object",
     "description": f"{CONFIG_NAME} and {TENSORS_NAME}, or one {ARCHIVE_NAME} (.tar, .tar.gz, .zip) with those two.",
-    "properties": {
-        name: {"type": "string", "format": "binary"} for name in (CONFIG_NAME, TENSORS_NAME, ARCHIVE_NAME)
-    },
+    "oneOf": [
+        {
+            "properties": {name: {"type": "string", "format": "binary"} for name in names},
+            "required": list(names),
+            "additionalProperties": False,
+        }
+        for names in ((CONFIG_NAME, TENSORS_NAME), (ARCHIVE_NAME,))
+    ],
 }
 
 
@@ -133,7 +139,12 @@ def _error(status: int) -> dict[str, Any]:
 
 def _path_parameters(row: Operation) -> list[dict[str, Any]]:
     return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string", "pattern": PATH_PARAMETERS[name]},
+        }
         for name in row.path_parameters
     ]
 
@@ -142,8 +153,11 @@ def _query_parameters(row: Operation) -> list[dict[str, Any]]:
     if row.query is None:
         return []
     properties = row.query.model_json_schema()["properties"]
+    schemas = {name: _without_null(schema) for name, schema in properties.items()}
     return [
-        {"name": name, "in": "query", "schema": _without_null(schema)} for name, schema in properties.items()
+        {"name": name, "in": "query", "schema": schema}
+        | ({"style": "form", "explode": False} if schema.get("type") == "array" else {})
+        for name, schema in schemas.items()
     ]
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
-from loraplex.control.rules import DEFAULT_PAGE, MAX_PAGE
+from loraplex.admin import described
+from loraplex.control.keys import MAX_GRACE_S, MAX_MODELS
+from loraplex.control.releases import MAX_TARGETS
+from loraplex.control.releases import MAX_WEIGHT as MAX_PART
+from loraplex.control.rules import DEFAULT_PAGE, MAX_PAGE, MAX_WEIGHT, MIN_WEIGHT, is_plain_text
 from loraplex.control.types import BudgetPeriod, Scope
 from loraplex.control.usage.columns import GROUPS, Bucket, Group
 
@@ -29,19 +33,21 @@ def _with_zone(value: datetime) -> datetime:
 
 
 def _plain_text(value: str) -> str:
-    if not value.isprintable():
+    if not is_plain_text(value):
         raise ValueError("control characters are not allowed")
     return value
 
 
 Timestamp = Annotated[datetime, PlainSerializer(_rfc3339, return_type=str)]
 GivenTime = Annotated[datetime, AfterValidator(_with_zone)]
-Label = Annotated[str, Field(max_length=200), AfterValidator(_plain_text)]
-ModelName = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_plain_text)]
+PlainText = Annotated[
+    str, AfterValidator(_plain_text), Field(json_schema_extra={"pattern": described.PLAIN_TEXT})
+]
+Label = Annotated[PlainText, Field(max_length=200)]
+ModelName = Annotated[PlainText, Field(min_length=1, max_length=200)]
 PositiveCount = Annotated[int, Field(ge=1, le=_BIGGEST)]
-Weight = Annotated[float, Field(gt=0, le=1e6)]
-VERSION_PATTERN = r"v[1-9][0-9]{0,8}"
-VersionName = Annotated[str, Field(pattern=f"^{VERSION_PATTERN}$")]
+Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
+VersionName = Annotated[str, Field(pattern=described.VERSION)]
 
 
 class Given(BaseModel):
@@ -58,7 +64,7 @@ class Shown(BaseModel):
 
 class PageQuery(Given):
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE)] = DEFAULT_PAGE
-    cursor: Annotated[str | None, Field(max_length=512)] = None
+    cursor: Annotated[str, Field(max_length=512, json_schema_extra=described.CURSOR)] | None = None
 
 
 def _groups(value: str | None) -> str | None:
@@ -74,7 +80,7 @@ class OwnUsageQuery(PageQuery):
     start: GivenTime | None = None
     end: GivenTime | None = None
     bucket: Bucket = "day"
-    group_by: Annotated[str | None, Field(max_length=64), AfterValidator(_groups)] = None
+    group_by: Annotated[str | None, AfterValidator(_groups), WithJsonSchema(described.GROUP_BY)] = None
 
     @property
     def groups(self) -> list[Group]:
@@ -83,7 +89,7 @@ class OwnUsageQuery(PageQuery):
 
 
 class UsageQuery(OwnUsageQuery):
-    tenant: Annotated[str | None, Field(max_length=63), AfterValidator(_plain_text)] = None
+    tenant: Annotated[PlainText, Field(max_length=63)] | None = None
 
 
 class Limits(Given):
@@ -100,11 +106,29 @@ class Limits(Given):
     max_output_tokens: PositiveCount | None = None
 
 
+class NewLimits(Limits):
+    """null is no limit. `token_budget` is for each `budget_period` of the calendar in UTC: both or neither."""
+
+    model_config = ConfigDict(json_schema_extra=described.budget_with_period)
+
+
+class KeyLimits(Limits):
+    """A key's. null is no limit."""
+
+    model_config = ConfigDict(json_schema_extra=described.no_adapters)
+
+
+class NewKeyLimits(Limits):
+    """A key's. null is no limit. `token_budget` is for each `budget_period`: both or neither."""
+
+    model_config = ConfigDict(json_schema_extra=described.new_key_limits)
+
+
 class TenantCreate(Given):
-    id: Annotated[str, Field(max_length=64)]
+    id: Annotated[str, Field(json_schema_extra={"pattern": described.TENANT_ID})]
     display_name: Label | None = None
     weight: Weight = 1.0
-    limits: Limits = Limits()
+    limits: NewLimits = NewLimits()
 
 
 class TenantChange(Given):
@@ -176,8 +200,8 @@ class TenantDeleted(Shown):
 class KeyCreate(Given):
     name: Label | None = None
     scopes: Annotated[list[Scope], Field(min_length=1, max_length=8)] = ["inference"]
-    models: Annotated[list[ModelName], Field(max_length=1000)] | None = None
-    limits: Limits = Limits()
+    models: Annotated[list[ModelName], Field(min_length=1, max_length=MAX_MODELS)] | None = None
+    limits: NewKeyLimits = NewKeyLimits()
     expires_at: GivenTime | None = None
 
 
@@ -187,13 +211,13 @@ class KeyChange(Given):
 
     name: Label | None = None
     scopes: Annotated[list[Scope], Field(min_length=1, max_length=8)] | None = None
-    models: Annotated[list[ModelName], Field(max_length=1000)] | None = None
-    limits: Limits | None = None
+    models: Annotated[list[ModelName], Field(min_length=1, max_length=MAX_MODELS)] | None = None
+    limits: KeyLimits | None = None
     expires_at: GivenTime | None = None
 
 
 class KeyRotate(Given):
-    grace_seconds: Annotated[int, Field(ge=0, le=30 * 86400)] = 0
+    grace_seconds: Annotated[int, Field(ge=0, le=MAX_GRACE_S)] = 0
 
 
 class Key(Shown):
@@ -227,11 +251,16 @@ class Target(Given):
     """`weight` is its part of the weights' sum."""
 
     version: VersionName
-    weight: Annotated[int, Field(ge=0, le=1_000_000)]
+    weight: Annotated[int, Field(ge=0, le=MAX_PART)]
 
 
 class ReleaseChange(Given):
-    targets: Annotated[list[Target], Field(min_length=1, max_length=100)]
+    """`targets` name each version once."""
+
+    targets: Annotated[
+        list[Target],
+        Field(min_length=1, max_length=MAX_TARGETS, json_schema_extra=described.SOME_WEIGHT),
+    ]
     sticky: Literal["user", "key", "none"] = "none"
     shadow: None = None
     guard: None = None
@@ -358,7 +387,7 @@ class Engine(Shown):
     stats: dict[str, Any] | None
 
 
-Word = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain_text)]
+Word = Annotated[PlainText, Field(min_length=1, max_length=64)]
 
 
 class AuditQuery(PageQuery):

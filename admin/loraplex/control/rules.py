@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,13 @@ DEFAULT_PAGE = 100
 MAX_LIMIT = 2**53
 MAX_WEIGHT = 1000.0
 MIN_WEIGHT = 0.001
+UNPRINTED = (
+    r"\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e"
+    r"\u2060-\u2069\ufeff\ufff9-\ufffb"
+)
+"""A class of a regular expression: control characters, and those that are not seen and change how other text reads (its
+direction, its lines). No text that people give to things has them."""
+_UNPRINTED = re.compile(rf"[{UNPRINTED}\ud800-\udfff]")
 _LOWER = frozenset("abcdefghijklmnopqrstuvwxyz0123456789")
 
 
@@ -46,9 +54,14 @@ def check_adapter_name(value: str) -> str:
 
 
 def check_text(value: str | None, param: str, longest: int = 200) -> str | None:
-    if value is not None and (len(value) > longest or not value.isprintable()):
+    if value is not None and (len(value) > longest or not is_plain_text(value)):
         raise InvalidValue(f"'{param}' is at most {longest} printable characters.", param=param)
     return value
+
+
+def is_plain_text(value: str) -> bool:
+    """Whether it has neither control characters nor other invisible ones that change how text reads."""
+    return _UNPRINTED.search(value) is None
 
 
 def check_weight(value: float) -> float:

@@ -136,7 +136,8 @@ def _error(status: int) -> dict[str, Any]:
 
 
 def _generation(name: str, summary: str, kind: str, answer: str) -> dict[str, Any]:
-    stream = {"text/event-stream": {"schema": _STRING}}
+    events = "Server-sent events: each one's data is a chunk as JSON, the last one's is [DONE]."
+    stream = {"text/event-stream": {"schema": {"description": events}}}
     described = _operation(name, summary, _json(answer) | stream, _GENERATION, {**_ADAPTER, **_LIMITS})
     described["requestBody"] = {"required": True, "content": _json(f"{kind}Request")}
     described["parameters"] = [

@@ -8,10 +8,11 @@ ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from loraplex.api import described
 from loraplex.api.parsing import printable
 from loraplex.api.strict import (
     Strict,
@@ -112,6 +113,7 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     UNSUPPORTED = UNSUPPORTED_STREAM_OPTIONS
+    RULES = (described.RUNNING_USAGE,)
 
 
 TokenId = Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]
@@ -125,13 +127,7 @@ MetadataText = Annotated[str, Field(max_length=512)]
 _GivenStop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _GivenStops = _GivenStop | Annotated[list[_GivenStop], Field(max_length=MAX_STOP_STRINGS)] | None
 _GivenBias = (
-    Annotated[
-        dict[
-            Annotated[str, Field(pattern="^[0-9]{1,10}$")],
-            Annotated[float, Field(ge=-100, le=100)],
-        ],
-        Field(max_length=MAX_LOGIT_BIAS),
-    ]
+    Annotated[dict[str, float], WithJsonSchema({**described.LOGIT_BIAS, "maxProperties": MAX_LOGIT_BIAS})]
     | None
 )
 _GivenMetadata = Annotated[dict[MetadataText, MetadataText], Field(max_length=MAX_METADATA)]
@@ -175,6 +171,10 @@ class GenerationFields(Strict):
     prompt_logprobs: TopLogprobs | None = None
     logprob_token_ids: NamedTokens | None = None
     return_token_ids: bool | None = None
+    RULES: ClassVar[tuple[described.Rule, ...]] = (
+        described.USAGE_OF_STREAMS,
+        described.PROMPT_SCORES_ARE_WHOLE,
+    )
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -254,6 +254,7 @@ class Message(Strict):
     name: Name | None = None
     tool_call_id: Name | None = None
     UNSUPPORTED = UNSUPPORTED_MESSAGE
+    RULES = (described.CONTENT_IS_THERE, described.CALL_OF_A_TOOL)
 
     @model_validator(mode="after")
     def _belongs_to_the_role(self) -> Message:
@@ -280,6 +281,12 @@ class ChatRequest(GenerationFields):
     safety_identifier: Annotated[Hint | None, BeforeValidator(or_neutral)] = None
     tools: Annotated[Tools | None, BeforeValidator(or_neutral)] = None
     UNSUPPORTED = UNSUPPORTED_CHAT
+    RULES = (
+        *GenerationFields.RULES,
+        described.LIKELY_TOKENS,
+        described.NAMED_TOKENS_OF_CHATS,
+        described.TOOLS_AS_CONTEXT,
+    )
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -363,6 +370,7 @@ class CompletionRequest(GenerationFields):
     echo: Annotated[bool | None, BeforeValidator(or_neutral)] = None
     best_of: Annotated[Choices | None, BeforeValidator(or_neutral)] = None
     UNSUPPORTED = UNSUPPORTED_COMPLETION
+    RULES = (*GenerationFields.RULES, described.SCORED_ALONE, described.NAMED_TOKENS_OF_TEXTS)
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NoReturn
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
+from loraplex.api.described import Rule
 from loraplex.api.parsing import printable
 
 NEUTRAL: tuple[object, ...] = (None, False, [], {}, "auto")
@@ -58,6 +59,8 @@ def _describe_unsupported(schema: dict[str, Any], model: type[Any]) -> None:
         schema["properties"][name] = {"enum": [*NEUTRAL, *values], "description": "Not supported."}
     schema["additionalProperties"] = {"enum": [*EMPTY]}
     schema["maxProperties"] = model.max_fields()
+    if model.RULES:
+        schema["allOf"] = list(model.RULES)
 
 
 class Strict(BaseModel):
@@ -71,6 +74,8 @@ class Strict(BaseModel):
         json_schema_extra=_describe_unsupported,
     )
     UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    RULES: ClassVar[tuple[Rule, ...]] = ()
+    """What the document says of rules between fields."""
 
     @classmethod
     def max_fields(cls) -> int:

@@ -14,11 +14,12 @@ import structlog
 from loraplex.adapters.archive import extract_upload
 from loraplex.adapters.files import shown
 from loraplex.adapters.store import Staging
+from loraplex.admin import described
 from loraplex.admin.forget import forget, unpin_unused
 from loraplex.admin.multipart import Part
 from loraplex.admin.operation import Answer, Call, Operation
 from loraplex.admin.problem import Problem
-from loraplex.admin.schemas import VERSION_PATTERN, PageQuery, Pin, Version, VersionPage
+from loraplex.admin.schemas import PageQuery, Pin, Version, VersionPage
 from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.admin.upload import receive_upload
 from loraplex.control.audit import Actor
@@ -188,7 +189,7 @@ def _slot(gate: UploadGate, tenant: str) -> Iterator[None]:
 def version_path(call: Call) -> tuple[str, str, str]:
     """Tenant, name and version of the path. A version has one spelling, so that nothing compares amiss."""
     version = call.path["version"]
-    if not re.fullmatch(VERSION_PATTERN, version):
+    if not re.fullmatch(described.VERSION, version):
         raise VersionNotFound(f"There is no version {shown(version)}; versions are named v1, v2, ….")
     return call.path["tenant"], call.path["name"], version
 

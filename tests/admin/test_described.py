@@ -1,0 +1,96 @@
+"""The OpenAPI document accepts and refuses what the server does, where more than a type decides."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from loraplex.admin import described
+from loraplex.control import rules
+from loraplex.control.errors import ControlError
+from support.admin import AdminPlane
+
+BODIES: list[tuple[str, str, Any, bool]] = [
+    ("POST", "/tenants", {"id": "acme-2"}, True),
+    ("POST", "/tenants", {"id": "Acme"}, False),
+    ("POST", "/tenants", {"id": "-acme"}, False),
+    ("POST", "/tenants", {"id": "a" * 63}, True),
+    ("POST", "/tenants", {"id": "a" * 64}, False),
+    ("POST", "/tenants", {"id": "a", "weight": 0.001}, True),
+    ("POST", "/tenants", {"id": "a", "weight": 0.0009}, False),
+    ("POST", "/tenants", {"id": "a", "weight": 1000.5}, False),
+    ("POST", "/tenants", {"id": "a", "display_name": "株式会社\u3000例 \U0001f469\u200d\U0001f680"}, True),
+    ("POST", "/tenants", {"id": "a", "display_name": "a\u202eb"}, False),
+    ("POST", "/tenants", {"id": "a", "display_name": "a\x7f"}, False),
+    ("POST", "/tenants", {"id": "a", "limits": {"budget_period": "day"}}, False),
+    ("POST", "/tenants", {"id": "a", "limits": {"token_budget": 5}}, False),
+    ("POST", "/tenants", {"id": "a", "limits": {"token_budget": 5, "budget_period": None}}, False),
+    ("POST", "/tenants", {"id": "a", "limits": {"token_budget": 5, "budget_period": "day"}}, True),
+    ("POST", "/tenants", {"id": "a", "limits": {"token_budget": None, "budget_period": None}}, True),
+    ("POST", "/tenants/acme/keys", {"limits": {"token_budget": 5}}, False),
+    ("POST", "/tenants/acme/keys", {"limits": {"max_adapters": 5}}, False),
+    ("POST", "/tenants/acme/keys", {"limits": {"max_adapters": None}}, True),
+    ("POST", "/tenants/acme/keys", {"models": []}, False),
+    ("POST", "/tenants/acme/keys", {"models": ["support"]}, True),
+    ("PUT", "/tenants/acme/adapters/support/release", {"targets": [{"version": "v1", "weight": 0}]}, False),
+    ("PUT", "/tenants/acme/adapters/support/release", {"targets": [{"version": "v1", "weight": 1}]}, True),
+    (
+        "PUT",
+        "/tenants/acme/adapters/support/release",
+        {"targets": [{"version": f"v{number}", "weight": 1} for number in range(1, 18)]},
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "valid"), BODIES)
+async def test_bodies(
+    plane: AdminPlane, admin: httpx.AsyncClient, method: str, path: str, body: Any, valid: bool
+) -> None:
+    plane.make_tenant()
+    plane.make_adapter("support")
+    document = (await admin.get(str(admin.base_url.copy_with(path="/openapi.json")))).json()
+    template = f"/admin/v1{path}".replace("/acme", "/{tenant}").replace("/support", "/{name}")
+    schema = document["paths"][template][method.lower()]["requestBody"]["content"]["application/json"][
+        "schema"
+    ]
+    said = jsonschema_rs.validator_for(schema | {"components": document["components"]}).is_valid(body)
+    answer = await admin.request(method, path, json=body)
+    assert (said, answer.status_code < 300) == (valid, valid), answer.text
+
+
+@pytest.mark.parametrize(
+    ("group_by", "valid"), [("tenant", True), ("version,tenant", True), ("", False), ("tenant,tenant", False)]
+)
+async def test_groups_of_usage(admin: httpx.AsyncClient, group_by: str, valid: bool) -> None:
+    assert jsonschema_rs.validator_for(described.GROUP_BY).is_valid(group_by.split(",")) == valid
+    answer = await admin.get("/usage", params={"group_by": group_by})
+    assert (answer.status_code == 200) == valid
+
+
+def passes(check: Any, value: str) -> bool:
+    try:
+        check(value)
+    except ControlError:
+        return False
+    return True
+
+
+@given(value=st.text(max_size=70) | st.text("aZ0.-_", max_size=70))
+@example(value="a" * 63)
+@example(value="a" * 64)
+@example(value="a\n")
+@example(value="é")
+def test_patterns_are_what_is_checked(value: str) -> None:
+    for pattern, check in (
+        (described.TENANT_ID, rules.check_tenant_id),
+        (described.PATH_PARAMETERS["name"], rules.check_adapter_name),
+        (described.PLAIN_TEXT, lambda text: rules.check_text(text, "x")),
+    ):
+        assert (re.fullmatch(pattern, value) is not None) == passes(check, value)
