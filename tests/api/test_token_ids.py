@@ -159,7 +159,7 @@ def test_of_named_tokens(plane: DataPlane, stream: bool) -> None:
 
 def test_of_named_tokens_in_completions(plane: DataPlane) -> None:
     plane.engine.script(Reply(text="a"), Reply(text="a"))
-    fields: Any = {"prompt": "hi", "logprobs": 0, "logprob_token_ids": NAMED, "n": 2}
+    fields: Any = {"prompt": "hi", "logprobs": 0, "logprob_token_ids": NAMED, "n": 2, "max_tokens": 1}
     plain = post(plane, TEXT, **fields).json()["choices"]
     own, named = fake_named(97, 2, [65, 7, 256])
     for choice in plain:
