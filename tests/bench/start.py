@@ -134,7 +134,10 @@ def is_ready(port: int) -> bool:
 
 def run_commands(tree: Path, work: Path) -> Taken:
     taken: Taken = {}
-    for name, arguments in (("--help", ["--help"]), ("tenant list", ["tenant", "list", "--token", "none"])):
+    for name, arguments in (
+        ("--help", ["--help"]),
+        ("tenant list", ["tenant", "list", "--admin-token", "none"]),
+    ):
         began = time.perf_counter()
         child = subprocess.Popen(
             [sys.executable, "-m", "loraplex.app.cli", *arguments],
