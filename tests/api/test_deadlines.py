@@ -54,6 +54,8 @@ def check_exceeded(answer: httpx.Response, timeout_ms: int = 100) -> None:
     assert error["code"] == "deadline_exceeded"
     assert f"{timeout_ms} ms" in error["message"]
     assert "x-loraplex-timeout-ms" in error["message"]
+    assert answer.headers["x-should-retry"] == "false"
+    assert "retry-after" not in answer.headers
 
 
 def logged(plane: DataPlane) -> dict[str, Any]:

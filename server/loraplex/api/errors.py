@@ -48,6 +48,8 @@ ANSWERS: dict[str, tuple[int, str]] = {
 """HTTP status and `error.type` of each code. There is no 409: OpenAI's clients would retry it."""
 
 NEEDS_RETRY_AFTER = frozenset({429, 503})
+POINTLESS_TO_RETRY = frozenset({"insufficient_quota", "deadline_exceeded"})
+"""OpenAI's clients would retry these by their status; `x-should-retry: false` stops them."""
 INTERNAL_MESSAGE = (
     "The server had an error while processing your request. Please give its x-request-id when you report it."
 )
@@ -55,7 +57,7 @@ INTERNAL_MESSAGE = (
 
 class ApiError(LoraplexError):
     """An error answer. `param` names the field at fault; `retry_after_s` becomes `Retry-After` (429 and 503
-    always carry one, but for `insufficient_quota`, which trying again does not cure). `is_own`: whether the caller's
+    always carry one, but for `insufficient_quota`). `is_own`: whether the caller's
     own requests, limits or wishes led to it; None: those of 4xx did."""
 
     def __init__(
@@ -79,7 +81,7 @@ class ApiError(LoraplexError):
     @property
     def asks_to_retry(self) -> bool:
         """It carries a Retry-After."""
-        return self.status in NEEDS_RETRY_AFTER and self.code != "insufficient_quota"
+        return self.status in NEEDS_RETRY_AFTER and self.code not in POINTLESS_TO_RETRY
 
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
@@ -89,9 +91,9 @@ class ApiError(LoraplexError):
         headers = dict(self.extra_headers)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        if self.code == "insufficient_quota":
+        if self.code in POINTLESS_TO_RETRY:
             headers["x-should-retry"] = "false"
-        elif self.asks_to_retry:
+        if self.asks_to_retry:
             headers["Retry-After"] = str(max(1, whole_seconds(self.retry_after_s or 1)))
         return headers
 
