@@ -188,7 +188,10 @@ def test_counts_and_lengths(server: WholeServer, key: dict[str, str], name: str)
 
 def test_entries_of_logit_bias(server: WholeServer, key: dict[str, str]) -> None:
     url = f"{server.data_url}/v1/completions"
-    for count, said in ((schemas.MAX_LOGIT_BIAS, "token id beyond"), (schemas.MAX_LOGIT_BIAS + 1, "at most")):
+    for count, said in (
+        (schemas.MAX_LOGIT_BIAS, "beyond the model"),
+        (schemas.MAX_LOGIT_BIAS + 1, "at most"),
+    ):
         bias = {str(number): 0 for number in range(count)}
         answer = server.http.post(url, json={**TEXT, "logit_bias": bias}, headers=key)
         assert answer.status_code == 400
