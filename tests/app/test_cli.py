@@ -126,6 +126,8 @@ def test_keys(shell: Shell) -> None:
     assert "nothing to change" in shell.fails(*of_acme)
     assert "contradict" in shell.fails(*of_acme, "--all-models", "--model", "support")
     assert "[invalid_value]" in shell.fails(*of_acme, "--limit", "max_concurrency=0")
+    bounded = shell.json(*of_acme, "--limit", "max_sequences=8")
+    assert bounded["limits"]["max_sequences"] == 8
     rotated = shell.json("key", "rotate", made["id"], "--tenant", "acme", "--grace-seconds", "60")
     assert rotated["secret"] != made["secret"]
     assert "revoked" in shell.ok("key", "revoke", made["id"], "--tenant", "acme")

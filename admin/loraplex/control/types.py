@@ -25,12 +25,12 @@ class Limits:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrency: int | None = None
+    max_sequences: int | None = None
     max_output_tokens: int | None = None
     token_budget: int | None = None
     budget_period: BudgetPeriod | None = None
     max_adapters: int | None = None
     max_adapter_bytes: int | None = None
-    max_sequences: int | None = None
 
 
 NO_LIMITS = Limits()
