@@ -38,15 +38,19 @@ BY_THE_BODY = {
 
 
 def open_ends(schema: dict[str, Any], where: str, definitions: dict[str, Any]) -> Iterator[str]:
-    """Every place below `schema` where a value may be of any size."""
+    """Every place below `schema` where a value may be of any size. `anyOf`, `oneOf` and `allOf` are looked into where
+    they stand for the value; beside a type they are rules between fields, which can only narrow it."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].rsplit("/", 1)[1]]
-    for kind in ("anyOf", "oneOf", "allOf"):
-        for choice in schema.get(kind, ()):
-            yield from open_ends(choice, where, definitions)
-    if "enum" in schema or "const" in schema or "anyOf" in schema:
+    if "enum" in schema or "const" in schema:
         return
     kind = schema.get("type")
+    if kind is None:
+        choices = [choice for word in ("anyOf", "oneOf", "allOf") for choice in schema.get(word, ())]
+        for choice in choices:
+            yield from open_ends(choice, where, definitions)
+        if choices:
+            return
     if kind == "string":
         fixed = schema.get("format") in ("date-time", "binary") or schema.get("pattern", "").endswith("}$")
         if "maxLength" not in schema and not fixed:
@@ -56,7 +60,8 @@ def open_ends(schema: dict[str, Any], where: str, definitions: dict[str, Any]) -
         if not (low & set(schema) and high & set(schema)):
             yield where
     elif kind == "array":
-        if "maxItems" not in schema:
+        different = schema.get("uniqueItems") is True and "enum" in schema["items"]
+        if "maxItems" not in schema and not different:
             yield where
         yield from open_ends(schema["items"], where + "[]", definitions)
     elif kind == "object":

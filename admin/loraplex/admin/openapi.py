@@ -46,10 +46,10 @@ _FILE_HEADERS: dict[str, Any] = {
     for name in ("Content-Length", "Content-Disposition")
 }
 _UPLOAD: dict[str, Any] = {
-    "type": "object",
     "description": f"{CONFIG_NAME} and {TENSORS_NAME}, or one {ARCHIVE_NAME} (.tar, .tar.gz, .zip) with those two.",
     "oneOf": [
         {
+            "type": "object",
             "properties": {name: {"type": "string", "format": "binary"} for name in names},
             "required": list(names),
             "additionalProperties": False,
