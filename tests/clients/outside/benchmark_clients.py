@@ -75,7 +75,9 @@ def _lm_eval(place: Shop, folder: Path) -> list[dict[str, str]]:
     own: dict[str, dict[str, list[Any]]] = {}
 
     def completions(model: str, **options: object) -> str:
-        arguments = {"base_url": f"{place.server.data_url}/v1/completions", "tokenizer": model_directory()}
+        arguments: dict[str, object] = {"base_url": f"{place.server.data_url}/v1/completions"}
+        if "tokenizer_backend" not in options:
+            arguments["tokenizer"] = model_directory()
         told = lm_eval.evaluate(
             folder / "-".join([model.replace("/", "-"), *options]),
             "local-completions",
@@ -114,7 +116,7 @@ def _lm_eval(place: Shop, folder: Path) -> list[dict[str, str]]:
         ),
         _row(
             "local-completions, the server's tokenizer",
-            lambda: completions("pirate", tokenizer_backend="remote"),
+            lambda: completions("pirate", tokenizer_backend="remote", auth_token=place.key),
         ),
         _row("local-chat-completions, the base", lambda: chats(SERVED_NAME)),
         _row("local-chat-completions, an adapter", lambda: chats("pirate")),
