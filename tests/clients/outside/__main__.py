@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> None:
             continue
         files = {file["path"]: file for file in results.get("vllm", {}).get("files", [])}
         for file in vllm_tests.run(arguments.work, arguments.tests):
-            files[file["path"]] = file
+            files[file["path"]] = {**file, "commit": results["commit"]}
             ran = {"version": vllm_source.VERSION, "files": [files[path] for path in sorted(files)]}
             _keep(arguments.out, results, {"vllm": ran})
     print(tables.summary(results))

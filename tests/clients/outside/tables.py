@@ -98,7 +98,9 @@ def _files(results: dict[str, Any], before: dict[str, Any] | None) -> str:
         earlier = told(then, path)[0] or "0"
         if before and earlier != (cells[0] or "0"):
             cells[0] = f"{earlier} → {cells[0] or '0'}"
-        rows.append([f"`{path.removesuffix('.py')}`", *cells])
+        at = now[path].get("commit", results["commit"])
+        note = "" if at == results["commit"] else f" (at {at})"
+        rows.append([f"`{path.removesuffix('.py')}`{note}", *cells])
     total = counts(results["vllm"]["files"])
     rows.append(["**all**", *(f"**{total[kind]}**" for kind in KINDS)])
     return _table([f"vLLM {results['vllm']['version']}, tests/", *KINDS], rows)
