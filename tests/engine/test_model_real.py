@@ -84,14 +84,17 @@ def test_float32_greedy_tokens_equal_transformers(real_model_dir, prompts, exact
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers(real_model_dir, prompts, exact):
+    """In log probabilities: bfloat16 also shifts all logits of a position by up to 0.7 together, which no answer shows."""
     full, logits = exact
     model = load_model(real_model_dir, "cpu")
     assert model.dtype is torch.bfloat16
-    ours = torch.cat(teacher_forced(model, full, [len(p) for p in prompts]))
+    ours = torch.cat(teacher_forced(model, full, [len(p) for p in prompts])).log_softmax(-1)
     peer = theirs(real_model_dir, torch.bfloat16)
     with torch.inference_mode():
-        rounded = torch.cat([peer(torch.tensor([tokens])).logits[0].float() for tokens in full])
-    want = torch.cat(logits)
+        rounded = torch.cat([peer(torch.tensor([tokens])).logits[0].float() for tokens in full]).log_softmax(
+            -1
+        )
+    want = torch.cat(logits).log_softmax(-1)
     error, peers_error = (ours - want).pow(2).mean().sqrt(), (rounded - want).pow(2).mean().sqrt()
     assert error <= 1.5 * peers_error, f"{error:.4f} against {peers_error:.4f}"
     worst, peers_worst = (ours - want).abs().max(), (rounded - want).abs().max()

@@ -63,6 +63,10 @@ def _obstacle_to_numba(device: torch.device) -> str | None:
 def _numba_failure() -> str | None:
     """What numba, which is made for certain versions of numpy, LLVM and processors, fails with here."""
     try:
+        from numba import config
+
+        if config.DISABLE_JIT:
+            return "NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it"
         from loraplex.kernels.numba_probe import probe
 
         probe()
