@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from loraplex.control.tables import UsageSource
 from loraplex.control.usage.journal import UsageJournal, lock_life
 from loraplex.control.usage.records import INTERRUPTED, Accepted, Ended
 from loraplex.control.usage.segments import segment_path
-from loraplex.control.usage.writer import UsageWriter
+from loraplex.control.usage.writer import EVERY_S, UsageWriter
 from support.control import ControlPlane
 from support.usage import accepted, by_id, ended, rows_of
 
@@ -124,6 +125,27 @@ def test_segments_go_when_the_database_has_them(plane: ControlPlane, tmp_path: P
     life.write()
     assert life.journal.num_bytes == SEGMENT
     assert rows_of(plane.database) == by_id(rows)
+    life.stop()
+
+
+async def test_rows_that_come_one_by_one_share_a_commit(plane: ControlPlane, tmp_path: Path) -> None:
+    life = Life(tmp_path / "usage", plane.database)
+    batches: list[int] = []
+    life.writer.on_written = batches.append
+    began = time.monotonic()
+    writing = asyncio.create_task(life.writer.run())
+    num_rows = 0
+    while time.monotonic() < began + 2.5 * EVERY_S:
+        request = accepted()
+        life.journal.accept(request)
+        await life.journal.end(ended(request))
+        num_rows += 1
+        await asyncio.sleep(0.005)
+    took = time.monotonic() - began
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    assert sum(batches) == num_rows
+    assert len(batches) <= 2 + took / EVERY_S < num_rows
     life.stop()
 
 

@@ -22,7 +22,8 @@ from loraplex.control.usage.ledger import Ledger, Source
 from loraplex.control.usage.records import Ended
 from loraplex.control.usage.segments import read_records
 
-POLL_S = 0.25
+EVERY_S = 0.25
+"""Rows are collected for so long: a commit costs as much processor time as dozens of rows."""
 RETRY_S = 2.0
 TURN_S = 60.0
 """After so long a segment that the database has is left, so that it can go."""
@@ -65,8 +66,8 @@ class UsageWriter:
         return self._clock() - self._caught_up_at if self.num_waiting or self._dead.is_left else 0.0
 
     def write_some(self) -> bool:
-        """One batch at most; whether there may be more. Raises DatabaseUnavailable and the like, OSError: then nothing
-        is lost, and the next call begins where this one did."""
+        """One batch at most; whether another was left when this one was read. Raises DatabaseUnavailable and the like,
+        OSError: then nothing is lost, and the next call begins where this one did."""
         with self._lock:
             if self._dead.write_some() or self._own_batch():
                 return True
@@ -78,7 +79,7 @@ class UsageWriter:
         try:
             while True:
                 more = await self._try()
-                await asyncio.sleep(0 if more else POLL_S)
+                await asyncio.sleep(0 if more else EVERY_S)
         finally:
             await asyncio.shield(self._drain())
 
@@ -120,12 +121,12 @@ class UsageWriter:
     def _own_batch(self) -> bool:
         upto = self._journal.synced
         records, after = read_records(self._own.directory, self._own.position, upto)
-        if after is None:
-            self._journal.release(upto)
-            self._journal.turn(TURN_S)
-            return False
-        ended = [record for record in records if isinstance(record, Ended)]
-        self._ledger.commit(self._own, ended, after)
-        self.num_written += len(ended)
-        self._journal.release(after)
-        return True
+        if after is not None:
+            ended = [record for record in records if isinstance(record, Ended)]
+            self._ledger.commit(self._own, ended, after)
+            self.num_written += len(ended)
+        self._journal.release(after or upto)
+        if after is not None and after < upto:
+            return True
+        self._journal.turn(TURN_S)
+        return False
