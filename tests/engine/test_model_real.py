@@ -84,7 +84,7 @@ def test_float32_greedy_tokens_equal_transformers(real_model_dir, prompts, exact
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers(real_model_dir, prompts, exact):
-    """In log probabilities: bfloat16 also shifts all logits of a position by up to 0.7 together, which no answer shows."""
+    """In log probabilities: bfloat16 shifts all logits of a position by up to 0.7 too, which is in no answer."""
     full, logits = exact
     model = load_model(real_model_dir, "cpu")
     assert model.dtype is torch.bfloat16
