@@ -44,6 +44,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "lookahead": ("1", "1"),
     "threads": ("3", 3),
     "kernels": ("torch", "torch"),
+    "engine_spare": ("false", False),
     "database_url": ("sqlite:////x/y.db", "sqlite:////x/y.db"),
     "database_staleness": ("60", 60.0),
     "redis_url": ("redis://h:1/2", "redis://h:1/2"),
@@ -103,7 +104,7 @@ def test_every_setting_is_reached_from_all_three(monkeypatch: pytest.MonkeyPatch
     options = []
     for name, text in texts.items():
         option = f"--{name.replace('_', '-')}"
-        options += [option] if Settings.model_fields[name].annotation is bool else [option, text]
+        options += [f"{option}={text}"] if Settings.model_fields[name].annotation is bool else [option, text]
     assert from_cli(monkeypatch, *options).model_dump() == expected
     # And the file by its option and by its variable.
     assert from_cli(monkeypatch, "--config", str(file)).model_dump() == expected

@@ -174,6 +174,7 @@ def test_every_death_is_told_and_service_comes_back(
         tmp_path / "data",
         environment={"TMPDIR": str(sockets)},
         served_model_name=SERVED_NAME,
+        engine_spare=True,
         **SMALL,
     )
     with server:

@@ -93,6 +93,7 @@ class LiveServer:
 
     A context manager that starts the server and waits until it is ready; it is always reaped, engine included.
     `start` after a `kill` or `stop` is a restart on the same data directory and the same ports.
+    No spare of the engine is kept: it would load its libraries beside every test.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class LiveServer:
             "admin_port": self.admin_port,
             "drain_grace": 0,
             "threads": 1,
+            "engine_spare": False,
             **settings,
         }
         self.command = list(SERVE)

@@ -82,7 +82,7 @@ async def _serve(installation: Installation, ports: Ports) -> int:
             log=lambda event, **fields: log.info(event, **fields),
             on_progress=_StartLog(),
             on_damaged=damage.put,
-            keep_spare=True,
+            keep_spare=settings.engine_spare,
         )
         # The ports first: what starts is told from what is not there, and nobody has to wait to be told.
         data, admin = create_starting_apps(installation, engine)

@@ -142,6 +142,9 @@ class Settings(BaseSettings):
         "auto",
         description="Kernels of the forward pass: torch, numba, triton or auto (triton on cuda, numba on cpu)",
     )
+    engine_spare: bool = Field(
+        True, description="Keep a second engine process ready for when the first one dies"
+    )
     database_url: str = Field(
         "",
         description="postgresql://USER:PASSWORD@HOST/NAME or sqlite:///PATH (default: SQLite in the data directory)",
