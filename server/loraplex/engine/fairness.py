@@ -133,8 +133,14 @@ class FairQueue:
     """
 
     def __init__(
-        self, charges: Charges | None = None, *, quantum: float = 0.0, capacity: float = inf
+        self,
+        charges: Charges | None = None,
+        *,
+        quantum: float = 0.0,
+        capacity: float = inf,
+        foresight: float = FORESIGHT,
     ) -> None:
+        self._foresight = foresight
         self._charges = Charges() if charges is None else charges
         self._quantum = quantum
         self._most_expected = self._charges.decode * capacity
@@ -345,7 +351,7 @@ class FairQueue:
         return [(t.tenant_id, t.requests, t.charged) for t in self._tenants.values() if t.requests]
 
     def _rank(self, tenant: Tenant) -> float:
-        return tenant.charged + FORESIGHT * min(tenant.expected, self._most_expected) / tenant.weight
+        return tenant.charged + self._foresight * min(tenant.expected, self._most_expected) / tenant.weight
 
     def _fell(self, tenant: Tenant) -> None:
         """Its rank may be lower than before."""

@@ -69,15 +69,20 @@ class Scheduler:
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._max_scored = config.max_scored_tokens
         self.blocks = BlockManager(config.num_blocks)
-        self._charges, self._quantum = config.charges, config.residency_quantum
+        self._charges = config.charges
+        quantum = config.rules.quantum
+        self._quantum = quantum = config.residency_quantum if quantum is None else quantum
         # Tenants that are less apart are level.
         self._slack = config.max_num_batched_tokens * config.charges.prefill
         self._put_off = False  # somebody, by the last plan
+        self._rules = config.rules
         if queue is None:
             capacity = config.num_blocks * BLOCK_SIZE
-            queue = FairQueue(config.charges, quantum=config.residency_quantum, capacity=capacity)
+            queue = FairQueue(
+                config.charges, quantum=quantum, capacity=capacity, foresight=config.rules.foresight
+            )
         self.queue = queue
-        self.parked = AdapterWait(config.adapter_wait_aging_s, config.residency_quantum)
+        self.parked = AdapterWait(config.adapter_wait_aging_s, quantum)
         self.running: dict[Sequence, Lease | None] = {}  # in the order of admission
         self._kept_out: Sequence | None = None  # first in the queue, and the last plan had no room for it
         self.failed: list[tuple[Sequence, str]] = []
@@ -170,6 +175,14 @@ class Scheduler:
             elif lag > 1:
                 others.append(seq)
         self._catch_up(draft, decoding)
+        if self._rules.prefill_by_rank and others:
+            others.sort(key=lambda seq: self.queue.rank(seq.request.tenant_id))
+            head = self.queue.head()
+            if head is not None and not head.num_pending:
+                rank = self.queue.rank(head.request.tenant_id)
+                if rank < self.queue.rank(others[0].request.tenant_id):
+                    self._lend(self._lendable & self._cache.on_device, now)
+                    self._admit(draft, others[0])
         self._catch_up(draft, others)
         if not self._lendable <= self._cache.on_device:  # what was deleted is to be sent for again
             self._lend(self._lendable & self._cache.on_device, now)
@@ -200,6 +213,10 @@ class Scheduler:
         head, self._kept_out = self._kept_out, None
         if head is None or self.queue.head() is not head:
             return
+        if self._rules.places and self._take_places(draft, head):
+            return
+        if self._rules.make_way == "none":
+            return
         victims = [seq for seq in self.queue.giving_way(head, self.running) if not _all_sampled(seq)]
         if not victims:
             return
@@ -215,6 +232,51 @@ class Scheduler:
                 for chosen in victims[:count]:
                     self._preempt(draft, chosen)
                 return
+
+    def _take_places(self, draft: _Draft, head: Sequence) -> bool:
+        """Preempt for the first in the queue sequences of the tenants that hold the most places or blocks by weight, as
+        long as each is left with at least as much as its tenant has then. False if that is not enough."""
+        missing = self._blocks_short(head, self._promised(), self._found(head))
+        places = len(self.running) + 1 - draft.max_running
+        if missing <= 0 and places <= 0:
+            return True
+        pool, seats = self.blocks.num_blocks, draft.max_running
+        held: dict[str, list[float]] = {}  # of each tenant: sequences, blocks, weight
+        of: dict[str, list[Sequence]] = {}
+        for seq in self.running:
+            tenant = held.setdefault(seq.request.tenant_id, [0, 0, seq.request.weight])
+            tenant[0] += 1
+            tenant[1] += len(seq.block_ids)
+            if not _all_sampled(seq):
+                of.setdefault(seq.request.tenant_id, []).append(seq)
+        own = held.pop(head.request.tenant_id, [0, 0, 0])
+        of.pop(head.request.tenant_id, None)
+        taken = max((own[0] + 1) / seats, (own[1] + blocks_for(head.num_tokens)) / pool) / head.request.weight
+        for seqs in of.values():
+            seqs.sort(key=lambda seq: (-seq.request.priority, seq.order))
+        chosen: list[Sequence] = []
+        given_up: Counter[int] = Counter()
+        while missing > 0 or places > 0:
+            best, best_share = None, 0.0
+            for tenant_id, seqs in of.items():
+                if not seqs:
+                    continue
+                num, held_blocks, weight = held[tenant_id]
+                left = max((num - 1) / seats, (held_blocks - len(seqs[-1].block_ids)) / pool) / weight
+                share = max(num / seats, held_blocks / pool) / weight
+                if left >= taken and share > best_share:
+                    best, best_share = tenant_id, share
+            if best is None:
+                return False
+            victim = of[best].pop()
+            held[best][0] -= 1
+            held[best][1] -= len(victim.block_ids)
+            missing -= self.blocks.num_freed(victim.block_ids, given_up) + self._to_come(victim)
+            places -= 1
+            chosen.append(victim)
+        for victim in chosen:
+            self._preempt(draft, victim)
+        return True
 
     def _catch_up(self, draft: _Draft, behind: list[Sequence]) -> None:
         free = self.blocks.num_free
@@ -298,6 +360,13 @@ class Scheduler:
         That is what who comes next is chosen by; by anything else those who just came would go again. Tenants within a
         step's tokens (over the smaller weight) of the first are level: then that goes whose newest is newest, as it has
         least to lose and, soon resumed, finds its KV. Of a tenant's the least urgent go first, then the latest."""
+        if self._rules.victims == "share":
+            share = self._shares()
+            return sorted(
+                seqs,
+                key=lambda seq: (share[seq.request.tenant_id], -seq.request.priority, seq.order),
+                reverse=True,
+            )
         newest: dict[str, Sequence] = {}
         for seq in seqs:
             tenant = seq.request.tenant_id
@@ -308,13 +377,27 @@ class Scheduler:
         first = max(ranks, key=ranks.__getitem__, default="")
         place: dict[str, tuple[float, int]] = {}
         for tenant, rank in ranks.items():
-            level = ranks[first] - rank <= self._slack / min(weights[first], weights[tenant])
+            level = self._rules.level and ranks[first] - rank <= self._slack / min(
+                weights[first], weights[tenant]
+            )
             place[tenant] = (inf if level else rank, newest[tenant].order)
         return sorted(
             seqs,
             key=lambda seq: (*place[seq.request.tenant_id], -seq.request.priority, seq.order),
             reverse=True,
         )
+
+    def _shares(self) -> dict[str, float]:
+        """Of each tenant, the larger of its parts of the places and of the blocks, over its weight."""
+        held: dict[str, list[float]] = {}
+        for seq in self.running:
+            tenant = held.setdefault(seq.request.tenant_id, [0, 0, seq.request.weight])
+            tenant[0] += 1
+            tenant[1] += len(seq.block_ids)
+        pool, seats = self.blocks.num_blocks, self._max_running
+        return {
+            name: max(num / seats, blocks / pool) / weight for name, (num, blocks, weight) in held.items()
+        }
 
     def _preempt(self, draft: _Draft, seq: Sequence) -> None:
         """Back to the queue, before its tenant's others, to be computed anew.
@@ -432,7 +515,7 @@ class Scheduler:
             for digest in sorted(self._lendable - before):
                 self.queue.open(digest)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: _Draft, until: Sequence | None = None) -> None:
         """Start waiting sequences in the order of fairness, while there is room of every kind.
 
         One that waits for its adapter is passed by. One that only waits for blocks is not: smaller ones behind it
@@ -443,11 +526,15 @@ class Scheduler:
         """
         promised = -1
         first: Sequence | None = None
-        may_put_off, self._put_off = not self._put_off, False
+        may_put_off, self._put_off = self._rules.put_off and not self._put_off, False
         while draft.budget:
             seq = self.queue.head()
             if seq is None or seq.num_pending:
                 return  # a token of who was just preempted is in flight: it resumes when it has been collected
+            if until is not None and self.queue.rank(until.request.tenant_id) <= self.queue.rank(
+                seq.request.tenant_id
+            ):
+                return
             if first is None:
                 first, least = seq, self.queue.rank(seq.request.tenant_id)
             elif may_put_off and seq.request.tenant_id != first.request.tenant_id:
@@ -517,7 +604,7 @@ class Scheduler:
         if room < len(seq.token_ids) + seq.num_pending:
             missing = self._blocks_missing(seq)
             room += missing * BLOCK_SIZE
-        return missing + _GROWTH if seq.most_computed > room else missing
+        return missing + self._rules.growth if seq.most_computed > room else missing
 
     def _charge_prompt(self, seq: Sequence, end: int, cost: float) -> None:
         """Charge the prompt's positions up to `end` that were never charged before."""
