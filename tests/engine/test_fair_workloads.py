@@ -1,23 +1,27 @@
-"""VTC's workloads and ours on the real core and scheduler (`bench.fairness`), in a short form; in full under soak."""
+"""VTC's workloads and ours on the real scheduler (`bench.fairness`), in a short form; in full under soak."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import random
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.fairness.comparison import POLICIES
+from bench.fairness import ablation
+from bench.fairness.account import Arrivals, bound
+from bench.fairness.baselines import FIRST_COME, ORDERS, RULES, play
 from bench.fairness.device import Device
 from bench.fairness.gap import Gaps
-from bench.fairness.policies import FirstCome, LeastCounter, PlainVtc, RoundRobin
 from bench.fairness.report import OURS, figures, tables
-from bench.fairness.simulation import bound, simulate
-from bench.fairness.workloads import WORKLOADS, Arrival, Workload
+from bench.fairness.simulation import simulate
+from bench.fairness.workloads import HOGS, WORKLOADS, Arrival, Workload
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 SMALL = Device(num_blocks=40)
@@ -58,21 +62,78 @@ def test_the_arrivals_are_those_that_were_published() -> None:
     assert BY_NAME["short-long"].arrivals(1) != BY_NAME["short-long"].arrivals(2)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_keeps_the_engine_whole(name: str) -> None:
-    run = simulate(short("waves", 30), POLICIES[name], device=SMALL, check_every=1)
+def test_the_scheduler_stays_whole_on_little_memory() -> None:
+    run = simulate(short("waves", 30), device=SMALL, check_every=1)
     assert run.preemptions > 0
     assert sum(len(waits) for waits in run.first_token_s.values()) > 3
 
 
+def test_what_ends_comes_again_where_the_workload_says_so() -> None:
+    stream = Arrival(0.0, "a", 8, 4, again=True)
+    arrivals = Arrivals([stream, Arrival(1.0, "b", 8, 4)])
+    assert list(arrivals.take(0.0)) == [(0, stream)]
+    arrivals.ended(stream, 0.5)
+    assert arrivals.next_at == 0.5
+    assert [(number, a.at, a.tenant) for number, a in arrivals.take(2.0)] == [(2, 0.5, "a"), (1, 1.0, "b")]
+
+
+def _two_answers(rng: random.Random) -> Iterator[Arrival]:
+    yield Arrival(0.0, "a", 200, 20, max_tokens=400)
+    yield Arrival(0.0, "b", 200, 20, max_tokens=400)
+
+
+def test_an_answer_ends_before_its_max_tokens() -> None:
+    run = simulate(Workload("two", "", 60.0, _two_answers), device=SMALL)
+    assert run.tokens == 2 * (200 + 20)
+    assert run.preemptions == 0
+    assert run.steps_to_place == {"a": [1], "b": [1]}
+
+
+@pytest.mark.parametrize(("rule", "places"), [("reserved", [1, 21]), ("as needed", [1, 1])])
+def test_who_reserves_keeps_out_what_blocks_as_needed_let_in(rule: str, places: list[int]) -> None:
+    """640 positions hold both of these answers, and not both of what they might become."""
+    run = play(Workload("two", "", 60.0, _two_answers), FIRST_COME, rule, device=SMALL)
+    assert sorted(run.steps_to_place["a"] + run.steps_to_place["b"]) == places
+    assert run.tokens == 2 * (200 + 20)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_baseline_computes_what_was_asked_for(order: str, rule: str) -> None:
+    def some(rng: random.Random) -> Iterator[Arrival]:
+        for number in range(30):
+            yield Arrival(
+                number / 50, f"t{number % 3}", rng.randint(1, 200), rng.randint(1, 90), max_tokens=99
+            )
+
+    workload = Workload("some", "", 200.0, some)
+    run = play(workload, order, rule, device=SMALL)
+    assert run.tokens == sum(arrival.prompt + arrival.output for arrival in workload.arrivals())
+    assert (run.preemptions > 0) == rule.startswith("as needed")
+
+
+def test_room_kept_to_grow_spares_preemptions() -> None:
+    overload = short("overload", 60)
+    run = play(overload, FIRST_COME, "as needed")
+    kept = play(overload, FIRST_COME, "as needed, room kept")
+    assert kept.preemptions < run.preemptions
+    assert kept.tokens_per_s > run.tokens_per_s
+
+
 @pytest.mark.slow
-def test_the_policies_to_compare_with_are_what_their_names_say() -> None:
+@pytest.mark.parametrize("rule", ["reserved", "as needed"])
+def test_the_policies_to_compare_with_are_what_their_names_say(rule: str) -> None:
     overload = short("overload", 90, (30, 90))
-    for policy, share in ((FirstCome, 2 / 3), (RoundRobin, 1 / 2)):
-        run = simulate(overload, policy)
+    for order, share in (
+        (FIRST_COME, 2 / 3),
+        ("round robin", 1 / 2),
+        ("plain VTC", 1 / 2),
+        ("VTC oracle", 1 / 2),
+    ):
+        run = play(overload, order, rule)
         assert run.share("faster", overload.window) == pytest.approx(share, abs=0.03)
     away = replace(short("returning", 60), make=_comes_late)
-    saved, lifted = simulate(away, LeastCounter), simulate(away, PlainVtc)
+    saved, lifted = play(away, "least counter", rule), play(away, "plain VTC", rule)
     assert saved.share("late", (30, 50)) > 0.7
     assert lifted.share("late", (30, 50)) == pytest.approx(0.5, abs=0.1)
 
@@ -86,14 +147,14 @@ def _comes_late(rng: random.Random) -> Iterator[Arrival]:
 @pytest.mark.parametrize("name", ["overload", "waves"])
 def test_at_overload_the_gap_is_a_twentieth_of_the_bound(name: str) -> None:
     workload = short(name, 120)
-    gap = simulate(workload, None).max_gap
+    gap = simulate(workload).max_gap
     assert gap is not None
     assert 0 < gap <= 0.05 * bound(Device(), workload)
 
 
 @pytest.mark.slow
 def test_shares_are_by_weight() -> None:
-    run = simulate(short("weights", 120), None)
+    run = simulate(short("weights", 120))
     for tenant, weight in run.weights.items():
         assert run.share(tenant, (40, 120)) == pytest.approx(weight / 10, rel=0.04)
 
@@ -101,19 +162,19 @@ def test_shares_are_by_weight() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fifty-adapters", "fifty-keys"])
 def test_adapters_and_keys_buy_no_share(name: str) -> None:
-    run = simulate(short(name, 120), None)
+    run = simulate(short(name, 120))
     assert run.share("fifty", (30, 120)) == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.slow
 def test_who_comes_back_has_saved_up_nothing() -> None:
-    run = simulate(replace(BY_NAME["returning"], seconds=60, make=_comes_late), None)
+    run = simulate(replace(BY_NAME["returning"], seconds=60, make=_comes_late))
     assert run.share("late", (30, 60)) <= 0.55
 
 
 @pytest.mark.slow
 def test_who_swaps_adapters_without_end_delays_nobody_for_ten_seconds() -> None:
-    run = simulate(short("many-adapters", 120), None)
+    run = simulate(short("many-adapters", 120))
     assert run.copies > 100
     assert max(waited for tenant, waited in run.longest_wait_s.items() if tenant != "many") <= 10.0
 
@@ -140,7 +201,7 @@ def _worst(seeds: range) -> float:
     worst = 0.0
     for seed in seeds:
         workload, device = _random(seed)
-        gap = simulate(workload, None, device=device, seed=seed).max_gap
+        gap = simulate(workload, device=device, seed=seed).max_gap
         worst = max(worst, (gap or 0.0) / bound(device, workload))
     return worst
 
@@ -150,15 +211,47 @@ def test_the_gap_of_random_histories_is_within_the_bound() -> None:
     assert 0 < _worst(range(HISTORIES)) <= 1
 
 
-@pytest.mark.slow
 def test_the_report_names_every_workload_and_policy() -> None:
-    workloads = [short(name, 30) for name in ("overload", "many-adapters")]
-    runs = {w.name: {name: simulate(w, policy) for name, policy in POLICIES.items()} for w in workloads}
+    workloads = [short(name, 10) for name in ("overload", "many-adapters", HOGS[0].name)]
+    runs = {
+        w.name: {order: play(w, order, "as needed") for order in ORDERS} | {OURS: simulate(w)}
+        for w in workloads
+    }
     told = figures(workloads, runs, Device())
     text = tables(told, runs)
-    for word in ("overload", "many-adapters", *POLICIES):
+    for word in ("overload", "many-adapters", HOGS[0].name, *ORDERS, OURS):
         assert word in text
     assert told[0]["policies"][OURS]["tenants"]["faster"]["answered"] > 0
+
+
+def test_the_ablation_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def run(key: ablation.Key) -> tuple[ablation.Key, dict[str, Any]]:
+        seen.append(key)
+        told = {
+            "gap": 0.1 * (1 + key[2]),
+            "tokens_per_s": 10.0,
+            "preemptions": 2,
+            "steps_max": 7,
+            "cpu_s": 1.0,
+        }
+        return key, told
+
+    monkeypatch.setattr(ablation, "_run", run)
+    monkeypatch.setattr(ablation, "ProcessPoolExecutor", lambda **options: ThreadPoolExecutor(1))
+    path = tmp_path / "runs.json"
+    for seeds in ("0", "0-1"):
+        arguments = f"ablation --out {path} --variants all --only overload,{HOGS[0].name} --seeds {seeds}"
+        monkeypatch.setattr(sys, "argv", arguments.split())
+        ablation.main()
+    assert len(seen) == len(set(seen)) == 2 * 2 * 2
+    assert (
+        f"| all | 20.0% (overload) | 20.0% | 1.000 (overload) | 4 | 7 ({HOGS[0].name}) |"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.soak
@@ -178,7 +271,7 @@ def test_the_gap_of_ten_thousand_random_histories_is_within_the_bound() -> None:
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_every_workload_in_full_stays_within_the_bound(workload: Workload) -> None:
     for seed in range(3):
-        run = simulate(workload, None, seed=seed, check_every=100)
+        run = simulate(workload, seed=seed, check_every=100)
         gap = (run.max_gap or 0.0) / bound(Device(), workload)
         shares = {tenant: f"{run.share(tenant, workload.window):.3f}" for tenant in run.weights}
         print(

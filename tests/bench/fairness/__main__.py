@@ -1,4 +1,4 @@
-"""The fairness of the scheduler beside four other policies, on the same arrivals.
+"""The fairness of the scheduler beside other policies, on the same arrivals.
 
     PYTHONPATH=tests python -m bench.fairness [--out docs] [--only overload,weights] [--seed 0] [--jobs 1]
 
@@ -16,10 +16,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.fairness.account import bound
 from bench.fairness.comparison import compare
 from bench.fairness.device import Device
 from bench.fairness.report import Runs, figures, tables
-from bench.fairness.simulation import bound
 from bench.fairness.workloads import WORKLOADS
 
 BEGIN, END = "<!-- written by bench.fairness -->\n", "<!-- until here -->\n"

@@ -6,13 +6,7 @@ pairs of prompt and output length, at 13 to 52 sequences a batch, is met within 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from loraplex.engine.types import StepPlan, StepResult
-
-TOKEN = 7
-"""What every row draws. Whose tokens are right is the business of other tests."""
 
 
 class Clock:
@@ -37,28 +31,9 @@ class Device:
     prefill: float = 214e-6
     num_blocks: int = 625
 
-    def seconds(self, plan: StepPlan) -> float:
-        prompt = sum(row.num_tokens for row in plan.scheduled if row.num_tokens > 1)
-        decoding = [row for row in plan.scheduled if row.num_tokens == 1]
-        if not decoding:
+    def seconds(self, prompt: int, rows: int, context: int) -> float:
+        """A step of so many positions of prompts, and so many decoding rows that attend to `context` positions
+        together."""
+        if not rows:
             return max(self.base, self.prefill * prompt)
-        context = sum(row.start for row in decoding)
-        return self.base + self.prefill * prompt + self.decode_row * len(decoding) + self.context * context
-
-
-class TimedRunner:
-    """Computes nothing, and lets the time of it pass. `on_step` is told of every plan when its time has passed."""
-
-    def __init__(self, device: Device, clock: Clock, on_step: Callable[[StepPlan], None]) -> None:
-        self._device = device
-        self._clock = clock
-        self._on_step = on_step
-
-    def submit(self, plan: StepPlan) -> object:
-        return plan
-
-    def collect(self, handle: object) -> StepResult:
-        assert isinstance(handle, StepPlan)
-        self._clock.now += self._device.seconds(handle)
-        self._on_step(handle)
-        return StepResult(handle.step_id, tuple((TOKEN,) if row.samples else () for row in handle.scheduled))
+        return self.base + self.prefill * prompt + self.decode_row * rows + self.context * context

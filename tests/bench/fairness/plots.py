@@ -14,8 +14,9 @@ matplotlib.use("svg")
 
 from matplotlib import pyplot, rcParams
 
-from bench.fairness.report import FIRST_COME, OURS
-from bench.fairness.simulation import Run
+from bench.fairness.account import Run
+from bench.fairness.baselines import FIRST_COME
+from bench.fairness.report import OURS
 from bench.fairness.workloads import Workload
 
 Value = TypeVar("Value")
@@ -28,6 +29,8 @@ POLICY_COLOURS = {
     "round robin": "#e69f00",
     "least counter": "#56b4e9",
     "plain VTC": "#d55e00",
+    "VTC predicting": "#009e73",
+    "VTC oracle": "#cc79a7",
     OURS: "#0072b2",
 }
 

@@ -6,11 +6,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from bench.fairness.account import Run, bound
+from bench.fairness.baselines import FIRST_COME
 from bench.fairness.device import Device
-from bench.fairness.simulation import Run, bound
-from bench.fairness.workloads import Workload
+from bench.fairness.workloads import HOGS, Workload
 
-FIRST_COME, OURS = "first-come", "Loraplex"
+OURS = "Loraplex"
+HOG_NAMES = [workload.name for workload in HOGS]
 Runs = dict[str, dict[str, Run]]
 """By workload and policy."""
 
@@ -33,6 +35,7 @@ def figures(workloads: Sequence[Workload], runs: Runs, device: Device) -> list[d
 
 def _figures(run: Run, workload: Workload) -> dict[str, Any]:
     return {
+        "batch": run.rule,
         "max_gap": run.max_gap,
         "tokens_per_s": round(run.tokens_per_s, 1),
         "steps": run.steps,
@@ -48,6 +51,8 @@ def _figures(run: Run, workload: Workload) -> dict[str, Any]:
                 "first_token_median_s": _rounded(_quantile(run.first_token_s[tenant], 0.5)),
                 "first_token_p99_s": _rounded(_quantile(run.first_token_s[tenant], 0.99)),
                 "longest_wait_s": _rounded(run.longest_wait_s[tenant]),
+                "steps_to_place_median": _quantile(run.steps_to_place[tenant], 0.5),
+                "steps_to_place_most": max(run.steps_to_place[tenant], default=None),
             }
             for tenant, weight in run.weights.items()
         },
@@ -70,7 +75,8 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
     return "\n".join([_row(head), _row(["---"] * len(head)), *map(_row, rows)])
 
 
@@ -82,8 +88,9 @@ def tables(told: list[dict[str, Any]], runs: Runs) -> str:
         _gaps(told, names),
         *_gap_over_time(told, runs, names),
         _throughput(told, names),
+        *_places([entry for entry in told if entry["workload"] in HOG_NAMES], names),
         _shares(told, names),
-        _latency(told),
+        _latency([entry for entry in told if entry["workload"] not in HOG_NAMES]),
         *_adapters(told, names),
     ]
     return "\n\n".join(parts)
@@ -135,7 +142,7 @@ def _aims(told: dict[str, dict[str, Any]]) -> str:
         aim = "`many-adapters`: every other tenant served within 10 s"
         say(aim, f"{longest:.1f} s at most", met=longest <= 10)
     cells = [(aim, measured, "yes" if met else "**no**") for aim, measured, met in rows]
-    return f"### What is aimed at\n\n{_table(['aim', 'measured', 'met'], cells)}"
+    return f"### What is aimed at\n\n{table(['aim', 'measured', 'met'], cells)}"
 
 
 def _gaps(told: list[dict[str, Any]], names: list[str]) -> str:
@@ -144,7 +151,7 @@ def _gaps(told: list[dict[str, Any]], names: list[str]) -> str:
         + [_percent(entry["policies"][name]["max_gap"], entry["bound"]) for name in names]
         for entry in told
     ]
-    return f"### Largest gap, as a share of the bound\n\n{_table(['workload', 'what', *names], rows)}"
+    return f"### Largest gap, as a share of the bound\n\n{table(['workload', 'what', *names], rows)}"
 
 
 def _percent(value: float | None, whole: float) -> str:
@@ -160,7 +167,7 @@ def _gap_over_time(told: list[dict[str, Any]], runs: Runs, names: list[str]) -> 
         for second in range(60, int(entry["seconds"]) + 1, 60):
             nearest = (min(of[name].gaps, key=lambda gap: abs(gap[0] - second))[1] for name in names)
             rows.append([f"{second} s", *(_percent(gap, entry["bound"]) for gap in nearest)])
-        yield f"### {entry['workload']}: the gap over time\n\n{_table(['at', *names], rows)}"
+        yield f"### {entry['workload']}: the gap over time\n\n{table(['at', *names], rows)}"
 
 
 def _throughput(told: list[dict[str, Any]], names: list[str]) -> str:
@@ -173,9 +180,33 @@ def _throughput(told: list[dict[str, Any]], names: list[str]) -> str:
         rows.append([entry["workload"] + mark, f"{base:.0f}", *cells, " / ".join(preempted)])
     head = ["workload", "first-come, tokens/s", *names, "preemptions, first-come / Loraplex"]
     return (
-        f"### Throughput, by first-come's\n\n{_table(head, rows)}\n\n"
+        f"### Throughput, by first-come's\n\n{table(head, rows)}\n\n"
         "\\* Requests of different shapes: who serves another mix has another throughput, whatever its merit."
     )
+
+
+def _places(told: list[dict[str, Any]], names: list[str]) -> Iterable[str]:
+    """Beside a hog: how soon the light tenant's requests get a place in the batch."""
+    if not told:
+        return
+    for title, median, most, unit in (
+        (
+            "Beside a hog: steps until a place in the batch",
+            "steps_to_place_median",
+            "steps_to_place_most",
+            "",
+        ),
+        ("Beside a hog: time to the first token", "first_token_median_s", "longest_wait_s", " s"),
+    ):
+        rows = []
+        for entry in told:
+            cells = [entry["workload"]]
+            for name in names:
+                light = entry["policies"][name]["tenants"]["light"]
+                middle = "–" if light[median] is None else f"{light[median]:.{1 if unit else 0}f}"
+                cells.append(f"{middle} / {light[most]:.{1 if unit else 0}f}{unit}")
+            rows.append(cells)
+        yield f"### {title}, median / most\n\n{table(['workload', *names], rows)}"
 
 
 def _shares(told: list[dict[str, Any]], names: list[str]) -> str:
@@ -188,7 +219,7 @@ def _shares(told: list[dict[str, Any]], names: list[str]) -> str:
         for name, tenant in tenants.items():
             cells = [f"{100 * entry['policies'][policy]['tenants'][name]['share']:.1f}%" for policy in names]
             rows.append([entry["workload"], name, f"{100 * tenant['weight'] / total:.0f}%", *cells])
-    return f"### Shares while all are backlogged\n\n{_table(['workload', 'tenant', 'due', *names], rows)}"
+    return f"### Shares while all are backlogged\n\n{table(['workload', 'tenant', 'due', *names], rows)}"
 
 
 def _latency(told: list[dict[str, Any]]) -> str:
@@ -203,7 +234,7 @@ def _latency(told: list[dict[str, Any]]) -> str:
                 cells.append(str(tenant["answered"]))
             rows.append(cells)
     head = ["workload", "tenant", "first-come, s", "answered", "Loraplex, s", "answered"]
-    return f"### Time to the first token, median / p99, of the requests that got one\n\n{_table(head, rows)}"
+    return f"### Time to the first token, median / p99, of the requests that got one\n\n{table(head, rows)}"
 
 
 def _adapters(told: list[dict[str, Any]], names: list[str]) -> Iterable[str]:
@@ -218,4 +249,4 @@ def _adapters(told: list[dict[str, Any]], names: list[str]) -> Iterable[str]:
             cells = [f"{others:.1f} s", f"{waits['base']:.1f} s", f"{waits['many']:.0f} s"]
             rows.append([name, *cells, str(run["adapter_loads"]), str(run["adapter_copies"])])
         head = ["policy", "others with an adapter", "other on base", "the one with 64", "loads", "copies"]
-        yield f"### 64 adapters on the memory of 4: longest wait for a first token\n\n{_table(head, rows)}"
+        yield f"### 64 adapters on the memory of 4: longest wait for a first token\n\n{table(head, rows)}"

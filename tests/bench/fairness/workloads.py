@@ -1,41 +1,59 @@
 """Who sends what, and when: the published workloads of VTC, and ours.
 
 VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 5.2, with the rates and lengths of
-its artifact. Rates are in requests a second, lengths in tokens.
+its artifact. Rates are in requests a second, lengths in tokens. Those whose name ends in "-1024" are the same with a
+`max_tokens` of 1,024, which no answer reaches.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from loraplex.engine.config import BLOCK_SIZE
+
+HOG_SECONDS = 90.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Arrival:
-    """One request. `adapter` is the number of one of its tenant's adapters, -1 the base model."""
+    """One request. Its answer has `output` tokens and might have had `max_tokens` (0: as many as it has). `adapter` is
+    the number of one of its tenant's adapters, -1 the base model. With `again` it is sent once more whenever it has
+    ended."""
 
     at: float
     tenant: str
     prompt: int
     output: int
     adapter: int = -1
+    max_tokens: int = 0
+    again: bool = False
+
+    @property
+    def most(self) -> int:
+        return self.max_tokens or self.output
+
+
+Make = Callable[[random.Random], Iterator[Arrival]]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """`seconds` long. `make` draws the arrivals, in any order, from a seed. `adapter_room` adapters fit into the
     device's memory, and at most `max_running` sequences run. `window` is the time for which shares are told: all
-    tenants are backlogged in it."""
+    tenants are backlogged in it. `num_blocks` of KV memory, where the workload is for another size than the device's.
+    """
 
     name: str
     title: str
     seconds: float
-    make: Callable[[random.Random], Iterator[Arrival]]
+    make: Make
     weights: dict[str, float] = field(default_factory=dict)
     adapter_room: int = 1
     max_running: int = 64
     window: tuple[float, float] | None = None
+    num_blocks: int = 0
 
     def arrivals(self, seed: int = 0) -> list[Arrival]:
         """Those within `seconds`, in order."""
@@ -45,6 +63,12 @@ class Workload:
     def one_shape(self) -> bool:
         """All requests are as long: only then policies can be compared by their tokens per second."""
         return len({(arrival.prompt, arrival.output) for arrival in self.arrivals()}) == 1
+
+    @property
+    def swaps(self) -> bool:
+        """There are more adapters than fit."""
+        used = {(arrival.tenant, arrival.adapter) for arrival in self.arrivals() if arrival.adapter >= 0}
+        return len(used) > self.adapter_room
 
     def weight(self, tenant: str) -> float:
         return self.weights.get(tenant, 1.0)
@@ -117,6 +141,24 @@ def _poisson_in_out(rng: random.Random) -> Iterator[Arrival]:
     yield from _poisson(rng, "long out", 1.5, 600, 32, 512)
 
 
+def _lengths(rng: random.Random) -> tuple[int, int]:
+    return rng.randrange(16, 512), rng.randrange(16, 512)
+
+
+def _poisson_on_off(rng: random.Random) -> Iterator[Arrival]:
+    for tenant, rate in (("on-off", 0.5), ("always", 2.0)):
+        for arrival in _poisson(rng, tenant, rate, 600, 0, 0):
+            prompt, output = _lengths(rng)
+            if tenant == "always" or not int(arrival.at // 60) & 1:
+                yield replace(arrival, prompt=prompt, output=output)
+
+
+def _random_lengths(rng: random.Random) -> Iterator[Arrival]:
+    for arrival in _overload(rng):
+        prompt, output = _lengths(rng)
+        yield replace(arrival, prompt=prompt, output=output)
+
+
 def _increasing(rng: random.Random) -> Iterator[Arrival]:
     yield from _steady(rng, "steady", 0.5, 0, 600)
     at = 0.0
@@ -144,6 +186,11 @@ def _weighted(rng: random.Random) -> Iterator[Arrival]:
         yield from _steady(rng, f"w{number}", 1.5, 0, 360)
 
 
+def _overload_weighted(rng: random.Random) -> Iterator[Arrival]:
+    for number, rate in enumerate((0.8, 0.8, 1.2, 1.6), 1):
+        yield from _steady(rng, f"w{number}", rate, 0, 360)
+
+
 def _fifty_adapters(rng: random.Random) -> Iterator[Arrival]:
     yield from _steady(rng, "fifty", 6.0, 0, 360, adapters=50)
     yield from _steady(rng, "one", 1.5, 0, 360, adapters=1)
@@ -167,6 +214,57 @@ def _many_adapters(rng: random.Random) -> Iterator[Arrival]:
         yield from _steady(rng, f"other {number}", 0.1, 0, 360, prompt=128, output=64, adapters=1)
     yield from _steady(rng, "base", 0.1, 0, 360, prompt=128, output=64)
 
+
+def _with_max_tokens(make: Make, max_tokens: int) -> Make:
+    return lambda rng: (replace(arrival, max_tokens=max_tokens) for arrival in make(rng))
+
+
+def _hogs(tenants: int, num_blocks: int) -> Make:
+    """Tenants that keep 64 requests of 64 in and 1,000 to 1,200 out going each, beside one with a short request every
+    two seconds. None takes more than half of the memory."""
+
+    def make(rng: random.Random) -> Iterator[Arrival]:
+        for tenant in range(tenants):
+            for _ in range(64):
+                output = min(rng.randint(1000, 1200), num_blocks * BLOCK_SIZE // 2 - 64)
+                yield Arrival(0.0, f"hog {tenant}", 64, output, again=True)
+        yield from _steady(rng, "light", 0.5, 0, HOG_SECONDS, prompt=64, output=64)
+
+    return make
+
+
+def _hog_prompts(num_blocks: int) -> Make:
+    """One that keeps 64 requests of 2,000 in and 64 out going, beside the same."""
+    prompt = min(2000, num_blocks * BLOCK_SIZE // 2 - 64)
+
+    def make(rng: random.Random) -> Iterator[Arrival]:
+        yield from (Arrival(0.0, "hog 0", prompt, 64, again=True) for _ in range(64))
+        yield from _steady(rng, "light", 0.5, 0, HOG_SECONDS, prompt=64, output=64)
+
+    return make
+
+
+def _hog_workloads(num_blocks: int) -> tuple[Workload, ...]:
+    made = (
+        ("hog-64", "64 requests of 64 in and 1000 to 1200 out of one tenant", _hogs(1, num_blocks)),
+        ("hog-two", "The same of two tenants each", _hogs(2, num_blocks)),
+        ("hog-prompts", "64 requests of 2000 in and 64 out of one tenant", _hog_prompts(num_blocks)),
+    )
+    return tuple(
+        Workload(
+            f"{name}@{num_blocks}",
+            f"{title}, again whenever one ends; another sends one of 64 in and out every 2 s; {num_blocks} blocks",
+            HOG_SECONDS,
+            make,
+            num_blocks=num_blocks,
+        )
+        for name, title, make in made
+    )
+
+
+POOLS = (40, 100, 625, 2500)
+"""KV blocks that the hogs' workloads are run with."""
+HOGS = tuple(workload for num_blocks in POOLS for workload in _hog_workloads(num_blocks))
 
 WORKLOADS = (
     Workload("overload", "Two tenants at 1.5 and 3 requests/s, 256 tokens in and out", 360, _overload),
@@ -200,6 +298,23 @@ WORKLOADS = (
         _poisson_in_out,
     ),
     Workload(
+        "poisson-on-off",
+        "Poisson, 16 to 511 in and out: 0.5 requests/s every other minute, 2 always",
+        600,
+        _poisson_on_off,
+    ),
+    Workload(
+        "random-lengths", "1.5 and 3 requests/s as in overload, 16 to 511 in and out", 360, _random_lengths
+    ),
+    Workload("overload-1024", "overload with a larger max_tokens", 360, _with_max_tokens(_overload, 1024)),
+    Workload("in-out-1024", "in-out with a larger max_tokens", 600, _with_max_tokens(_poisson_in_out, 1024)),
+    Workload(
+        "poisson-on-off-1024",
+        "poisson-on-off with a larger max_tokens",
+        600,
+        _with_max_tokens(_poisson_on_off, 1024),
+    ),
+    Workload(
         "increasing",
         "One tenant at 0.5 requests/s, one that rises from 0.2 to 2, 256 in and out",
         600,
@@ -214,6 +329,13 @@ WORKLOADS = (
         _weighted,
         weights={f"w{number}": float(number) for number in range(1, 5)},
         window=(60, 360),
+    ),
+    Workload(
+        "overload-weighted",
+        "Four tenants of weights 1, 2, 3 and 4 at 0.8, 0.8, 1.2 and 1.6 requests/s, 256 in and out",
+        360,
+        _overload_weighted,
+        weights={f"w{number}": float(number) for number in range(1, 5)},
     ),
     Workload(
         "fifty-adapters",
@@ -244,4 +366,5 @@ WORKLOADS = (
         _many_adapters,
         adapter_room=4,
     ),
+    *HOGS,
 )
