@@ -130,13 +130,16 @@ def test_products_of_a_step_do_not_depend_on_the_number_of_adapters(
     engine.built.runner.submit = noting_submit  # type: ignore[method-assign]
     refs = [engine.publish(folder, name=folder.name) for folder in folders]
     rng = random.Random(1)
+    for ref in refs:  # loads take as long as they take: from here on all are there
+        engine.add(ref.name, [5], ref, max_tokens=1)
+    engine.run()
     for num_adapters in (1, 4, NUM_ADAPTERS):
         models[0].of_step.clear()
         adapters_of_step.clear()
         for number in range(NUM_ADAPTERS + 2):
             prompt = [rng.randrange(3, VOCAB) for _ in range(5)]
             ref = refs[number % num_adapters] if number < NUM_ADAPTERS else None
-            engine.add(f"{num_adapters}/{number}", prompt, ref, max_tokens=12)
+            engine.add(f"{num_adapters}/{number}", prompt, ref, max_tokens=3)
         engine.run()
         assert max(adapters_of_step) == num_adapters, "the adapters did not share a step"
         assert set(models[0].of_step) == {linears_of_layer * LAYERS + 1}
