@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.kernels.attention_tiling import AttentionShape, Tiling, choose_tilings
-from support.triton_aot import ARCHS, Variant, check
-from support.wgmma import products_in_flight
+from support.triton_aot import ARCHS, Variant, check, products_in_flight
 
 RECORD = Path(__file__).parent / "aot" / "attention.json"
 PROGRAMS = "loraplex.kernels.attention_programs"
@@ -123,11 +122,17 @@ def test_all_compile_and_take_no_more_than_recorded() -> None:
 @pytest.mark.slow
 def test_on_hopper_no_product_in_registers_is_left_in_flight() -> None:
     hopper = {variant.name: variant for variant in variants() if variant.archs == (90,)}
-    for name in ("Llama 8B prefill, sm_90", "Gemma 2 2B prefill, sm_90"):
-        found, unawaited = products_in_flight(hopper[name])
+    prefill = hopper["Llama 8B prefill, sm_90"]
+    *prefills, trap, decode = products_in_flight(
+        prefill,
+        hopper["Gemma 2 2B prefill, sm_90"],
+        replace(prefill, num_stages=2),
+        hopper["Llama 8B decode, sm_90"],
+    )
+    for found, unawaited in prefills:
         assert found > 0
         assert unawaited == 0
     # The trap is there, and this is how it looks.
-    assert products_in_flight(replace(hopper["Llama 8B prefill, sm_90"], num_stages=2))[1] > 0
+    assert trap[1] > 0
     # Short tiles may be pipelined: they use another instruction.
-    assert products_in_flight(hopper["Llama 8B decode, sm_90"]) == (0, 0)
+    assert decode == (0, 0)

@@ -1,8 +1,8 @@
 """Compiles Triton kernels for GPUs that are not there, and tells what each takes of one.
 
 A test lists its `Variant`s and calls `check`, which compares what the compiler says with what a committed file
-recorded. The compiling runs in a process of its own: this one may have imported Triton to interpret kernels, and no
-kernel can be both. To record anew, after a change that is meant:
+recorded. support.triton_compile compiles in a process of its own: this one may have imported Triton to interpret
+kernels, and no kernel can be both. To record anew, after a change that is meant:
 
     RECORD_AOT=1 python -m pytest tests/kernels/test_..._aot.py
 """
@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from support.triton_compile import compile_or_read
 
 ARCHS = (80, 90)
 """Compute capabilities, times ten: A100 and H100 or H200."""
@@ -68,35 +66,23 @@ Report = dict[str, dict[str, Usage]]
 """By the variant's name, then by "sm_80" and the like."""
 
 
-def compile_variants(
-    variants: Sequence[Variant], archs: Sequence[int] = ARCHS, *, python: str = sys.executable
-) -> tuple[str, Report]:
+def compile_variants(variants: Sequence[Variant], archs: Sequence[int] = ARCHS) -> tuple[str, Report]:
     """Triton's version and what each variant takes. Raises AssertionError with the compiler's words where one can't
     be compiled."""
-    tests = Path(__file__).resolve().parents[1]
-    request = {"archs": list(archs), "variants": [asdict(variant) for variant in variants]}
-    # A cache elsewhere than the user's: it would hide what a change of the compiler's settings does.
-    with tempfile.TemporaryDirectory() as cache:
-        env = {**os.environ, "TRITON_CACHE_DIR": cache}
-        env.pop("TRITON_INTERPRET", None)
-        env["PYTHONPATH"] = os.pathsep.join([str(tests), *filter(None, [env.get("PYTHONPATH")])])
-        done = subprocess.run(
-            [python, "-m", "support.triton_aot"],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tests.parent,
-            env=env,
-        )
-    assert done.returncode == 0, (
-        f"the kernels could not be compiled:\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
-    )
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return answer["triton"], {
-        name: {arch: Usage(**usage) for arch, usage in by_arch.items()}
-        for name, by_arch in answer["usage"].items()
-    }
+    jobs = [(variant, arch) for variant in variants for arch in archs if arch in variant.archs]
+    found = compile_or_read([(asdict(variant), arch) for variant, arch in jobs])
+    report: Report = {}
+    for (variant, arch), one in zip(jobs, found, strict=True):
+        report.setdefault(variant.name, {})[f"sm_{arch}"] = Usage(**one["usage"])
+    return version("triton"), report
+
+
+def products_in_flight(*variants: Variant) -> list[tuple[int, int]]:
+    """For each variant on sm_90, how many of its WGMMAs take their first operand from registers, and how many of those
+    the next operation does not wait for: the ptxas 12.8 in Triton 3.6 and 3.7 may overwrite such an operand too early
+    (triton #9433)."""
+    found = compile_or_read([(asdict(variant), 90) for variant in variants])
+    return [(in_registers, in_flight) for in_registers, in_flight in (one["products"] for one in found)]
 
 
 def check(variants: Sequence[Variant], recorded: Path, *, slack: float = 0.15) -> Report:
@@ -106,11 +92,11 @@ def check(variants: Sequence[Variant], recorded: Path, *, slack: float = 0.15) -
     grow by more than `slack`. With RECORD_AOT set, write the record instead.
     """
     assert len({variant.name for variant in variants}) == len(variants)
-    version, report = compile_variants(variants)
+    triton, report = compile_variants(variants)
     if os.environ.get("RECORD_AOT"):
         lines = [f"    {json.dumps(name)}: {_one_line(report[name])}" for name in report]
         recorded.write_text(
-            f'{{\n  "triton": {json.dumps(version)},\n  "kernels": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
+            f'{{\n  "triton": {json.dumps(triton)},\n  "kernels": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
         )
     record = json.loads(recorded.read_text())
     known = record["kernels"]
@@ -122,7 +108,7 @@ def check(variants: Sequence[Variant], recorded: Path, *, slack: float = 0.15) -
         for arch, usage in by_arch.items():
             before = Usage(**known[name][arch])
             faults += [f"{name} on {arch}: {fault}" for fault in _faults(arch, usage, before, slack)]
-            if version == record["triton"]:
+            if triton == record["triton"]:
                 faults += [f"{name} on {arch}: {fault}" for fault in _growth(usage, before, slack)]
     assert not faults, "\n".join(faults)
     return report
@@ -153,96 +139,6 @@ def _growth(usage: Usage, before: Usage, slack: float) -> list[str]:
         if now > then * (1 + slack):
             faults.append(f"{name} {now}, recorded are {then}")
     return faults
-
-
-# What follows runs in the compiling process.
-
-
-def _compile_all(request: dict[str, Any]) -> dict[str, Any]:
-    import triton
-
-    jobs = [
-        (variant, arch)
-        for variant in request["variants"]
-        for arch in request["archs"]
-        if arch in variant["archs"]
-    ]
-    # The compiler lets go of the interpreter's lock in its long parts, and the assembler is a process.
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda job: _compile(*job), jobs))
-    usage: dict[str, dict[str, Any]] = {}
-    for (variant, arch), one in zip(jobs, found, strict=True):
-        usage.setdefault(variant["name"], {})[f"sm_{arch}"] = one
-    return {"triton": triton.__version__, "usage": usage}
-
-
-def _compile(variant: dict[str, Any], arch: int) -> dict[str, int]:
-    compiled = compile_variant(variant, arch)
-    return {"shared_bytes": compiled.metadata.shared, **_read_usage(compiled.asm["ptx"], arch)}
-
-
-def compile_variant(variant: dict[str, Any], arch: int) -> Any:
-    """What Triton made of a variant, given as a dict. Only where kernels are not interpreted."""
-    from importlib import import_module
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    module, name = variant["kernel"].split(":")
-    kernel = getattr(import_module(module), name)
-    types, constants = variant["signature"], variant["constants"]
-    missing = set(kernel.arg_names) ^ (set(types) | set(constants))
-    if missing or set(types) & set(constants):
-        raise ValueError(
-            f"{variant['name']}: the kernel's parameters and the variant's differ in {sorted(missing)}"
-        )
-    signature = {arg: types.get(arg, "constexpr") for arg in kernel.arg_names}
-    attrs = {
-        (at,): [["tt.divisibility", 16]]
-        for at, arg in enumerate(kernel.arg_names)
-        if (signature[arg].startswith("*") and arg not in variant["unaligned"])
-        or arg in variant["multiples_of_16"]
-    }
-    source = ASTSource(kernel, signature, dict(constants), attrs)
-    options = {"num_warps": variant["num_warps"], "num_stages": variant["num_stages"]}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def _read_usage(ptx: str, arch: int) -> dict[str, int]:
-    """Assemble once more, to hear what the assembler says, and read the machine code for matrix instructions."""
-    from triton.backends import nvidia
-
-    tools = Path(nvidia.__path__[0]) / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
-        gpu = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
-        said = subprocess.run(
-            [tools / "ptxas", "-v", gpu, source, "-o", binary], capture_output=True, text=True, check=True
-        )
-        code = subprocess.run(
-            [tools / "cuobjdump", "-sass", binary], capture_output=True, text=True, check=True
-        )
-    log = said.stdout + said.stderr
-    return {
-        "registers": _number(r"Used (\d+) registers", log),
-        "spill_bytes": _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log),
-        "stack_bytes": _number(r"(\d+) bytes stack frame", log),
-        "tensor_cores": len(re.findall(r"\b[HQ]G?MMA\b", code.stdout)),
-        "wide_loads": len(re.findall(r"\bLDG(?:STS)?\.[A-Z0-9.]*128\b|\bUBLKCP|\bUTMALDG", code.stdout)),
-    }
-
-
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    if found is None:
-        raise ValueError(f"the assembler's report has no {pattern!r}:\n{text}")
-    return int(found[1])
-
-
-if __name__ == "__main__":
-    print(json.dumps(_compile_all(json.loads(sys.stdin.read()))))
 
 
 class Recorder:
