@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import httpx
@@ -94,8 +95,7 @@ async def test_who_may_call_what(plane: AdminPlane, route: str) -> None:
     assert [info.id for info in plane.services.tenants.list().items if info.id == "other"] == ["other"]
 
 
-@pytest.mark.parametrize("route", list(TABLE))
-async def test_nobody_gets_in_without_a_valid_secret(plane: AdminPlane, route: str) -> None:
+async def test_nobody_gets_in_without_a_valid_secret(plane: AdminPlane) -> None:
     plane.make_tenant("acme")
     made, secret = plane.services.keys.create("acme", scopes=[READ, WRITE])
     plane.services.keys.revoke("acme", made.id)
@@ -113,10 +113,10 @@ async def test_nobody_gets_in_without_a_valid_secret(plane: AdminPlane, route: s
         {"x-api-key": ADMIN_TOKEN},
     ]
     async with admin_client(plane.app, None) as client:
-        for given in headers:
+        for route, given in itertools.product(TABLE, headers):
             client.headers = httpx.Headers(given)
             answer = await call(client, route, "acme")
-            assert answer.status_code == 401, given
+            assert answer.status_code == 401, (route, given)
             assert answer.json()["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
             assert answer.headers["content-type"] == "application/problem+json"

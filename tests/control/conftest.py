@@ -12,19 +12,28 @@ from loraplex.control.tables import Tenant
 from support.control import ControlPlane, use_database
 from support.postgres import need_programs, postgres_server
 
+ON_SQLITE_ALONE = (
+    "test_healing",
+    "test_keys",
+    "test_long_hashes",
+    "test_shown_models",
+    "test_usage_full_disk",
+)
+"""The modules whose tests are about rules that read and write rows as others do. What the databases do differently
+(locks, isolation, constraints, time, JSON, migrations, outages) is in the others, which run on both."""
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """The database that the test runs on; every one runs on both."""
-    if request.param == "postgresql":
-        need_programs()
-    return str(request.param)
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        alone = metafunc.module.__name__.endswith(ON_SQLITE_ALONE)
+        metafunc.parametrize("backend", ["sqlite"] if alone else ["sqlite", "postgresql"])
 
 
 @pytest.fixture
 def plane(backend: str, tmp_path: Path) -> Iterator[ControlPlane]:
     """A control plane with the tenants `acme` and `rival`."""
     if backend == "postgresql":
+        need_programs()
         use_database(tmp_path, postgres_server().clear())
     plane = ControlPlane(tmp_path)
     with plane.database.write() as session:
