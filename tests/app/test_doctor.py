@@ -1,4 +1,4 @@
-"""`loraplex doctor`."""
+"""`loraplex doctor`, in this process but for the first test."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.app import doctor_torch
 from support.live_server import Outcome, free_ports, run_command, write_tiny_model
+from support.run_here import run_here
 
 pytestmark = pytest.mark.slow
 
 
-def doctor(tmp_path: Path, *arguments: str) -> Outcome:
+def options(tmp_path: Path) -> list[str]:
     ports = free_ports(2)
-    given = ["--port", str(ports[0]), "--admin-port", str(ports[1]), "--data-dir", str(tmp_path / "data")]
-    return run_command([sys.executable, "-m", "loraplex.app.cli", "doctor", *given, *arguments])
+    return ["--port", str(ports[0]), "--admin-port", str(ports[1]), "--data-dir", str(tmp_path / "data")]
+
+
+def doctor(tmp_path: Path, *arguments: str) -> Outcome:
+    return run_here("doctor", *options(tmp_path), *arguments)
+
+
+@pytest.fixture
+def torch_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process answers what is asked of torch, which it has imported."""
+    monkeypatch.setattr(doctor_torch, "_ask", doctor_torch._answer)
 
 
 def lines(outcome: Outcome) -> dict[str, str]:
@@ -29,7 +40,8 @@ def lines(outcome: Outcome) -> dict[str, str]:
 
 def test_all_is_well(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
-    outcome = doctor(tmp_path, "--model", str(model))
+    program = [sys.executable, "-m", "loraplex.app.cli", "doctor", *options(tmp_path)]
+    outcome = run_command([*program, "--model", str(model)])
     assert outcome.code == 0, outcome.stdout + outcome.stderr
     names = [
         "python",
@@ -89,6 +101,7 @@ def test_a_dtype_that_the_processor_cannot_multiply_in(
     assert ", bfloat16, 2 layers" in asked.stdout
 
 
+@pytest.mark.usefixtures("torch_here")
 def test_a_data_directory_that_a_server_holds(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -123,6 +136,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.M
     assert "Traceback" not in outcome.stdout + outcome.stderr
 
 
+@pytest.mark.usefixtures("torch_here")
 def test_a_model_that_cannot_be_served_is_told_in_one_line(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     config = json.loads((model / "config.json").read_text())
@@ -140,6 +154,7 @@ def test_a_wrong_setting(tmp_path: Path) -> None:
     assert "--max-num-seqs" in outcome.said[0]
 
 
+@pytest.mark.usefixtures("torch_here")
 def test_as_json(tmp_path: Path) -> None:
     outcome = doctor(tmp_path, "--json", "--model", str(tmp_path / "missing"), "--no-metrics-on-data-port")
     assert outcome.code == 1

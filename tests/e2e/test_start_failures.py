@@ -17,19 +17,21 @@ from support.live_server import (
     free_ports,
     run_serve,
 )
+from support.run_here import run_here
 
 pytestmark = pytest.mark.slow
 
 
 class Attempt:
-    """A start of the tiny model that differs in one thing. `fails` returns the one line that it says."""
+    """A start of the tiny model, in this process, that differs in one thing. `fails` returns the one line that it
+    says."""
 
     def __init__(self, model: Path, root: Path) -> None:
         self.model, self.root = model, root
         self.data_dir = root / "data"
         self.data_port, self.admin_port = free_ports(2)
 
-    def run(self, *extra: str, environment: dict[str, str] | None = None, without: str = "") -> Outcome:
+    def arguments(self, without: str = "") -> list[str]:
         options = {
             "--model": str(self.model),
             "--data-dir": str(self.data_dir),
@@ -37,20 +39,23 @@ class Attempt:
             "--admin-port": str(self.admin_port),
             "--kv-cache-memory": TINY_SIZES["kv_cache_memory"],
             "--adapter-memory": TINY_SIZES["adapter_memory"],
+            "--kernels": "torch",
         }
-        given = [part for name, value in options.items() if name != without for part in (name, value)]
-        return run_serve(*given, *extra, environment=environment)
+        return [part for name, value in options.items() if name != without for part in (name, value)]
 
     def fails(self, *extra: str, environment: dict[str, str] | None = None, without: str = "") -> str:
-        outcome = self.run(*extra, environment=environment, without=without)
-        assert outcome.code == 1, (outcome.code, outcome.stderr)
-        assert outcome.stdout == ""
-        assert "Traceback" not in outcome.stderr, outcome.stderr  # not even in the log
-        said = [line for line in outcome.said if not line.startswith("admin token")]
-        assert len(said) == 1, outcome.stderr
-        assert said[0].startswith("loraplex: ")
-        assert len(said[0]) < 800
-        return said[0]
+        return said_by(run_here("serve", *self.arguments(without), *extra, environment=environment))
+
+
+def said_by(outcome: Outcome) -> str:
+    assert outcome.code == 1, (outcome.code, outcome.stderr)
+    assert outcome.stdout == ""
+    assert "Traceback" not in outcome.stderr, outcome.stderr  # not even in the log
+    said = [line for line in outcome.said if not line.startswith("admin token")]
+    assert len(said) == 1, outcome.stderr
+    assert said[0].startswith("loraplex: ")
+    assert len(said[0]) < 800
+    return said[0]
 
 
 @pytest.fixture
@@ -68,6 +73,8 @@ def own_copy(attempt: Attempt) -> Path:
 
 def test_no_model(attempt: Attempt) -> None:
     assert "--model" in attempt.fails(without="--model")
+    # The program says so too, in a process of its own.
+    assert "--model" in said_by(run_serve(*attempt.arguments(without="--model")))
 
 
 def test_a_directory_without_a_model(attempt: Attempt) -> None:
