@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check 
 DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy import-linter types-PyYAML openai psutil peft schemathesis triton deptry
 CLIENTS := .clients
 ARGS ?=
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: quickstart test test-slow test-all check soak gpu gpu-wheels fmt clean clients outside
 
@@ -21,14 +21,15 @@ test: $(STAMP)-dev
 
 # What needs the real model, real servers or more than a few seconds.
 test-slow: $(STAMP)-dev
-	$(PYTEST) --no-loadscope-reorder -m "slow and not soak" $(ARGS)
+	$(PYTEST) -m "slow and not soak" $(ARGS)
 
-# One after the other, also under make -j; in one call with 'test' the fast part runs once.
-test-all: test
-	@$(MAKE) --no-print-directory test-slow
+# Both, in one run.
+test-all: $(STAMP)-dev
+	$(PYTEST) -m "not soak" $(ARGS)
 
 soak: $(STAMP)-dev
 	$(BIN)/python -m pytest -q -s --soak -m soak --timeout 0 $(ARGS)
+	$(BIN)/python -m pytest -q -m "hypothesis and not slow and not soak" --hypothesis-profile=full --timeout 0 $(ARGS)
 
 # For a machine with a GPU and torch, triton and transformers in its own Python; nothing is installed beside them but
 # what 'make gpu-wheels' fetched, on a machine that has the network.

@@ -1,11 +1,15 @@
-"""Fixtures that every layer shares."""
+"""Fixtures that every layer shares, and how tests are shared out to the processes that run them."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Triton decides when it is imported whether kernels are interpreted, the only way to run them without a GPU. On a
@@ -14,37 +18,87 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell that runs this in the background has SIGINT ignored, and so would the programs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# The tests start hundreds of programs, and each would compile every module that it imports.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Tests that give no number of examples of their own: few in every run, many in `make soak`.
+hypothesis.settings.register_profile("fast", max_examples=30, deadline=None)
+hypothesis.settings.register_profile("full", max_examples=1000, deadline=None)
 
-LONGEST = (
-    "e2e/test_wheel.py",
-    "engine/test_peft_equality.py",
-    "e2e/test_engine_death.py",
-    "e2e/test_start_failures.py",
-    "app/test_doctor.py",
-    "app/test_quickstart.py",
-    "engine/test_gpu_path.py",
-    "e2e/test_drain.py",
-    "e2e/test_damaged_bytes.py",
-    "e2e/test_server_death.py",
-    "e2e/test_engine_kills.py",
-)
-"""Files whose slow tests take longest. They come first: at the end the workers have short ones to share out."""
+TESTS = Path(__file__).parent
+DURATIONS = TESTS / "durations.json"
+"""Seconds by group, that a run with --record-durations took; "slow" and "fast" tests apart."""
+SHARED_SERVERS = ("real", "tiny")
+"""Fixtures of the session that take seconds to make: whatever uses one runs in the process that made it."""
+UNKNOWN_S = {"fast": 1.0, "slow": 30.0}
+"""Taken for a group that was not recorded."""
+Durations = dict[str, dict[str, float]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long versions of the seeded suites")
+    parser.addoption("--record-durations", action="store_true", help="record what each group takes")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
-    if config.getoption("--soak"):
-        return
-    skip = pytest.mark.skip(reason="long version: run with --soak (make soak)")
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "fast")
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """A file is a group, or what uses a shared server; the longest group comes first, so that those who run them (-n 2
+    --dist loadgroup) end together."""
     for item in items:
-        if "soak" in item.keywords:
-            item.add_marker(skip)
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    yield  # here the tests that nobody asked for are taken out
+    recorded: Durations = json.loads(DURATIONS.read_text())
+    asked: Durations = {}
+    for item in items:
+        kind = _kind(item)
+        asked.setdefault(_group(item), {})[kind] = recorded.get(_group(item), {}).get(kind, UNKNOWN_S[kind])
+    order = sorted(asked, key=lambda group: -sum(asked[group].values()))
+    places = {group: place for place, group in enumerate(order)}
+    items.sort(key=lambda item: places[_group(item)])
+    if not config.getoption("--soak"):
+        skip = pytest.mark.skip(reason="long version: run with --soak (make soak)")
+        for item in items:
+            if "soak" in item.keywords:
+                item.add_marker(skip)
+
+
+def _group(item: pytest.Item) -> str:
+    for name in SHARED_SERVERS:
+        if item.path.parent.name == "e2e" and name in getattr(item, "fixturenames", ()):
+            return f"e2e/{name}"
+    return item.path.relative_to(TESTS).as_posix()
+
+
+def _kind(item: pytest.Item) -> str:
+    return "slow" if "slow" in item.keywords else "fast"
+
+
+class Recorder:
+    """Adds up what each group of a run took, and writes it over what was recorded of the same group and kind."""
+
+    def __init__(self) -> None:
+        self._seconds: Durations = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file, _, test = report.nodeid.partition("::")
+        group = test.rpartition("@")[2] if "@" in test else file.removeprefix("tests/")
+        seconds = self._seconds.setdefault(group, {})
+        kind = "slow" if "slow" in report.keywords else "fast"
+        seconds[kind] = seconds.get(kind, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        recorded: Durations = json.loads(DURATIONS.read_text())
+        for group, seconds in self._seconds.items():
+            recorded[group] = recorded.get(group, {}) | {kind: round(s) for kind, s in seconds.items()}
+        lines = [f"  {json.dumps(group)}: {json.dumps(found)}" for group, found in sorted(recorded.items())]
+        DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 @pytest.fixture(scope="session")

@@ -129,7 +129,6 @@ def test_a_log_that_nobody_touched_is_whole() -> None:
 
 
 @given(row_numbers, st.sampled_from([name for name in COLUMNS if name != "seq"]), values)
-@settings(max_examples=60, deadline=None)
 def test_a_changed_value_is_found(seq: int, column: str, value: object) -> None:
     with log() as forged:
         before = forged.value(seq, column)
@@ -142,7 +141,6 @@ def test_a_changed_value_is_found(seq: int, column: str, value: object) -> None:
 
 
 @given(row_numbers, st.integers(-3, 3 * ROWS))
-@settings(max_examples=30, deadline=None)
 def test_a_renumbered_row_is_found(seq: int, other: int) -> None:
     with log() as forged:
         try:
@@ -153,7 +151,6 @@ def test_a_renumbered_row_is_found(seq: int, other: int) -> None:
 
 
 @given(st.sets(row_numbers, min_size=1))
-@settings(max_examples=30, deadline=None)
 def test_deleted_rows_are_found_also_where_they_were_the_last(gone: set[int]) -> None:
     with log() as forged:
         for seq in gone:
@@ -162,7 +159,6 @@ def test_deleted_rows_are_found_also_where_they_were_the_last(gone: set[int]) ->
 
 
 @given(row_numbers, row_numbers)
-@settings(max_examples=30, deadline=None)
 def test_exchanged_rows_are_found(one: int, other: int) -> None:
     with log() as forged:
         for old, new in ((one, -1), (other, one), (-1, other)):
@@ -171,7 +167,6 @@ def test_exchanged_rows_are_found(one: int, other: int) -> None:
 
 
 @given(row_numbers, st.integers(1, ROWS + 1))
-@settings(max_examples=30, deadline=None)
 def test_an_inserted_row_is_found(copied: int, place: int) -> None:
     """Also with a hash of its own that is right."""
     names = ", ".join(name for name in COLUMNS if name != "seq")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.engine import sampler
@@ -46,7 +46,6 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     return drawn
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.tuples(sampling_params, token_lists, token_lists, st.none() | st.integers(0, 59)),

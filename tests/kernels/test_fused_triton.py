@@ -115,7 +115,7 @@ def kv_cache(blocks, block_size, kv_heads, head_dim, dtype):
         (4, 2, 16, 16, torch.float32, torch.int32),
         (3, 1, 10, 6, torch.float32, torch.int64),  # what lies beyond the rotated part stays
         (14, 2, 64, 64, torch.float16, torch.int32),
-        (32, 8, 128, 128, torch.bfloat16, torch.int32),
+        (12, 3, 128, 128, torch.bfloat16, torch.int32),
         (2, 2, 96, 96, torch.float16, torch.int32),
     ],
 )

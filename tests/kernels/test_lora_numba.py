@@ -102,15 +102,21 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
         ("float32", torch.float32),
         ("bfloat16", torch.bfloat16),
         ("odd", torch.bfloat16),
-        ("odd", torch.float32),
-        ("bfloat16", torch.float16),
-        ("bfloat16", torch.float32),
         ("float16", torch.float16),
-        ("float32", torch.bfloat16),
         ("odd float16", torch.float16),
         ("odd float32", torch.float32),
         ("narrow", torch.bfloat16),
-        ("bfloat16", torch.float64),
+        # Each pair of dtypes is compiled, which takes seconds.
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name, dtype in (
+                ("odd", torch.float32),
+                ("bfloat16", torch.float16),
+                ("bfloat16", torch.float32),
+                ("float32", torch.bfloat16),
+                ("bfloat16", torch.float64),
+            )
+        ),
     ],
 )
 def test_equals_the_formula(

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.kernels.groups import HEAD, SiteGroup
@@ -58,7 +58,6 @@ def hidden_of(work: Work, kind: int, group: int, piece: np.ndarray) -> Iterator[
 
 
 @given(steps(), st.booleans())
-@settings(max_examples=150, deadline=None)
 def test_every_row_with_an_adapter_is_listed_once_and_no_other(step, fixed: bool) -> None:
     segments, num_rows, widest = step
     into = np.full(PLANNER.capacity(MAX_ROWS, MAX_SEGMENTS), -1, np.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.engine import sampler
@@ -111,7 +111,6 @@ def exact_token(logits, draws, s):
     return int(np.searchsorted(running, int(u * float(running[-1])), side="right"))
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.tuples(sampling_params, token_lists, token_lists, st.none() | st.integers(0, 59)),
