@@ -31,15 +31,21 @@ from bench.fairness.simulation import simulate
 from bench.fairness.workloads import HOGS, WORKLOADS, Workload
 from loraplex.engine import config
 
+_OFF: dict[str, Any] = {"foresight": 0.0, "level": False, "growth": 0, "make_way": "none", "put_off": False}
+CHOSEN = _OFF | {"growth": 1, "places": True, "prefill_by_rank": True, "victims": "share"}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "all": {},
-    "no foresight": {"foresight": 0.0},
-    "no level": {"level": False},
-    "no growth": {"growth": 0},
-    "no way": {"make_way": "none"},
-    "way by cost": {"make_way": "cost"},
-    "no put-off": {"put_off": False},
-    "none": {"foresight": 0.0, "level": False, "growth": 0, "make_way": "none", "put_off": False},
+    "chosen": CHOSEN,
+    "no places": CHOSEN | {"places": False},
+    "no room to grow": CHOSEN | {"growth": 0},
+    "no order of prompts": CHOSEN | {"prefill_by_rank": False},
+    "victims by counter": CHOSEN | {"victims": "rank"},
+    "and level": CHOSEN | {"victims": "rank", "level": True},
+    "and foresight": CHOSEN | {"foresight": 0.5},
+    "and making way": CHOSEN | {"make_way": "lead"},
+    "and putting off": CHOSEN | {"put_off": True},
+    "no quantum": CHOSEN | {"quantum": 0.0},
+    "ADR 0024": {},
+    "VTC alone": _OFF,
 }
 """Fields of SchedulingRules that are not as they are by default."""
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
