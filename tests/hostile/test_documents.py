@@ -213,7 +213,7 @@ def test_both_ports_answer_as_documented(own: WholeServer, port: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("port", ["data", "admin"])
 def test_both_ports_answer_as_documented_long(own: WholeServer, port: str) -> None:
-    caller = call_everything(own, port, max_examples=60, seed=2)
+    caller = call_everything(own, port, max_examples=100, seed=2)
     statuses = caller.statuses
     never = {found.label for found in caller.operations if not caller.accepted[found.label]}
     assert never <= NEVER_ACCEPTED
