@@ -20,7 +20,7 @@ from bench.fairness.account import bound
 from bench.fairness.comparison import compare
 from bench.fairness.device import Device
 from bench.fairness.report import Runs, figures, tables
-from bench.fairness.workloads import WORKLOADS
+from bench.fairness.workloads import HOGS, WORKLOADS
 
 BEGIN, END = "<!-- written by bench.fairness -->\n", "<!-- until here -->\n"
 
@@ -37,7 +37,7 @@ def _write(out: Path, runs: Runs, device: Device, seed: int) -> None:
 
     (out / "fairness").mkdir(parents=True, exist_ok=True)
     shown = [workload for workload in WORKLOADS if workload.name in runs]
-    for workload in shown:
+    for workload in (workload for workload in shown if workload not in HOGS):
         draw(workload, runs[workload.name], bound(device, workload), out / f"fairness/{workload.name}.svg")
     told = figures(shown, runs, device)
     head = {"commit": _commit(), "seed": seed, "device": asdict(device)}

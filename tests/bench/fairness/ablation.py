@@ -4,9 +4,10 @@
         [--only overload,hog-64@40] [--variants all,places]
 
 Prints for each variant and workload the worst and the mean gap over the seeds, throughput by that of first-come in
-the batch in which it is fastest, preemptions, and the most steps that a light tenant's request waits for its place
-beside a hog; then a row for each variant. FILE.json keeps every run that has ended: started again, it goes on with the
-others. Runs of another commit's engine are not told apart: one file a commit.
+vLLM's batch (the faster of with a block kept free for each running request and without), preemptions, and the most
+steps that a light tenant's request waits for its place beside a hog; then a row for each variant. FILE.json keeps every
+run that has ended: started again, it goes on with the others. Runs of another commit's engine are not told apart: one
+file a commit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fairness.account import Run, bound
-from bench.fairness.baselines import FIRST_COME, RULES, play
+from bench.fairness.baselines import AS_NEEDED, FIRST_COME, play
 from bench.fairness.device import Device
 from bench.fairness.report import table
 from bench.fairness.simulation import simulate
@@ -50,9 +51,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Fields of SchedulingRules that are not as they are by default."""
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 SHAPED = frozenset(workload.name for workload in WORKLOADS if workload.one_shape)
+REFERENCE = "first-come, as needed"
 HOG_NAMES = frozenset(workload.name for workload in HOGS)
 Key = tuple[str, str, int]
-"""Variant (or first-come), workload, seed."""
+"""Variant (or the reference), workload, seed."""
 
 
 def options(rules: dict[str, Any]) -> dict[str, Any]:
@@ -67,9 +69,8 @@ def options(rules: dict[str, Any]) -> dict[str, Any]:
 def _run(key: Key) -> tuple[Key, dict[str, Any]]:
     variant, name, seed = key
     workload, began = BY_NAME[name], time.process_time()
-    if variant == FIRST_COME:
-        rules = RULES if name in SHAPED else ("as needed",)
-        run = max((play(workload, FIRST_COME, rule, seed=seed) for rule in rules), key=_tokens_per_s)
+    if variant == REFERENCE:
+        run = max((play(workload, FIRST_COME, rule, seed=seed) for rule in AS_NEEDED), key=_tokens_per_s)
     else:
         run = simulate(workload, seed=seed, options=options(VARIANTS[variant]))
     return key, _figures(run, workload) | {"cpu_s": round(time.process_time() - began, 2)}
@@ -135,7 +136,7 @@ def tables(
         worst, ratios, preempted, steps = {}, {}, 0.0, {}
         for name in names:
             of = [runs[variant, name, seed] for seed in seeds]
-            firsts = [runs[FIRST_COME, name, seed] for seed in seeds]
+            firsts = [runs[REFERENCE, name, seed] for seed in seeds]
             gaps = [run["gap"] for run in of]
             ratio = sum(run["tokens_per_s"] for run in of) / sum(run["tokens_per_s"] for run in firsts)
             preemptions = statistics.mean(run["preemptions"] for run in of)
@@ -201,9 +202,7 @@ def main() -> None:
     for variant in variants:
         options(VARIANTS[variant])
     runs = _read(given.out)
-    wanted = [
-        (variant, name, seed) for seed in seeds for name in names for variant in (FIRST_COME, *variants)
-    ]
+    wanted = [(variant, name, seed) for seed in seeds for name in names for variant in (REFERENCE, *variants)]
     _simulate(wanted, runs, given.jobs, given.out)
     print(tables(runs, variants, names, seeds))
     spent = sum(runs[key]["cpu_s"] for key in wanted)

@@ -294,6 +294,7 @@ RULES: dict[str, Callable[[Workload, FirstCome, Device, int], Batch]] = {
     "as needed": lambda *given: AsNeeded(*given, kept=0),
     "as needed, room kept": lambda *given: AsNeeded(*given, kept=1),
 }
+AS_NEEDED = [rule for rule in RULES if rule.startswith("as needed")]
 
 
 def play(workload: Workload, order: str, rule: str, *, device: Device | None = None, seed: int = 0) -> Run:

@@ -147,11 +147,16 @@ def _aims(told: dict[str, dict[str, Any]]) -> str:
 
 def _gaps(told: list[dict[str, Any]], names: list[str]) -> str:
     rows = [
-        [f"[{entry['workload']}](fairness/{entry['workload']}.svg)", entry["title"]]
+        [_link(entry["workload"]), entry["title"]]
         + [_percent(entry["policies"][name]["max_gap"], entry["bound"]) for name in names]
         for entry in told
     ]
     return f"### Largest gap, as a share of the bound\n\n{table(['workload', 'what', *names], rows)}"
+
+
+def _link(name: str) -> str:
+    """To the workload's picture, if it has one."""
+    return name if name in HOG_NAMES else f"[{name}](fairness/{name}.svg)"
 
 
 def _percent(value: float | None, whole: float) -> str:

