@@ -78,7 +78,9 @@ def _client(url: str, key: str) -> httpx.AsyncClient:
 
 
 @asynccontextmanager
-async def _beside(url: str, keys: list[str], hog: Hog | None, turns: count[int]) -> AsyncIterator[None]:
+async def _beside(
+    url: str, keys: list[str], hog: Hog | None, turns: count[int], settle_s: float
+) -> AsyncIterator[None]:
     if hog is None:
         yield
         return
@@ -87,7 +89,7 @@ async def _beside(url: str, keys: list[str], hog: Hog | None, turns: count[int])
         asyncio.create_task(_occupy(client, hog, turns)) for client in clients for _ in range(hog.streams)
     ]
     try:
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(settle_s)
         yield
         for task in tasks:
             if task.done():
@@ -101,13 +103,20 @@ async def _beside(url: str, keys: list[str], hog: Hog | None, turns: count[int])
 
 
 async def _chat(
-    url: str, key: str, hogs: list[str], hog: Hog | None, requests: int, turns: count[int]
+    url: str,
+    key: str,
+    hogs: list[str],
+    hog: Hog | None,
+    requests: int,
+    turns: count[int],
+    settle_s: float,
+    limit_s: float,
 ) -> list[float]:
     """Seconds to the first token of each request; of the last, if time ran out, what it waited so far."""
     waits: list[float] = []
     asking = Asking(endpoint="chat", max_tokens=16)
-    async with _beside(url, hogs, hog, turns), _client(url, key) as client:
-        end = time.perf_counter() + LIMIT_S
+    async with _beside(url, hogs, hog, turns, settle_s), _client(url, key) as client:
+        end = time.perf_counter() + limit_s
         for _ in range(requests):
             turn, now = next(turns), time.perf_counter()
             asked = BenchRequest(turn, now, SERVED_NAME, f"{turn}. {SENTENCE * 3}")
@@ -122,17 +131,29 @@ async def _chat(
     return waits
 
 
-def measure(server: LiveServer, names: list[str], requests: int) -> dict[str, list[float]]:
+def measure(
+    server: LiveServer,
+    names: list[str],
+    requests: int,
+    *,
+    settle_s: float = SETTLE_S,
+    limit_s: float = LIMIT_S,
+) -> dict[str, list[float]]:
     """Seconds to each first token of the chat, alone and beside each of these hogs."""
     keys = []
     for tenant in ("chat", "hog-1", "hog-2"):
         server.create_tenant(tenant)
         keys.append(server.create_key(tenant))
     turns, told = count(), {}
-    asyncio.run(_chat(server.data_url, keys[0], [], None, 3, turns))  # what is slow but once does not count
+    asyncio.run(
+        _chat(server.data_url, keys[0], [], None, 3, turns, 0.0, limit_s)
+    )  # what is slow but once does not count
     for name in ("alone", *names):
         server.wait(server.idle)
-        told[name] = asyncio.run(_chat(server.data_url, keys[0], keys[1:], HOGS.get(name), requests, turns))
+        hog = HOGS.get(name)
+        told[name] = asyncio.run(
+            _chat(server.data_url, keys[0], keys[1:], hog, requests, turns, settle_s, limit_s)
+        )
         print(f"{name}: {[round(wait, 3) for wait in told[name]]}", file=sys.stderr, flush=True)
     return told
 

@@ -13,6 +13,8 @@ from bench.fairness.workloads import HOGS, Workload
 
 OURS = "Loraplex"
 HOG_NAMES = [workload.name for workload in HOGS]
+PLACE_STEPS = 10
+"""In which whoever has less than its share of places is to get one."""
 Runs = dict[str, dict[str, Run]]
 """By workload and policy."""
 
@@ -112,8 +114,9 @@ def _aims(told: dict[str, dict[str, Any]]) -> str:
     say("the gap is never above the bound", f"at most {gaps[worst]:.1%} ({worst})", met=gaps[worst] <= 1)
     for name in ("overload", "waves"):
         if name in told:
-            plain = (told[name]["policies"]["plain VTC"]["max_gap"] or 0.0) / told[name]["bound"]
-            measured = f"{gaps[name]:.1%}; plain VTC {plain:.1%}"
+            others = {n: p["max_gap"] or 0.0 for n, p in told[name]["policies"].items() if n != OURS}
+            best = min(others, key=others.__getitem__)
+            measured = f"{gaps[name]:.1%}; {best} {others[best] / told[name]['bound']:.1%}"
             say(f"`{name}`: at most 5% of the bound", measured, met=gaps[name] <= 0.05)
     ratio = {
         name: ours(name)["tokens_per_s"] / entry["policies"][FIRST_COME]["tokens_per_s"]
@@ -123,7 +126,14 @@ def _aims(told: dict[str, dict[str, Any]]) -> str:
     if ratio:
         worst = min(ratio, key=ratio.__getitem__)
         measured = f"at least {ratio[worst]:.1%} ({worst})"
-        say("throughput at least 99% of first-come's", measured, met=ratio[worst] >= 0.99)
+        say("throughput at least 97% of first-come's", measured, met=ratio[worst] >= 0.97)
+    places = {
+        name: ours(name)["tenants"]["light"]["steps_to_place_most"] for name in told if name in HOG_NAMES
+    }
+    if places:
+        worst = max(places, key=places.__getitem__)
+        aim = f"beside a hog: a place within {PLACE_STEPS} steps at any pool size"
+        say(aim, f"{places[worst]} at most ({worst})", met=places[worst] <= PLACE_STEPS)
     if "weights" in told:
         tenants = ours("weights")["tenants"].values()
         total = sum(tenant["weight"] for tenant in tenants)

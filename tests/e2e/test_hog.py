@@ -1,0 +1,21 @@
+"""A short chat beside one request that could fill the whole batch (`bench.hog_server` in short)."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from bench.hog_server import measure
+from support.live_server import SMALL, LiveServer
+
+
+@pytest.mark.slow
+def test_one_request_of_64_sequences_keeps_nobody_waiting(real_model_dir: Path, tmp_path: Path) -> None:
+    with LiveServer(real_model_dir, tmp_path / "data", threads=0, **SMALL) as server:
+        waits = measure(server, ["batch"], requests=5, settle_s=3.0, limit_s=30.0)
+    print({name: [round(wait, 3) for wait in of] for name, of in waits.items()})
+    assert len(waits["batch"]) == 5
+    assert max(waits["batch"]) <= 3.0
+    assert statistics.median(waits["batch"]) <= 5 * statistics.median(waits["alone"])
