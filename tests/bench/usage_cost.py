@@ -7,6 +7,8 @@ usage ledger (journal with its syncs, and the writer into a SQLite database, all
 that does nothing. They are asked in turns, never at the same time. For each kind of answer, and for one request and 32
 at a time: requests a second (median of the rounds, and of the ratios within a round), their times, and the processor
 time that the server's process took for one. A model would add its own time to both; the difference stays.
+
+Then the journal by itself beside one that SQLite keeps: see `bench.usage_sqlite`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench.usage_sqlite import compare
 from loraplex.control.database import Database
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.records import Accepted, Ended
@@ -203,6 +206,7 @@ def main() -> None:
         for kind, server in servers.items():
             if (told := server.close()) is not None:
                 print(f"{kind}: {told[0]} rows in the database, {told[1]} waiting")
+        compare(directory / "sqlite", arguments.rounds, arguments.seconds)
     print(f"load {os.getloadavg()[0]:.1f}")
 
 
