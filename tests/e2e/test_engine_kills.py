@@ -244,8 +244,13 @@ def sockets(tmp_path: Path) -> Path:
 def test_a_death_is_told_and_leaves_nothing(
     tiny_model: Path, tiny_adapter: Path, tmp_path: Path, sockets: Path
 ) -> None:
-    environment = {"TMPDIR": str(sockets)}
-    with LiveServer(tiny_model, tmp_path / "data", environment=environment, **TINY_SIZES) as server:
+    with LiveServer(
+        tiny_model,
+        tmp_path / "data",
+        environment={"TMPDIR": str(sockets)},
+        engine_spare=True,
+        **TINY_SIZES,
+    ) as server:
         server.create_tenant("acme")
         server.upload("acme", "a", tiny_adapter)
         drill(server, ("tiny", "a"), sockets, [signal.SIGKILL], quiet_s=1.0)
