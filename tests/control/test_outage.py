@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+import structlog.testing
 from sqlalchemy import create_engine, text
 
 from loraplex.control.database import Database
@@ -18,6 +19,7 @@ from loraplex.control.errors import (
     Conflict,
     ControlError,
     DatabaseBusy,
+    DatabaseDenied,
     DatabaseUnavailable,
     InvalidKey,
     TenantNotFound,
@@ -272,6 +274,21 @@ def test_what_the_server_says_becomes_an_answer(
     with pytest.raises(meaning), plane.database.write() as session:
         session.execute(text(f"DO $$ BEGIN RAISE EXCEPTION 'as if' USING ERRCODE = '{state}'; END $$"))
     until_back(plane)
+
+
+def test_a_missing_grant_is_told_to_the_operator(plane: ControlPlane) -> None:
+    """Once a minute, however many ask; it is no outage."""
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            with pytest.raises(DatabaseDenied) as refused, plane.database.write() as session:
+                session.execute(text("CREATE ROLE stranger"))
+                session.execute(text("SET LOCAL ROLE stranger"))
+                session.execute(text("DELETE FROM tenants"))
+    assert (refused.value.code, refused.value.retry_after_s) == ("database_unavailable", 30)
+    (told,) = logs
+    assert (told["event"], told["statement"]) == ("database_denied", "DELETE")
+    assert told["reason"] == "permission denied for table tenants"
+    assert plane.database.outage.seconds is None
 
 
 def test_deadlocked_transactions_end_and_one_of_them_succeeds(plane: ControlPlane) -> None:

@@ -52,7 +52,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "engine_restarting": (503, "The engine is not there now"),
     "draining": (503, "The server is shutting down"),
     "storage_unavailable": (503, "The artifact store's disk fails"),
-    "storage_full": (507, "The artifact store is full"),
+    "storage_full": (507, "A disk of the server is full"),
 }
 """HTTP status and title of each code."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+import structlog
 from sqlalchemy import Engine, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects import sqlite as sqlite_dialect
@@ -22,12 +24,14 @@ from sqlalchemy.orm import Session
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.control import postgres, sqlite
-from loraplex.control.errors import DatabaseUnavailable
+from loraplex.control.errors import DatabaseDenied, DatabaseUnavailable
 from loraplex.control.failures import meaning_of
 from loraplex.control.outage import Outage
 from loraplex.control.tables import Base
 
 T = TypeVar("T")
+log = structlog.get_logger("loraplex")
+DENIED_TOLD_EVERY_S = 60.0
 MAX_THREADS = 8
 MAX_LOOKUP_THREADS = 4
 MAX_SUBJECTS = 100_000
@@ -54,6 +58,7 @@ class Database:
         self.url = url
         self.revision = 0
         self._changes_lock = threading.Lock()
+        self._denied_quiet_until = 0.0
         self._changed: OrderedDict[str, int] = OrderedDict()
         self._all_changed = 0
         self._engine = _make_engine(url)
@@ -137,7 +142,17 @@ class Database:
                 raise
             if isinstance(meaning, DatabaseUnavailable):
                 self.outage.begin(_reason(error))
+            elif isinstance(meaning, DatabaseDenied):
+                self._tell_denied(error)
             raise meaning from error
+
+    def _tell_denied(self, error: SQLAlchemyError) -> None:
+        """Once a minute: it may be every request's."""
+        if time.monotonic() < self._denied_quiet_until:
+            return
+        self._denied_quiet_until = time.monotonic() + DENIED_TOLD_EVERY_S
+        statement = getattr(error, "statement", None) or ""
+        log.error("database_denied", statement=statement.partition(" ")[0], reason=_reason(error))
 
     @contextmanager
     def _named_lock(self, name: str) -> Iterator[None]:

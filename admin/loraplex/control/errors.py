@@ -58,6 +58,18 @@ class DatabaseUnavailable(ControlError):
         super().__init__("The database cannot be reached now; try again in a few seconds.")
 
 
+class DatabaseDenied(ControlError):
+    """The database's user may not do this. The log says what it lacks."""
+
+    code = "database_unavailable"
+    retry_after_s = 30.0
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The database does not let this server do that; its operator finds the reason in the log."
+        )
+
+
 class DatabaseBusy(ControlError):
     """The database answers, and what was asked for did not come to its turn in time. Nothing was changed."""
 
@@ -66,6 +78,13 @@ class DatabaseBusy(ControlError):
 
     def __init__(self) -> None:
         super().__init__("Too much is being written at the moment; try again in a few seconds.")
+
+
+class QuotaTaken(ControlError):
+    """Other uploads of the tenant, which have not ended, take what its quota leaves. This one was not kept."""
+
+    code = "server_overloaded"
+    retry_after_s = 10.0
 
 
 class PepperChanged(ControlError):

@@ -6,12 +6,14 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlch
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from loraplex.adapters.errors import LoraplexError, StoreFull
-from loraplex.control.errors import Conflict, DatabaseBusy, DatabaseUnavailable
+from loraplex.control.errors import Conflict, DatabaseBusy, DatabaseDenied, DatabaseUnavailable
 
 _GONE = frozenset({"57P01", "57P02", "57P03", "57P05", "53300", "25006", "F0000"})
 """SQLSTATEs beside class 08 of a server that stops, starts, takes no more connections, or may only be read."""
 _BUSY = frozenset({"40001", "40P01", "55P03", "57014", "25P03"})
 """Serialisation failure, deadlock, lock not to be had in time, statement too long, transaction idle too long."""
+_DENIED = "42501"
+"""The user lacks a privilege."""
 _SQLITE_GONE = ("SQLITE_CANTOPEN", "SQLITE_IOERR", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY")
 _SQLITE_BUSY = ("SQLITE_BUSY", "SQLITE_LOCKED")
 
@@ -34,6 +36,8 @@ def meaning_of(error: SQLAlchemyError) -> LoraplexError | None:
         return None
     if state in _GONE or state.startswith("08"):
         return DatabaseUnavailable()
+    if state == _DENIED:
+        return DatabaseDenied()
     if state in _BUSY or state.startswith("53"):
         return DatabaseBusy()
     return None

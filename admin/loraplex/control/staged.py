@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.errors import AdapterRefused, LoraplexError
+from loraplex.control.errors import QuotaTaken
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class StagedUpload:
         return max(0, self.size - self.free)
 
     def expect(self, num_bytes: int) -> None:
-        """So many have come in all, or are to come. Raises AdapterRefused (quota_exceeded), as `unpack` does."""
+        """So many have come in all, or are to come. Raises AdapterRefused (quota_exceeded) or
+        QuotaTaken, as `unpack` does."""
         self._staged.grow(self, num_bytes)
 
     def unpack(self, num_bytes: int) -> None:
@@ -84,7 +86,8 @@ class StagedBytes:
             return sum(one.size for one in self._uploads.get(tenant_id, ()))
 
     def grow(self, one: StagedUpload, size: int) -> None:
-        """To `size` bytes at least. Raises AdapterRefused; then it stays as it was."""
+        """To `size` bytes at least. Raises AdapterRefused, or QuotaTaken where it would fit without the tenant's other
+        uploads; then it stays as it was."""
         with self._lock:
             if size <= one.size:
                 return
@@ -93,7 +96,7 @@ class StagedBytes:
                 others = sum(other.charge for other in self._uploads[one.tenant_id] if other is not one)
                 left = max(0, room.left - one.admitted_meanwhile)
                 if max(0, size - one.free) > left - others:
-                    raise _exceeded(room.limit, left, others, size)
+                    raise _exceeded(room, left, others, size)
             one.size = size
 
     def settle(self, one: StagedUpload, num_bytes: int) -> None:
@@ -103,10 +106,12 @@ class StagedBytes:
                 other.admitted_meanwhile += num_bytes
 
 
-def _exceeded(limit: int, left: int, others: int, size: int) -> AdapterRefused:
+def _exceeded(room: UploadRoom, left: int, others: int, size: int) -> LoraplexError:
     on_their_way = f", {others} of which other uploads take that are on their way" if others else ""
-    return AdapterRefused(
-        "quota_exceeded",
-        f"The tenant may keep {limit} bytes of adapters; {left} are left{on_their_way}, and this upload has {size} or "
-        "more. Delete versions first.",
+    why = (
+        f"The tenant may keep {room.limit} bytes of adapters; {left} are left{on_their_way}, and this upload has "
+        f"{size} or more."
     )
+    if size - room.known <= left:
+        return QuotaTaken(f"{why} Try again when they have ended.")
+    return AdapterRefused("quota_exceeded", f"{why} Delete versions first.")
