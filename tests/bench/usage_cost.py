@@ -8,7 +8,8 @@ that does nothing. They are asked in turns, never at the same time. For each kin
 at a time: requests a second (median of the rounds, and of the ratios within a round), their times, and the processor
 time that the server's process took for one. A model would add its own time to both; the difference stays.
 
-Then the journal by itself beside one that SQLite keeps: see `bench.usage_sqlite`.
+Before them, what a commit costs the writer by its number of rows; after them, the journal by itself beside one that
+SQLite keeps: see `bench.usage_sqlite`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ from typing import Any
 from bench.usage_sqlite import compare
 from loraplex.control.database import Database
 from loraplex.control.usage.journal import UsageJournal
+from loraplex.control.usage.ledger import Ledger, Source
 from loraplex.control.usage.records import Accepted, Ended
+from loraplex.control.usage.segments import Position
 from loraplex.control.usage.writer import UsageWriter
 from loraplex.migrations.run import upgrade
 from support.data_plane import BASE, running_data_plane
 from support.fake_engine import Reply
+from support.usage import ended
 
 KINDS = ("none", "ledger")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -166,6 +170,21 @@ def _sync_ms(directory: Path) -> float:
     return statistics.median(taken) * 1e3
 
 
+def _ms_a_row(directory: Path, rows: int) -> float:
+    """Processor time of the writer's thread, with so many rows a commit."""
+    url = f"sqlite:///{directory / f'{rows}.db'}"
+    upgrade(url)
+    database, source, commits = Database(url), Source(directory, None), max(20, 200 // rows)
+    ledger = Ledger(database)
+    batches = [[ended() for _ in range(rows)] for _ in range(commits)]
+    began = time.thread_time()
+    for number, batch in enumerate(batches, 1):
+        ledger.commit(source, batch, Position(1, number))
+    took = time.thread_time() - began
+    database.close()
+    return took / commits / rows * 1e3
+
+
 def _quantile(rounds: list[Round], part: float) -> float:
     times = sorted(itertools.chain.from_iterable(one.times for one in rounds))
     return times[int(part * (len(times) - 1))] * 1e3
@@ -183,6 +202,8 @@ def main() -> None:
             f"a sync takes {_sync_ms(directory):.2f} ms (median of 200); load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
+        for rows in (1, 10, 100):
+            print(f"{rows} rows a commit: {_ms_a_row(directory, rows):.2f} ms of processor time a row")
         servers = {kind: Server(kind, directory) for kind in KINDS}
         for shape, fields in SHAPES.items():
             for at_a_time in AT_A_TIME:
