@@ -35,7 +35,8 @@ class Newcomer:
 
     def run(self, *extra: str, **environment: str) -> Outcome:
         command = [*QUICKSTART, *self.arguments, "--exit", *extra]
-        return run_command(command, environment=self.environment | environment, timeout=280)
+        given = {"LORAPLEX_ENGINE_SPARE": "false", **self.environment, **environment}
+        return run_command(command, environment=given, timeout=280)
 
     def key(self) -> str:
         return (self.data_dir / "quickstart-key").read_text().strip()
