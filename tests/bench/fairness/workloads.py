@@ -253,7 +253,8 @@ def _hog_workloads(num_blocks: int) -> tuple[Workload, ...]:
     return tuple(
         Workload(
             f"{name}@{num_blocks}",
-            f"{title}, again whenever one ends; another sends one of 64 in and out every 2 s; {num_blocks} blocks",
+            f"{title}, again whenever one ends; another sends one of 64 in and out every 2 s; {num_blocks} blocks, of "
+            "which a request takes half at most",
             HOG_SECONDS,
             make,
             num_blocks=num_blocks,
