@@ -37,7 +37,7 @@ from loraplex.control.key_cache import KeyCache
 from loraplex.control.limits import budget_store, budgets, limiter, redis_limiter, redis_share
 from loraplex.control.resolver import Resolver
 from loraplex.control.usage import journal, roll_up
-from loraplex.engine import factory, fairness, kv_memory, step_size
+from loraplex.engine import block_needs, factory, kv_memory, step_size
 from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
 from loraplex.kernels import numba_cache
 from loraplex.serving import supervisor, watchdog
@@ -203,8 +203,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("fairness.md", "found in the prefix cache a tenth", (CHARGES.cached == 0.1 * CHARGES.prefill,)),
     ("fairness.md", "costs half a percent more for each of its ranks", (CHARGES.per_rank == 0.005,)),
     ("fairness.md", "three quarters of a unit for each", (CHARGES.load_per_rank == 0.75,)),
-    ("fairness.md", "the choice also counts half of", (fairness.FORESIGHT == 0.5,)),
-    ("fairness.md", "ahead by an eighth of the bound", (fairness.MAX_LEAD == 1 / 8,)),
+    ("fairness.md", "a block is kept free for each running request", (block_needs._GROWTH == 1,)),
     ("limits.md", "For concurrency it is {:g}", (limiter.PLACE_RETRY_S,)),
     ("limits.md", "at most an eighth of what is left", (budget_store.SPARE_PART == 8,)),
     ("limits.md", "`Retry-After` of {:g}.", (budgets.HELD_RETRY_S,)),

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from loraplex.engine import scheduler
 from loraplex.engine.fairness import FairQueue
 from loraplex.engine.fairness_lines import Tenant
 from loraplex.engine.scheduler import Scheduler
@@ -80,24 +81,24 @@ def all_credit_kept_while_an_adapter_comes(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def weights_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FairQueue, "_set_weight", lambda self, tenant, weight: setattr(tenant, "weight", 1.0))
+    enter = FairQueue.enter
+
+    def alike(self: FairQueue, seq: Sequence) -> None:
+        enter(self, seq)
+        self._tenants[seq.request.tenant_id].weight = 1.0
+
+    patch.setattr(FairQueue, "enter", alike)
+    patch.setattr(FairQueue, "set_weight", lambda self, tenant_id, weight: None)
 
 
 @bug
-def expectations_never_taken_back(patch: pytest.MonkeyPatch) -> None:
-    stop = FairQueue._stop
-
-    def keep(self: FairQueue, seq: Sequence, tenant: Tenant) -> None:
-        expected = tenant.expected
-        stop(self, seq, tenant)
-        tenant.expected = expected
-
-    patch.setattr(FairQueue, "_stop", keep)
+def one_tenant_keeps_all_places(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler, "claim", lambda *_: [])
 
 
 @bug
 def ranks_not_charged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_price", lambda self, seq: 1.0)
+    patch.setattr(Scheduler, "_charge", lambda self, seq, units: self.queue.charge(seq, units))
 
 
 @pytest.mark.slow

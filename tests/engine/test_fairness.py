@@ -23,13 +23,11 @@ def waiting(
     weight: float = 1.0,
     epoch: int = 0,
     adapter: int | None = None,
-    max_tokens: int = 1,
-    num_prompt: int = 1,
 ) -> Sequence:
     order = next(_orders)
-    prompt = (1,) * num_prompt
+    prompt = (1,)
     ref = None if adapter is None else AdapterRef(tenant, f"a{adapter}", 1, digest(adapter), 8)
-    sampling = SamplingParams(max_tokens=max_tokens)
+    sampling = SamplingParams(max_tokens=1)
     request = EngineRequest(
         f"{tenant}-{order}", tenant, prompt, sampling, ref, weight=weight, priority=priority
     )
@@ -38,22 +36,6 @@ def waiting(
 
 def digest(number: int) -> str:
     return f"{number:064x}"
-
-
-def draw(queue: FairQueue, seq: Sequence, count: int) -> None:
-    """A started sequence draws output tokens, two units each."""
-    for _ in range(count):
-        seq.token_ids.append(7)
-        queue.charge(seq, 2.0)
-
-
-def end(queue: FairQueue, seq: Sequence, length: int) -> None:
-    """It is started, its prompt is computed, it draws `length` tokens and ends."""
-    queue.start(seq)
-    seq.num_charged = seq.num_prompt
-    queue.charge(seq, float(seq.num_prompt))
-    draw(queue, seq, length)
-    queue.leave(seq)
 
 
 def arrive(queue: FairQueue, *seqs: Sequence) -> None:
@@ -224,101 +206,6 @@ def test_choosing_among_many_tenants_costs_a_logarithm() -> None:
     )
 
 
-# Predicted lengths.
-
-
-def test_what_runs_counts_before_its_tokens_come() -> None:
-    queue = FairQueue()
-    arrive(queue, *(waiting(tenant, max_tokens=100) for tenant in "aaaabbbb"))
-    started = []
-    for _ in range(6):
-        seq = queue.head()
-        assert seq is not None
-        queue.start(seq)
-        started.append(seq.request.tenant_id)
-    assert started == list("ababab"), "nobody fills the batch while nothing is charged yet"
-    assert queue.counter("a") == queue.counter("b") == 0.0, "but an expectation is no service"
-
-
-def test_lengths_are_learnt_by_tenant_and_corrected_at_the_end() -> None:
-    queue = FairQueue()
-    for _ in range(30):
-        for tenant, length in (("long", 90), ("short", 10)):
-            seq = waiting(tenant, max_tokens=1000)
-            arrive(queue, seq)
-            end(queue, seq, length)
-    arrive(queue, *(waiting(tenant, max_tokens=1000) for tenant in ["long"] * 5 + ["short"] * 30))
-    started = []
-    for _ in range(20):
-        head = queue.head()
-        assert head is not None
-        queue.start(head)
-        started.append(head)
-    count = [seq.request.tenant_id for seq in started].count("long")
-    assert count == 2, "two answers of 90 tokens weigh as much as eighteen of 10"
-    for seq in started:
-        if seq.request.tenant_id == "long":
-            draw(queue, seq, 1)
-            queue.leave(seq)  # much shorter than thought
-    ahead = []
-    for _ in range(2):
-        head = queue.head()
-        assert head is not None
-        ahead.append(head.request.tenant_id)
-        queue.start(head)
-    assert ahead == ["long", "long"], "what it was wrongly held for is given back at once"
-    assert queue.counter("long") == 4.0
-
-
-def test_an_expectation_never_lifts_a_newcomer() -> None:
-    queue = FairQueue()
-    first, second = waiting("a", max_tokens=500), waiting("a", max_tokens=500)
-    arrive(queue, first, second)
-    queue.start(first)
-    draw(queue, first, 3)
-    arrive(queue, waiting("new"))
-    assert queue.counter("new") == queue.counter("a") == 6.0
-
-
-def test_who_is_ahead_by_an_eighth_of_the_bound_gives_way() -> None:
-    queue = FairQueue(capacity=100)  # the bound is 400
-    runs, other, waits = (waiting(tenant, max_tokens=500) for tenant in "aab")
-    arrive(queue, runs, other, waits)
-    queue.start(runs)
-    queue.start(other)
-    draw(queue, runs, 25)
-    assert queue.giving_way(waits, [runs, other]) == []
-    draw(queue, runs, 1)
-    assert queue.giving_way(waits, [runs, other]) == [other], (
-        "what a request got itself is not held against it"
-    )
-    draw(queue, other, 26)
-    assert queue.giving_way(waits, [runs, other]) == [runs, other]
-    queue.set_weight("b", 0.5)
-    assert queue.giving_way(waits, [runs, other]) == [], "what a lighter tenant is owed comes in larger steps"
-    queue.set_weight("b", 1.0)
-    more = waiting("b", max_tokens=500)
-    arrive(queue, more)
-    queue.start(waits)
-    assert queue.giving_way(more, [runs, other]) == [], (
-        "what it is about to get counts for a tenant that is behind"
-    )
-
-
-def test_an_expectation_has_the_batch_for_its_bound() -> None:
-    queue = FairQueue(capacity=100)
-    hog = [waiting("hog", max_tokens=10**6) for _ in range(20)]
-    arrive(queue, *hog)
-    for seq in hog[:10]:
-        queue.start(seq)
-    arrive(queue, *(waiting("other", num_prompt=1) for _ in range(300)))
-    served = 0
-    while (head := queue.head()) is not None and head.request.tenant_id == "other":
-        end(queue, head, 1)
-        served += 3
-    assert 95 <= served <= 106, "half of 2 units for each of the 100 positions that fit into the batch"
-
-
 # Adapters.
 
 
@@ -380,18 +267,6 @@ def test_a_changed_weight_counts_at_once_and_for_what_comes() -> None:
     assert queue.counter("a") == before
     assert [serve(queue, 10.0) for _ in range(40)].count("a") == 30
     queue.set_weight("nobody", 2.0)
-
-
-def test_a_weight_that_grows_brings_a_tenant_forward_for_what_it_runs() -> None:
-    queue = FairQueue()
-    one, two, other = waiting("a", max_tokens=100), waiting("a"), waiting("b")
-    arrive(queue, one, two)
-    queue.start(one)
-    arrive(queue, other)
-    queue.charge(other, 100.0)
-    assert queue.head() is other
-    queue.set_weight("a", 4.0)
-    assert queue.head() is two
 
 
 def test_a_rank_costs_what_it_is_said_to() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.engine import answers, prefix, scheduler
-from loraplex.engine.adapter_wait import AdapterWait
+from loraplex.engine import adapter_scheduling, answers, prefix, scheduler
 from loraplex.engine.answers import Answers
 from loraplex.engine.blocks import BlockManager
 from loraplex.engine.core import EngineCore
@@ -414,7 +413,7 @@ def scores_of_an_event_lost(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def parked_requests_never_asked_for_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AdapterWait, "unasked", lambda self, count: [])
+    patch.setattr(adapter_scheduling._Turns, "first", lambda self, count: [])
 
 
 @pytest.mark.parametrize("name", BUGS)

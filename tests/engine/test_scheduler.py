@@ -2,94 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
-from loraplex.engine.scheduler import Scheduler
-from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, SequenceState, StepPlan
-from support.fake_transport import FakeTransport, Fate, make_cache
+from loraplex.engine.config import BLOCK_SIZE, Charges
+from loraplex.engine.types import Sequence, SequenceState
+from support.fake_transport import Fate
+from support.scheduler_bench import Bench, sizes
 from support.work import lines_run
-
-
-class Bench:
-    """A scheduler with lookahead 0 whose runner is the test: every sampling slice draws token 7."""
-
-    def __init__(
-        self, *, blocks: int = 64, seqs: int = 16, tokens: int = 64, charges: Charges | None = None
-    ) -> None:
-        self.now = 0.0
-        self.transport = FakeTransport(lambda: self.now, num_pages=4)
-        self.cache = make_cache(self.transport)
-        config = SchedulerConfig(blocks, 4096, seqs, tokens, 1000, charges=charges or Charges())
-        self.scheduler = Scheduler(config, self.cache)
-        self.live: dict[str, Sequence] = {}
-        self._order = count()
-
-    def add(
-        self,
-        name: str,
-        num_prompt: int,
-        max_tokens: int = 100,
-        *,
-        tenant: str = "acme",
-        adapter: AdapterRef | None = None,
-        first: int = 1000,
-        priority: int = 0,
-        weight: float = 1.0,
-    ) -> Sequence:
-        prompt = tuple(range(first, first + num_prompt))
-        request = EngineRequest(
-            name,
-            tenant,
-            prompt,
-            SamplingParams(max_tokens=max_tokens),
-            adapter,
-            weight=weight,
-            priority=priority,
-        )
-        seq = Sequence(request, self.now, next(self._order), list(prompt))
-        self.scheduler.add(seq)
-        self.live[name] = seq
-        return seq
-
-    def plan(self) -> StepPlan:
-        self.cache.poll()
-        plan = self.scheduler.plan(self.now)
-        self.check()
-        return plan
-
-    def collect(self, plan: StepPlan) -> None:
-        for row in plan.scheduled:
-            seq = row.seq
-            self.scheduler.computed(row)
-            if row.samples:
-                seq.token_ids.append(7)
-                seq.num_pending -= 1
-                self.scheduler.delivered(seq, 1)
-                if seq.num_outputs == seq.request.sampling.max_tokens:
-                    self.finish(seq)
-        self.check()
-
-    def step(self) -> dict[str, int]:
-        """One whole step; returns how many tokens of each request it computed."""
-        plan = self.plan()
-        self.collect(plan)
-        return sizes(plan)
-
-    def finish(self, seq: Sequence) -> None:
-        self.scheduler.finish(seq)
-        del self.live[seq.request_id]
-        self.check()
-
-    def check(self) -> None:
-        self.scheduler.check_integrity(self.live.values())
-
-
-def sizes(plan: StepPlan) -> dict[str, int]:
-    return {row.seq.request_id: row.num_tokens for row in plan.scheduled}
 
 
 def test_a_prompt_is_computed_at_once_and_then_decoded_token_by_token() -> None:
@@ -197,43 +117,6 @@ def bench_run_once(bench: Bench, name: str, num_prompt: int, first: int = 1000) 
     return seq
 
 
-def test_preemption_takes_from_the_tenant_that_got_the_most() -> None:
-    bench = Bench(blocks=10, tokens=64)
-    heavy = bench.add("heavy", 120, 40, tenant="heavy", first=1000)
-    light = bench.add("light", 1, 40, tenant="light", first=2000)
-    assert _first_preempted(bench) == ("heavy",)
-    assert light.state is SequenceState.RUNNING
-    assert (heavy.state, heavy.num_computed, heavy.epoch) == (SequenceState.WAITING, 0, 1)
-    assert heavy.block_ids == ()
-
-
-def _first_preempted(bench: Bench) -> tuple[str, ...]:
-    while bench.live:
-        plan = bench.plan()
-        bench.collect(plan)
-        if plan.preempted:
-            return plan.preempted
-    raise AssertionError("nobody was")
-
-
-def test_of_tenants_that_are_level_the_newest_is_preempted() -> None:
-    bench = Bench(blocks=5, tokens=64)
-    bench.add("old", 40, tenant="a", first=1000)
-    new = bench.add("new", 10, tenant="b", first=2000)
-    assert _first_preempted(bench) == ("new",), "though the other got more by some tokens"
-    assert new.num_outputs > 0
-
-
-def test_what_a_tenant_is_about_to_get_counts_when_someone_must_go() -> None:
-    bench = Bench(blocks=5, tokens=16)
-    bench.add("long", 1, 300, tenant="long", first=1000)
-    bench.add("short", 48, 25, tenant="short", first=2000)
-    preempted = _first_preempted(bench)
-    counter = bench.scheduler.queue.counter
-    assert counter("long") < counter("short")
-    assert preempted == ("long",), "its answer has only begun"
-
-
 def test_a_newcomer_leaves_those_who_run_a_block_to_grow_into() -> None:
     bench = Bench(blocks=4)
     for number, name in enumerate("abc"):
@@ -249,126 +132,6 @@ def test_who_cannot_outgrow_its_blocks_keeps_nobody_out() -> None:
         bench.add(name, 10, 7, first=1000 * number)
     bench.step()
     assert len(bench.scheduler.running) == 3
-
-
-def test_prompts_of_who_got_more_wait_a_step_for_that_of_who_got_less() -> None:
-    bench = Bench(blocks=200, tokens=64)
-    bench.add("runs", 16, 300, tenant="heavy", first=100)
-    for _ in range(5):
-        bench.step()
-    bench.add("light", 8, 10, tenant="light", first=1000)
-    bench.add("heavy", 8, 10, tenant="heavy", first=2000)
-    # Its expectation puts the heavy tenant ahead by 128 units, two steps' tokens.
-    assert bench.step() == {"runs": 1, "light": 8}
-    assert bench.step() == {"runs": 1, "light": 1, "heavy": 8}
-
-
-def test_who_is_put_off_once_is_not_put_off_again() -> None:
-    bench = Bench(blocks=200, tokens=64)
-    bench.add("runs", 16, 300, tenant="heavy", first=100)
-    bench.step()
-    bench.add("heavy", 8, tenant="heavy", first=500)
-    started = []
-    for number in range(4):  # ever new tenants, all of whom got less
-        bench.add(f"light{number}", 8, tenant=f"light{number}", first=1000 + 1000 * number)
-        started.append({name for name, tokens in bench.step().items() if tokens == 8})
-    assert started[:2] == [{"light0"}, {"light1", "heavy"}]
-
-
-def test_a_tenant_far_ahead_makes_way_for_the_first_in_the_queue() -> None:
-    bench = Bench(blocks=16)  # 256 tokens: a lead of an eighth of the bound is 128 units, 64 tokens drawn
-    hog = [bench.add(f"hog{number}", 16, 100, tenant="hog", first=1000 * number) for number in range(2)]
-    bench.step()
-    light = bench.add("light", 220, 4, tenant="light", first=5000)
-    level = bench.scheduler.queue.counter("hog")
-    while light.state is not SequenceState.RUNNING:
-        itself = 16 + 2 * hog[0].num_outputs  # what a request was charged itself is not held against it
-        ahead = bench.scheduler.queue.counter("hog") - level - itself
-        assert ahead <= 128 + 2 * len(hog)
-        assert bench.scheduler.num_preemptions == 0
-        bench.step()
-    assert ahead > 128 - 2 * len(hog)
-    assert bench.scheduler.num_preemptions == 2
-    outputs = [list(seq.token_ids) for seq in hog]
-    while bench.live:
-        bench.step()
-    assert [seq.num_outputs for seq in hog] == [100, 100]
-    assert [seq.token_ids[: len(before)] for seq, before in zip(hog, outputs, strict=True)] == outputs
-
-
-def test_nobody_makes_way_where_that_would_not_be_enough() -> None:
-    bench = Bench(blocks=32)
-    hogs = [bench.add(f"hog{number}", 16, 100, tenant="hog", first=1000 * number) for number in range(3)]
-    # Is behind all others, whatever it gets.
-    bench.add("dear", 16, 80, tenant="dear", weight=1e6, first=9000)
-    bench.step()
-    light = bench.add("light", 28 * BLOCK_SIZE - 8, 4, tenant="light", first=5000)
-    while "dear" in bench.live:
-        bench.step()
-        assert bench.scheduler.num_preemptions == 0
-    assert bench.scheduler.queue.giving_way(light, bench.scheduler.running) == hogs
-    while light.state is not SequenceState.RUNNING:
-        bench.step()
-    assert bench.scheduler.num_preemptions == 3, "now it is enough"
-
-
-def test_large_prompts_of_ever_new_tenants_do_not_preempt_each_other() -> None:
-    bench = Bench(blocks=64)  # a lead of 512
-    for number in range(6):
-        bench.add(f"r{number}", 900, 4, tenant=f"t{number}", first=10_000 * number)
-        for _ in range(9):
-            bench.step()
-    while bench.live:
-        bench.step()
-    assert bench.scheduler.num_preemptions == 0
-
-
-def _until_far_ahead(bench: Bench, light: Sequence) -> None:
-    """Step until somebody would give way in the next plan, if that were enough for the light one."""
-    while not bench.scheduler.queue.giving_way(light, bench.scheduler.running):
-        assert bench.scheduler.num_preemptions == 0
-        bench.step()
-
-
-def test_nobody_makes_way_for_one_that_has_room_by_now() -> None:
-    bench = Bench(blocks=32)
-    for number in range(3):
-        bench.add(f"hog{number}", 16, 100, tenant="hog", first=1000 * number)
-    ends = bench.add("ends", 8 * BLOCK_SIZE, 100, tenant="hog", first=9000)
-    while not ends.num_outputs:
-        bench.step()
-    light = bench.add("light", 14 * BLOCK_SIZE, 4, tenant="light", first=5000)
-    _until_far_ahead(bench, light)
-    assert light.state is SequenceState.WAITING
-    bench.finish(ends)  # its client went away
-    assert "light" in bench.step()
-    assert bench.scheduler.num_preemptions == 0
-
-
-def test_blocks_that_others_share_do_not_count_as_freed_by_who_makes_way() -> None:
-    bench = Bench(blocks=32, tokens=256)
-    bench.add("h0", 16 * 5 + 1, 80, tenant="hog")
-    bench.step()
-    for number in (1, 2, 3):
-        bench.add(f"h{number}", 16 * 5 + 1, 80, tenant="hog")
-    # Behind all others, whatever it gets: it makes no way.
-    bench.add("dear", 16 * 3, 200, tenant="dear", weight=1e6, first=9000)
-    bench.step()
-    bench.step()
-    assert len(bench.scheduler.running) == 5
-    light = bench.add("light", 16 * 26, 4, tenant="light", first=5000)
-    _until_far_ahead(bench, light)
-    # All of the hog's blocks would not do, though their sum, the shared ones four times, would.
-    for _ in range(5):
-        bench.step()
-    assert bench.scheduler.num_preemptions == 0
-
-
-def test_how_far_tenants_may_be_apart_and_level_depends_on_their_weights() -> None:
-    bench = Bench(blocks=7, tokens=16)
-    bench.add("hog", 64, 100, tenant="hog", weight=1000.0)
-    bench.add("light", 10, 100, tenant="light", weight=1000.0, first=2000)
-    assert _first_preempted(bench) == ("hog",), "it is ahead by more than a step's tokens over the weight"
 
 
 def test_a_prompt_in_the_making_is_not_dropped_for_a_tenant_that_got_more() -> None:

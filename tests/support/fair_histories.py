@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import combinations, count
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.config import Charges, SchedulerConfig
+from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence
 from support.fake_transport import FakeTransport, Fate, make_cache
@@ -29,6 +29,7 @@ from support.fake_transport import FakeTransport, Fate, make_cache
 STEPS = 600
 STEP_S = 0.02
 QUANTUM = 60.0
+STEPS_TO_A_PLACE = 3
 
 
 class Unfair(AssertionError):
@@ -111,6 +112,7 @@ class FairHistory:
         self.pairs: dict[tuple[str, str], _Pair] = {}
         self.drift = self.tested = 0.0
         self.fullest = 0  # tokens in the batch
+        self.kept_out: Counter[str] = Counter()  # steps for which a tenant, whose turn it was, got no place
         self.least_weight = {tenant.name: tenant.weight for tenant in self.tenants}
 
     def _draw_adapters(self, tenant: str, count: int) -> list[AdapterRef | None]:
@@ -190,6 +192,7 @@ class FairHistory:
         if step % 25 == 0:
             self.scheduler.check_integrity(self.live)
         self._check(before & self._backlogged())
+        self._check_places()
 
     def _take(self, row: ScheduledSequence) -> None:
         seq = row.seq
@@ -220,7 +223,7 @@ class FairHistory:
         return {
             seq.request.tenant_id
             for seq in self.live
-            if seq not in scheduler.running and seq not in scheduler.parked
+            if seq in scheduler.queue and scheduler.queue.is_ready(seq)
         }
 
     def _bound(self, one: str, other: str) -> float:
@@ -249,6 +252,29 @@ class FairHistory:
                     f"service per weight, over {bound:.0f}, while both could have run more"
                 )
         self.pairs = pairs
+
+    def _check_places(self) -> None:
+        """No tenant whose turn it is has nothing for long while another has places to spare."""
+        queue, running, config = self.scheduler.queue, self.scheduler.running, self.config
+        head = queue.head()
+        name = None if head is None else head.request.tenant_id
+        held = Counter(seq.request.tenant_id for seq in running)
+        seats = min(config.max_num_seqs, config.max_num_batched_tokens)
+        if head is None or name is None or held[name] or len(running) < seats:
+            self.kept_out.clear()
+            return
+        needed = -(-head.num_tokens // BLOCK_SIZE)
+        due = max(1 / seats, needed / config.num_blocks) / queue.weight(name)
+        can_spare = any(
+            (number - 1) / seats / queue.weight(other) >= due and queue.counter(other) >= queue.counter(name)
+            for other, number in held.items()
+        )
+        has_blocks = self.scheduler.blocks.num_free >= needed + 2 * seats
+        self.kept_out = Counter({name: self.kept_out[name] + 1} if can_spare and has_blocks else {})
+        if self.kept_out[name] > STEPS_TO_A_PLACE:
+            raise Unfair(
+                f"seed {self.seed}: it is the turn of {name}, which gets no place while others have several"
+            )
 
 
 def play(seed: int) -> Outcome:

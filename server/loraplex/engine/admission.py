@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from loraplex.engine.block_needs import blocks_for
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.logprobs import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
-from loraplex.engine.scheduler import blocks_for
 from loraplex.engine.types import EngineError, EngineRequest
 
 MAX_TOKEN_ID = 2**31 - 1

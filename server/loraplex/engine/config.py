@@ -62,21 +62,6 @@ class Charges:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulingRules:
-    """The scheduler's rules, each of which can be switched off, so that a table can show what it brings."""
-
-    foresight: float = 0.5
-    level: bool = True
-    growth: int = 1
-    make_way: Literal["lead", "none"] = "lead"
-    put_off: bool = True
-    places: bool = False
-    prefill_by_rank: bool = False
-    victims: Literal["rank", "share"] = "rank"
-    quantum: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The limits that the scheduler itself works under. `num_blocks` is the KV pool's size in blocks."""
 
@@ -92,7 +77,6 @@ class SchedulerConfig:
     adapter_wait_aging_s: float = 3.0
     """After so long a wait for room on the device, a request's adapter goes before all others."""
     charges: Charges = Charges()
-    rules: SchedulingRules = SchedulingRules()
     residency_quantum: float = 2048.0
     """How far, in units of service over weight, one tenant may be served before another so that no adapter has to
     leave the device."""

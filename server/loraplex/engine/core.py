@@ -20,7 +20,6 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.admission import why_not
 from loraplex.engine.answers import Answers
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.fairness import WaitingQueue
 from loraplex.engine.gauges import cache_entries, gauges
 from loraplex.engine.progress import Progress
 from loraplex.engine.protocol import CacheEntry, EngineStats
@@ -41,8 +40,8 @@ class EngineCore:
     """One engine: a scheduler, a runner and a cache of adapters.
 
     `eos_ids` end a sequence unless it ignores them. `clock` gives seconds; all deadlines are by it. `progress` is told
-    of every step, and `queue` says who is served next (None: weighted fair queueing by tenant). A request that can't
-    be served is never an exception: `add` leaves its refusal for the next `step` to return.
+    of every step. A request that can't be served is never an exception: `add` leaves its refusal for the next `step` to
+    return.
     """
 
     def __init__(
@@ -54,12 +53,11 @@ class EngineCore:
         eos_ids: frozenset[int],
         clock: Callable[[], float],
         progress: Progress | None = None,
-        queue: WaitingQueue | None = None,
     ) -> None:
         self._config = config
         self._cache = cache
         self._clock = clock
-        self._scheduler = Scheduler(config, cache, queue=queue)
+        self._scheduler = Scheduler(config, cache)
         self._answers = Answers(self._scheduler, cache, eos_ids=eos_ids, clock=clock)
         self._step_size = StepSize(config.max_num_batched_tokens)
         self._flights = Flights(
@@ -186,7 +184,7 @@ class EngineCore:
 
     @property
     def num_waiting_for_adapter(self) -> int:
-        return len(self._scheduler.parked)
+        return self._scheduler.num_waiting_for_adapter
 
     def idle_s(self) -> float | None:
         """0 if a step can do something at once; else the seconds until the next deadline or time-out; None if
@@ -196,7 +194,9 @@ class EngineCore:
         if self._answers.has_events or self._flights:
             return 0.0
         if pause_s <= 0 and (
-            scheduler.running or scheduler.num_ready or (scheduler.parked and not self._at_rest)
+            scheduler.running
+            or scheduler.num_ready
+            or (scheduler.num_waiting_for_adapter and not self._at_rest)
         ):
             return 0.0
         while self._deadlines and self._deadlines[0][2].state is SequenceState.FINISHED:

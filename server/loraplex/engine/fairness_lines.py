@@ -1,11 +1,11 @@
-"""The fair queue's inner order: a line for each tenant's adapter, and the tenants by what they got."""
+"""Waiting requests: a line for each tenant's adapter, and the tenants by what they got."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import Sequence
 
 Key = tuple[bool, int, int]
@@ -26,13 +26,20 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One tenant's waiting requests for one adapter (None: the base model). It is open while that adapter can be
-    lent; the requests of closed lines wait, but could not run."""
+    """One tenant's waiting requests for one adapter (`ref`; None: the base model). It is open while that adapter can be
+    lent; the requests of closed lines wait, but could not run.
 
-    digest: str | None
+    `since`: when the adapter was first missing for one of them, None once one has started since. `opened`: when the
+    adapter came, None while it is missing; `level`: the tenant's counter then."""
+
+    tenant_id: str
+    ref: AdapterRef | None
     is_open: bool
     size: int = 0
     entries: list[Entry] = field(default_factory=list)
+    since: float | None = None
+    opened: float | None = None
+    level: float = 0.0
 
     def add(self, key: Key, seq: Sequence) -> Entry:
         entry = Entry(key, seq, self)
@@ -55,18 +62,19 @@ class Line:
             heapq.heappop(self.entries)
         return None
 
+    def sequences(self) -> list[Sequence]:
+        """All of them, in order."""
+        return [entry.seq for entry in sorted(self.entries) if entry.seq is not None]
+
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant's account. `charged` is what it got, over the weight that was in force; `expected` what its running
-    requests are still expected to be charged, in plain units."""
+    """One tenant's account. `charged` is what it got, over the weight that was in force."""
 
     tenant_id: str
     weight: float
     charged: float = 0.0
-    expected: float = 0.0
     requests: int = 0  # in the engine, in whatever state
-    running: int = 0
     queued: int = 0  # in all lines
     ready: int = 0  # in open ones: its backlog
     lines: dict[str | None, Line] = field(default_factory=dict)
@@ -96,15 +104,12 @@ class Tenant:
 
 
 class TenantHeap:
-    """Tenants, the one of the least `rank` first; equal ones take turns in the order in which they came to stand
-    there.
+    """Tenants, the one that got least first; equal ones take turns in the order in which they came to stand there.
 
-    A rank that grew is noticed when the tenant comes up: it stood too early, never too late. One that fell must be
-    told by `put`.
+    What a tenant got only grows. That it grew is noticed when the tenant comes up: it stood too early, never too late.
     """
 
-    def __init__(self, rank: Callable[[Tenant], float]) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._heap: list[tuple[float, int, Tenant]] = []
         self._places: dict[Tenant, tuple[float, int, Tenant]] = {}
         self._turn = 0
@@ -113,14 +118,10 @@ class TenantHeap:
         return tenant in self._places
 
     def put(self, tenant: Tenant) -> None:
-        """Take it in, or notice that its rank fell."""
-        rank = self._rank(tenant)
-        place = self._places.get(tenant)
-        if place is None or rank < place[0]:
-            heapq.heappush(self._heap, self._new_place(rank, tenant))
-            if len(self._heap) > 2 * len(self._places) + 8:
-                self._heap = list(self._places.values())
-                heapq.heapify(self._heap)
+        heapq.heappush(self._heap, self._new_place(tenant))
+        if len(self._heap) > 2 * len(self._places) + 8:
+            self._heap = list(self._places.values())
+            heapq.heapify(self._heap)
 
     def drop(self, tenant: Tenant) -> None:
         del self._places[tenant]
@@ -135,13 +136,13 @@ class TenantHeap:
             tenant = place[2]
             if self._places.get(tenant) is not place:
                 heapq.heappop(self._heap)
-            elif place[0] < (rank := self._rank(tenant)):
-                heapq.heapreplace(self._heap, self._new_place(rank, tenant))
+            elif place[0] < tenant.charged:
+                heapq.heapreplace(self._heap, self._new_place(tenant))
             else:
                 return tenant
         return None
 
-    def _new_place(self, rank: float, tenant: Tenant) -> tuple[float, int, Tenant]:
+    def _new_place(self, tenant: Tenant) -> tuple[float, int, Tenant]:
         self._turn += 1
-        place = self._places[tenant] = (rank, self._turn, tenant)
+        place = self._places[tenant] = (tenant.charged, self._turn, tenant)
         return place

@@ -207,6 +207,11 @@ class Sequence:
         """Positions that exist, the pending ones included."""
         return len(self.token_ids) + self.num_pending
 
+    @property
+    def all_sampled(self) -> bool:
+        """Its last token is drawn already, or is being drawn by a step in flight."""
+        return 0 < self.request.sampling.max_tokens <= self.num_outputs + self.num_pending
+
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:

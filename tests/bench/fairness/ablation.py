@@ -1,7 +1,7 @@
 """What each rule of the scheduler brings: variants of it over all workloads and many seeds.
 
     PYTHONPATH=tests python -m bench.fairness.ablation --out FILE.json [--seeds 0-9] [--jobs 2]
-        [--only overload,hog-64@40] [--variants all,places]
+        [--only overload,hog-64@40] [--variants "as it is,no places"]
 
 Prints for each variant and workload the worst and the mean gap over the seeds, throughput by that of first-come in
 vLLM's batch (the faster of with a block kept free for each running request and without), preemptions, and the most
@@ -18,9 +18,9 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +30,46 @@ from bench.fairness.device import Device
 from bench.fairness.report import table
 from bench.fairness.simulation import simulate
 from bench.fairness.workloads import HOGS, WORKLOADS, Workload
-from loraplex.engine import config
+from loraplex.engine import block_needs, scheduler
 
-_OFF: dict[str, Any] = {"foresight": 0.0, "level": False, "growth": 0, "make_way": "none", "put_off": False}
-CHOSEN = _OFF | {"growth": 1, "places": True, "prefill_by_rank": True, "victims": "share"}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "chosen": CHOSEN,
-    "no places": CHOSEN | {"places": False},
-    "no room to grow": CHOSEN | {"growth": 0},
-    "no order of prompts": CHOSEN | {"prefill_by_rank": False},
-    "victims by counter": CHOSEN | {"victims": "rank"},
-    "and level": CHOSEN | {"victims": "rank", "level": True},
-    "and foresight": CHOSEN | {"foresight": 0.5},
-    "and making way": CHOSEN | {"make_way": "lead"},
-    "and putting off": CHOSEN | {"put_off": True},
-    "no quantum": CHOSEN | {"quantum": 0.0},
-    "ADR 0024": {},
-    "VTC alone": _OFF,
+
+def _as_it_is() -> dict[str, Any]:
+    return {}
+
+
+def _no_places() -> dict[str, Any]:
+    scheduler.claim = lambda *_: []
+    return {}
+
+
+def _no_room_to_grow() -> dict[str, Any]:
+    block_needs._GROWTH = 0
+    return {}
+
+
+def _no_order_of_prompts() -> dict[str, Any]:
+    admit = scheduler.Scheduler._admit
+
+    def after_those_begun(self: scheduler.Scheduler, draft: Any, before: float = inf) -> None:
+        if before == inf:
+            admit(self, draft)
+
+    scheduler.Scheduler._admit = after_those_begun
+    return {}
+
+
+def _no_quantum() -> dict[str, Any]:
+    return {"residency_quantum": 0.0}
+
+
+VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "as it is": _as_it_is,
+    "no places": _no_places,
+    "no room to grow": _no_room_to_grow,
+    "no order of prompts": _no_order_of_prompts,
+    "no quantum": _no_quantum,
 }
-"""Fields of SchedulingRules that are not as they are by default."""
+"""Each changes the engine of its process, which runs nothing else, and says what else to give to SchedulerConfig."""
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 SHAPED = frozenset(workload.name for workload in WORKLOADS if workload.one_shape)
 REFERENCE = "first-come, as needed"
@@ -57,22 +78,13 @@ Key = tuple[str, str, int]
 """Variant (or the reference), workload, seed."""
 
 
-def options(rules: dict[str, Any]) -> dict[str, Any]:
-    """What to give to SchedulerConfig for these rules."""
-    if not rules:
-        return {}
-    if "rules" not in {field.name for field in fields(config.SchedulerConfig)}:
-        sys.exit("the engine's rules can't be chosen at this commit: SchedulerConfig has no `rules`")
-    return {"rules": config.SchedulingRules(**rules)}
-
-
 def _run(key: Key) -> tuple[Key, dict[str, Any]]:
     variant, name, seed = key
     workload, began = BY_NAME[name], time.process_time()
     if variant == REFERENCE:
         run = max((play(workload, FIRST_COME, rule, seed=seed) for rule in AS_NEEDED), key=_tokens_per_s)
     else:
-        run = simulate(workload, seed=seed, options=options(VARIANTS[variant]))
+        run = simulate(workload, seed=seed, options=VARIANTS[variant]())
     return key, _figures(run, workload) | {"cpu_s": round(time.process_time() - began, 2)}
 
 
@@ -115,7 +127,7 @@ def _simulate(wanted: list[Key], runs: dict[Key, dict[str, Any]], jobs: int, pat
     left = [key for key in wanted if key not in runs]
     spawn = multiprocessing.get_context("spawn")
     began = written = time.monotonic()
-    with ProcessPoolExecutor(max_workers=jobs, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(max_workers=jobs, mp_context=spawn, max_tasks_per_child=1) as pool:
         for count, done in enumerate(as_completed([pool.submit(_run, key) for key in left]), 1):
             key, figures = done.result()
             runs[key] = figures
@@ -199,8 +211,6 @@ def main() -> None:
     variants = [name for name in given.variants.split(",") if name] or list(VARIANTS)
     if unknown := {*names} - BY_NAME.keys() | {*variants} - VARIANTS.keys():
         sys.exit(f"there is no workload or variant {', '.join(sorted(unknown))}")
-    for variant in variants:
-        options(VARIANTS[variant])
     runs = _read(given.out)
     wanted = [(variant, name, seed) for seed in seeds for name in names for variant in (REFERENCE, *variants)]
     _simulate(wanted, runs, given.jobs, given.out)

@@ -58,8 +58,7 @@ class _Simulation:
             max_num_batched_tokens=512,
             max_waiting=10**6,
             charges=CHARGES,
-            residency_quantum=RESIDENCY_QUANTUM,
-            **options,
+            **{"residency_quantum": RESIDENCY_QUANTUM, **options},
         )
         self._scheduler = Scheduler(config, self._cache)
 
@@ -132,7 +131,7 @@ class _Simulation:
     def _backlogged(self) -> set[str]:
         """Tenants with a request that could run if there were room. While one waits for its adapter nobody is: who it
         is that could run can't be told from outside."""
-        return set() if len(self._scheduler.parked) else self._account.backlogged()
+        return set() if self._scheduler.num_waiting_for_adapter else self._account.backlogged()
 
 
 def simulate(

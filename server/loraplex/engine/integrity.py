@@ -1,0 +1,24 @@
+"""What holds of every sequence, where it runs and where it waits. For tests."""
+
+from __future__ import annotations
+
+from loraplex.adapters.cache import Lease
+from loraplex.engine.block_needs import blocks_for
+from loraplex.engine.types import Sequence, SequenceState
+
+
+def check_running(seq: Sequence, lease: Lease | None) -> None:
+    """Raise AssertionError unless a running sequence has what belongs to it: its state, its blocks, its lease."""
+    name = seq.request_id
+    assert seq.state is SequenceState.RUNNING, f"{name} runs as {seq.state}"
+    assert blocks_for(seq.num_computed) <= len(seq.block_ids), f"{name} lacks blocks"
+    assert seq.num_computed <= seq.num_tokens, f"{name} is ahead of its tokens"
+    assert (lease is None) == (seq.request.adapter is None), f"{name} has the wrong lease"
+    assert seq.slot == (-1 if lease is None else lease.slot), f"{name} has the wrong slot"
+
+
+def check_waiting(seq: Sequence) -> None:
+    """Raise AssertionError unless a waiting sequence holds nothing."""
+    assert seq.state is SequenceState.WAITING, f"{seq.request_id} waits as {seq.state}"
+    assert not seq.block_ids, f"{seq.request_id} waits, and holds blocks"
+    assert seq.slot == -1, f"{seq.request_id} waits, and has a slot"
