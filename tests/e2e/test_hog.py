@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from bench.hog_server import measure
-from support.live_server import SMALL, LiveServer
+from support.live_server import SERVED_NAME, SMALL, LiveServer
 
 
 @pytest.mark.slow
 def test_one_request_of_64_sequences_keeps_nobody_waiting(real_model_dir: Path, tmp_path: Path) -> None:
-    with LiveServer(real_model_dir, tmp_path / "data", threads=0, **SMALL) as server:
+    settings = SMALL | {"threads": 0, "served_model_name": SERVED_NAME}
+    with LiveServer(real_model_dir, tmp_path / "data", **settings) as server:
         waits = measure(server, ["batch"], requests=5, settle_s=3.0, limit_s=30.0)
     print({name: [round(wait, 3) for wait in of] for name, of in waits.items()})
     assert len(waits["batch"]) == 5
