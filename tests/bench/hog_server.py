@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from loraplex.app.bench.client import Asking, ask
+from loraplex.app.bench.client import Asking
 from loraplex.app.bench.workload import BenchRequest
 from loraplex.app.models import ensure_model
 from support.live_server import SERVED_NAME, LiveServer
@@ -102,6 +102,27 @@ async def _beside(
             await client.aclose()
 
 
+async def _ask(client: httpx.AsyncClient, body: dict[str, Any], waits: list[float]) -> None:
+    """Send it, note the seconds until its first token, and read it to its end."""
+    sent, first = time.perf_counter(), True
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"the chat was refused: {response.status_code} {await response.aread()!r}")
+        async for data in _data(response):
+            if '"error"' in data:
+                raise SystemExit(f"the chat failed: {data}")
+            if first and '"content":"' in data.replace('"content":""', ""):
+                waits.append(time.perf_counter() - sent)
+                first = False
+
+
+async def _data(response: httpx.Response) -> AsyncIterator[str]:
+    """The data of each event."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")
+
+
 async def _chat(
     url: str,
     key: str,
@@ -109,25 +130,24 @@ async def _chat(
     hog: Hog | None,
     requests: int,
     turns: count[int],
+    tokens: int,
     settle_s: float,
     limit_s: float,
 ) -> list[float]:
     """Seconds to the first token of each request; of the last, if time ran out, what it waited so far."""
     waits: list[float] = []
-    asking = Asking(endpoint="chat", max_tokens=16)
+    asking = Asking(endpoint="chat", max_tokens=tokens)
     async with _beside(url, hogs, hog, turns, settle_s), _client(url, key) as client:
         end = time.perf_counter() + limit_s
-        for _ in range(requests):
+        for number in range(requests):
             turn, now = next(turns), time.perf_counter()
             asked = BenchRequest(turn, now, SERVED_NAME, f"{turn}. {SENTENCE * 3}")
             try:
-                outcome = await asyncio.wait_for(ask(client, asking, asked, now), end - now)
+                await asyncio.wait_for(_ask(client, asking.body(asked), waits), end - now)
             except TimeoutError:
-                waits.append(time.perf_counter() - now)
+                if len(waits) == number:
+                    waits.append(time.perf_counter() - now)
                 break
-            if outcome.error is not None:
-                raise SystemExit(f"a request failed: {outcome.error} {outcome.error_message}")
-            waits.append(outcome.arrivals[0] - outcome.sent)
     return waits
 
 
@@ -136,23 +156,24 @@ def measure(
     names: list[str],
     requests: int,
     *,
+    tokens: int = 16,
     settle_s: float = SETTLE_S,
     limit_s: float = LIMIT_S,
 ) -> dict[str, list[float]]:
-    """Seconds to each first token of the chat, alone and beside each of these hogs."""
+    """Seconds to each first token of the chat's answers of so many tokens, alone and beside each of these hogs."""
     keys = []
     for tenant in ("chat", "hog-1", "hog-2"):
         server.create_tenant(tenant)
         keys.append(server.create_key(tenant))
     turns, told = count(), {}
     asyncio.run(
-        _chat(server.data_url, keys[0], [], None, 3, turns, 0.0, limit_s)
+        _chat(server.data_url, keys[0], [], None, 3, turns, tokens, 0.0, limit_s)
     )  # what is slow but once does not count
     for name in ("alone", *names):
         server.wait(server.idle)
         hog = HOGS.get(name)
         told[name] = asyncio.run(
-            _chat(server.data_url, keys[0], keys[1:], hog, requests, turns, settle_s, limit_s)
+            _chat(server.data_url, keys[0], keys[1:], hog, requests, turns, tokens, settle_s, limit_s)
         )
         print(f"{name}: {[round(wait, 3) for wait in told[name]]}", file=sys.stderr, flush=True)
     return told

@@ -240,7 +240,6 @@ def test_the_ablation_goes_on_where_it_was_stopped(
         }
         return key, told
 
-    monkeypatch.setattr(ablation, "VARIANTS", {"all": {}})
     monkeypatch.setattr(ablation, "_run", run)
     monkeypatch.setattr(ablation, "ProcessPoolExecutor", lambda **options: ThreadPoolExecutor(1))
     path = tmp_path / "runs.json"
