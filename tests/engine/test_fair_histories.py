@@ -11,7 +11,6 @@ import pytest
 
 from loraplex.engine import scheduler
 from loraplex.engine.fairness import FairQueue
-from loraplex.engine.fairness_lines import Tenant
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.types import Sequence
 from support.fair_histories import Outcome, play, play_all
@@ -66,17 +65,13 @@ def output_not_charged(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def newcomers_not_lifted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FairQueue, "_lift", lambda self, tenant, credit: None)
+    patch.setattr(FairQueue, "_lift", lambda self, tenant: None)
 
 
 @bug
-def all_credit_kept_while_an_adapter_comes(patch: pytest.MonkeyPatch) -> None:
+def credit_kept_while_an_adapter_comes(patch: pytest.MonkeyPatch) -> None:
     lift = FairQueue._lift
-
-    def keep(self: FairQueue, tenant: Tenant, credit: float) -> None:
-        lift(self, tenant, 1e9 if credit else 0.0)
-
-    patch.setattr(FairQueue, "_lift", keep)
+    patch.setattr(FairQueue, "_lift", lambda self, tenant: None if tenant.queued else lift(self, tenant))
 
 
 @bug

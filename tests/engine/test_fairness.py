@@ -209,8 +209,8 @@ def test_choosing_among_many_tenants_costs_a_logarithm() -> None:
 # Adapters.
 
 
-def test_who_waits_for_an_adapter_is_no_backlog_and_saves_up_a_quantum_at_most() -> None:
-    queue = FairQueue(quantum=50.0)
+def test_who_waits_for_an_adapter_is_no_backlog_and_saves_up_nothing() -> None:
+    queue = FairQueue()
     arrive(queue, *(waiting("busy") for _ in range(100)))
     cold = [waiting("cold", adapter=1) for _ in range(100)]
     arrive(queue, *cold)
@@ -218,8 +218,7 @@ def test_who_waits_for_an_adapter_is_no_backlog_and_saves_up_a_quantum_at_most()
         assert serve(queue, 10.0) == "busy"
     queue.open(digest(1))
     nexts = [serve(queue, 10.0) for _ in range(25)]
-    assert nexts[:5] == ["cold"] * 5
-    assert nexts[6:].count("cold") in (9, 10), "from then on in turns"
+    assert nexts.count("cold") in (12, 13), "in turns from the start"
 
 
 def test_an_adapter_that_leaves_takes_its_requests_and_no_others_out_of_the_choice() -> None:

@@ -200,7 +200,7 @@ def weight_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def newcomers_not_lifted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FairQueue, "_lift", lambda self, tenant, credit: None)
+    patch.setattr(FairQueue, "_lift", lambda self, tenant: None)
 
 
 @bug

@@ -10,7 +10,7 @@ cache are the real ones; tokens and time are made up.
 
 The oracle charges what was computed for the first time, by what the plans say. While two tenants both have a request
 waiting that could run, what they were served per weight must not drift apart by more than the bound:
-2·max(largest charged prompt, dearest output token · tokens in the batch) over the lesser weight, plus the quantum.
+2·max(largest charged prompt, dearest output token · tokens in the batch) over the lesser weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from support.fake_transport import FakeTransport, Fate, make_cache
 
 STEPS = 600
 STEP_S = 0.02
-QUANTUM = 60.0
 STEPS_TO_A_PLACE = 3
 
 
@@ -94,7 +93,6 @@ class FairHistory:
             max_waiting=10**6,
             adapter_wait_aging_s=rng.choice((0.2, 1.0, 5.0)),
             charges=self.charges,
-            residency_quantum=QUANTUM,
         )
         slow = rng.choice((0.02, 0.2, 6.0))
         self.transport = FakeTransport(
@@ -233,7 +231,7 @@ class FairHistory:
         prompt = self.charges.prefill * max(tenant.longest_prompt for tenant in self.tenants)
         batch = self.charges.decode * self.fullest
         least = min(self.least_weight[one], self.least_weight[other])
-        return 2 * dearest * max(prompt, batch) / least + QUANTUM
+        return 2 * dearest * max(prompt, batch) / least
 
     def _check(self, waiting: set[str]) -> None:
         pairs: dict[tuple[str, str], _Pair] = {}

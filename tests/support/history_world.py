@@ -65,8 +65,6 @@ class World:
         self.config = replace(
             self.config,
             max_scored_tokens=self.asking.choice((1, 5, 16, 128)),
-            # So little is served in a history that the usual quantum would keep every adapter where it is.
-            residency_quantum=random.Random(self.seed).choice((0.0, 0.0, 30.0, 2048.0)),
         )
         self.num_pages = rng.randint(2, 5)
         self.p_arrive = rng.choice((0.05, 0.1, 0.2, 0.5))

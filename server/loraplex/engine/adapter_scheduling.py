@@ -85,7 +85,7 @@ class AdapterScheduler:
     Tenants take turns in what is sent for, and of those whose turn is near it is the one that got least which has
     precedence: who asks for a thousand adapters delays another tenant's one by a load or two, not by a thousand.
 
-    An adapter that somebody waits for is not evicted for a tenant that has not been served by `quantum` less.
+    An adapter that somebody waits for is not evicted for a tenant that got more than that one.
     `load_charge` is what bringing an adapter is charged, for each of its ranks.
     """
 
@@ -95,13 +95,11 @@ class AdapterScheduler:
         queue: FairQueue,
         *,
         aging_s: float,
-        quantum: float,
         load_charge: float,
     ) -> None:
         self._cache = cache
         self._queue = queue
         self._aging_s = aging_s
-        self._quantum = quantum
         self._load_charge = load_charge
         self._lent: frozenset[str] = frozenset()  # may be lent out
         self._unasked = _Turns()  # closed lines whose adapter was not sent for
@@ -211,16 +209,14 @@ class AdapterScheduler:
         return residency
 
     def _may_evict(self, line: Line) -> Callable[[str], bool]:
-        """What may leave the device for this line's adapter: nothing that somebody waits for whose tenant has not been
-        served by more than a quantum beyond this one. So adapters are swapped once a quantum, not once a turn."""
-        counter, quantum = self._queue.counter, self._quantum
+        """What may leave the device for this line's adapter: nothing that somebody waits for who got no more service,
+        and none of the tenant's own that it has not used since it came."""
+        counter = self._queue.counter
         own = counter(line.tenant_id)
 
         def may_evict(digest: str) -> bool:
             return all(
-                own - other.level > quantum
-                if other.tenant_id == line.tenant_id
-                else counter(other.tenant_id) - own > quantum
+                own > other.level if other.tenant_id == line.tenant_id else counter(other.tenant_id) > own
                 for other in self._queue.lines(digest)
             )
 
@@ -246,7 +242,7 @@ class AdapterScheduler:
 
     def _precedence(self, now: float) -> Line | None:
         """The line whose adapter goes before all others: of the tenants whose turn is near that which got least. One
-        whose adapter has not come gives way to a tenant that got less by more than a quantum."""
+        whose adapter has not come gives way to a tenant that got less."""
         counter = self._queue.counter
         while self._young and now - self._young[0][0] >= self._aging_s:
             since, line = self._young.popleft()
@@ -259,9 +255,7 @@ class AdapterScheduler:
             least = min(
                 self._aged.first(MAX_COMPARED), key=lambda line: counter(line.tenant_id), default=None
             )
-            if least is not None and (
-                first is None or counter(first.tenant_id) - counter(least.tenant_id) > self._quantum
-            ):
+            if least is not None and (first is None or counter(first.tenant_id) > counter(least.tenant_id)):
                 self._aged.take(least)
                 if first is not None:
                     self._aged.put_back(first)

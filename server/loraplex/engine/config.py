@@ -77,6 +77,3 @@ class SchedulerConfig:
     adapter_wait_aging_s: float = 3.0
     """After so long a wait for room on the device, a request's adapter goes before all others."""
     charges: Charges = Charges()
-    residency_quantum: float = 2048.0
-    """How far, in units of service over weight, one tenant may be served before another so that no adapter has to
-    leave the device."""

@@ -1,4 +1,4 @@
-"""Which tenant is served next: weighted virtual token counters, with a quantum for residency.
+"""Which tenant is served next: weighted virtual token counters.
 
 Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2 with weights: every tenant has a
 counter of the service that it got, in units over its weight, and the waiting tenant with the least goes next. A tenant
@@ -7,11 +7,10 @@ everybody gets what he asks for, and it is the largest counter: what is taken fr
 paper lifts to that of the last tenant that left the queue, whatever those who run have got since.)
 
 What waits for an adapter that is not on the device could not run, and is no backlog. Its tenant comes back when the
-adapter does, to `quantum` below the least at most: as much as others may have been served before it so that no adapter
-had to leave the device (see `adapter_scheduling`).
+adapter does.
 
 Between two tenants that both keep waiting, the served units per weight never drift apart by more than
-2·max(largest charged prompt, dearest output token · tokens in the batch) + quantum. The account is per tenant: more
+2·max(largest charged prompt, dearest output token · tokens in the batch). The account is per tenant: more
 keys, adapters or requests never buy a larger share.
 """
 
@@ -31,8 +30,7 @@ class FairQueue:
     waits for that adapter, however many its requests.
     """
 
-    def __init__(self, *, quantum: float = 0.0) -> None:
-        self._quantum = quantum
+    def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
         self._entries: dict[Sequence, Entry] = {}
         self._open: set[str] = set()
@@ -105,10 +103,8 @@ class FairQueue:
             line = tenant.lines[digest] = Line(request.tenant_id, request.adapter, is_open)
             if digest is not None:
                 self._lines.setdefault(digest, {})[tenant] = line
-        if tenant.queued == 0:
-            self._lift(tenant, 0.0)
-        elif line.is_open and tenant.ready == 0:
-            self._lift(tenant, self._quantum)
+        if tenant.ready == 0 and (line.is_open or tenant.queued == 0):
+            self._lift(tenant)
         key = (seq.epoch == 0, -request.priority, seq.order)
         entry = self._entries[seq] = line.add(key, seq)
         tenant.queued += 1
@@ -153,7 +149,7 @@ class FairQueue:
         self._open.add(digest)
         for tenant, line in self._lines.get(digest, {}).items():
             if tenant.ready == 0:
-                self._lift(tenant, self._quantum)
+                self._lift(tenant)
             line.is_open = True
             self._add_ready(tenant, line.size)
             tenant.stand(line)
@@ -209,8 +205,8 @@ class FairQueue:
         self._floor = max(self._floor, least.charged)
         return self._floor
 
-    def _lift(self, tenant: Tenant, credit: float) -> None:
-        tenant.charged = max(tenant.charged, self._least_level() - credit)
+    def _lift(self, tenant: Tenant) -> None:
+        tenant.charged = max(tenant.charged, self._least_level())
 
     def _drop_idle(self) -> None:
         # At or below the floor the next lift would overwrite the counter anyway: forgetting it changes nothing.

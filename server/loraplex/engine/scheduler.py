@@ -54,12 +54,11 @@ class Scheduler:
         self._max_scored = config.max_scored_tokens
         self._charges = config.charges
         self.blocks = BlockManager(config.num_blocks)
-        self.queue = FairQueue(quantum=config.residency_quantum)
+        self.queue = FairQueue()
         self.adapters = AdapterScheduler(
             cache,
             self.queue,
             aging_s=config.adapter_wait_aging_s,
-            quantum=config.residency_quantum,
             load_charge=config.charges.load_per_rank,
         )
         self.running: dict[Sequence, Lease | None] = {}  # in the order of admission

@@ -33,21 +33,19 @@ from bench.fairness.workloads import HOGS, WORKLOADS, Workload
 from loraplex.engine import block_needs, scheduler
 
 
-def _as_it_is() -> dict[str, Any]:
-    return {}
+def _as_it_is() -> None:
+    pass
 
 
-def _no_places() -> dict[str, Any]:
+def _no_places() -> None:
     scheduler.claim = lambda *_: []
-    return {}
 
 
-def _no_room_to_grow() -> dict[str, Any]:
+def _no_room_to_grow() -> None:
     block_needs._GROWTH = 0
-    return {}
 
 
-def _no_order_of_prompts() -> dict[str, Any]:
+def _no_order_of_prompts() -> None:
     admit = scheduler.Scheduler._admit
 
     def after_those_begun(self: scheduler.Scheduler, draft: Any, before: float = inf) -> None:
@@ -55,21 +53,15 @@ def _no_order_of_prompts() -> dict[str, Any]:
             admit(self, draft)
 
     scheduler.Scheduler._admit = after_those_begun
-    return {}
 
 
-def _no_quantum() -> dict[str, Any]:
-    return {"residency_quantum": 0.0}
-
-
-VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
+VARIANTS: dict[str, Callable[[], None]] = {
     "as it is": _as_it_is,
     "no places": _no_places,
     "no room to grow": _no_room_to_grow,
     "no order of prompts": _no_order_of_prompts,
-    "no quantum": _no_quantum,
 }
-"""Each changes the engine of its process, which runs nothing else, and says what else to give to SchedulerConfig."""
+"""Each changes the engine of its process, which runs nothing else."""
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 SHAPED = frozenset(workload.name for workload in WORKLOADS if workload.one_shape)
 REFERENCE = "first-come, as needed"
@@ -84,7 +76,8 @@ def _run(key: Key) -> tuple[Key, dict[str, Any]]:
     if variant == REFERENCE:
         run = max((play(workload, FIRST_COME, rule, seed=seed) for rule in AS_NEEDED), key=_tokens_per_s)
     else:
-        run = simulate(workload, seed=seed, options=VARIANTS[variant]())
+        VARIANTS[variant]()
+        run = simulate(workload, seed=seed)
     return key, _figures(run, workload) | {"cpu_s": round(time.process_time() - began, 2)}
 
 

@@ -20,7 +20,6 @@ SAMPLE_S = 1.0
 """Between two points of a curve."""
 ADAPTER_RANK = 16
 CHARGES = Charges()
-RESIDENCY_QUANTUM = 2048.0
 
 
 @dataclass
@@ -63,15 +62,14 @@ class Run:
 
 
 def bound(device: Device, workload: Workload) -> float:
-    """2·max(largest charged prompt, w_q·M) + quantum, in units per weight: w_q is the charge for an output token, M the
-    tokens that the batch's memory holds. The quantum counts where adapters have to share the device."""
+    """2·max(largest charged prompt, w_q·M), in units per weight: w_q is the charge for an output token, M the
+    tokens that the batch's memory holds."""
     arrivals = workload.arrivals()
     prompt, output = prices(any(arrival.adapter >= 0 for arrival in arrivals))
     largest = max(arrival.prompt for arrival in arrivals)
-    quantum = RESIDENCY_QUANTUM if workload.swaps else 0.0
     lightest = min([1.0, *workload.weights.values()])
     memory = on(device, workload).num_blocks * BLOCK_SIZE
-    return 2 * max(prompt * largest, output * memory) / lightest + quantum
+    return 2 * max(prompt * largest, output * memory) / lightest
 
 
 def on(device: Device, workload: Workload) -> Device:

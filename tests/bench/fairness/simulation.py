@@ -6,15 +6,12 @@ Time is the device's alone: the host costs nothing here, so that policies are co
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
 
 from bench.fairness.account import (
     ADAPTER_RANK,
     CHARGES,
     COPY_S,
     LOAD_S,
-    RESIDENCY_QUANTUM,
     Account,
     Run,
     Served,
@@ -33,9 +30,7 @@ TOKEN = 7
 
 
 class _Simulation:
-    def __init__(
-        self, workload: Workload, device: Device, seed: int, check_every: int, options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, workload: Workload, device: Device, seed: int, check_every: int) -> None:
         self._seconds = workload.seconds
         self._device = on(device, workload)
         self._check_every = check_every
@@ -58,7 +53,6 @@ class _Simulation:
             max_num_batched_tokens=512,
             max_waiting=10**6,
             charges=CHARGES,
-            **{"residency_quantum": RESIDENCY_QUANTUM, **options},
         )
         self._scheduler = Scheduler(config, self._cache)
 
@@ -140,8 +134,7 @@ def simulate(
     device: Device | None = None,
     seed: int = 0,
     check_every: int = 0,
-    options: Mapping[str, Any] | None = None,
 ) -> Run:
     """The workload from its start to its end under the product's own scheduler. Every `check_every` steps its integrity
-    is checked. `options` are further fields of SchedulerConfig."""
-    return _Simulation(workload, device or Device(), seed, check_every, options or {}).play()
+    is checked."""
+    return _Simulation(workload, device or Device(), seed, check_every).play()
