@@ -48,6 +48,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "database_url": ("sqlite:////x/y.db", "sqlite:////x/y.db"),
     "database_staleness": ("60", 60.0),
     "redis_url": ("redis://h:1/2", "redis://h:1/2"),
+    "limits_when_apart": ("strict", "strict"),
     "artifact_url": ("file:///x", "file:///x"),
     "admin_token": ("a-token", "a-token"),
     "key_pepper": ("0a" * 32, "0a" * 32),

@@ -143,14 +143,16 @@ _Passed = list[tuple[float, float, float, int, int, int]]
 
 
 def _run_workers(
-    redis: RedisServer, rounds: int, late: int, seed: int
+    redis: RedisServer, rounds: int, late: int, seed: int, when_apart: str
 ) -> tuple[list[dict[str, Any]], _Passed]:
     """Four processes at once, to the first `late` of which Redis answers too late for a while: what each told, and all
     that passed."""
     redis.client.flushall()
     with contextlib.ExitStack() as stack:
         workers = [
-            stack.enter_context(_worker(redis, f"w{seed}-{number}", rounds, *["LATE"] * (number < late)))
+            stack.enter_context(
+                _worker(redis, f"w{seed}-{number}", rounds, when_apart, *["LATE"] * (number < late))
+            )
             for number in range(4)
         ]
         for worker in workers:
@@ -191,24 +193,28 @@ def _most_at_a_time(passed: _Passed) -> tuple[int, int]:
     return most([1] * len(passed)), most([one[5] for one in passed])
 
 
-def _drill(rounds: int, late: int = 0, seed: int = 0) -> None:
+def _drill(rounds: int, late: int = 0, seed: int = 0, when_apart: str = "share") -> None:
     redis = redis_server()
-    told, passed = _run_workers(redis, rounds, late, seed)
+    told, passed = _run_workers(redis, rounds, late, seed, when_apart)
     requests, tokens = _overshoot(passed)
     reserved, used = sum(one[3] for one in passed), sum(one[4] for one in passed)
     (most, most_sequences), places = _most_at_a_time(passed), TENANT.max_concurrency or 0
     sequences = TENANT.max_sequences or 0
     print(
-        f"\n{4 * AT_A_TIME} at a time, {rounds} rounds, {late} of 4 hear late: {len(passed)} passed, {reserved} tokens "
-        f"reserved, {used} used, {most} of {places} places and {most_sequences} of {sequences} sequences taken at "
-        f"most; overshoot {requests:g} requests, {tokens:g} tokens, {max(0, most - places)} places, "
-        f"{max(0, most_sequences - sequences)} sequences"
+        f"\n{4 * AT_A_TIME} at a time, {rounds} rounds, {late} of 4 hear late ({when_apart}): "
+        f"{len(passed)} passed, {reserved} tokens reserved, {used} used, {most} of {places} places and "
+        f"{most_sequences} of {sequences} sequences taken at most; overshoot {requests:g} requests, {tokens:g} tokens, "
+        f"{max(0, most - places)} places, {max(0, most_sequences - sequences)} sequences"
     )
     for number, worker in enumerate(told):
         print(f"w{number}: {worker['apart']} decided apart, {worker['passed_apart']} of them passed")
         assert (worker["apart"] > 0) == (number < late)
-    assert (requests, tokens) == (0, 0)
-    assert (most <= places, most_sequences <= sequences) == (True, True)
+    # Each of those that hear late has a quarter of each limit beside the others, and of places.
+    beside = late / 4 if when_apart == "share" else 0
+    assert requests <= beside * (TENANT.requests_per_minute or 0)
+    assert tokens <= beside * (TENANT.tokens_per_minute or 0)
+    assert most <= places * (1 + beside)
+    assert most_sequences <= sequences * (1 + beside)
     assert redis.client.keys("{loraplex}:busy:*") + redis.client.keys("{loraplex}:sequences:*") == []
     is_full = len(passed) >= (TENANT.requests_per_minute or 0) or used > 0.9 * (TENANT.tokens_per_minute or 0)
     assert is_full, "no limit was reached"
@@ -220,8 +226,9 @@ def test_200_calls_at_once_from_four_processes_never_overshoot() -> None:
 
 
 @pytest.mark.slow
-def test_200_calls_at_once_never_overshoot_though_some_hear_answers_too_late() -> None:
-    _drill(rounds=30, late=2)
+@pytest.mark.parametrize("when_apart", ["strict", "share"])
+def test_200_calls_at_once_though_some_hear_answers_too_late(when_apart: str) -> None:
+    _drill(rounds=15, late=2, when_apart=when_apart)
 
 
 @pytest.mark.soak
@@ -232,9 +239,11 @@ def test_200_calls_at_once_from_four_processes_never_overshoot_from_the_first_ca
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("late", [0, 1, 4])
-def test_200_calls_at_once_from_four_processes_never_overshoot_at_length(late: int) -> None:
-    _drill(rounds=300, late=late)
+@pytest.mark.parametrize(
+    ("late", "when_apart"), [(0, "share"), (1, "strict"), (4, "strict"), (1, "share"), (4, "share")]
+)
+def test_200_calls_at_once_from_four_processes_at_length(late: int, when_apart: str) -> None:
+    _drill(rounds=300, late=late, when_apart=when_apart)
 
 
 @pytest.mark.soak
@@ -242,7 +251,7 @@ async def test_what_a_killed_server_held_comes_back() -> None:
     """Within the lease of 15 s and a heartbeat of the others."""
     redis = redis_server()
     redis.client.flushall()
-    with _worker(redis, "dies", 10_000) as worker:
+    with _worker(redis, "dies", 10_000, "share") as worker:
         _wait_ready(worker)
         assert worker.stdin is not None
         worker.stdin.write("go\n")

@@ -34,7 +34,7 @@ from loraplex.control import (
     sqlite,
 )
 from loraplex.control.key_cache import KeyCache
-from loraplex.control.limits import budget_store, budgets, limiter, redis_limiter, redis_share
+from loraplex.control.limits import budget_store, budgets, limiter, redis_limiter, redis_session
 from loraplex.control.resolver import Resolver
 from loraplex.control.usage import journal, roll_up
 from loraplex.engine import block_needs, factory, kv_memory, step_size
@@ -213,7 +213,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("limits.md", "A request that runs for more than {:g} s on a server", (SLICE_S / 2,)),
     ("limits.md", "`spent` is up to {:g} s late", (budgets.REPORT_INTERVAL_S,)),
     ("limits.md", "comes back within {:g} s.", (lua("LEASE") + lua("SLACK"),)),
-    ("limits.md", "nobody waits longer than {:g} ms", (redis_limiter.TIMEOUT_S * 1000,)),
+    ("limits.md", "just then waits {:g} ms at most", (redis_limiter.TIMEOUT_S * 1000,)),
     ("limits.md", "comes back after more than {:g} s", (lua("LEASE"),)),
     ("metrics.md", "Up to {:,} tenants have labels", (metrics.MAX_LABEL_SETS,)),
     ("metrics.md", "up to {:,} pairs of `tenant`", (metrics.MAX_LABEL_SETS,)),
@@ -254,14 +254,10 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("operations.md", "what it had reserved after {:g} s", (lua("LEASE"),)),
     ("operations.md", "slower than {:g} ms", (redis_limiter.TIMEOUT_S * 1000,)),
     ("operations.md", "after {:g} ms at most it is decided", (redis_limiter.TIMEOUT_S * 1000,)),
-    ("operations.md", "`Retry-After: {:g}` |", (redis_share.LATE_RETRY_S,)),
-    (
-        "operations.md",
-        "it begins with nothing {:g} s after",
-        (redis_limiter.SILENCE_S + redis_limiter.DRIFT_S,),
-    ),
+    ("operations.md", "`Retry-After: {:g}` |", (redis_limiter.UNDECIDED_RETRY_S,)),
     ("operations.md", "and then ten times a second", (redis_limiter.RETRY_S[-1] == 0.1,)),
-    ("operations.md", "It does so for {:g} s", (lua("LEASE"),)),
+    ("operations.md", "looks four times a second", (redis_limiter.HEARTBEAT_S == 0.25,)),
+    ("operations.md", "set forward by more than a second", (lua("STEP") == 1,)),
     (
         "operations.md",
         "adapters on the device | a tenth of the free memory, at most {:g} GiB | a tenth of the free device "
@@ -323,7 +319,7 @@ def test_two_names_of_one_thing_agree() -> None:
     assert default(Resolver, "ttl_s") == TTL_S
     assert default(deps.ApiServices, "stall_timeout") == setting("stream_stall_timeout")
     assert default(deps.ApiServices, "default_max_tokens") == setting("default_max_tokens")
-    assert lua("SILENCE") == redis_limiter.SILENCE_S
+    assert lua("STEP") == redis_session.STEP_US / 1e6
 
 
 def test_other_servers_follow_within_the_5_s_that_are_promised() -> None:

@@ -31,11 +31,13 @@ def test_a_server_counts_in_redis_and_leaves_nothing_of_itself_there(
         with server.client(server.create_key("acme")) as client:
             codes = [client.post("/v1/completions", json=body).status_code for _ in range(2)]
         assert codes == [200, 429]
-        assert redis.client.keys("{loraplex}:joined") != []
+        assert redis.client.zcard("{loraplex}:seen") == 1
+        assert redis.client.hlen("{loraplex}:state") == 3
         assert server.stop() == 0
         # What was counted outlives the server that counted it; of the server itself nothing is left.
         assert redis.client.keys("{loraplex}:rate:*") == [b"{loraplex}:rate:tenant:acme:requests"]
-        assert redis.client.keys("{loraplex}:joined") == redis.client.keys("{loraplex}:busy:*") == []
+        assert redis.client.keys("{loraplex}:seen") == redis.client.keys("{loraplex}:busy:*") == []
+        assert set(redis.client.hgetall("{loraplex}:state")) == {b"born", b"decisions"}
         assert server.logged("limiter_redis_lost") == []
         assert SECRET not in server.log_path.read_text()
     finally:

@@ -1,4 +1,4 @@
-"""One of several server processes on one Redis: python -m support.limit_worker URL NAME ROUNDS [LATE].
+"""One of several server processes on one Redis: python -m support.limit_worker URL NAME ROUNDS WHEN_APART [LATE].
 
 Prints "ready", waits for a line, then has 50 requests under way at a time, ROUNDS times over. With LATE all answers of
 Redis come too late in the middle third of the rounds; what it was asked for is done all the same. At the end prints
@@ -14,8 +14,10 @@ import json
 import random
 import sys
 import time
+from typing import cast
 
 from loraplex.control.errors import LimitsUnavailable, RateLimited
+from loraplex.control.limits.limiter import WhenApart
 from loraplex.control.limits.redis_limiter import RedisLimiter
 from loraplex.control.limits.redis_link import redis_script
 from loraplex.control.types import Limits, Principal
@@ -29,10 +31,10 @@ SERVER = Limits(tokens_per_minute=30_000)
 TENANT = Limits(requests_per_minute=150, tokens_per_minute=12_000, max_concurrency=40, max_sequences=75)
 
 
-async def work(url: str, name: str, rounds: int, late: bool) -> None:
+async def work(url: str, name: str, rounds: int, when_apart: WhenApart, late: bool) -> None:
     watch = Watch()
     link = PatientLink(url, redis_script())
-    limiter = RedisLimiter(link, watch)
+    limiter = RedisLimiter(link, watch, when_apart=when_apart)
     await limiter.start()
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
@@ -73,4 +75,5 @@ async def work(url: str, name: str, rounds: int, late: bool) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(work(sys.argv[1], sys.argv[2], int(sys.argv[3]), late="LATE" in sys.argv[4:]))
+    url, name, rounds, when_apart, *options = sys.argv[1:]
+    asyncio.run(work(url, name, int(rounds), cast(WhenApart, when_apart), late="LATE" in options))

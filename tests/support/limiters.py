@@ -13,14 +13,14 @@ import pytest
 
 from loraplex.control.errors import RateLimited
 from loraplex.control.limits.in_process import InProcessLimiter
-from loraplex.control.limits.limiter import Limiter
+from loraplex.control.limits.limiter import Limiter, WhenApart
 from loraplex.control.limits.plan import LimitPlan, plan_admission, plan_request
-from loraplex.control.limits.redis_limiter import DRIFT_S, SILENCE_S, RedisLimiter
+from loraplex.control.limits.redis_limiter import RedisLimiter
 from loraplex.control.limits.redis_link import TAG, redis_script
 from loraplex.control.types import NO_LIMITS, Decision, Limits, Principal
 from support.control import FakeClock, caller
 from support.limit_watch import PatientLink, Watch
-from support.redis_server import redis_server
+from support.redis_server import RedisServer, redis_server
 
 CLOCK_KEY = f"{TAG}:clock-of-tests"
 START_US = 1.8e15
@@ -141,10 +141,13 @@ def with_clock_of_tests(script: str) -> str:
 
 class SharedLimits:
     """Several servers' limiters on one Redis, in one event loop and on one clock that is moved by hand. Fresh each
-    time; an async context manager."""
+    time; an async context manager. `skew_s`: by which Redis' clock was set forward. `port`: of a way to Redis that is
+    not the direct one."""
 
-    def __init__(self) -> None:
-        self.redis = redis_server()
+    def __init__(self, redis: RedisServer | None = None, *, port: int | None = None) -> None:
+        self.redis = redis or redis_server()
+        self.port = port
+        self.skew_s = 0.0
         self.clock = FakeClock()
         self.limiters: list[RedisLimiter] = []
         self.watches: list[Watch] = []
@@ -166,16 +169,18 @@ class SharedLimits:
 
     def tell_time(self) -> None:
         """Again, to a Redis that lost it."""
-        self.redis.client.set(CLOCK_KEY, repr(START_US + self.clock.seconds * 1e6))
+        self.redis.client.set(CLOCK_KEY, repr(START_US + (self.clock.seconds + self.skew_s) * 1e6))
 
-    async def servers(self, number: int, *, port: int | None = None) -> list[RedisLimiter]:
+    async def servers(
+        self, number: int, *, port: int | None = None, when_apart: WhenApart = "share"
+    ) -> list[RedisLimiter]:
         """New ones, which have heard of each other. `port`: of a way to Redis that is not the direct one."""
         script = with_clock_of_tests(redis_script())
-        url = self.redis.url if port is None else f"redis://127.0.0.1:{port}"
+        url = f"redis://127.0.0.1:{port or self.port or self.redis.port}"
         for _ in range(number):
             self.watches.append(Watch())
             self.links.append(PatientLink(url, script))
-            limiter = RedisLimiter(self.links[-1], self.watches[-1], clock=self.clock)
+            limiter = RedisLimiter(self.links[-1], self.watches[-1], when_apart=when_apart, clock=self.clock)
             self.limiters.append(limiter)
             await limiter.start()
         for limiter in self.limiters:
@@ -214,10 +219,10 @@ class SharedLimits:
         assert not any(watch.up for watch in self.watches)
 
     async def hang_for(self, seconds: float) -> None:
-        """Redis hangs, and it is so long since the servers began to spend their shares."""
+        """Redis hangs, and for so long."""
         self.hang()
         await self.noticed()
-        self.clock.advance(SILENCE_S + DRIFT_S + seconds)
+        self.clock.advance(seconds)
 
     async def together(self) -> None:
         """Until every server decides in Redis again."""
@@ -230,3 +235,12 @@ class SharedLimits:
     def running(self) -> int:
         """Requests that Redis believes to run."""
         return int(self.redis.client.get(f"{TAG}:busy:server:") or 0)
+
+    def joined(self) -> dict[str, str]:
+        """The number of its joining, for each server."""
+        state = self.redis.client.hgetall(f"{TAG}:state")
+        return {
+            name.decode(): value.decode()
+            for name, value in state.items()
+            if name not in (b"born", b"decisions")
+        }

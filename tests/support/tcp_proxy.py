@@ -9,11 +9,11 @@ import threading
 
 
 class TcpProxy:
-    """Carries between its own `port` and `target`. While `hang` is in force it takes connections and bytes, and
-    passes nothing on in either direction. A context manager."""
+    """Carries between its own `port` and `target`, which may be set for the next connections. While `hang` is in force
+    it takes connections and bytes, and passes nothing on in either direction. A context manager."""
 
     def __init__(self, target: int) -> None:
-        self._target = target
+        self.target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._carries = threading.Event()
@@ -54,7 +54,7 @@ class TcpProxy:
     def _serve(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError):
             self._wait_carrying()
-            with socket.create_connection(("127.0.0.1", self._target), timeout=5) as server:
+            with socket.create_connection(("127.0.0.1", self.target), timeout=5) as server:
                 other = {client: server, server: client}
                 while not self._closed.is_set():
                     ready, _, _ = select.select(list(other), [], [], 0.05)

@@ -171,14 +171,14 @@ class LimitsNotShared(ControlError):
 
 
 class LimitsUnavailable(ControlError):
-    """What keeps the limits for all servers does not answer, and this server's own share of one is spent. Nothing was
-    consumed. `retry_after_s` is when the share allows it."""
+    """What keeps the limits for all servers does not answer, and this server may not decide by itself, or its own share
+    of a limit is spent (`reached`). Nothing was consumed. `retry_after_s` is when the share allows it."""
 
     code = "limits_unavailable"
 
-    def __init__(self, reached: str, *, retry_after_s: float) -> None:
-        super().__init__(
-            "The limits of all servers together cannot be looked up now, and by this server's own share of them: "
-            f"{reached[0].lower()}{reached[1:]} Try again later."
+    def __init__(self, reached: str = "", *, retry_after_s: float) -> None:
+        own = (
+            f", and by this server's own share of them: {reached[0].lower()}{reached[1:]}" if reached else "."
         )
+        super().__init__(f"The limits of all servers together cannot be looked up now{own} Try again later.")
         self.retry_after_s = retry_after_s

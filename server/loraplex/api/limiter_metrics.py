@@ -13,7 +13,7 @@ class LimiterMeter:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._apart = Gauge(
             "loraplex_limiter_apart",
-            "1 while Redis is away and this server decides by its own share of the limits.",
+            "1 while Redis is away and this server decides by itself.",
             registry=registry,
         )
         self._replicas = Gauge(
@@ -33,7 +33,7 @@ class LimiterMeter:
         )
         decisions = Counter(
             "loraplex_limiter_apart_decisions",
-            "Decisions by this server's own share, by result: passed, refused.",
+            "Decisions without Redis, by result: passed, refused.",
             ["result"],
             registry=registry,
         )

@@ -25,7 +25,8 @@ def make_limiter(settings: Settings, watch: LimiterWatch, background: Background
     from loraplex.control.limits.redis_link import RedisLink, redis_script
 
     check_url(settings.redis_url)
-    return RedisLimiter(RedisLink(settings.redis_url, redis_script()), watch, background=background)
+    link = RedisLink(settings.redis_url, redis_script())
+    return RedisLimiter(link, watch, when_apart=settings.limits_when_apart, background=background)
 
 
 def check_redis(settings: Settings) -> None:

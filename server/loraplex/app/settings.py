@@ -164,6 +164,10 @@ class Settings(BaseSettings):
         "",
         description="redis://HOST:PORT/DB where all servers keep their limits (default: each counts by itself)",
     )
+    limits_when_apart: Literal["strict", "share", "open"] = Field(
+        "share",
+        description="What a server decides while that Redis is away: strict (nothing), share (its part) or open (all)",
+    )
     usage_keep_days: int = Field(
         90,
         ge=0,

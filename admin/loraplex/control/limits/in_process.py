@@ -71,8 +71,7 @@ class InProcessLimiter:
         if live is None:
             return
         for charge, window in zip(live.plan.rates, live.windows, strict=True):
-            used = charge.cost if charge.what == "requests" else min(used_tokens or 0, charge.cost)
-            unused = charge.cost if used_tokens is None else charge.cost - used
+            unused = charge.cost - charge.kept(used_tokens)
             window.give_back(request_id, unused * PERIOD_S / charge.limit)
         self._running.remove(live.plan)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from loraplex.control.limits.plan import LimitPlan
 from loraplex.control.types import Decision
@@ -43,3 +43,6 @@ class Limiter(Protocol):
 
 PLACE_RETRY_S = 1.0
 """When a running request ends cannot be known."""
+WhenApart = Literal["strict", "share", "open"]
+"""What a server decides while it cannot ask the Redis of the limits: nothing that is limited; by its share of each
+limit; by each whole limit, as if it were alone."""

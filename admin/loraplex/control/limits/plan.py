@@ -40,6 +40,12 @@ class RateCharge:
         """The charge as a share of the period: at most PERIOD_S."""
         return self.cost * PERIOD_S / self.limit
 
+    def kept(self, used_tokens: int | None) -> int:
+        """What stays of the cost of a request that has ended: nothing where nothing came of it (None)."""
+        if used_tokens is None:
+            return 0
+        return self.cost if self.what == "requests" else min(used_tokens, self.cost)
+
     @property
     def refusal(self) -> str:
         return f"The {self.owner.kind}'s limit of {self.limit} {self.what} a minute is reached."
@@ -87,6 +93,13 @@ class LimitPlan:
     tokens: int = 0
     output_tokens: int = 0
     sequences: int = 0
+
+    @property
+    def is_limited(self) -> bool:
+        """By rates or places."""
+        return bool(self.rates) or any(
+            place.limit is not None or place.max_sequences is not None for place in self.places
+        )
 
 
 def plan_admission(principal: Principal, server: Limits) -> LimitPlan:

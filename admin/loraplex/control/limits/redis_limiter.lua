@@ -1,7 +1,7 @@
 -- The limits of all servers on one Redis. Every call is one step: Redis runs nothing beside a script.
 --
--- KEYS[1]: the hash tag that every key begins with. ARGV[1]: the operation; ARGV[2]: what it is given, in msgpack as
--- the answer is. Times are microseconds of Redis' own clock.
+-- KEYS[1]: the hash tag that every key begins with. ARGV[1]: the operation; ARGV[2]: its arguments, in msgpack as the
+-- answer is. Times are microseconds of Redis' own clock; those in arguments are relative to now, but for `by.clock`.
 --
 -- A rate window is what `gcra.py` describes, in whole numbers: with L the limit a minute, a point of time is
 -- (microseconds since the window's base) * L, and a token or a request is 60e6, so that what flows back in a
@@ -16,28 +16,31 @@
 --   TAG:busy:OWNER        requests that run
 --   TAG:sequences:OWNER   sequences that they run
 --   TAG:live:REPLICA      request -> what it holds
---   TAG:born              a name for this set of data: another one tells that it was lost
---   TAG:joined            replica -> the number of its joining, which every call names
+--   TAG:state             `born`: a name for this set of data; `decisions`: how many changed it;
+--                         replica -> the number of its joining, which every call names
 --   TAG:seen              replica -> when it was last heard of
---   TAG:parts             replica -> the fewest replicas that it may believe there are
---   TAG:owed:REPLICA      window -> how much of what was spent without Redis is charged; '' -> the batch that it is of
---   TAG:awaited, :told    after a loss of data or a long outage: how many replicas there were, and those that have told
---                         what they knew
---
--- A replica that cannot reach this Redis spends its share of each limit by itself: from SILENCE after it was last heard
--- of, beginning with nothing, at the limit over the number of replicas. Just that much is kept back here from all others
--- until it is heard of again, or forgotten. So all together never let pass more than the limit.
+--   TAG:owed:REPLICA      what was spent without Redis and is charged: batch and window
+--   TAG:awaited, :told    after a loss of data or a long outage: how many replicas there were; those that told all
 
 local PERIOD = 60e6
 local LEASE = 15e6
 local SLACK = 1e6
-local SILENCE = 1e6
+local STEP = 1e6
 local TAG = KEYS[1]
-local JOINED, SEEN, BORN, PARTS = TAG .. ':joined', TAG .. ':seen', TAG .. ':born', TAG .. ':parts'
+local STATE, SEEN = TAG .. ':state', TAG .. ':seen'
 local AWAITED, TOLD = TAG .. ':awaited', TAG .. ':told'
 local given = cmsgpack.unpack(ARGV[2])
+local by = given.by
 local clock = redis.call('TIME')
 local now = clock[1] * 1e6 + clock[2]
+local known = redis.call('HMGET', STATE, 'born', 'decisions', by.replica)
+local born, decisions, number = known[1], tonumber(known[2] or 0), known[3]
+-- This Redis was restarted from an older dump, or took over without the last writes.
+local goes_back = decisions < by.decisions
+
+local function count_decision()
+  decisions = redis.call('HINCRBY', STATE, 'decisions', 1)
+end
 
 local function pack_held(t, cost, sum, floor, id)
   return struct.pack('<dddd', t, cost, sum, floor) .. id
@@ -49,8 +52,8 @@ local function unpack_held(raw)
 end
 
 -- What is spent, of PERIOD * limit.
-local function spent(window)
-  return math.max(0, window.tat - (now - window.base) * window.limit)
+local function spent(window, at)
+  return math.max(0, window.tat - ((at or now) - window.base) * window.limit)
 end
 
 local function save(window)
@@ -72,8 +75,9 @@ local function rescale(window, limit)
   end
 end
 
--- `limit` nil: as it is; nil is returned where nothing is spent. Nothing is written for a window that is only read.
-local function open(name, limit)
+-- `limit` nil: as it is; nil is returned where nothing is spent. `at`: when it is to be charged, else now. Nothing is
+-- written for a window that is only read.
+local function open(name, limit, at)
   local window = { key = TAG .. ':rate:' .. name, held = TAG .. ':held:' .. name }
   local raw = redis.call('GET', window.key)
   if raw then
@@ -85,13 +89,13 @@ local function open(name, limit)
       save(window)
       redis.call('DEL', window.held)
     end
-    if spent(window) > 0 then
+    if spent(window, at) > 0 then
       if limit and limit ~= window.limit then window.rescaled = limit end
       return window
     end
   end
   if not limit then return nil end
-  -- What was charged before now makes no difference any more, given back or not.
+  -- What was charged before makes no difference any more, given back or not.
   window.limit, window.base, window.head, window.tat, window.fresh = limit, now - PERIOD, 0, 0, true
   return window
 end
@@ -122,9 +126,14 @@ local function charge_for_good(window, sum, floor)
   save(window)
 end
 
--- Before all that is held here it was spent until then.
-local function raise(window, seen)
+-- Before all that is held here it was spent until then. `is_first`: all that is held is in what was seen; what of it is
+-- whose cannot be told apart any more.
+local function raise(window, seen, is_first)
   begin_write(window)
+  if is_first then
+    window.head = window.tat
+    redis.call('DEL', window.held)
+  end
   window.head = math.max(window.head, seen)
   window.tat = window.head
   for _, raw in ipairs(redis.call('LRANGE', window.held, 0, -1)) do
@@ -189,12 +198,13 @@ end
 -- `ended`: request -> tokens that it used, -1 where nothing came of it. What this replica does not hold is left out.
 -- Window -> the microseconds that are spent then.
 local function settle(replica, ended)
-  local live, by_window = TAG .. ':live:' .. replica, {}
+  local live, by_window, has_ended = TAG .. ':live:' .. replica, {}, false
   for id, used in pairs(ended) do
     local raw = redis.call('HGET', live, id)
     if raw then
       -- First, as it needs no memory: a script that has written once is not stopped by `maxmemory`.
       redis.call('HDEL', live, id)
+      has_ended = true
       local holds = cmsgpack.unpack(raw)
       for _, rate in ipairs(holds.rates) do
         local part = 1
@@ -210,6 +220,7 @@ local function settle(replica, ended)
     end
   end
   for name, kept in pairs(by_window) do by_window[name] = end_held(name, kept) end
+  if has_ended then count_decision() end
   return by_window
 end
 
@@ -232,99 +243,22 @@ local function forget(replica)
   local ended = {}
   for _, id in ipairs(redis.call('HKEYS', TAG .. ':live:' .. replica)) do ended[id] = -1 end
   settle(replica, ended)
-  redis.call('HDEL', JOINED, replica)
+  redis.call('HDEL', STATE, replica)
   redis.call('ZREM', SEEN, replica)
-  redis.call('HDEL', PARTS, replica)
-end
-
--- `at`: when it sent this, by its knowledge of our clock. It may lie about for long before it is done.
-local function heard_of(replica, at)
-  redis.call('ZADD', SEEN, string.format('%.17g', math.min(at, now)), replica)
-end
-
--- How many replicas live, and how many of them come before this one, which believed in `replicas` until now.
-local function count(replica, replicas)
-  for _, silent in ipairs(redis.call('ZRANGEBYSCORE', SEEN, '-inf', string.format('%.17g', now - LEASE))) do
-    if silent ~= replica then forget(silent) end
-  end
-  local all, before = redis.call('ZRANGE', SEEN, 0, -1), 0
-  for _, other in ipairs(all) do
-    if other < replica then before = before + 1 end
-  end
-  -- This answer may be lost.
-  redis.call('HSET', PARTS, replica, replicas > 0 and math.min(replicas, #all) or #all)
-  return { status = 'ok', now = now, replicas = #all, rank = before }
-end
-
--- How much of a limit the others may be spending by themselves: a function of the limit.
-local function kept_back(replica)
-  local silent = {}
-  local since = '(' .. string.format('%.17g', now - SILENCE)
-  local found = redis.call('ZRANGEBYSCORE', SEEN, '-inf', since, 'WITHSCORES')
-  for i = 1, #found, 2 do
-    if found[i] ~= replica then
-      local parts = tonumber(redis.call('HGET', PARTS, found[i]) or 1)
-      silent[#silent + 1] = { parts, now - SILENCE - tonumber(found[i + 1]) }
-    end
-  end
-  return function(limit)
-    local sum = 0
-    for _, one in ipairs(silent) do sum = sum + math.ceil(limit / one[1]) * one[2] end
-    return sum
-  end
-end
-
--- Nobody was heard of for a lease: none of them is dead for that, and all may have spent their shares.
-local function was_away()
-  local last = redis.call('ZREVRANGE', SEEN, 0, 0, 'WITHSCORES')
-  return last[2] ~= nil and tonumber(last[2]) <= now - LEASE + SLACK
 end
 
 -- After a loss of data, or when all were away, nobody decides here before all have told what they know, or had LEASE
--- for it.
-local function await_all(replicas)
-  local awaited = tonumber(redis.call('GET', AWAITED) or 0)
-  if awaited > 0 then
-    redis.call('SET', AWAITED, math.max(awaited, replicas), 'KEEPTTL')
-  else
-    redis.call('SET', AWAITED, replicas, 'PX', string.format('%.0f', LEASE / 1000))
+-- for it. A replica that joins for the first time knows nothing.
+local function are_all_back(awaits)
+  local lease = string.format('%.0f', LEASE / 1000)
+  if awaits then redis.call('SET', AWAITED, given.replicas, 'NX', 'PX', lease) end
+  if given.knows then
+    redis.call('SADD', TOLD, by.replica)
+    redis.call('PEXPIRE', TOLD, lease)
   end
-end
-
-local function has_told(replica)
-  redis.call('SADD', TOLD, replica)
-  redis.call('PEXPIRE', TOLD, string.format('%.0f', LEASE / 1000))
-end
-
-local function have_all_told()
-  local awaited = tonumber(redis.call('GET', AWAITED) or 0)
-  if redis.call('SCARD', TOLD) < awaited then return false end
+  if redis.call('SCARD', TOLD) < tonumber(redis.call('GET', AWAITED) or 0) then return false end
   redis.call('DEL', AWAITED, TOLD)
   return true
-end
-
--- What was spent here before, if this Redis lost its data; if it did not it knows better, as what was seen may have been
--- given back since. And what was spent without it, of which some may have been told before, in the same batch, by a call
--- whose answer was lost.
-local function report(replica, batch, rates, has_lost)
-  local owed = TAG .. ':owed:' .. replica
-  for _, rate in ipairs(rates) do
-    local window = open(rate.name, rate.limit)
-    local fresh = window.fresh
-    if fresh then window.base = math.min(window.base, rate.seen) end
-    -- A window that is gone had flowed back, as far as anybody saw.
-    if has_lost or fresh then raise(window, point(window, rate.seen)) end
-    if rate.sum > 0 then
-      if redis.call('HGET', owed, '') ~= batch then
-        redis.call('DEL', owed)
-        redis.call('HSET', owed, '', batch)
-      end
-      local more = rate.sum - tonumber(redis.call('HGET', owed, rate.name) or 0)
-      if more > 0 then charge_for_good(window, more * PERIOD, point(window, rate.floor)) end
-      redis.call('HSET', owed, rate.name, rate.sum)
-      redis.call('PEXPIRE', owed, string.format('%.0f', 2 * PERIOD / 1000))
-    end
-  end
 end
 
 -- What runs and is not held here. If data was lost, what was charged before is in what the windows were seen to be, by
@@ -335,61 +269,84 @@ local function restore(replica, live, existing, has_lost)
       if has_lost and request.told then request.rates = {} end
       hold(replica, request)
       for _, rate in ipairs(request.rates) do
-        charge(open(rate.name, rate.limit), rate.cost, math.min(now, request.at), request.id)
+        local at = now - request.age
+        charge(open(rate.name, rate.limit, at), rate.cost, at, request.id)
       end
     end
   end
 end
 
+-- The caller saw data that is not here any more: all of it, the last of it, or what expired when the clock was set
+-- forward.
+local function has_lost_data()
+  return given.born ~= '' and (given.born ~= born or goes_back or given.is_doubtful)
+end
+
 local operations = {}
 
--- Reconciles what this replica knows with what is here: nothing, after a restart without its data.
+-- What this replica knows of windows, before it joins. How far they were spent, if this Redis lost its data; if it did
+-- not it knows better, as what was seen may have been given back since. And what was spent without it: each window of a
+-- batch once, though it may be told again, by a replica that did not hear the answer.
+function operations.tell()
+  local owed = TAG .. ':owed:' .. by.replica
+  local has_lost = has_lost_data()
+  for _, rate in ipairs(given.rates) do
+    local window = open(rate.name, rate.limit)
+    local fresh = window.fresh
+    if fresh then window.base = math.min(window.base, now + rate.seen) end
+    -- A window that is gone had flowed back, as far as anybody saw.
+    if has_lost or fresh then raise(window, point(window, now + rate.seen), born == given.born) end
+    if rate.sum > 0 and redis.call('SADD', owed, given.batch .. ' ' .. rate.name) == 1 then
+      charge_for_good(window, rate.sum * PERIOD, point(window, now + rate.floor))
+    end
+  end
+  redis.call('PEXPIRE', owed, string.format('%.0f', 2 * PERIOD / 1000))
+  return { status = 'ok' }
+end
+
+-- Reconciles what this replica holds with what is here: nothing, after a restart without its data.
 function operations.join()
-  local replica, live, existing, ended = given.replica, {}, {}, {}
+  local replica, live, existing, ended = by.replica, {}, {}, {}
   for _, request in ipairs(given.live) do live[request.id] = true end
   for _, id in ipairs(redis.call('HKEYS', TAG .. ':live:' .. replica)) do
     existing[id] = true
     if not live[id] then ended[id] = given.ended[id] or -1 end
   end
-  redis.call('HSET', JOINED, replica, given.number)
-  redis.call('SETNX', BORN, replica .. given.number)
-  local born = redis.call('GET', BORN)
-  local has_lost = given.born ~= '' and given.born ~= born
-  local awaits = given.knows and (has_lost or was_away())
-  -- A replica that was apart may spend its share until it hears this answer. Until it says so it counts as silent, and
-  -- is not forgotten meanwhile.
-  heard_of(replica, given.heard < 0 and now or math.max(given.heard, now - LEASE / 2))
+  local has_lost = has_lost_data()
+  -- Where nobody was heard of for a lease, nobody is dead for that, and all may have spent their shares.
+  local last = tonumber(redis.call('ZREVRANGE', SEEN, 0, 0, 'WITHSCORES')[2] or now)
+  local awaits = given.knows and (has_lost or last <= now - LEASE + SLACK)
+  if not born or (has_lost and born == given.born) then
+    -- The first to notice. Everybody else has to join again, and finds another name.
+    redis.call('DEL', STATE)
+    born = replica .. by.number
+  end
+  decisions = math.max(decisions, by.decisions) + 1
+  redis.call('HSET', STATE, 'born', born, 'decisions', string.format('%.0f', decisions), replica, by.number)
+  redis.call('ZADD', SEEN, string.format('%.17g', now), replica)
   settle(replica, ended)
-  report(replica, given.batch, given.rates, has_lost)
   restore(replica, given.live, existing, has_lost)
-  local counted = count(replica, given.replicas)
-  counted.has_lost, counted.born = has_lost, born
-  if awaits then await_all(given.replicas) end
-  if given.is_whole and given.knows then has_told(replica) end
-  counted.ready = have_all_told()
-  return counted
-end
-
-function operations.report()
-  report(given.replica, given.batch, given.rates, given.has_lost)
-  if given.is_last and given.knows then has_told(given.replica) end
-  return { status = 'ok', now = now, ready = have_all_told() }
+  local replicas, ready = redis.call('ZCARD', SEEN), are_all_back(awaits)
+  return { status = 'ok', replicas = replicas, has_lost = has_lost, born = born, ready = ready }
 end
 
 function operations.heartbeat()
-  heard_of(given.replica, given.heard)
-  return count(given.replica, given.replicas)
+  redis.call('ZADD', SEEN, string.format('%.17g', now), by.replica)
+  for _, silent in ipairs(redis.call('ZRANGEBYSCORE', SEEN, '-inf', string.format('%.17g', now - LEASE))) do
+    forget(silent)
+  end
+  return { status = 'ok', replicas = redis.call('ZCARD', SEEN) }
 end
 
 function operations.leave()
-  forget(given.replica)
-  return { status = 'ok', now = now }
+  forget(by.replica)
+  return { status = 'ok' }
 end
 
--- Microseconds until a charge fits into its window, beside what is kept back.
-local function wait_for(rate, window, kept)
+-- Microseconds until a charge fits into its window.
+local function wait_for(rate, window)
   local capacity = PERIOD * rate.limit
-  local over = spent(window) * (rate.limit / window.limit) + kept(rate.limit) + rate.cost * PERIOD - capacity
+  local over = spent(window) * (rate.limit / window.limit) + rate.cost * PERIOD - capacity
   -- Sums of floats, where the numbers are too large to be whole: a billionth is not worth a refusal.
   return over <= capacity * 1e-9 and 0 or over / rate.limit
 end
@@ -401,10 +358,9 @@ end
 -- All that the request is charged, or nothing.
 function operations.reserve()
   local windows, spents, waits, full, crowded, refused = {}, {}, {}, {}, {}, false
-  local kept = kept_back(given.replica)
   for i, rate in ipairs(given.rates) do
     local window = open(rate.name, rate.limit)
-    windows[i], spents[i], waits[i] = window, spent(window) / window.limit, wait_for(rate, window, kept)
+    windows[i], spents[i], waits[i] = window, spent(window) / window.limit, wait_for(rate, window)
     refused = refused or waits[i] > 0
   end
   for i, place in ipairs(given.places) do
@@ -413,23 +369,31 @@ function operations.reserve()
     refused = refused or full[i] or crowded[i]
   end
   if not refused then
-    hold(given.replica, given)
+    hold(by.replica, given)
     for i, rate in ipairs(given.rates) do
       charge(windows[i], rate.cost, now, given.id)
-      spents[i], waits[i] = spent(windows[i]) / rate.limit, wait_for(rate, windows[i], kept)
+      spents[i], waits[i] = spent(windows[i]) / rate.limit, wait_for(rate, windows[i])
     end
+    count_decision()
   end
   local status = refused and 'refused' or 'ok'
-  return { status = status, now = now, spent = spents, waits = waits, full = full, crowded = crowded }
+  return { status = status, spent = spents, waits = waits, full = full, crowded = crowded }
 end
 
 function operations.settle()
-  local windows = settle(given.replica, given.ended)
+  local windows = settle(by.replica, given.ended)
   -- An empty table would be an empty array in msgpack.
-  return { status = 'ok', now = now, windows = next(windows) and windows or nil }
+  return { status = 'ok', windows = next(windows) and windows or nil }
 end
 
-if ARGV[1] ~= 'join' and redis.call('HGET', JOINED, given.replica) ~= given.number then
-  return cmsgpack.pack({ status = 'unknown', now = now })
+local function answer()
+  -- It lay in a buffer and its replica has given it up; or this clock was set forward, which the replica then sees.
+  if by.clock >= 0 and now - by.clock > STEP then return { status = 'late' } end
+  local is_known = number == by.number and not goes_back
+  if ARGV[1] ~= 'join' and ARGV[1] ~= 'tell' and not is_known then return { status = 'unknown' } end
+  return operations[ARGV[1]]()
 end
-return cmsgpack.pack(operations[ARGV[1]]())
+
+local reply = answer()
+reply.now, reply.decisions = now, decisions
+return cmsgpack.pack(reply)

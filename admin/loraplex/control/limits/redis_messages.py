@@ -27,11 +27,11 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A reservation that was made `at` that time, and has not ended. `told`: Redis was told of it before, and may have
-    lost it or given it back."""
+    """A reservation that was made `age` microseconds ago, and has not ended. `told`: Redis was told of it before, and
+    may have lost it or given it back."""
 
     id: str
-    at: float
+    age: float
     told: bool
     rates: list[Rate]
     places: list[Seat]
@@ -40,7 +40,7 @@ class Request(msgspec.Struct, frozen=True):
 
 class Spending(msgspec.Struct, frozen=True):
     """What is known of a window: that it was spent until `seen`; and what was charged without Redis, of which `sum` is
-    the tokens and `floor` the time until which they alone would spend it."""
+    the tokens and `floor` the time until which they alone would spend it. Both times are microseconds from now."""
 
     name: str
     limit: int
@@ -49,85 +49,77 @@ class Spending(msgspec.Struct, frozen=True):
     floor: float
 
 
-class Join(msgspec.Struct, frozen=True):
-    """`number` names this joining in every later call; `born`: the data that Redis had at the last one, empty at first.
-    `ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended. `heard`: since then this
-    replica may have decided by itself, -1 where it did not. `replicas` that it believes there are, 0 at first.
-    `knows`: it has decided here before. `is_whole`: no Report follows. `batch`: the sums in `rates` only grow until it
-    is another one."""
+class Caller(msgspec.Struct, frozen=True):
+    """`number` names the caller's joining. `clock`: the time of Redis by the caller's own clock, -1 where it is not
+    known; `decisions`: how many Redis had counted when it last answered."""
 
     replica: str
     number: str
-    batch: str
-    heard: float
-    replicas: int
+    clock: float
+    decisions: int
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Before a Join: what is known of windows. `born`: the data that Redis had at the last joining, empty at first.
+    `is_doubtful`: some of it may have expired since. `batch` names the sums, which do not change while they are told.
+    """
+
+    by: Caller
     born: str
+    is_doubtful: bool
+    batch: str
     rates: list[Spending]
+
+
+class Join(msgspec.Struct, frozen=True):
+    """`ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended. `replicas` that it
+    believes there are. `knows`: it has decided in Redis before. `born`, `is_doubtful`: as in a Tell."""
+
+    by: Caller
+    born: str
+    is_doubtful: bool
     ended: dict[str, int]
     live: list[Request]
+    replicas: int
     knows: bool
-    is_whole: bool
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    replica: str
-    number: str
+    by: Caller
     id: str
     rates: list[Rate]
     places: list[Seat]
     sequences: int
 
 
-class Report(msgspec.Struct, frozen=True):
-    """More of what a Join tells, which answered `has_lost`."""
-
-    replica: str
-    number: str
-    batch: str
-    rates: list[Spending]
-    has_lost: bool
-    knows: bool
-    is_last: bool
-
-
 class Settle(msgspec.Struct, frozen=True):
-    replica: str
-    number: str
+    by: Caller
     ended: dict[str, int]
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A heartbeat, sent at the time `heard`. `replicas` as in a Join."""
+    """A heartbeat; or, as a Leave, the last word."""
 
-    replica: str
-    number: str
-    heard: float
-    replicas: int
-
-
-class Leave(msgspec.Struct, frozen=True):
-    """The last word."""
-
-    replica: str
-    number: str
+    by: Caller
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`unknown`: Redis does not know this joining of this replica, and did nothing. `spent` and `waits`: microseconds,
-    for each rate of the plan; `waits` until it, or once it passed the same one again, would pass. `full` and `crowded`
-    for each place: its requests and its sequences. `windows`: by name, what is spent after settling. `replicas`
-    that live, `rank` of them come before this one. `has_lost`: other data than `born` named before. `ready`: all have
-    told what they knew before the data was lost, or all were away, and decisions may be asked for."""
+    """`unknown`: Redis does not know this joining of this replica; `late`: its time is more than a second beyond the
+    caller's; neither did anything. `decisions` that changed its data. `spent` and `waits`: microseconds, for each rate
+    of the plan; `waits` until it, or once it passed the same one again, would pass. `full` and `crowded` for each
+    place: its requests and its sequences. `windows`: by name, what is spent after settling. `replicas` that live.
+    `has_lost`: other data than `born` named before, or less. `ready`: all have told what they knew before the data was
+    lost, or all were away, and decisions may be asked for."""
 
-    status: Literal["ok", "refused", "unknown"]
+    status: Literal["ok", "refused", "unknown", "late"]
     now: float
+    decisions: int
     spent: list[float] = []
     waits: list[float] = []
     full: list[bool] = []
     crowded: list[bool] = []
     windows: dict[str, float] = {}
     replicas: int = 0
-    rank: int = 0
     has_lost: bool = False
     ready: bool = True
     born: str = ""
