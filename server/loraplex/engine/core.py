@@ -195,7 +195,7 @@ class EngineCore:
             return 0.0
         if pause_s <= 0 and (
             scheduler.running
-            or scheduler.num_ready
+            or scheduler.queue.num_ready
             or (scheduler.num_waiting_for_adapter and not self._at_rest)
         ):
             return 0.0

@@ -79,11 +79,6 @@ class Scheduler:
         """Those of them whose adapter can't be lent to them now."""
         return len(self.queue) - self.queue.num_ready
 
-    @property
-    def num_ready(self) -> int:
-        """Those of them that don't wait for an adapter."""
-        return self.queue.num_ready
-
     def add(self, seq: Sequence) -> None:
         self.queue.enter(seq)
         self._wait(seq, seq.arrival)
@@ -170,8 +165,6 @@ class Scheduler:
 
     def _counter(self, seq: Sequence) -> float:
         return self.queue.counter(seq.request.tenant_id)
-
-    # Running sequences.
 
     def _keep_to(self, draft: _Draft) -> None:
         """Fewer may run since steps have become smaller: preempt those who are too many."""
@@ -311,8 +304,6 @@ class Scheduler:
         seq.slot = -1
         if lease is not None:
             self._cache.release(lease)
-
-    # Waiting sequences.
 
     def _admit(self, draft: _Draft, before: float = inf) -> None:
         """Start waiting sequences in the order of fairness, of tenants with a counter below `before`, while there is
