@@ -1,10 +1,10 @@
 """A light tenant beside a heavy one, on the real server and the real small model, over HTTP, with first-come beside it.
 
-    PYTHONPATH=tests python -m bench.fairness_server [--runs 3] [--requests 4] [--out FILE.json]
+    PYTHONPATH=tests python -m bench.fairness_server [--runs 2] [--requests 3] [--out FILE.json]
 
 Starts `loraplex serve` with the quickstart's model, room for 8 running requests and two tenants: `heavy` keeps 24
 requests over 12 adapters going, `light` 2 over one, so that requests queue. In each run each of the light one's two
-streams sends 4 requests alone, 4 beside the heavy one, and 4 with all streams under the heavy one's key: one tenant's
+streams sends 3 requests alone, 3 beside the heavy one, and 3 with all streams under the heavy one's key: one tenant's
 requests are served in the order of their arrival, so that is first-come on the same server. All that with answers of 24
 to 96 tokens, and again with answers of 60 each.
 
@@ -187,9 +187,9 @@ def _set_up(server: LiveServer, work: Path) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A light tenant beside a heavy one, on the real server.")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=2)
     parser.add_argument(
-        "--requests", type=int, default=4, help="of each of the light tenant's streams, a phase"
+        "--requests", type=int, default=3, help="of each of the light tenant's streams, a phase"
     )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
