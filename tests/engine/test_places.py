@@ -163,6 +163,38 @@ def test_prompts_are_computed_in_the_order_of_counters() -> None:
     assert long.num_computed == 3 * 64 + 58
 
 
+def test_answers_that_grow_into_all_that_a_prompt_in_the_making_held() -> None:
+    bench = Bench(blocks=9, seqs=16, tokens=4)
+    for number in range(3):
+        bench.add(f"d{number}", 1, 100, tenant=f"d{number}", first=1000 * number)
+    bench.step()
+    bench.add("x", 40, 5, tenant="x", first=90_000)
+    while bench.scheduler.num_preemptions == 0:
+        bench.step()
+    for _ in range(60):
+        bench.step()
+
+
+def test_what_one_tenant_took_of_idle_places_protects_no_other() -> None:
+    """`many` holds all places but one, and waits for nothing; `busy` gets more and more by the last."""
+    bench = Bench(blocks=3000, seqs=16, tokens=256)
+    for number in range(15):
+        bench.add(f"c{number}", 8, 3000, tenant="many", first=100 * number)
+    for number in range(20):
+        bench.add(f"h{number}", 700, 1, tenant="busy", first=100_000 + 1000 * number)
+        while f"h{number}" in bench.live:
+            bench.step()
+    bench.add("holds", 8, 3000, tenant="busy", first=90_000)
+    bench.step()
+    assert bench.scheduler.queue.counter("busy") > 2 * bench.scheduler.queue.counter("many")
+    bench.add("light", 8, 2, tenant="light", first=95_000)
+    steps = 0
+    while "light" in bench.live:
+        bench.step()
+        steps += 1
+    assert steps <= STEPS_TO_A_PLACE
+
+
 def test_where_blocks_run_short_the_tenant_that_holds_the_most_gives() -> None:
     bench = Bench(blocks=10, tokens=64)
     heavy = bench.add("heavy", 120, 40, tenant="heavy", first=1000)

@@ -110,6 +110,7 @@ class FairHistory:
         self.pairs: dict[tuple[str, str], _Pair] = {}
         self.drift = self.tested = 0.0
         self.fullest = 0  # tokens in the batch
+        self.settles_at = 0.0
         self.kept_out: Counter[str] = Counter()  # steps for which a tenant, whose turn it was, got no place
         self.least_weight = {tenant.name: tenant.weight for tenant in self.tenants}
 
@@ -176,6 +177,10 @@ class FairHistory:
             if self.rng.random() < self.p_weight:
                 tenant.weight = float(self.rng.choice((1, 2, 4)))
                 self.scheduler.queue.set_weight(tenant.name, tenant.weight)
+                self.kept_out.clear()
+                self.settles_at = (
+                    self.now + BLOCK_SIZE * STEP_S
+                )  # a claim that has failed is tried again by then
                 self.least_weight[tenant.name] = min(self.least_weight[tenant.name], tenant.weight)
 
     def _step(self, step: int) -> None:
@@ -184,6 +189,8 @@ class FairHistory:
         self.cache.poll()
         before = self._backlogged()
         plan = self.scheduler.plan(self.now)
+        if {row.seq.request_id for row in plan.scheduled} & {*plan.preempted}:
+            raise Unfair(f"seed {self.seed}: a request was preempted for one that did not start")
         self.fullest = max(self.fullest, sum(seq.num_tokens for seq in self.scheduler.running))
         for row in plan.scheduled:
             self._take(row)
@@ -264,11 +271,18 @@ class FairHistory:
         needed = -(-head.num_tokens // BLOCK_SIZE)
         due = max(1 / seats, needed / config.num_blocks) / queue.weight(name)
         can_spare = any(
-            (number - 1) / seats / queue.weight(other) >= due and queue.counter(other) >= queue.counter(name)
+            (number - 1) / seats / queue.weight(other) >= (1 + (head.epoch > 0)) * due
+            and (queue.counter(other) >= queue.counter(name) or not queue.is_backlogged(other))
             for other, number in held.items()
         )
         has_blocks = self.scheduler.blocks.num_free >= needed + 2 * seats
-        self.kept_out = Counter({name: self.kept_out[name] + 1} if can_spare and has_blocks else {})
+        prompts_first = any(
+            seq.num_tokens - seq.num_computed > 1
+            and queue.counter(seq.request.tenant_id) <= queue.counter(name)
+            for seq in running
+        )
+        may_start = can_spare and has_blocks and not prompts_first and self.now > self.settles_at
+        self.kept_out = Counter({name: self.kept_out[name] + 1} if may_start else {})
         if self.kept_out[name] > STEPS_TO_A_PLACE:
             raise Unfair(
                 f"seed {self.seed}: it is the turn of {name}, which gets no place while others have several"

@@ -55,6 +55,7 @@ class Bench:
     def plan(self) -> StepPlan:
         self.cache.poll()
         plan = self.scheduler.plan(self.now)
+        assert not sizes(plan).keys() & {*plan.preempted}, "a sequence was preempted and resumed in one plan"
         self.check()
         return plan
 

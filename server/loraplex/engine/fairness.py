@@ -179,6 +179,10 @@ class FairQueue:
         tenant = self._tenants.get(tenant_id)
         return 0.0 if tenant is None else tenant.charged
 
+    def is_backlogged(self, tenant_id: str) -> bool:
+        """Whether a tenant with a request in the engine has one in the queue that could run."""
+        return self._tenants[tenant_id].ready > 0
+
     def weight(self, tenant_id: str) -> float:
         """The share of a tenant with a request in the engine."""
         return self._tenants[tenant_id].weight

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
 from loraplex.adapters.cache import Lease
 from loraplex.engine.block_needs import blocks_for
+from loraplex.engine.fairness import FairQueue
 from loraplex.engine.types import Sequence, SequenceState
 
 
-def check_running(seq: Sequence, lease: Lease | None) -> None:
+def check_places(
+    live: Iterable[Sequence], running: Mapping[Sequence, Lease | None], queue: FairQueue
+) -> set[Sequence]:
+    """Raise AssertionError unless the `live` sequences, and they alone, run or wait, each with what belongs there.
+    Returns those that wait."""
+    queued: set[Sequence] = set()
+    alive: Counter[str] = Counter()
+    for seq in live:
+        alive[seq.request.tenant_id] += 1
+        places = (seq in running) + (seq in queue)
+        assert places == 1, f"{seq.request_id} is in {places} places"
+        if seq in running:
+            _check_running(seq, running[seq])
+        else:
+            _check_waiting(seq)
+            queued.add(seq)
+    assert len(running) + len(queue) == alive.total(), "a request that ended has kept its place"
+    queue.check_integrity(alive, queued)
+    return queued
+
+
+def _check_running(seq: Sequence, lease: Lease | None) -> None:
     """Raise AssertionError unless a running sequence has what belongs to it: its state, its blocks, its lease."""
     name = seq.request_id
     assert seq.state is SequenceState.RUNNING, f"{name} runs as {seq.state}"
@@ -17,7 +42,7 @@ def check_running(seq: Sequence, lease: Lease | None) -> None:
     assert seq.slot == (-1 if lease is None else lease.slot), f"{name} has the wrong slot"
 
 
-def check_waiting(seq: Sequence) -> None:
+def _check_waiting(seq: Sequence) -> None:
     """Raise AssertionError unless a waiting sequence holds nothing."""
     assert seq.state is SequenceState.WAITING, f"{seq.request_id} waits as {seq.state}"
     assert not seq.block_ids, f"{seq.request_id} waits, and holds blocks"

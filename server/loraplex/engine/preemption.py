@@ -93,6 +93,9 @@ def claim(
     is told of each that is chosen, and says whether those chosen so far make room for it; if all that may be chosen do
     not, none are: nobody is preempted in vain.
 
+    One that was preempted itself may have them of tenants that are left with twice as much: else a place that was taken
+    is taken back, and goes round.
+
     Each is of the tenant with the largest share, and leaves it with as much as the waiting one's tenant then has at
     least. What is held only becomes more equal, so that no two tenants can preempt each other in turn.
     """
@@ -103,6 +106,8 @@ def claim(
     for seqs in tenants.values():
         seqs.sort(key=lambda seq: (-seq.request.priority, seq.order))
     least = shares.with_one_more(head, blocks)
+    if head.epoch:
+        least *= 2
     chosen: list[Sequence] = []
     while True:
         able = [

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -20,22 +19,11 @@ from loraplex.engine.adapter_scheduling import AdapterScheduler
 from loraplex.engine.block_needs import blocks_for, blocks_missing, blocks_to_come
 from loraplex.engine.blocks import BlockManager
 from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
+from loraplex.engine.draft import Draft
 from loraplex.engine.fairness import FairQueue
-from loraplex.engine.integrity import check_running, check_waiting
+from loraplex.engine.integrity import check_places
 from loraplex.engine.preemption import Shares, claim, most_expendable
 from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    now: float
-    budget: int  # tokens that still fit into the step
-    score_budget: int  # positions whose logits may still be kept
-    max_running: int
-    scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
-    preempted: list[str] = field(default_factory=list)
 
 
 class Scheduler:
@@ -68,6 +56,8 @@ class Scheduler:
         self.prefix_hits = 0
         self._loading: dict[str, None] = {}  # by the last plan
         self._step_id = 0
+        self._in_vain: tuple[Sequence | None, int, int] = (None, 0, 0)  # see _claimed_in_vain
+        self._num_changes = 0  # of who runs
 
     @property
     def num_waiting(self) -> int:
@@ -134,11 +124,9 @@ class Scheduler:
         computed now. Sequences whose adapter turned out not to be available are put into `failed` for the caller to
         end."""
         budget = self._max_tokens if max_tokens is None else max_tokens
-        draft = _Draft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
+        draft = Draft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
         self._cache.begin_pass()
         self._keep_to(draft)
-        self._make_way(draft)
-        yielded = len(draft.preempted)
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for seq in self.running:
@@ -147,6 +135,8 @@ class Scheduler:
                 decoding.append(seq)
             elif lag > 1:
                 prefilling.append(seq)
+        self._make_way(draft, decoding, prefilling)
+        yielded = len(draft.preempted)
         self._catch_up(draft, decoding)
         coming = self.adapters.step(now, self.running)
         for digest, message in coming.failed.items():
@@ -166,7 +156,7 @@ class Scheduler:
     def _counter(self, seq: Sequence) -> float:
         return self.queue.counter(seq.request.tenant_id)
 
-    def _keep_to(self, draft: _Draft) -> None:
+    def _keep_to(self, draft: Draft) -> None:
         """Fewer may run since steps have become smaller: preempt those who are too many."""
         excess = len(self.running) - draft.max_running
         if excess > 0:
@@ -174,11 +164,15 @@ class Scheduler:
             for seq in most_expendable(victims, self._shares())[:excess]:
                 self._preempt(draft, seq)
 
-    def _make_way(self, draft: _Draft) -> None:
+    def _make_way(self, draft: Draft, decoding: list[Sequence], prefilling: list[Sequence]) -> None:
         """Preempt for the first in the queue, if there is no room for it, sequences of tenants that hold more than its
-        tenant; nobody if that would not be enough."""
+        tenant; nobody if that would not be enough, or if those who go before it use up the step."""
         head = self.queue.head()
-        if head is None or head.num_pending:
+        if head is None or head.num_pending or self._claimed_in_vain(head):
+            return
+        level = self._counter(head)
+        before = sum(seq.num_tokens - seq.num_computed for seq in prefilling if self._counter(seq) <= level)
+        if len(decoding) + before >= draft.budget:
             return
         missing = self._blocks_short(head, sum(map(blocks_to_come, self.running)), self._found(head))
         places = len(self.running) + 1 - draft.max_running
@@ -192,16 +186,30 @@ class Scheduler:
             places -= 1
             return missing <= 0 and places <= 0
 
-        # Who got less would be the first in the queue again.
-        least = self._counter(head)
-        victims = [seq for seq in self.running if not seq.all_sampled and self._counter(seq) >= least]
-        for victim in claim(head, blocks_for(head.num_tokens), victims, self._shares(), is_enough):
+        # Of a tenant that got less, and has others waiting, it would be the first in the queue again. One that has none
+        # is lifted to the head's level.
+        others = [seq for seq in self.running if not seq.all_sampled]
+        victims = [
+            seq
+            for seq in others
+            if self._counter(seq) >= level or not self.queue.is_backlogged(seq.request.tenant_id)
+        ]
+        chosen = claim(head, blocks_for(head.num_tokens), victims, self._shares(), is_enough)
+        if not chosen and len(victims) == len(others):
+            self._in_vain = (head, self._num_changes, self._step_id)
+        for victim in chosen:
             self._preempt(draft, victim)
+
+    def _claimed_in_vain(self, head: Sequence) -> bool:
+        """A claim for it has failed, nobody has come or gone since, and nobody has outgrown a block."""
+        failed, starts, step_id = self._in_vain
+        return failed is head and starts == self._num_changes and self._step_id - step_id < BLOCK_SIZE
 
     def _shares(self) -> Shares:
         return Shares(self.running, self._max_running, self.blocks.num_blocks, self.queue.weight)
 
-    def _catch_up(self, draft: _Draft, behind: list[Sequence]) -> None:
+    def _catch_up(self, draft: Draft, behind: list[Sequence]) -> None:
+        behind = [seq for seq in behind if seq.state is SequenceState.RUNNING]
         free = self.blocks.num_free
         if free < len(behind) and free < sum(blocks_missing(seq) for seq in behind):
             # Blocks run short, and what is scheduled can't be a victim any more: those to be spared go first.
@@ -209,10 +217,10 @@ class Scheduler:
         for seq in behind:
             if draft.budget == 0:
                 return
-            if seq.state is SequenceState.RUNNING and not seq.all_sampled:
+            if seq.state is SequenceState.RUNNING and not seq.all_sampled:  # not preempted for another since
                 self._schedule(draft, seq)
 
-    def _schedule(self, draft: _Draft, seq: Sequence) -> None:
+    def _schedule(self, draft: Draft, seq: Sequence) -> None:
         # Runs for every sequence of every step: what a decoding one has no use for is passed by.
         request, token_ids, start = seq.request, seq.token_ids, seq.num_computed
         num_prompt, num_known = len(request.prompt_ids), len(token_ids)
@@ -260,7 +268,7 @@ class Scheduler:
         seq.num_computed = end
         seq.num_pending += samples
 
-    def _make_room(self, draft: _Draft, seq: Sequence, missing: int) -> bool:
+    def _make_room(self, draft: Draft, seq: Sequence, missing: int) -> bool:
         """Preempt until `missing` blocks are free. False if `seq` itself had to go, or has to sit this step out.
 
         No order of victims can livelock: blocks run short only because some sequence decoded 16 tokens more, tokens are
@@ -279,7 +287,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, draft: _Draft, seq: Sequence) -> None:
+    def _preempt(self, draft: Draft, seq: Sequence) -> None:
         """Back to the queue, before its tenant's others, to be computed anew.
 
         A token that a step in flight is drawing for it stays good: that step was submitted while the blocks and
@@ -299,13 +307,14 @@ class Scheduler:
 
     def _stop(self, seq: Sequence) -> None:
         lease = self.running.pop(seq)
+        self._num_changes += 1
         self.blocks.release(seq.block_ids)
         seq.block_ids = ()
         seq.slot = -1
         if lease is not None:
             self._cache.release(lease)
 
-    def _admit(self, draft: _Draft, before: float = inf) -> None:
+    def _admit(self, draft: Draft, before: float = inf) -> None:
         """Start waiting sequences in the order of fairness, of tenants with a counter below `before`, while there is
         room of every kind.
 
@@ -315,15 +324,17 @@ class Scheduler:
         promised = -1
         while draft.budget:
             seq = self.queue.head()
-            if seq is None or seq.num_pending or self._counter(seq) >= before:
-                return  # a token of who was just preempted is in flight: it resumes when it has been collected
+            if seq is None or self._counter(seq) >= before:
+                return
+            if seq.num_pending or seq.request_id in draft.preempted:
+                return  # what is in flight of it is collected before it resumes
             if promised < 0 and len(self.running) < draft.max_running:
                 promised = sum(map(blocks_to_come, self.running))
             if len(self.running) == draft.max_running or not self._start(draft, seq, promised):
                 return
             promised += blocks_to_come(seq)
 
-    def _start(self, draft: _Draft, seq: Sequence, promised: int) -> bool:
+    def _start(self, draft: Draft, seq: Sequence, promised: int) -> bool:
         """Give a waiting sequence its lease, the blocks that hold its prefix already, and its first slice. False
         if its tokens do not all fit beside the `promised` blocks that others need for theirs."""
         assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
@@ -337,6 +348,7 @@ class Scheduler:
             self._cache.request(ref)
             lease = self._cache.acquire(ref.digest)
         self.running[seq] = lease
+        self._num_changes += 1
         seq.state = SequenceState.RUNNING
         seq.slot = -1 if lease is None else lease.slot
         self.blocks.share(found)
@@ -379,19 +391,6 @@ class Scheduler:
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the `live` sequences, and they alone, are here, each in one place and with
         what belongs there."""
-        queued: set[Sequence] = set()
-        alive: Counter[str] = Counter()
-        for seq in live:
-            alive[seq.request.tenant_id] += 1
-            places = (seq in self.running) + (seq in self.queue)
-            assert places == 1, f"{seq.request_id} is in {places} places"
-            if seq in self.running:
-                check_running(seq, self.running[seq])
-            else:
-                check_waiting(seq)
-                queued.add(seq)
-        places = len(self.running) + self.num_waiting
-        assert places == alive.total(), "a request that ended has kept its place"
-        self.queue.check_integrity(alive, queued)
+        queued = check_places(live, self.running, self.queue)
         self.adapters.check_integrity(self.queue.line(seq) for seq in queued)
         self.blocks.check_integrity([seq.block_ids for seq in self.running])

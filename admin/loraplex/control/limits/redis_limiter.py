@@ -241,7 +241,8 @@ class RedisLimiter:
         now = self._clock()
         for charge in plan.rates:
             name = window_name(charge)
-            self._seen[name] = Seen(charge.limit, now + reply.windows.get(name, 0.0) / 1e6)
+            if name in reply.windows:
+                self._seen[name] = Seen(charge.limit, now + reply.windows[name] / 1e6)
 
     def _see(self, name: str, limit: int, until: float, more: float = 0.0) -> None:
         """A window was spent at least `until` then, and `more` was charged: also what was spent apart counts when Redis
@@ -384,5 +385,7 @@ class RedisLimiter:
             self._ended.pop(name, None)
 
     def _counted(self, reply: Reply) -> None:
-        self._session.replicas = reply.replicas
+        # After Redis has lost its data it counts from one again, until all have come back.
+        is_whole = self._joined or reply.ready
+        self._session.replicas = reply.replicas if is_whole else max(reply.replicas, self._session.replicas)
         self._watch.redis_up(self._joined, reply.replicas)

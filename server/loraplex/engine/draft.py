@@ -1,0 +1,19 @@
+"""A step's plan in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from loraplex.engine.types import ScheduledSequence, Sequence
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making."""
+
+    now: float
+    budget: int  # tokens that still fit into the step
+    score_budget: int  # positions whose logits may still be kept
+    max_running: int
+    scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)
