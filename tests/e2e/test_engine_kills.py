@@ -192,7 +192,8 @@ def check(falls: Sequence[Fall]) -> None:
             print(f"; {name} {low:.2f}, {middle:.2f}, {high:.2f}", end="")
     refusals = sum((one.refusals for one in falls), Counter[tuple[int, str]]())
     print(f"\nrefused meanwhile: {dict(refusals)}")
-    assert set(refusals) == {(503, "engine_restarting")}
+    assert set(refusals) <= {(503, "engine_restarting")}
+    assert refusals or len(falls) == 1, "of several deaths some client asks meanwhile"
     assert all(one.noticed <= NOTICED_WITHIN_S[one.number] for one in falls)
     assert max(one.told for one in falls) < TOLD_WITHIN_S
     assert max(one.back for one in falls) < BACK_WITHIN_S

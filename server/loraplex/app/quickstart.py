@@ -64,7 +64,7 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
     console.print(f"[bold]1/5[/] base model {options.model}")
     model_dir = ensure_model(options.model, lambda line: console.print(f"    {line}"))
     console.print("[bold]2/5[/] starting the server")
-    with _stopped_by_signals(), _server(options, model_dir) as server:
+    with _stopped_by_signals() as stop, _server(options, model_dir, stop) as server:
         _await_ready(options, server, console)
         console.print(
             f"    data plane http://{options.host}:{options.port}, admin plane http://{options.host}:{options.admin_port}"
@@ -123,25 +123,45 @@ def _log_path(options: QuickstartOptions) -> Path:
     return options.data_dir / "server.log"
 
 
+class _Stop:
+    """What SIGTERM and SIGHUP do: they stop as Ctrl-C does, but not while the server is being started. A process whose
+    start is cut short by an exception is left behind: it runs, and nobody knows it."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._has_come = False
+
+    def __call__(self, _signal: int, _frame: object) -> None:
+        if not self._is_held:
+            raise KeyboardInterrupt
+        self._has_come = True
+
+    def hold(self) -> None:
+        self._is_held = True
+
+    def release(self) -> None:
+        """Raises KeyboardInterrupt if a signal has come since `hold`."""
+        self._is_held = False
+        if self._has_come:
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
+def _stopped_by_signals() -> Iterator[_Stop]:
     """SIGTERM and a closed terminal (SIGHUP) stop as Ctrl-C does, so that no server stays behind. nohup's SIGHUP stays
     ignored."""
-
-    def stop(_signal: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
+    stop = _Stop()
     heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in heeded}
     try:
-        yield
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def _server(options: QuickstartOptions, model_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _server(options: QuickstartOptions, model_dir: Path, stop: _Stop) -> Iterator[subprocess.Popen[bytes]]:
     make_data_dir(options.data_dir)
     command = [sys.executable, "-m", "loraplex.app.cli", "serve", "--model", str(model_dir)]
     command += [
@@ -155,13 +175,17 @@ def _server(options: QuickstartOptions, model_dir: Path) -> Iterator[subprocess.
     # A grace period is for load balancers; here it would only delay Ctrl-C.
     command += ["--drain-grace", "0"]
     # Its owner's alone: the first start shows the admin token there.
-    with open(os.open(_log_path(options), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
-        # Its own process group, so that Ctrl-C reaches the server once, as the drain that we ask for.
-        child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
+    log_fd = os.open(_log_path(options), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    child: subprocess.Popen[bytes] | None = None
     try:
+        stop.hold()
+        with open(log_fd, "ab") as log:
+            # Its own process group, so that Ctrl-C reaches the server once, as the drain that we ask for.
+            child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
+        stop.release()
         yield child
     finally:
-        if child.poll() is None:
+        if child is not None and child.poll() is None:
             child.send_signal(signal.SIGTERM)
             try:
                 child.wait(timeout=75)
