@@ -18,11 +18,11 @@ from loraplex.engine.types import Sequence
 MAX_COMPARED = 16
 """Tenants of whom the one that got least has precedence; the next in turn comes in for each that goes."""
 MAX_ASKED = 8
-"""Adapters that one step sends for anew."""
+"""Adapters that one step may begin to send for."""
 MAX_STUCK = 16
-"""While so many adapters lie in host memory and wait for room on the device, no other is sent for."""
+"""No other adapter is sent for while this number of them lies in host memory and waits for room on the device."""
 MAX_STUCK_OF_TENANT = 2
-"""While one tenant has so many, no other of its is."""
+"""No other adapter of a tenant is sent for while this number of its own waits so."""
 
 Running = dict[Sequence, Lease | None]
 

@@ -88,10 +88,9 @@ def claim(
     shares: Shares,
     is_enough: Callable[[Sequence], bool],
 ) -> list[Sequence]:
-    """Which of these `victims`, of tenants that got no less service than its own, a waiting sequence that needs so many
-    blocks may have preempted to start. `is_enough`
-    is told of each that is chosen, and says whether those chosen so far make room for it; if all that may be chosen do
-    not, none are: nobody is preempted in vain.
+    """Which of these `victims`, of tenants that got no less service than its own, a waiting sequence that needs this
+    number of blocks may have preempted to start. `is_enough` is told of each that is chosen, and says whether those
+    chosen until then make room for it. If all that may be chosen do not, none are: nobody is preempted in vain.
 
     One that was preempted itself may have them of tenants that are left with twice as much: else a place that was taken
     is taken back, and goes round.

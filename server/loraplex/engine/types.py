@@ -210,7 +210,9 @@ class Sequence:
     @property
     def all_sampled(self) -> bool:
         """Its last token is drawn already, or is being drawn by a step in flight."""
-        return 0 < self.request.sampling.max_tokens <= self.num_outputs + self.num_pending
+        # Asked of every running sequence in every step.
+        num_drawn = len(self.token_ids) - len(self.request.prompt_ids) + self.num_pending
+        return 0 < self.request.sampling.max_tokens <= num_drawn
 
 
 @dataclass(slots=True, eq=False)
