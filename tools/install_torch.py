@@ -1,4 +1,7 @@
-"""`python tools/install_torch.py CONSTRAINTS`: torch into this Python, the CPU's build where there is no GPU.
+"""`python tools/install_torch.py CONSTRAINTS [BUILD]`: torch into this Python, the CPU's build where there is no GPU.
+
+BUILD is `auto`, `cpu` or `cuda`. An image is built on a machine that need not have the GPU that will run it: there the
+build is named, and another one is not taken in its place.
 
 PyPI's torch for Linux on x86-64 brings CUDA, some gigabytes. The CPU's build has the same version with "+cpu" behind it
 and lies in an index of PyTorch's own. pip may be configured for one that has it. If not, uv is asked, which knows
@@ -29,10 +32,14 @@ PIP = (
     "--no-compile",
 )
 UNKNOWN_TO_PIP = "No matching distribution found"
+BUILDS = ("auto", "cpu", "cuda")
 
 
-def main(constraints: Path) -> int:
+def main(constraints: Path, build: str = "auto") -> int:
     """The exit code. What is done is said on stdout; what failed, on stderr."""
+    if build not in BUILDS:
+        print(f"'{build}' is no build of torch: {', '.join(BUILDS)}", file=sys.stderr)
+        return 1
     pinned = re.search(r"^torch==(\S+)$", constraints.read_text(), re.MULTILINE)
     if pinned is None:
         print(f"{constraints} has no line 'torch==VERSION'", file=sys.stderr)
@@ -42,7 +49,10 @@ def main(constraints: Path) -> int:
         return 0
     # Only torch: what it needs comes with the rest, in the versions that are pinned.
     alone = (*PIP, "--no-deps")
-    if has_gpu():
+    if build == "cuda":
+        # pip takes the CPU's build for the newer one where an index has both.
+        return run(*alone, f"torch=={version},!={version}+cpu").returncode
+    if build == "auto" and has_gpu():
         print(f"torch {version} with CUDA, for the GPU of this machine")
         return run(*alone, f"torch=={version}").returncode
     done = run(*alone, f"torch=={version}+cpu", quiet=True)
@@ -52,9 +62,12 @@ def main(constraints: Path) -> int:
     failure = install_by_uv(version)
     if failure is None:
         return 0
+    reason = f"The CPU's build of torch cannot be had: pip's index has none, and uv says: {failure}"
+    if build == "cpu":
+        print(reason, file=sys.stderr)
+        return 1
     print(
-        f"The CPU's build of torch cannot be had: pip's index has none, and uv says: {failure}\n"
-        f"Installing torch {version} as the index has it; from PyPI that brings CUDA, about 3 GB."
+        f"{reason}\nInstalling torch {version} as the index has it; from PyPI that brings CUDA, about 3 GB."
     )
     return run(*alone, f"torch=={version}").returncode
 
@@ -99,4 +112,4 @@ def run(
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.admin import AdminPlane, admin_client
+from support.http.admin_plane import AdminPlane, admin_client
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.engine.protocol import CacheEntry
+from loraplex.engine.reports import CacheEntry
 from loraplex.serving.errors import EngineUnavailable, ServingError
-from support.adapters import draft_adapter
-from support.admin import ARCH, SERVED_NAME, AdminPlane, adapter_files, assert_problem
+from support.adapters.drafts import draft_adapter
+from support.http.admin_plane import ARCH, SERVED_NAME, AdminPlane, adapter_files, assert_problem
 
 
 async def push(
@@ -165,7 +165,7 @@ class TestAdapters:
         assert (await admin.delete("/tenants/acme/adapters/support")).status_code == 204
 
 
-async def test_what_takes_traffic_is_brought_nearer_before_its_first_request(
+async def test_version_that_takes_traffic_is_prefetched(
     admin: httpx.AsyncClient, plane: AdminPlane, tmp_path: Path
 ) -> None:
     plane.make_tenant("acme")
@@ -199,7 +199,9 @@ class TestPins:
         assert plane.services.catalog.pinned() == []
         assert_problem(await admin.put(self.PATH.replace("v1/pin", "v7/pin")), 404, "version_not_found")
 
-    async def test_what_another_name_pins_stays(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
+    async def test_version_pinned_by_another_name_stays_pinned(
+        self, admin: httpx.AsyncClient, plane: AdminPlane
+    ) -> None:
         plane.make_adapter("twin")
         await admin.put(self.PATH)
         await admin.put(self.PATH.replace("support", "twin"))

@@ -17,12 +17,13 @@ from sqlalchemy import update
 from starlette.types import Receive, Scope, Send
 from structlog.testing import capture_logs
 
-from loraplex.adapters.files import CONFIG_NAME, TENSORS_NAME, digest_upload
-from loraplex.admin.download import TRANSPORT, Download
-from loraplex.control.tables import AdapterVersion
-from support.admin import AdminPlane, adapter_files, assert_problem
-from support.api_server import serve_app
-from support.whole_server import WholeServer, bearer, whole_server
+from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, digest_upload
+from loraplex.admin.download import Download
+from loraplex.control.db.tables import AdapterVersion
+from loraplex.http.context import RequestContext
+from support.http.admin_plane import AdminPlane, adapter_files, assert_problem
+from support.http.api_server import serve_app
+from support.http.whole_server import WholeServer, bearer, whole_server
 
 VERSION = "/tenants/acme/adapters/support/versions/v1"
 ARCHIVE = f"{VERSION}/archive"
@@ -43,7 +44,7 @@ def grow(plane: AdminPlane) -> bytes:
     """Give v1 other bytes, more than fit into a connection's buffers; those of its tensors."""
     tensors = hashlib.shake_128(b"seed").digest(LARGE)
     store = plane.services.artifacts.store
-    with store.begin() as staging:
+    with store.begin_staging() as staging:
         staging.config_path.write_bytes(b"{}")
         staging.tensors_path.write_bytes(tensors)
         digest = digest_upload(staging.config_path, staging.tensors_path)
@@ -66,7 +67,7 @@ class TestPlainly:
     def _adapter(self, plane: AdminPlane) -> None:
         plane.make_tenant("acme")
 
-    async def test_it_holds_the_uploaded_files_and_nothing_else(
+    async def test_archive_holds_the_uploaded_files_and_nothing_else(
         self, plane: AdminPlane, admin: httpx.AsyncClient, tmp_path: Path
     ) -> None:
         uploaded = adapter_files(tmp_path / "a")
@@ -88,7 +89,7 @@ class TestPlainly:
         assert (again.status_code, again.json()["version"]) == (200, "v1")
         assert len(plane.services.download_gate.downloads) == 0
 
-    async def test_what_cannot_be_downloaded(self, plane: AdminPlane, admin: httpx.AsyncClient) -> None:
+    async def test_refused_downloads(self, plane: AdminPlane, admin: httpx.AsyncClient) -> None:
         plane.make_adapter()
         for version in ("v2", "v01", "latest"):
             missing = await admin.get(ARCHIVE.replace("v1/", f"{version}/"))
@@ -128,12 +129,12 @@ class TestPlainly:
     ) -> None:
         plane.make_adapter()
         gate = plane.services.download_gate
-        while gate.downloads.take("acme", gate.max_downloads):
+        while gate.downloads.acquire("acme", gate.max_downloads):
             pass
         refused = await admin.get(ARCHIVE)
         assert_problem(refused, 503, "server_overloaded")
         assert "retry-after" in refused.headers
-        gate.downloads.give_back("acme")
+        gate.downloads.release("acme")
         for _ in range(3):
             assert (await admin.get(ARCHIVE)).status_code == 200
 
@@ -212,7 +213,7 @@ def test_a_client_that_reads_nothing_is_cut() -> None:
         raise AssertionError(error)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope[TRANSPORT] = send.__self__.transport  # type: ignore[attr-defined]
+        RequestContext.of(scope["headers"], send).attach(scope)
         download = Download(
             b"first",
             read,
@@ -255,7 +256,7 @@ def test_nothing_is_sent_of_a_file_that_fails_at_once() -> None:
         )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope[TRANSPORT] = send.__self__.transport  # type: ignore[attr-defined]
+        RequestContext.of(scope["headers"], send).attach(scope)
         await make(note)(scope, receive, send)
 
     with serve_app(app, lifespan="off") as server:

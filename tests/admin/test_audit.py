@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.admin.app import create_operations
-from loraplex.admin.pace import Pace
-from loraplex.control.audit_check import verify
-from loraplex.control.audit_log import AuditEntry, AuditFilter, AuditLog
-from support.adapters import draft_adapter
-from support.admin import ADMIN_TOKEN, ARCH, AdminPlane, adapter_files, admin_client
-from support.control import FakeClock
+from loraplex.admin.app import admin_routes
+from loraplex.admin.change_rate_limit import ChangeRateLimit
+from loraplex.control.audit.log import AuditEntry, AuditFilter, AuditLog
+from loraplex.control.audit.verification import verify
+from support.adapters.drafts import draft_adapter
+from support.control.plane import FakeClock
+from support.http.admin_plane import ADMIN_TOKEN, ARCH, AdminPlane, adapter_files, admin_client
 
 ADAPTER = "/tenants/acme/adapters/support"
 
@@ -59,7 +59,7 @@ async def test_every_route_that_changes_something_writes_one_row(
     plane: AdminPlane, admin: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     """A new route is added to `steps`, and calls `record` in its rule."""
-    actions = {row.name: row.action for row in create_operations(plane.services) if row.method != "GET"}
+    actions = {row.label: row.action for row in admin_routes() if row.action is not None}
     assert actions.keys() == steps(tmp_path).keys()
     assert len(set(actions.values())) == len(actions)
     key = ""
@@ -87,13 +87,14 @@ async def test_every_route_that_is_refused_writes_one_row(plane: AdminPlane) -> 
     plane.make_tenant()
     secret = plane.make_key("acme", "inference")
     async with admin_client(plane.app, secret) as client:
-        for row in create_operations(plane.services):
+        for row in admin_routes():
             values = {"tenant": "acme", "name": "support", "version": "v9", "key": "nokey"}
             before = len(rows(plane))
-            answer = await client.request(row.method, row.path.format(**values))
+            method = row.label.split(" ")[0]
+            answer = await client.request(method, row.template.format(**values))
             assert answer.status_code == 403
             new = rows(plane)[before:]
-            if row.method == "GET":
+            if method == "GET":
                 assert new == []
                 continue
             assert [(r.action, r.outcome, r.code) for r in new] == [
@@ -104,7 +105,7 @@ async def test_every_route_that_is_refused_writes_one_row(plane: AdminPlane) -> 
                 "acme",
                 secret.split("_")[1],
             )
-            assert new[0].target == row.path.format(**values).strip("/")
+            assert new[0].target == row.template.format(**values).strip("/")
 
 
 class TestRefusals:
@@ -139,7 +140,7 @@ class TestRefusals:
         assert (await admin.patch("/tenants/acme", json={})).status_code == 500
         assert [(row.outcome, row.code) for row in rows(plane)] == [("failed", "internal_error")]
 
-    async def test_nobody_who_is_unknown_writes_anything(self, plane: AdminPlane) -> None:
+    async def test_unknown_caller_writes_no_row(self, plane: AdminPlane) -> None:
         async with admin_client(plane.app, "lpx_0123_wrong") as client:
             assert (await client.delete(ADAPTER)).status_code == 401
         assert rows(plane) == []
@@ -232,14 +233,14 @@ class TestReading:
         assert (again.status_code, again.json()["code"]) == (409, "tenant_id_retired")
 
 
-class TestPace:
+class TestChangeRateLimit:
     @pytest.fixture
     def clock(self) -> FakeClock:
         return FakeClock()
 
     @pytest.fixture
     def plane(self, tmp_path: Path, clock: FakeClock) -> Iterator[AdminPlane]:
-        made = AdminPlane(tmp_path, pace=Pace(3, clock=clock))
+        made = AdminPlane(tmp_path, change_limit=ChangeRateLimit(3, clock=clock))
         made.make_tenant("acme")
         made.make_tenant("rival")
         yield made
@@ -256,7 +257,7 @@ class TestPace:
         ):
             other.base_url = httpx.URL("http://data")
             before = len(rows(plane))
-            # Two keys of a tenant, on both ports; asking in vain counts.
+            # Two keys of a tenant, on both ports; refused calls count.
             assert [(await client.post(path)).status_code for client in (one, other, one)] == [404] * 3
             refused = await other.post(path)
             assert (refused.status_code, refused.json()["code"]) == (429, "rate_limit_exceeded")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from loraplex.admin import described
+from loraplex.admin.schemas import described
 from loraplex.control import rules
 from loraplex.control.errors import ControlError
-from support.admin import AdminPlane
+from support.http.admin_plane import AdminPlane
 
 BODIES: list[tuple[str, str, Any, bool]] = [
     ("POST", "/tenants", {"id": "acme-2"}, True),
@@ -90,7 +90,7 @@ def passes(check: Any, value: str) -> bool:
 def test_patterns_are_what_is_checked(value: str) -> None:
     for pattern, check in (
         (described.TENANT_ID, rules.check_tenant_id),
-        (described.PATH_PARAMETERS["name"], rules.check_adapter_name),
+        (described.ADAPTER_NAME, rules.check_adapter_name),
         (described.PLAIN_TEXT, lambda text: rules.check_text(text, "x")),
     ):
         assert (re.fullmatch(pattern, value) is not None) == passes(check, value)

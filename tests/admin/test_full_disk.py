@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.admin import AdminPlane, adapter_files, admin_client
-from support.small_disk import SmallDisk, small_disk
+from support.faults.small_disk import SmallDisk, small_disk
+from support.http.admin_plane import AdminPlane, adapter_files, admin_client
 
 VERSIONS = "tenants/acme/adapters/pirate/versions"
 

@@ -11,10 +11,10 @@ import pytest
 
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.engine.config import EngineConfig
-from loraplex.serving.socket_client import SocketEngineClient
-from loraplex.serving.supervisor import RestartPolicy
-from support.admin import AdminPlane, admin_client
-from support.fake_processes import FAKE_ENGINE, until
+from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.supervision.supervisor import RestartPolicy
+from support.engine.fake_processes import FAKE_ENGINE, until
+from support.http.admin_plane import AdminPlane, admin_client
 
 VERSION = "/tenants/acme/adapters/support/versions/v1"
 

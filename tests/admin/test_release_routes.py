@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from support.admin import AdminPlane, admin_client, assert_problem
+from loraplex.admin.app import create_admin_app
+from support.http.admin_plane import AdminPlane, admin_client, assert_problem
 
 
 class TestReleases:
@@ -35,6 +37,16 @@ class TestReleases:
         assert [t["version"] for t in promoted["targets"]] == ["v1"]
         back = (await admin.post(f"{self.PATH}/rollback")).json()
         assert [t["version"] for t in back["targets"]] == ["v2"]
+
+    async def test_changes_are_reported_by_action_and_refused_ones_are_not(self, plane: AdminPlane) -> None:
+        seen: list[str] = []
+        app = create_admin_app(replace(plane.services, on_change=seen.append))
+        async with admin_client(app) as admin:
+            assert (await admin.get(self.PATH)).status_code == 200
+            assert (await admin.put(self.PATH, json={"targets": []})).status_code == 400
+            assert (await admin.post(f"{self.PATH}/promote")).status_code == 200
+            assert (await admin.post(f"{self.PATH}/rollback")).status_code == 200
+        assert seen == ["release.promote", "release.rollback"]
 
     @pytest.mark.parametrize(
         "body",

@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 from loraplex.adapters.errors import AdapterRefused
+from loraplex.control.catalog.staged import StagedBytes, UploadRoom
 from loraplex.control.errors import QuotaTaken
-from loraplex.control.staged import StagedBytes, UploadRoom
-from support.admin import ADMIN_TOKEN, AdminPlane, adapter_files, assert_problem
-from support.api_server import RunningServer, serve_app
-from support.archives import make_tar
-from support.multipart import CONTENT_TYPE, body, files, in_pieces, part
+from support.adapters.archives import make_tar
+from support.http.admin_plane import ADMIN_TOKEN, AdminPlane, adapter_files, assert_problem
+from support.http.api_server import RunningServer, serve_app
+from support.http.multipart import CONTENT_TYPE, body, files, in_pieces, part
 from support.waiting import eventually
 
 HEADERS = {"authorization": f"Bearer {ADMIN_TOKEN}", "content-type": CONTENT_TYPE}
@@ -83,7 +83,7 @@ def test_two_uploads_at_once_do_not_stage_more_than_the_quota_leaves(shop: Shop,
     refused = shop.push("two")
     problem = assert_problem(refused, 503, "server_overloaded")
     assert int(refused.headers["retry-after"]) >= 1
-    assert f"{shop.size} of which other uploads take" in problem["detail"]
+    assert f"other uploads in progress take {shop.size} of them" in problem["detail"]
     assert shop.staged() == shop.size
     assert shop.push("two", "rival").status_code == 201  # another tenant's quota is its own
     first.close()
@@ -91,7 +91,7 @@ def test_two_uploads_at_once_do_not_stage_more_than_the_quota_leaves(shop: Shop,
     assert shop.push("two").status_code == 201  # nothing of the one that went is counted
 
 
-def test_what_was_admitted_meanwhile_counts(shop: Shop) -> None:
+def test_upload_admitted_meanwhile_counts(shop: Shop) -> None:
     """Nobody stages into the room that an upload has just filled for good."""
     first = shop.begin("one", declared=True)
     assert shop.finish(first) == 201
@@ -157,14 +157,14 @@ def test_every_end_gives_back(shop: Shop) -> None:
     assert shop.push("one").status_code == 201
 
 
-def test_who_began_before_another_was_admitted_has_less_left() -> None:
+def test_earlier_upload_has_less_left_after_another_is_admitted() -> None:
     staged = StagedBytes()
     room = UploadRoom(limit=150, left=150, known=0)
     with staged.upload("acme", "late", room) as late:
         late.expect(50)
         with staged.upload("acme", "early", room) as early:
             early.expect(100)
-            with pytest.raises(QuotaTaken, match="100 of which other uploads take"):
+            with pytest.raises(QuotaTaken, match="other uploads in progress take 100 of them"):
                 late.expect(51)
             with pytest.raises(AdapterRefused, match="Delete versions first"):
                 late.expect(151)  # without the others it would not fit either

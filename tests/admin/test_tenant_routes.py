@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.admin import AdminPlane, admin_client, assert_problem
+from support.http.admin_plane import AdminPlane, admin_client, assert_problem
 
 RFC3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{3})?Z")
 

@@ -9,22 +9,25 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import anyio
 import httpx
 import psutil
 import pytest
+from fastapi import FastAPI, Request
 
-from loraplex.adapters.store import ArtifactStore
-from loraplex.admin import upload
-from loraplex.admin.operation import Answer, Call, Operation
-from loraplex.admin.pace import Pace
-from loraplex.admin.plane import Plane
-from loraplex.admin.upload import receive_upload
-from loraplex.control.staged import StagedBytes, StagedUpload, UploadRoom
+from loraplex.adapters.store.artifact_store import ArtifactStore
+from loraplex.admin.app import create_application
+from loraplex.admin.change_rate_limit import ChangeRateLimit
+from loraplex.admin.framework.dependencies import Audited, Operator
+from loraplex.admin.framework.route import UPLOAD, AdminRoute, Guard
+from loraplex.admin.uploads import receive
+from loraplex.admin.uploads.receive import receive_upload
+from loraplex.control.catalog.staged import StagedBytes, StagedUpload, UploadRoom
 from loraplex.control.types import Principal
-from support.api_server import RunningServer, serve_app
-from support.multipart import CONTENT_TYPE, body, end, files, part
+from support.http.api_server import RunningServer, serve_app
+from support.http.multipart import CONTENT_TYPE, body, end, files, part
 from support.waiting import eventually
 
 MAX_BYTES = 96 << 20
@@ -33,7 +36,7 @@ CONFIG = b'{"r": 4}'
 
 @dataclass
 class Uploads:
-    """A plane with one route that takes uploads; `got` is what each whole one held."""
+    """An application with one route that takes uploads; `got` is what each whole one held."""
 
     root: Path
     silence_s: float = 20.0
@@ -45,31 +48,33 @@ class Uploads:
         self.staged = StagedBytes()
         self.room: UploadRoom | None = None
 
-    async def take(self, call: Call) -> Answer:
+    async def take(self, _: Annotated[Operator, Audited("x")], request: Request) -> None:
+        """Take an upload."""
         with self.staged.upload("acme", "x", self.room) as staged:
-            await self.receive(call, staged)
-        return Answer(status=201)
+            await self.receive(request, staged)
 
-    async def receive(self, call: Call, staged: StagedUpload) -> None:
+    async def receive(self, request: Request, staged: StagedUpload) -> None:
         async with receive_upload(
-            call.request,
+            request,
             self.store,
             max_bytes=MAX_BYTES,
             threads=self.threads,
             staged=staged,
             silence_s=self.silence_s,
-        ) as (staging, _):
-            self.got.append({path.name: path.stat().st_size for path in staging.directory.iterdir()})
+        ) as received:
+            directory = received.staging.directory
+            self.got.append({path.name: path.stat().st_size for path in directory.iterdir()})
 
     async def authenticate(self, _secret: str) -> Principal:
         return Principal(None, None, frozenset(), is_admin=True)
 
-    def app(self) -> Plane:
-        row = Operation("POST", "/upload", "operator", self.take, "", {201: None}, upload=True, action="x")
-        return Plane([row], self.authenticate, note_refusal=self.note_refusal, pace=Pace())
+    def app(self) -> FastAPI:
+        route = AdminRoute("/upload", self.take, methods=["POST"], status_code=201, openapi_extra=UPLOAD)
+        guard = Guard(self.authenticate, ChangeRateLimit(), self.note_refusal)
+        return create_application([route], guard, services=None)
 
     async def note_refusal(self, *_: object) -> None:
-        """This plane has no log."""
+        """This application has no log."""
 
     def leftovers(self) -> list[str]:
         return [path.name for path in (self.root / "staging").iterdir()]
@@ -100,9 +105,7 @@ def raw_request(server: RunningServer, *headers: str) -> socket.socket:
     return sock
 
 
-def test_what_was_sent_lies_in_staging_and_is_gone_afterwards(
-    server: RunningServer, uploads: Uploads
-) -> None:
+def test_upload_lies_in_staging_and_is_removed_afterwards(server: RunningServer, uploads: Uploads) -> None:
     assert post(server, files(CONFIG, b"x" * 3_000_000)).status_code == 201
     assert post(server, body(part("archive", b"y" * 500, filename="../../evil.tar"))).status_code == 201
     assert uploads.got == [
@@ -223,7 +226,7 @@ def test_a_full_disk_is_507_and_keeps_nothing(
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(upload, "write_all", no_room)
+    monkeypatch.setattr(receive, "write_all", no_room)
     answer = post(server, files(CONFIG, b"x"))
     assert (answer.status_code, answer.json()["code"]) == (507, "storage_full")
     assert uploads.leftovers() == []
@@ -239,7 +242,7 @@ def test_a_full_disk_is_507_and_keeps_nothing(
         (errno.EACCES, 500, "internal_error"),
     ],
 )
-def test_what_the_disk_says_is_told_without_a_word_of_the_inside(
+def test_disk_error_is_reported_without_internals(
     server: RunningServer,
     uploads: Uploads,
     monkeypatch: pytest.MonkeyPatch,
@@ -250,7 +253,7 @@ def test_what_the_disk_says_is_told_without_a_word_of_the_inside(
     def broken(*_: object) -> None:
         raise OSError(code, "no luck", "/secret/path")
 
-    monkeypatch.setattr(upload, "write_all", broken)
+    monkeypatch.setattr(receive, "write_all", broken)
     answer = post(server, files(CONFIG, b"x"))
     assert (answer.status_code, answer.json()["code"]) == (status, name)
     assert ("retry-after" in answer.headers) == (status == 503)

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from sqlalchemy import insert
 
-from loraplex.control.tables import Usage
+from loraplex.control.db.tables import Usage
 from loraplex.control.usage.report import UsageReports
-from support.admin import AdminPlane, admin_client
-from support.usage import ended
+from support.control.usage import ended
+from support.http.admin_plane import AdminPlane, admin_client
 
 DAY = {"start": "2026-03-01T00:00:00Z", "end": "2026-03-02T00:00:00Z"}
 
@@ -78,7 +78,7 @@ async def test_sums_of_all_tenants(used: AdminPlane) -> None:
     }
 
 
-async def test_of_one_tenant_and_by_the_hour(used: AdminPlane) -> None:
+async def test_sums_of_one_tenant_by_the_hour(used: AdminPlane) -> None:
     answer = await get(used, "/usage", **DAY, bucket="hour", tenant="acme")
     assert [(row["start"][11:13], row["requests"]) for row in answer.json()["data"]] == [("01", 2), ("05", 1)]
 
@@ -152,7 +152,9 @@ async def test_the_last_thirty_days_without_a_period(used: AdminPlane) -> None:
         ({"what": "1"}, "what"),
     ],
 )
-async def test_what_is_refused(used: AdminPlane, query: dict[str, str], param: str | None) -> None:
+async def test_invalid_queries_are_refused(
+    used: AdminPlane, query: dict[str, str], param: str | None
+) -> None:
     answer = await get(used, "/usage", **query)
     assert answer.status_code == 400, answer.text
     assert answer.headers["content-type"] == "application/problem+json"

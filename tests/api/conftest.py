@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.data_plane import DataPlane, running_data_plane
-from support.quiet import errors_alone
+from support.http.data_plane import DataPlane, running_data_plane
+from support.http.quiet import errors_alone
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,15 +12,15 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.control.database import Database
+from loraplex.control.db.database import Database
 from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.types import Limits
-from support.control import FakeClock, caller
-from support.data_plane import BASE, DataPlane, FakeAuthenticator, Refused, running_data_plane
-from support.fake_engine import FakeEngineClient, Reply, fake_engine_info
+from support.control.plane import FakeClock, caller
+from support.engine.fake_engine import FakeEngineClient, Reply, fake_engine_info
+from support.http.data_plane import BASE, DataPlane, FakeAuthenticator, Refused, running_data_plane
 from support.waiting import eventually
 
 TEN_A_MINUTE = Limits(requests_per_minute=10)
@@ -99,6 +99,21 @@ def test_fan_outs_into_a_full_queue_cost_their_tenant_its_rate(shop: Shop) -> No
     assert shop.ask("lpx_ten").status_code == 200
 
 
+def test_tokenizing_costs_a_request_and_no_tokens(shop: Shop) -> None:
+    def tokenize(key: str, body: bytes) -> int:
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        url = f"{shop.plane.url}/tokenize"
+        return shop.plane.http.post(url, content=body, headers=headers).status_code
+
+    assert [tokenize("lpx_ten", b'{"prompt": "x"}') for _ in range(4)] == [200] * 4
+    assert [tokenize("lpx_ten", b"{") for _ in range(6)] == [400] * 6
+    assert tokenize("lpx_ten", b"{") == 429
+    many = b'{"prompt": "' + b"x" * 1000 + b'"}'
+    assert [tokenize("lpx_tokens", many) for _ in range(3)] == [200] * 3
+    assert shop.left("lpx_tokens") == 7
+    shop.idle()
+
+
 def test_a_queue_that_others_fill_costs_nothing(shop: Shop) -> None:
     shop.plane.engine.max_inflight = 8
     shop.plane.engine.default = Reply(text="x", hold=True, hold_after=0)
@@ -121,7 +136,7 @@ def test_a_queue_that_others_fill_costs_nothing(shop: Shop) -> None:
         ("context_length_exceeded", False, 9),
     ],
 )
-def test_what_the_engine_refuses_costs_nothing_unless_the_caller_is_to_blame(
+def test_refusal_by_the_engine_is_free_unless_the_caller_caused_it(
     shop: Shop, error: Any, is_own: bool, left: int
 ) -> None:
     shop.plane.engine.script(Reply(error=(error, "not now"), refused=True, is_own=is_own))
@@ -158,13 +173,13 @@ def test_a_prompt_that_is_too_long_costs_one_request_and_is_not_tokenised_withou
         (b"x" * (5 << 20), 413),
     ],
 )
-def test_what_is_refused_for_itself_costs_one_request(shop: Shop, body: bytes, status: int) -> None:
+def test_invalid_request_costs_one_request(shop: Shop, body: bytes, status: int) -> None:
     assert shop.send("lpx_ten", body).status_code == status
     shop.idle()
     assert shop.left("lpx_ten") == 9
 
 
-def test_what_never_fits_costs_one_request_and_names_its_field(shop: Shop) -> None:
+def test_request_that_never_fits_costs_one_and_names_its_field(shop: Shop) -> None:
     by_n = shop.ask("lpx_few", n=5)
     by_prompts = shop.ask("lpx_few", prompt=["x"] * 5)
     for answer, field in ((by_n, "n"), (by_prompts, "prompt")):
@@ -228,7 +243,7 @@ def test_a_refusal_says_the_longer_of_its_own_wait_and_of_the_rates(shop: Shop) 
     assert [answer.headers["retry-after"] for answer in answers] == ["1"] * 8 + ["6"]
 
 
-def test_what_the_limiter_itself_fails_at_costs_nothing(tmp_path: Path) -> None:
+def test_failure_of_the_limiter_costs_nothing(tmp_path: Path) -> None:
     with running_data_plane(tmp_path) as plane:
         plane.limiter.refuse_with = [Refused("limits_unavailable", retry_after_s=1)]
         answer = plane.http.post(

@@ -20,8 +20,8 @@ from starlette.routing import Route
 from loraplex.api.drain import Drain
 from loraplex.api.errors import ANSWERS, ApiError
 from loraplex.api.limit_headers import duration
-from support.data_plane import BASE, DataPlane, running_data_plane
-from support.fake_engine import Reply
+from support.engine.fake_engine import Reply
+from support.http.data_plane import BASE, DataPlane, running_data_plane
 
 KEY = {"Authorization": "Bearer lpx_acme"}
 TEXT = {"model": BASE, "prompt": "x"}
@@ -298,7 +298,7 @@ class KeptLog:
         self.lines.append(json.dumps({"event": event, **fields}))
 
 
-def test_the_access_log_has_who_and_what_but_no_prompt_and_no_key(tmp_path: Path) -> None:
+def test_access_log_names_tenant_and_route_but_no_prompt_and_no_key(tmp_path: Path) -> None:
     kept = KeptLog()
     with running_data_plane(tmp_path / "model", access_log=kept) as plane:
         url = f"{plane.url}/v1/completions"

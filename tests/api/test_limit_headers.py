@@ -13,8 +13,8 @@ from loraplex.api.limit_headers import duration, limit_headers
 from loraplex.control.errors import RateLimited
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.types import NO_LIMITS, Decision, Limits
-from support.control import FakeClock, caller
-from support.limiters import whole_plan
+from support.control.limiters import whole_plan
+from support.control.plane import FakeClock, caller
 
 
 class Door:
@@ -66,7 +66,7 @@ def test_a_refused_request_passes_when_it_was_told_and_not_a_second_earlier(
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 500), st.integers(1, 40), st.floats(0, 1e7, allow_nan=False))
-def test_when_the_reset_has_passed_all_is_there_again(limit: int, spent: int, start: float) -> None:
+def test_whole_limit_is_back_after_the_reset(limit: int, spent: int, start: float) -> None:
     door = Door(Limits(requests_per_minute=limit), start)
     for _ in range(min(spent, limit)):
         decision = door.ask(1)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from support.data_plane import DataPlane, running_data_plane
-from support.fake_engine import Reply
+from support.engine.fake_engine import Reply
+from support.http.data_plane import DataPlane, running_data_plane
 
 STALL_S = 0.4
 MAX_BODY = 64 << 10
@@ -109,7 +109,7 @@ def test_a_client_that_hangs_up_frees_the_engine(brisk: DataPlane, stream: bool,
 
 
 def test_a_hang_up_while_the_limits_are_asked(brisk: DataPlane) -> None:
-    """The reservation is made all the same, and then given back but for the request; the engine never hears of it."""
+    """The reservation is made, and then given back except for the request; the engine never sees it."""
     held = brisk.limiter.held = asyncio.Event()
     with brisk.server.connect() as sock:
         sock.sendall(completion())

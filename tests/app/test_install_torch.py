@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -38,10 +39,10 @@ class Bench:
             )
             archive.writestr(f"{info}/RECORD", "")
 
-    def install(self) -> subprocess.CompletedProcess[str]:
+    def install(self, *build: str) -> subprocess.CompletedProcess[str]:
         constraints = self.index.with_name("constraints.txt")
         constraints.write_text(f"# pins\ntorch=={VERSION}\nnumpy==2.4.6\n")
-        command = [sys.executable, str(SCRIPT), str(constraints)]
+        command = [sys.executable, str(SCRIPT), str(constraints), *build]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def installed(self) -> list[str]:
@@ -55,6 +56,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     made.index.mkdir()
     made.target.mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    # A machine may cap torch's version for all of its users.
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(made.index))
     monkeypatch.setenv("PIP_TARGET", str(made.target))
@@ -85,9 +88,7 @@ def test_index_without_one_asks_uv(bench: Bench) -> None:
     assert bench.installed() == [], "neither uv, which is needed once, nor the larger build"
 
 
-def test_without_uvs_help_the_larger_build_is_announced(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_larger_build_is_announced_without_uv(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for said in ("No matching distribution found for uv", "cause: dns error"):
         done = bench.install()
         assert done.returncode == 0, done.stderr
@@ -107,6 +108,28 @@ def test_machine_with_a_gpu(bench: Bench, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "with CUDA" in done.stdout
     assert bench.installed() == [f"torch-{VERSION}"]
+
+
+def test_build_for_a_gpu_can_be_named_where_there_is_none(bench: Bench) -> None:
+    bench.offer("torch", f"{VERSION}+cpu")
+    done = bench.install("cuda")
+    assert done.returncode == 0, done.stderr
+    assert bench.installed() == [f"torch-{VERSION}"]
+
+
+def test_named_build_for_the_cpu_is_not_replaced_by_a_larger_one(bench: Bench) -> None:
+    done = bench.install("cpu")
+    assert done.returncode == 1
+    assert "The CPU's build of torch cannot be had" in done.stderr
+    assert bench.installed() == []
+    bench.offer("torch", f"{VERSION}+cpu")
+    assert bench.install("cpu").returncode == 0
+    assert bench.installed() == [f"torch-{VERSION}+cpu"]
+
+
+def test_unknown_build_is_refused(bench: Bench) -> None:
+    done = bench.install("rocm")
+    assert (done.returncode, done.stderr) == (1, "'rocm' is no build of torch: auto, cpu, cuda\n")
 
 
 def test_other_failures_are_shown_and_end_it(bench: Bench, tmp_path: Path) -> None:

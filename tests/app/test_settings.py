@@ -15,6 +15,8 @@ from loraplex.app.settings import Settings, SettingsInvalid, load_settings
 OTHER: dict[str, tuple[str, Any]] = {
     "model": ("/models/x", "/models/x"),
     "served_model_name": ("org/name", "org/name"),
+    "tool_format": ("hermes", "hermes"),
+    "reasoning_format": ("none", "none"),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("9000", 9000),
     "admin_host": ("::1", "::1"),
@@ -33,6 +35,8 @@ OTHER: dict[str, tuple[str, Any]] = {
     "max_adapter_rank": ("32", 32),
     "max_adapter_upload": ("10MB", 10_000_000),
     "default_max_tokens": ("17", 17),
+    "grammar_processes": ("3", 3),
+    "grammar_time_limit": ("0.25", 0.25),
     "max_body": ("1MiB", 1 << 20),
     "server_requests_per_minute": ("600", 600),
     "server_tokens_per_minute": ("100000", 100_000),
@@ -59,6 +63,11 @@ OTHER: dict[str, tuple[str, Any]] = {
     "stream_stall_timeout": ("3.5", 3.5),
     "drain_grace": ("1.5", 1.5),
     "drain_timeout": ("7", 7.0),
+    "otlp_endpoint": ("http://collector:4318", "http://collector:4318"),
+    "otlp_headers": ("authorization=Bearer%20x, x-scope=a", "authorization=Bearer%20x, x-scope=a"),
+    "otlp_service_name": ("llm", "llm"),
+    "trace_sample_ratio": ("0.25", 0.25),
+    "trace_follow_caller": ("true", True),
     "log_level": ("debug", "debug"),
 }
 """A value of every setting that is not its default: as text, and as what it is read as."""
@@ -156,7 +165,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["2 parsecs", "-1", "1e9", "lots", "GiB", "1.5", "0x10"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     if text == "1.5":  # a byte and a half is a byte
         assert load_settings({"kv_cache_memory": text}).kv_cache_memory == 1
         return

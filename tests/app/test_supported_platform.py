@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loraplex.app.cli import create_cli
-from support.live_server import EXAMPLE_ADAPTERS
+from support.servers.live_server import EXAMPLE_ADAPTERS
 
 ELSEWHERE = """
 import os, platform, sys

@@ -25,20 +25,20 @@ from typing import TypeVar
 
 import torch
 
-from loraplex.adapters.arena import AdapterArena
-from loraplex.adapters.base import load_base_spec
-from loraplex.adapters.files import digest_upload
-from loraplex.adapters.format import inspect_adapter
-from loraplex.adapters.layout import ArenaLayout
+from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.cache.residency import Ticket
+from loraplex.adapters.device.arena import AdapterArena
+from loraplex.adapters.device.host_image import build_image
+from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.adapters.device.transport import ThreadedTransport
 from loraplex.adapters.ref import AdapterRef
-from loraplex.adapters.residency import Ticket
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.adapters.store import ArtifactStore
-from loraplex.adapters.transport import ThreadedTransport
-from loraplex.adapters.weights import build_image
-from loraplex.kernels.groups import SiteGroup
-from support.adapters import ALL_SITES
-from support.live_server import write_real_adapter
+from loraplex.adapters.store.artifact_store import ArtifactStore
+from loraplex.adapters.store.files import digest_upload
+from loraplex.kernels.lora.site_groups import SiteGroup
+from support.adapters.drafts import ALL_SITES
+from support.servers.live_server import write_real_adapter
 
 LAYERS, HIDDEN, KEY_VALUE, INNER = 30, 576, 192, 1536
 GROUPS = (
@@ -71,7 +71,7 @@ def publish(store: ArtifactStore, folder: Path, options: argparse.Namespace, see
     write_real_adapter(
         folder, rank=options.rank, lora_alpha=2 * options.rank, targets=ALL_SITES, dtype=options.stored, seed=seed
     )  # fmt: skip
-    with store.begin() as staging:
+    with store.begin_staging() as staging:
         (folder / staging.config_path.name).rename(staging.config_path)
         (folder / staging.tensors_path.name).rename(staging.tensors_path)
         digest = digest_upload(staging.config_path, staging.tensors_path)

@@ -23,9 +23,9 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the engine's process has it
 
 from loraplex.adapters.ref import AdapterRef
-from support.adapters import ALL_SITES
-from support.live_server import write_real_adapter
-from support.local_engine import LocalEngine
+from support.adapters.drafts import ALL_SITES
+from support.engine.local_engine import LocalEngine
+from support.servers.live_server import write_real_adapter
 
 ROUNDS = 5
 DECODED = 24

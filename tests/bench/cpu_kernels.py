@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from loraplex.kernels.attention import build_attention_batch as torch_batch
-from loraplex.kernels.attention_numba import build_attention_batch as numba_batch
-from loraplex.kernels.groups import SiteGroup
-from loraplex.kernels.lora import LoraPass, Scratch, Segment, begin_pass
+from loraplex.kernels.attention.dispatch import build_attention_batch as torch_batch
+from loraplex.kernels.attention.numba_attention import build_attention_batch as numba_batch
+from loraplex.kernels.lora.dispatch import LoraPass, Scratch, Segment, begin_pass
+from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.ops import Ops, resolve_ops
-from support.lora_arena import ManualArena, make_arena
+from support.kernels.lora_arena import ManualArena, make_arena
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, INNER = 30, 9, 3, 64, 576, 1536
 TURNS = 15

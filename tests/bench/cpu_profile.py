@@ -31,13 +31,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the engine's process has 
 
 import torch
 
-from loraplex.engine import factory
+from loraplex.engine import build
 from loraplex.engine.model import loading
-from loraplex.kernels.dense import linear, pack_weight
-from loraplex.serving.detokenize import TextStream
-from loraplex.serving.text import TextProcessor
-from support.live_server import write_real_adapter
-from support.local_engine import LocalEngine
+from loraplex.kernels.layers.dense import linear, pack_weight
+from loraplex.serving.text.detokenize import TextStream
+from loraplex.serving.text.processor import TextProcessor
+from support.engine.local_engine import LocalEngine
+from support.servers.live_server import write_real_adapter
 
 RANK = 16
 TURNS = 12
@@ -138,10 +138,10 @@ class Engine:
             sampler.sample = clock.around("sampling", sampler.sample)
             return sampler
 
-        make = factory.make_sampler
+        make = build.make_sampler
         with (
             mock.patch.object(loading, "resolve_ops", timed_ops),
-            mock.patch.object(factory, "make_sampler", timed_sampler),
+            mock.patch.object(build, "make_sampler", timed_sampler),
         ):
             self.engine = LocalEngine(
                 arguments.model,

@@ -1,4 +1,4 @@
-"""Drawing tokens on a CPU by the compiled kernel and by torch operations, in turns:
+"""Sampling on a CPU by the compiled kernel and by torch operations, in turns:
 `PYTHONPATH=tests python -m bench.cpu_sampling [threads]`. Medians in milliseconds, for logits of 49,152 tokens."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from loraplex.engine.inputs import PlainInputs
-from loraplex.engine.sampler import make_sampler
+from loraplex.engine.execution.inputs import PlainInputs
+from loraplex.engine.sampling.sampler import make_sampler
 from loraplex.engine.types import SamplingParams
-from support.sampling import EOS, row
+from support.engine.sampling import EOS, row
 
 VOCABULARY, TURNS = 49_152, 15
 CPU = torch.device("cpu")

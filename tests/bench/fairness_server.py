@@ -3,15 +3,14 @@
     PYTHONPATH=tests python -m bench.fairness_server [--runs 2] [--requests 3] [--out FILE.json]
 
 Starts `loraplex serve` with the quickstart's model, room for 8 running requests and two tenants: `heavy` keeps 24
-requests over 12 adapters going, `light` 2 over one, so that requests queue. In each run each of the light one's two
-streams sends 3 requests alone, 3 beside the heavy one, and 3 with all streams under the heavy one's key: one tenant's
-requests are served in the order of their arrival, so that is first-come on the same server. All that with answers of 24
-to 96 tokens, and again with answers of 60 each.
+requests over 12 adapters going, `light` 2 over one, so that requests queue. In each run the light one's two streams
+send alone, beside the heavy one, and with all streams under the heavy one's key: one tenant's requests are served in
+the order of their arrival, so that is first-come on the same server. Each time both go on until each has 3 answers.
+All that with answers of 24 to 96 tokens, and again with answers of 60 each.
 
 It tells, over all runs: the light one's median and longest time to the first token, how fast a stream of each moves, in
-tokens a second from the sending of a request to its end, and the light one's share of the tokens of all answers that
-ended meanwhile; its two streams ask for a quarter of the places. Ends with 1 if an aim is missed, or if first-come
-misses none.
+tokens a second from the sending of a request to its end, and the light one's share of the tokens that came meanwhile;
+its two streams ask for a quarter of the slots. Ends with 1 if an aim is missed, or if first-come misses none.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from math import inf
 from pathlib import Path
 
 import httpx
 
+from loraplex.app.base_model.source import ensure_model
 from loraplex.app.bench.client import Asking, Outcome, ask
 from loraplex.app.bench.workload import BenchRequest
-from loraplex.app.models import ensure_model
-from support.live_server import LiveServer, write_real_adapter
+from support.servers.live_server import LiveServer, write_real_adapter
 
-SEATS = 8
+SLOTS = 8
 HEAVY_STREAMS, HEAVY_ADAPTERS, LIGHT_STREAMS = 24, 12, 2
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
 """About sixty tokens."""
@@ -51,21 +49,42 @@ SETTLE_S = 4.0
 
 @dataclass
 class Phase:
-    """What the light tenant saw, and the heavy one beside it."""
+    """What the light tenant saw, and the heavy one beside it: answers that ended while all streams were going, and the
+    tokens of all answers that came in that time."""
 
     light: list[Outcome] = field(default_factory=list)
     heavy: list[Outcome] = field(default_factory=list)
+    light_tokens: float = 0.0
+    heavy_tokens: float = 0.0
 
     def add(self, other: Phase) -> None:
         self.light += other.light
         self.heavy += other.heavy
+        self.light_tokens += other.light_tokens
+        self.heavy_tokens += other.heavy_tokens
+
+    @classmethod
+    def between(cls, begin: float, end: float, light: list[Outcome], heavy: list[Outcome]) -> Phase:
+        def ended(answers: list[Outcome]) -> list[Outcome]:
+            return [answer for answer in answers if begin <= answer.done <= end]
+
+        def tokens(answers: list[Outcome]) -> float:
+            """A piece of text may be more than one token."""
+            return sum(
+                answer.output_tokens
+                * sum(begin <= at <= end for at in answer.arrivals)
+                / len(answer.arrivals)
+                for answer in answers
+            )
+
+        return cls(ended(light), ended(heavy), tokens(light), tokens(heavy))
 
     def figures(self) -> dict[str, float]:
         waits = [outcome.arrivals[0] - outcome.sent for outcome in self.light]
         told = {"first_token_median_s": statistics.median(waits), "first_token_longest_s": max(waits)}
         if self.heavy:
-            light, heavy = (sum(o.output_tokens for o in of) for of in (self.light, self.heavy))
-            told |= {"light_tokens_per_s": _stream_rate(self.light), "share": light / (light + heavy)}
+            share = self.light_tokens / (self.light_tokens + self.heavy_tokens)
+            told |= {"light_tokens_per_s": _stream_rate(self.light), "share": share}
             told |= {"heavy_tokens_per_s": _stream_rate(self.heavy)}
         return {name: round(value, 4) for name, value in told.items()}
 
@@ -96,25 +115,41 @@ def _stream_rate(answers: list[Outcome]) -> float:
     return statistics.median(answer.output_tokens / (answer.done - answer.sent) for answer in answers)
 
 
-async def _stream(
-    client: httpx.AsyncClient,
-    models: list[str],
-    turns: count[int],
-    length: Callable[[int], int],
-    requests: float,
-    into: list[Outcome],
-) -> None:
-    """So many requests, one after the other."""
-    while requests > 0:
-        requests -= 1
-        turn = next(turns)
-        prompt = f"{turn}. {PROMPT}"  # no two begin alike
-        now = time.perf_counter()
-        asked = BenchRequest(turn, now, models[turn % len(models)], prompt)
-        outcome = await ask(client, Asking(max_tokens=length(turn)), asked, now)
-        if outcome.error is not None:
-            raise SystemExit(f"a request failed: {outcome.error} {outcome.error_message}")
-        into.append(outcome)
+class Stream:
+    """Sends one request after the other until `stop` is set, and notes the answers, also of the one that ran then."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        models: list[str],
+        turns: count[int],
+        length: Callable[[int], int],
+        stop: asyncio.Event,
+    ) -> None:
+        self._client = client
+        self._models = models
+        self._turns = turns
+        self._length = length
+        self._stop = stop
+        self._ended = asyncio.Condition()
+        self.answers: list[Outcome] = []
+
+    async def run(self) -> None:
+        while not self._stop.is_set():
+            turn = next(self._turns)
+            prompt = f"{turn}. {PROMPT}"  # no two begin alike
+            now = time.perf_counter()
+            asked = BenchRequest(turn, now, self._models[turn % len(self._models)], prompt)
+            outcome = await ask(self._client, Asking(max_tokens=self._length(turn)), asked, now)
+            if outcome.error is not None:
+                raise SystemExit(f"a request failed: {outcome.error} {outcome.error_message}")
+            self.answers.append(outcome)
+            async with self._ended:
+                self._ended.notify_all()
+
+    async def has(self, answers: int) -> None:
+        async with self._ended:
+            await self._ended.wait_for(lambda: len(self.answers) >= answers)
 
 
 async def _phase(
@@ -125,29 +160,35 @@ async def _phase(
     turns: count[int],
     length: Callable[[int], int],
 ) -> Phase:
-    """The light one's requests, beside the heavy one's where it has a key."""
-    phase = Phase()
+    """The light one's streams until each has that many answers, beside the heavy one's where it has a key."""
     limits = httpx.Limits(max_connections=None)
+    stop = asyncio.Event()
 
     def client(key: str) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"}
         return httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits)
 
-    async with client(heavy_key or light_key) as heavy, client(light_key) as light:
+    async with (
+        client(heavy_key or light_key) as heavy,
+        client(light_key) as light,
+        asyncio.TaskGroup() as group,
+    ):
         models = [f"h{number}" for number in range(HEAVY_ADAPTERS)]
-        crowd = [
-            asyncio.create_task(_stream(heavy, models, turns, length, inf, phase.heavy))
-            for _ in range(HEAVY_STREAMS if heavy_key else 0)
-        ]
+        crowd = [Stream(heavy, models, turns, length, stop) for _ in range(HEAVY_STREAMS if heavy_key else 0)]
+        for stream in crowd:
+            group.create_task(stream.run())
         if crowd:
             await asyncio.sleep(SETTLE_S)
-        phase.heavy.clear()
-        streams = (_stream(light, ["l0"], turns, length, requests, phase.light) for _ in range(LIGHT_STREAMS))
-        await asyncio.gather(*streams)
-        for task in crowd:
-            task.cancel()
-        await asyncio.gather(*crowd, return_exceptions=True)
-    return phase
+        begin = time.perf_counter()
+        few = [Stream(light, ["l0"], turns, length, stop) for _ in range(LIGHT_STREAMS)]
+        for stream in few:
+            group.create_task(stream.run())
+        for stream in few:
+            await stream.has(requests)
+        end = time.perf_counter()
+        stop.set()
+    seen = [[answer for stream in of for answer in stream.answers] for of in (few, crowd)]
+    return Phase.between(begin, end, *seen)
 
 
 def _measure(
@@ -189,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A light tenant beside a heavy one, on the real server.")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument(
-        "--requests", type=int, default=3, help="of each of the light tenant's streams, a phase"
+        "--requests", type=int, default=3, help="answers to each of the light tenant's streams, a phase"
     )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
@@ -200,7 +241,7 @@ def main() -> None:
             "kv_cache_memory": "1GiB",
             "adapter_memory": "512MiB",
             "threads": 0,
-            "max_num_seqs": SEATS,
+            "max_num_seqs": SLOTS,
         }
         with LiveServer(model, work / "data", **settings) as server:
             keys = _set_up(server, work)

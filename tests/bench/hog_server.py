@@ -24,10 +24,10 @@ from typing import Any
 
 import httpx
 
+from loraplex.app.base_model.source import ensure_model
 from loraplex.app.bench.client import Asking
 from loraplex.app.bench.workload import BenchRequest
-from loraplex.app.models import ensure_model
-from support.live_server import SERVED_NAME, LiveServer
+from support.servers.live_server import SERVED_NAME, LiveServer
 
 STREAMS = 64
 SETTLE_S = 5.0
@@ -160,7 +160,7 @@ def measure(
     settle_s: float = SETTLE_S,
     limit_s: float = LIMIT_S,
 ) -> dict[str, list[float]]:
-    """Seconds to each first token of the chat's answers of so many tokens, alone and beside each of these hogs."""
+    """Seconds to each first token of the chat's answers, alone and beside each of these hogs."""
     keys = []
     for tenant in ("chat", "hog-1", "hog-2"):
         server.create_tenant(tenant)

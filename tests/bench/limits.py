@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from loraplex.control.database import Database
+from loraplex.control.db.database import Database
 from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.in_process import InProcessLimiter
@@ -25,9 +25,9 @@ from loraplex.control.limits.redis_limiter import RedisLimiter
 from loraplex.control.limits.redis_link import redis_script
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.types import Limits
-from support.control import caller
-from support.limit_watch import PatientLink, Watch
-from support.redis_server import redis_server
+from support.control.limit_watch import PatientLink, Watch
+from support.control.plane import caller
+from support.servers.redis_server import redis_server
 
 PLENTY = 10**9
 LIMITS = Limits(

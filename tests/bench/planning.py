@@ -19,15 +19,15 @@ from itertools import count
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.scheduler import Scheduler
+from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence
-from support.fake_transport import FakeTransport, Fate, make_cache
+from support.engine.fake_transport import FakeTransport, Fate, make_cache
 
 NUM_SLOTS = 64
 MAX_TENANTS = 1000
 PROMPT = 200
 STEPS_BETWEEN_ENDS = 4
-"""One of the running requests ends, and another starts, every so many steps."""
+"""One of the running requests ends, and another starts, once in this number of steps."""
 
 
 class Bench:
@@ -57,7 +57,7 @@ class Bench:
         order = next(self._order)
         prompt = tuple(range(order * PROMPT, (order + 1) * PROMPT))
         request = EngineRequest(f"r{order}", tenant, prompt, SamplingParams(max_tokens=max_tokens), ref)
-        self.scheduler.add(Sequence(request, self.now, order, list(prompt)))
+        self.scheduler.add_sequence(Sequence(request, self.now, order, list(prompt)))
 
     def queue(self, waiting: int, *, cold: bool) -> None:
         for index in range(waiting):

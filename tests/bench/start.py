@@ -29,9 +29,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from loraplex.engine import protocol as wire
 from loraplex.engine.config import EngineConfig
-from support.live_server import REPOSITORY, SMALL, clean_environment, free_ports
+from loraplex.engine.ipc import protocol as wire
+from support.servers.live_server import REPOSITORY, SMALL, clean_environment, free_ports
 
 PORTIONS = ("server", "adapters", "kernels", "admin", "migrations")
 READY_S = 300.0
@@ -68,7 +68,7 @@ def start_engine(tree: Path, model: Path, kernels: str, work: Path) -> Taken:
         server.listen(1)
         began = time.perf_counter()
         child = subprocess.Popen(
-            [sys.executable, "-m", "loraplex.engine.process", "--socket", str(path)],
+            [sys.executable, "-m", "loraplex.engine.ipc.process", "--socket", str(path)],
             env=environment(tree),
             stdin=subprocess.PIPE,
         )

@@ -31,16 +31,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.usage_sqlite import compare
-from loraplex.control.database import Database
+from loraplex.control.db.database import Database
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.ledger import Ledger, Source
 from loraplex.control.usage.records import Accepted, Ended
 from loraplex.control.usage.segments import Position
 from loraplex.control.usage.writer import UsageWriter
 from loraplex.migrations.run import upgrade
-from support.data_plane import BASE, running_data_plane
-from support.fake_engine import Reply
-from support.usage import ended
+from support.control.usage import ended
+from support.engine.fake_engine import Reply
+from support.http.data_plane import BASE, running_data_plane
 
 KINDS = ("none", "ledger")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -171,7 +171,7 @@ def _sync_ms(directory: Path) -> float:
 
 
 def _ms_a_row(directory: Path, rows: int) -> float:
-    """Processor time of the writer's thread, with so many rows a commit."""
+    """Processor time of the writer's thread, with `rows` rows a commit."""
     url = f"sqlite:///{directory / f'{rows}.db'}"
     upgrade(url)
     database, source, commits = Database(url), Source(directory, None), max(20, 200 // rows)

@@ -6,7 +6,7 @@ them, as the writer to the database does. Then what is left of what was promised
 disk (which needs root for a tmpfs).
 
 SQLite is used as it would replace the journal: WAL, one thread that commits whatever has come, with synchronous=FULL
-where somebody waits, and NORMAL where all that came are beginnings.
+where a caller waits, and NORMAL where all that came are beginnings.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import structlog
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.records import Accepted, Ended
 from loraplex.control.usage.segments import Position, read_records
-from support.small_disk import small_disk
-from support.usage import accepted, ended
+from support.control.usage import accepted, ended
+from support.faults.small_disk import small_disk
 
 AT_A_TIME = (1, 32, 256)
 PROMISED = 2000

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import structlog
 
 from loraplex.api import drain
-from support.data_plane import BASE, running_data_plane
-from support.fake_engine import Reply
-from support.outside_clients import BackAfterOneRefusal, Stage, converse, skip_unless_installed
+from support.clients.outside_clients import BackAfterOneRefusal, Stage, converse, skip_unless_installed
+from support.engine.fake_engine import Reply
+from support.http.data_plane import BASE, running_data_plane
 
 
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], dict[str, Any]]]:
     """What a client told of its conversation with a server whose engine always says the same."""
     told: dict[str, dict[str, Any]] = {}
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     patch = pytest.MonkeyPatch()
     patch.setattr(drain, "RETRY_ELSEWHERE_S", 1.0)  # each client would wait for the true five seconds
 
@@ -35,4 +32,3 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
     yield of
     patch.undo()
-    structlog.reset_defaults()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.client_answers import scripted as expected
-from support.outside_clients import COMMANDS
+from support.clients.answers import scripted as expected
+from support.clients.outside_clients import COMMANDS
 
 pytestmark = pytest.mark.slow
 

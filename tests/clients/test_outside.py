@@ -10,7 +10,7 @@ import pytest
 from clients.outside.servers import Asked, asked_for
 from clients.outside.tables import page
 from clients.outside.vllm_reasons import reason
-from support.live_server import EXAMPLE_ADAPTERS, EXAMPLES
+from support.servers.live_server import EXAMPLE_ADAPTERS, EXAMPLES
 
 
 def test_options_of_vllm_serve_are_ours_or_left(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
-from loraplex.control.database import utc_now
-from loraplex.control.tables import Tenant
-from support.control import ControlPlane, use_database
-from support.postgres import need_programs, postgres_server
+from loraplex.control.db.database import utc_now
+from loraplex.control.db.tables import Tenant
+from support.control.plane import ControlPlane, use_database
+from support.servers.postgres import need_programs, postgres_server
 
 ON_SQLITE_ALONE = (
     "test_healing",

@@ -10,7 +10,7 @@ import structlog.testing
 
 from loraplex.control.background import FIRST_PAUSE_S, LONGEST_PAUSE_S, WELL_S, BackgroundTasks, TaskState
 from loraplex.control.errors import DatabaseBusy
-from support.control import FakeClock
+from support.control.plane import FakeClock
 
 
 class Bench:
@@ -37,7 +37,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 class Failing:
-    """Fails `failures` times, each time after `seconds`, then runs for ever."""
+    """Fails `failures` times, each time after `seconds`, then runs without end."""
 
     def __init__(self, bench: Bench, failures: list[Exception | None], seconds: float = 0.0) -> None:
         self._bench, self._failures, self._seconds = bench, failures, seconds
@@ -114,7 +114,7 @@ async def test_something_else_that_was_cancelled_is_a_failure(bench: Bench) -> N
     assert bench.state().restarts == 1
 
 
-async def test_it_is_down_while_it_pauses() -> None:
+async def test_task_counts_as_down_while_it_pauses() -> None:
     paused = asyncio.Event()
 
     async def sleep(_: float) -> None:

@@ -9,39 +9,39 @@ from typing import Any
 
 import pytest
 
-from loraplex.adapters import failures, layout
-from loraplex.adapters.peft_config import MAX_CONFIG_BYTES
-from loraplex.admin import body as admin_body
-from loraplex.admin import pace, plane, upload
+from loraplex.adapters.admission.peft_config import MAX_CONFIG_BYTES
+from loraplex.adapters.cache import failures
+from loraplex.adapters.device import layout
+from loraplex.admin import change_rate_limit
+from loraplex.admin.framework import strict_request
 from loraplex.admin.routes.usage import DEFAULT_PERIOD
 from loraplex.admin.services import ReportGate, UploadGate
-from loraplex.api import body, context, deadline, deps, engine_metrics, label_sets, metrics, planning, schemas
-from loraplex.api.metrics import MetricsApp
-from loraplex.app import connections, weights
+from loraplex.admin.uploads import receive
+from loraplex.api import deadline, deps
+from loraplex.api.generation import planning
+from loraplex.api.metrics import Scraper, api_metrics, engine_metrics, label_sets
+from loraplex.api.openai import schemas
+from loraplex.app.ports import connections
 from loraplex.app.settings import Settings
-from loraplex.control import (
-    audit_log,
-    cache,
-    database,
-    key_use,
-    keys,
-    outage,
-    postgres,
-    postgres_engine,
-    releases,
-    resolver,
-    rules,
-    sqlite,
-)
-from loraplex.control.key_cache import KeyCache
+from loraplex.app.tasks import tenant_weights
+from loraplex.control import rules
+from loraplex.control.audit import log as audit_log
+from loraplex.control.catalog import releases, resolver
+from loraplex.control.catalog.resolver import Resolver
+from loraplex.control.db import database, outage, postgres, postgres_engine, read_through, sqlite
 from loraplex.control.limits import budget_store, budgets, limiter, redis_limiter, redis_session
-from loraplex.control.resolver import Resolver
+from loraplex.control.tenancy import key_use, keys
+from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.usage import journal, roll_up
-from loraplex.engine import block_needs, factory, kv_memory, step_size
+from loraplex.engine import build, sizing
 from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
-from loraplex.kernels import numba_cache
-from loraplex.serving import supervisor, watchdog
-from loraplex.serving.socket_client import SocketEngineClient
+from loraplex.engine.execution import kv_cache
+from loraplex.engine.scheduling import block_needs, step_budget
+from loraplex.http import body, context
+from loraplex.kernels.numba_runtime import cache as numba_cache
+from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.grammar import builders, checker, schema_rules
+from loraplex.serving.supervision import supervisor, watchdog
 from support import markdown
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -79,7 +79,7 @@ def bound(name: str, kind: str, model: type[Any] = schemas.ChatRequest) -> Any:
 
 def lua(name: str) -> float:
     """A constant of the script that Redis runs, in seconds."""
-    text = (markdown.ROOT / "admin/loraplex/control/limits/redis_limiter.lua").read_text("utf-8")
+    text = (markdown.ROOT / "server/loraplex/control/limits/redis_limiter.lua").read_text("utf-8")
     found = re.search(rf"^local {name} = ([\d.e]+)$", text, re.MULTILINE)
     assert found is not None
     return float(found[1]) / 1e6
@@ -95,10 +95,11 @@ POOL = postgres_engine.POOL_SIZE + postgres_engine.POOL_OVERFLOW
 SLICE_S = default(budget_store.BudgetStore, "slice_s")
 STALENESS = setting("database_staleness")
 COMPLETION = schemas.CompletionRequest
+GRAMMARS = checker.GrammarLimits()
 
 CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
-    ("admin.md", "A body is at most {:g} KiB of JSON", (plane.MAX_JSON_BYTES / KIB,)),
-    ("admin.md", "the JSON body exceeds {:g} KiB", (plane.MAX_JSON_BYTES / KIB,)),
+    ("admin.md", "A body is at most {:g} KiB of JSON", (strict_request.MAX_JSON_BYTES / KIB,)),
+    ("admin.md", "the JSON body exceeds {:g} KiB", (strict_request.MAX_JSON_BYTES / KIB,)),
     ("admin.md", "`limit` (1 to {}, default {})", (rules.MAX_PAGE, rules.DEFAULT_PAGE)),
     ("admin.md", "`weight` ({:g} to {:g}, default 1)", (rules.MIN_WEIGHT, rules.MAX_WEIGHT)),
     ("admin.md", "`grace_seconds` more (0 to {:g} days)", (keys.MAX_GRACE_S / DAY,)),
@@ -107,9 +108,9 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("admin.md", "a weight (0 to {:,})", (releases.MAX_WEIGHT,)),
     ("admin.md", "The last {} of a name are kept", (releases.MAX_REVISIONS,)),
     ("admin.md", "the config beyond {:g} MiB", (MAX_CONFIG_BYTES / MIB,)),
-    ("admin.md", "nothing of the body came for {:g} s", (admin_body.SILENCE_S,)),
-    ("admin.md", "slower than {:,} bytes a second", (admin_body.MIN_BYTES_PER_S,)),
-    ("admin.md", "more than {} things in a minute on this server", (pace.MAX_CHANGES,)),
+    ("admin.md", "nothing of the body came for {:g} s", (body.SILENCE_S,)),
+    ("admin.md", "slower than {:,} bytes a second", (body.MIN_BYTES_PER_S,)),
+    ("admin.md", "more than {} things in a minute on this server", (change_rate_limit.MAX_CHANGES,)),
     ("adapters.md", "The last {} of a name are kept", (releases.MAX_REVISIONS,)),
     ("adapters.md", "`support@sha256:<{} or more hex digits>`", (resolver.MIN_DIGEST_CHARS,)),
     ("api.md", "by at least {} hex digits", (resolver.MIN_DIGEST_CHARS,)),
@@ -162,42 +163,42 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         "a head of more than {:g} KiB or {} fields",
         (BOUNDS.head_bytes / KIB, BOUNDS.headers),
     ),
-    ("architecture.md", "tokenisers, {} ", (default(deps.ApiServices, "tokenizer_threads"),)),
+    ("processes.md", "tokenizers, {} ", (default(deps.ApiServices, "tokenizer_threads"),)),
     (
-        "architecture.md",
+        "processes.md",
         "database, {}, and look-ups, {} ",
         (database.MAX_THREADS, database.MAX_LOOKUP_THREADS),
     ),
-    ("architecture.md", "reports, {} ", (default(ReportGate, "max_running"),)),
+    ("processes.md", "reports, {} ", (default(ReportGate, "max_running"),)),
     (
-        "architecture.md",
+        "processes.md",
         "uploads, {}, and validation, {} ",
         (default(UploadGate, "max_uploads"), default(UploadGate, "max_validations")),
     ),
-    ("architecture.md", "`adapter-load`, {} ", (factory.LOADER_THREADS,)),
-    ("architecture.md", "caches, at most {:g} s old", (TTL_S,)),
-    ("architecture.md", "after {:g} s at most in another", (default(Resolver, "ttl_s"),)),
-    ("architecture.md", "until it is written ({:g} s)", (key_use.FLUSH_INTERVAL_S,)),
+    ("processes.md", "`adapter-load`, {} ", (build.LOADER_THREADS,)),
+    ("processes.md", "caches, at most {:g} s old", (TTL_S,)),
+    ("request-path.md", "other processes see it after {:g} s at most", (default(Resolver, "ttl_s"),)),
+    ("processes.md", "until it is written ({:g} s)", (key_use.FLUSH_INTERVAL_S,)),
     (
-        "architecture.md",
+        "failure-modes.md",
         "tried again after {:g} s … {:g} s",
         (failures.FIRST_BACKOFF_S, failures.LAST_BACKOFF_S),
     ),
-    ("architecture.md", "within {:g} s it is killed", (WATCH.hang_timeout_s,)),
+    ("failure-modes.md", "within {:g} s it is killed", (WATCH.hang_timeout_s,)),
     (
-        "architecture.md",
+        "failure-modes.md",
         "killed after {:g} s",
         (supervisor.LAST_WORDS_S + supervisor.EXIT_WAIT_S,),
     ),
-    ("architecture.md", "does not come within {:g} s", (supervisor.SPARE_CONNECT_TIMEOUT_S,)),
-    ("architecture.md", "five deaths in {:g} s", (RESTART.window_s,)),
-    ("architecture.md", "or reads nothing for {:g} s", (setting("stream_stall_timeout"),)),
-    ("architecture.md", "an answer's end waits {:g} s for it at most", (journal.SYNC_WAIT_S,)),
-    ("architecture.md", "after {:g} ms at most each server decides", (redis_limiter.TIMEOUT_S * 1000,)),
-    ("architecture.md", "what is remembered serves for {:g} s", (STALENESS,)),
+    ("failure-modes.md", "does not come within {:g} s", (supervisor.SPARE_CONNECT_TIMEOUT_S,)),
+    ("failure-modes.md", "five deaths in {:g} s", (RESTART.window_s,)),
+    ("failure-modes.md", "or reads nothing for {:g} s", (setting("stream_stall_timeout"),)),
+    ("failure-modes.md", "an answer's end waits {:g} s for it at most", (journal.SYNC_WAIT_S,)),
+    ("failure-modes.md", "after {:g} ms at most each server decides", (redis_limiter.TIMEOUT_S * 1000,)),
+    ("failure-modes.md", "what is remembered serves for {:g} s", (STALENESS,)),
     ("audit.md", "at most {} such rows a minute", (audit_log.MAX_REFUSALS,)),
-    ("audit.md", "A tenant's keys can change {} things a minute", (pace.MAX_CHANGES,)),
-    ("configuration.md", "may be {:g} KiB larger", (upload._FRAMING_BYTES / KIB,)),
+    ("audit.md", "A tenant's keys can change {} things a minute", (change_rate_limit.MAX_CHANGES,)),
+    ("configuration.md", "may be {:g} KiB larger", (receive._FRAMING_BYTES / KIB,)),
     ("configuration.md", "beyond the usual {:g} s", (TTL_S,)),
     ("fairness.md", "An output token costs two", (CHARGES.decode == 2 * CHARGES.prefill,)),
     ("fairness.md", "found in the prefix cache a tenth", (CHARGES.cached == 0.1 * CHARGES.prefill,)),
@@ -210,18 +211,18 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("limits.md", "slices serve on, for at most {:g} s", (SLICE_S / 2,)),
     ("limits.md", "its slice comes back after {:g} minutes", (SLICE_S / 60,)),
     ("limits.md", "what was reserved in the {:g} s before", (budgets.REPORT_INTERVAL_S,)),
-    ("limits.md", "A request that runs for more than {:g} s on a server", (SLICE_S / 2,)),
+    ("limits.md", "a request that runs for more than {:g} s on a server", (SLICE_S / 2,)),
     ("limits.md", "`spent` is up to {:g} s late", (budgets.REPORT_INTERVAL_S,)),
     ("limits.md", "comes back within {:g} s.", (lua("LEASE") + lua("SLACK"),)),
     ("limits.md", "just then waits {:g} ms at most", (redis_limiter.TIMEOUT_S * 1000,)),
     ("limits.md", "comes back after more than {:g} s", (lua("LEASE"),)),
-    ("metrics.md", "Up to {:,} tenants have labels", (metrics.MAX_LABEL_SETS,)),
-    ("metrics.md", "up to {:,} pairs of `tenant`", (metrics.MAX_LABEL_SETS,)),
+    ("metrics.md", "Up to {:,} tenants have labels", (api_metrics.MAX_LABEL_SETS,)),
+    ("metrics.md", "up to {:,} pairs of `tenant`", (api_metrics.MAX_LABEL_SETS,)),
     ("metrics.md", "A pair that had no request for {:g} hour", (label_sets.IDLE_S / 3600,)),
     ("metrics.md", "A tenant that had no request for {:g} hour", (label_sets.IDLE_S / 3600,)),
     ("metrics.md", "each at most {} names", (engine_metrics.MAX_NAMED_ADAPTERS,)),
     ("metrics.md", "names at most {} adapters", (engine_metrics.MAX_NAMED_ADAPTERS,)),
-    ("metrics.md", "within two seconds", (default(MetricsApp, "engine_timeout") == 2,)),
+    ("metrics.md", "within two seconds", (default(Scraper, "engine_timeout") == 2,)),
     ("operations.md", "which allows it {:g} minutes", (START_MINUTES,)),
     ("operations.md", "no process has started with for {:g} days", (numba_cache.KEPT_S / DAY,)),
     ("operations.md", "less than {:g} MiB are free", (numba_cache._NEEDED_BYTES / MIB,)),
@@ -239,41 +240,41 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ),
     ("operations.md", "After five deaths within", (RESTART.max_deaths == 5,)),
     ("operations.md", "deaths within {:g} s", (RESTART.window_s,)),
-    ("operations.md", "is tried for {:.1f} s", (sum(step_size.PAUSES_S) - 0.05,)),
-    ("operations.md", "A server holds up to {} connections", (POOL,)),
-    ("operations.md", "in the last {:g} s (`--database-staleness`)", (STALENESS,)),
-    ("operations.md", "The server tries every half second", (outage.PROBE_INTERVAL_S == 0.5,)),
+    ("operations.md", "is tried for {:.1f} s", (sum(step_budget.PAUSES_S) - 0.05,)),
+    ("database.md", "A server holds up to {} connections", (POOL,)),
+    ("database.md", "in the last {:g} s (`--database-staleness`)", (STALENESS,)),
+    ("database.md", "The server tries every half second", (outage.PROBE_INTERVAL_S == 0.5,)),
     (
-        "operations.md",
+        "database.md",
         "which a server notices within {:g} s, or {:g} s if it is silent",
         (database.CHECK_INTERVAL_S, database.CHECK_INTERVAL_S + postgres.READ_TIMEOUT_S),
     ),
-    ("operations.md", "does not come to its turn within {} s", (sqlite.BUSY_TIMEOUT_S,)),
-    ("operations.md", "does not come to its turn within {} s", (postgres_engine.LOCK_TIMEOUT_S,)),
-    ("operations.md", "or {:g} s have passed", (lua("LEASE"),)),
-    ("operations.md", "what it had reserved after {:g} s", (lua("LEASE"),)),
-    ("operations.md", "slower than {:g} ms", (redis_limiter.TIMEOUT_S * 1000,)),
-    ("operations.md", "after {:g} ms at most it is decided", (redis_limiter.TIMEOUT_S * 1000,)),
-    ("operations.md", "`Retry-After: {:g}` |", (redis_limiter.UNDECIDED_RETRY_S,)),
-    ("operations.md", "and then ten times a second", (redis_limiter.RETRY_S[-1] == 0.1,)),
-    ("operations.md", "looks four times a second", (redis_limiter.HEARTBEAT_S == 0.25,)),
-    ("operations.md", "set forward by more than a second", (lua("STEP") == 1,)),
+    ("database.md", "does not come to its turn within {} s", (sqlite.BUSY_TIMEOUT_S,)),
+    ("database.md", "does not come to its turn within {} s", (postgres_engine.LOCK_TIMEOUT_S,)),
+    ("redis.md", "or {:g} s have passed", (lua("LEASE"),)),
+    ("redis.md", "what it had reserved after {:g} s", (lua("LEASE"),)),
+    ("redis.md", "slower than {:g} ms", (redis_limiter.TIMEOUT_S * 1000,)),
+    ("redis.md", "after {:g} ms at most it is decided", (redis_limiter.TIMEOUT_S * 1000,)),
+    ("redis.md", "`Retry-After: {:g}` |", (redis_limiter.UNDECIDED_RETRY_S,)),
+    ("redis.md", "and then ten times a second", (redis_limiter.RETRY_S[-1] == 0.1,)),
+    ("redis.md", "looks four times a second", (redis_limiter.HEARTBEAT_S == 0.25,)),
+    ("redis.md", "set forward by more than a second", (lua("STEP") == 1,)),
     (
         "operations.md",
         "adapters on the device | a tenth of the free memory, at most {:g} GiB | a tenth of the free device "
         "memory, at most {:g} GiB",
-        (factory._MAX_ADAPTER_MEMORY["cpu"] / GIB, factory._MAX_ADAPTER_MEMORY["cuda"] / GIB),
+        (sizing._MAX_ADAPTER_MEMORY["cpu"] / GIB, sizing._MAX_ADAPTER_MEMORY["cuda"] / GIB),
     ),
-    ("operations.md", "a tenth of the free memory", (factory._ADAPTER_FRACTION == 0.1,)),
+    ("operations.md", "a tenth of the free memory", (sizing._ADAPTER_FRACTION == 0.1,)),
     (
         "operations.md",
         "KV cache | {:g} of the free memory, at most {:g} GiB | {:g} of the device memory",
-        (kv_memory._CPU_FRACTION, kv_memory._CPU_LIMIT / GIB, kv_memory._CUDA_FRACTION),
+        (kv_cache._CPU_FRACTION, kv_cache._CPU_LIMIT / GIB, kv_cache._CUDA_FRACTION),
     ),
     (
         "operations.md",
         "adapters in host memory | a tenth of the free memory, at most {:g} GiB",
-        (factory._MAX_ADAPTER_CPU_MEMORY / GIB,),
+        (sizing.MAX_ADAPTER_CPU_MEMORY / GIB,),
     ),
     ("operations.md", "A block holds {} positions and takes {} · layers", (BLOCK_SIZE, BLOCK_SIZE)),
     (
@@ -281,8 +282,32 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         "in pages of {:g} KiB to {:g} MiB",
         (layout.MIN_PAGE_BYTES / KIB, layout.MAX_PAGE_BYTES / MIB),
     ),
-    ("operations.md", "At most {} adapters are on the device", (factory.MAX_SLOTS,)),
+    ("operations.md", "At most {} adapters are on the device", (sizing.MAX_SLOTS,)),
     ("operations.md", "After {:g} s of waiting", (default(SchedulerConfig, "adapter_wait_aging_s"),)),
+    (
+        "structured-output.md",
+        "| a schema, as compact JSON | {:g} KiB, {} levels |",
+        (schema_rules.MAX_SCHEMA_BYTES / KIB, schema_rules.MAX_SCHEMA_DEPTH),
+    ),
+    ("structured-output.md", "| a pattern | {:g} KiB |", (builders.MAX_REGEX_BYTES / KIB,)),
+    (
+        "structured-output.md",
+        "| choices | {}, {:g} KiB together |",
+        (builders.MAX_CHOICES, builders.MAX_GRAMMAR_BYTES / KIB),
+    ),
+    ("structured-output.md", "| a grammar | {:g} KiB |", (builders.MAX_GRAMMAR_BYTES / KIB,)),
+    (
+        "structured-output.md",
+        "`--grammar-time-limit` seconds of processor time ({:g}) and {:g} MiB",
+        (setting("grammar_time_limit"), GRAMMARS.memory / MIB),
+    ),
+    ("structured-output.md", "Of each trial {:g} ms are free", (checker.FREE_CPU_S * 1000,)),
+    (
+        "structured-output.md",
+        "may use {:g} s at once and {:g} % of a core over time",
+        (GRAMMARS.burst_s, checker.CPU_SHARE * 100),
+    ),
+    ("structured-output.md", "(`--grammar-processes`, {})", (setting("grammar_processes"),)),
     ("usage.md", "# the last {} days", (DEFAULT_PERIOD.days,)),
     ("usage.md", "| {} days before `end`; now", (DEFAULT_PERIOD.days,)),
     ("usage.md", "`limit`, `cursor` | {} ", (rules.DEFAULT_PAGE,)),
@@ -294,7 +319,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     (
         "reliability.md",
         "no more positions than {:g} MiB of logits hold",
-        (factory._MAX_SCORED_BYTES / MIB,),
+        (build._MAX_SCORED_BYTES / MIB,),
     ),
 ]
 
@@ -314,7 +339,7 @@ def test_a_number_is_the_constant_of_the_code(page: str, phrase: str, values: tu
 
 
 def test_two_names_of_one_thing_agree() -> None:
-    assert cache.DEFAULT_STALENESS_S == STALENESS
+    assert read_through.DEFAULT_STALENESS_S == STALENESS
     assert setting("usage_journal_size") == journal.DEFAULT_CAPACITY
     assert default(Resolver, "ttl_s") == TTL_S
     assert default(deps.ApiServices, "stall_timeout") == setting("stream_stall_timeout")
@@ -323,5 +348,5 @@ def test_two_names_of_one_thing_agree() -> None:
 
 
 def test_other_servers_follow_within_the_5_s_that_are_promised() -> None:
-    assert "the others follow within 5 s" in plain("operations.md")
-    assert TTL_S + weights.INTERVAL_S < 5
+    assert "the others follow within 5 s" in plain("database.md")
+    assert TTL_S + tenant_weights.INTERVAL_S < 5

@@ -31,7 +31,7 @@ FORBIDDEN = [
     )
 ]
 SOURCES = ("", "server/loraplex/", "adapters/loraplex/", "kernels/loraplex/", "admin/loraplex/")
-"""Where a path in a document may begin: at the top, or at a package's folder (`engine/core.py`)."""
+"""Where a path in a document may begin: at the top, or at a package's folder (`engine/core/engine_core.py`)."""
 FILE = re.compile(
     r"(?:server|adapters|kernels|admin|migrations|tests|docs|examples|api|app|control|engine|serving)"
     r"/[\w./-]*\w\.(?:py|md|toml|txt|json)"
@@ -150,6 +150,21 @@ def test_every_decision_is_in_the_index_and_numbered_in_turn() -> None:
         assert page.startswith(f"# {number}: "), name
         for part in ("**Decision.**", "**Why.**", "**Cost.**"):
             assert part in page, (name, part)
+
+
+def test_every_decision_has_a_status_that_the_index_repeats() -> None:
+    text = markdown.read("docs/adr/README.md")
+    listed = dict(re.findall(r"^\| \[(\d{4})\].* \| ([^|]+) \|$", text, re.MULTILINE))
+    actual = {}
+    for path in (ROOT / "docs/adr").glob("[0-9]*.md"):
+        status = re.match(
+            r"#[^\n]*\n\n\*\*Status\.\*\* (Accepted|Superseded by \[(\d{4})\])", path.read_text("utf-8")
+        )
+        assert status, (
+            f"{path.name}: the line below the title says **Status.** Accepted, or Superseded by [NNNN]"
+        )
+        actual[path.name[:4]] = f"superseded by {status[2]}" if status[2] else "accepted"
+    assert listed == actual
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -4,39 +4,48 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.routing import Route, Router
 
+from loraplex.adapters.admission.peft_config import parse_peft_config
+from loraplex.adapters.admission.support_page import render
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
-from loraplex.adapters.peft_config import parse_peft_config
-from loraplex.adapters.support_page import render
-from loraplex.admin.app import create_operations
-from loraplex.admin.openapi import PREFIX, openapi
+from loraplex.admin.app import PREFIX, admin_routes
+from loraplex.admin.framework.openapi import openapi_document
 from loraplex.admin.problem import ANSWERS as ADMIN_ANSWERS
-from loraplex.api import schemas
 from loraplex.api.application import EXPOSED_HEADERS, create_data_app
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
-from loraplex.api.engine_metrics import EngineSnapshot
 from loraplex.api.errors import ANSWERS as DATA_ANSWERS
-from loraplex.api.metrics import Metrics
-from loraplex.api.probes import probe_routes
+from loraplex.api.metrics import EngineSnapshot, Metrics
+from loraplex.api.openai import messages, schemas
+from loraplex.api.routes.probes import probe_routes
 from loraplex.control.background import BackgroundTasks, TaskState
-from loraplex.control.types import SCOPES, Limits
-from loraplex.engine.protocol import CacheEntry, EngineStats, TenantStats
+from loraplex.control.types import SCOPES, Limits, ReachedLimit
+from loraplex.engine.reports import CacheEntry, EngineStats, TenantStats
 from loraplex.engine.types import Timing
-from loraplex.serving.text import TextProcessor
-from support import markdown, vllm_metrics
-from support.adapters import ALL_SITES, peft_config, site_module
-from support.admin import AdminPlane
-from support.byte_tokenizer import write_byte_tokenizer
-from support.data_plane import BASE, FakeAuthenticator, FakeLedger, FakeLimiter, FakeResolver, ref
-from support.fake_engine import FakeEngineClient, fake_engine_info
+from loraplex.http.application import create_app
+from loraplex.serving.text.processor import TextProcessor
+from support import markdown
+from support.adapters.drafts import ALL_SITES, peft_config, site_module
+from support.clients import vllm_metrics
+from support.engine.fake_engine import FakeEngineClient, fake_engine_info
+from support.http.admin_plane import AdminPlane
+from support.http.data_plane import (
+    BASE,
+    FakeAuthenticator,
+    FakeGrammars,
+    FakeLedger,
+    FakeLimiter,
+    FakeResolver,
+    ref,
+)
+from support.http.route_tables import routes_of
+from support.models.byte_tokenizer import write_byte_tokenizer
 
 API, ADMIN = markdown.read("docs/api.md"), markdown.read("docs/admin.md")
 
@@ -45,16 +54,6 @@ def bare(cell: str) -> str:
     assert cell.startswith("`"), cell
     assert cell.endswith("`"), cell
     return cell[1:-1]
-
-
-def routes_of(app: Any) -> Iterable[str]:
-    """`METHOD /path` of every route of an app, through its layers."""
-    while not isinstance(app, Router):
-        app = app._app
-    for route in app.routes:
-        assert isinstance(route, Route)
-        for method in (route.methods or set()) - {"HEAD"}:
-            yield f"{method} {route.path.replace(':path', '')}"
 
 
 @pytest.fixture
@@ -71,6 +70,7 @@ def test_every_route_of_the_data_plane(tmp_path: Path) -> None:
     services = ApiServices(
         engine=FakeEngineClient(),
         text=TextProcessor(write_byte_tokenizer(tmp_path), max_model_len=256),
+        grammars=FakeGrammars(),
         authenticator=FakeAuthenticator(),
         resolver=FakeResolver(),
         limiter=FakeLimiter(),
@@ -82,30 +82,30 @@ def test_every_route_of_the_data_plane(tmp_path: Path) -> None:
         metrics_on_data_port=True,
     )
     documented = {bare(cells[0]) for cells in markdown.rows(API, "route", "what it does")}
-    assert documented == set(routes_of(create_data_app(services)))
+    assert documented == {label for label, _ in routes_of(create_data_app(services))}
 
 
-def test_every_route_of_the_admin_plane_and_who_may_call_it(plane: AdminPlane) -> None:
+def test_every_route_of_the_admin_plane_and_its_permission(plane: AdminPlane) -> None:
     documented = {
         bare(cells[0]): cells[1].strip("`")
         for cells in markdown.rows(ADMIN, "route", "needs", "what it does")
     }
-    operations = create_operations(plane.services)
-    actual: dict[str, str] = {f"{row.method} {PREFIX}{row.path}": row.access for row in operations}
+    routes = admin_routes()
+    actual: dict[str, str] = {f"{route.method} {route.path}": route.access for route in routes}
     for route in probe_routes(plane.engine, Drain()):
         actual[f"GET {route.path}"] = "nothing"
     actual |= dict.fromkeys(("GET /openapi.json", "GET /docs", "GET /metrics"), "nothing")
     assert documented == actual
     described = {
         f"{method.upper()} {path}"
-        for path, methods in openapi(operations)["paths"].items()
+        for path, methods in openapi_document(create_app("admin", routes))["paths"].items()
         for method in methods
     }
     assert described == {name for name, access in actual.items() if access != "nothing"}
 
 
-def test_paths_in_examples_are_routes(plane: AdminPlane) -> None:
-    known = [PREFIX + row.path for row in create_operations(plane.services)]
+def test_paths_in_examples_are_routes() -> None:
+    known = [route.path for route in admin_routes()]
     patterns = [re.compile(re.sub(r"\{\w+\}", "[^/]+", path)) for path in known]
     text = markdown.blocks(ADMIN)
     given = {**dict(re.findall(r"^(V|R)=\$ADMIN(\S+)", text, re.MULTILINE)), "ADMIN": ""}
@@ -123,7 +123,7 @@ def test_every_request_field(plane: AdminPlane) -> None:
     documented = {bare(cells[0]) for cells in markdown.rows(API, "field", "values", "note")}
     fields = schemas.ChatRequest.model_fields | schemas.CompletionRequest.model_fields
     assert documented == fields.keys()
-    assert set(schemas.Message.model_fields) <= set(markdown.spans(API))
+    assert set(messages.Message.model_fields) <= set(markdown.spans(API))
     unsupported: dict[str, dict[str, list[object]]] = {}
     where = ""
     for cells in markdown.rows(API, "where", "fields (with their own neutral values)"):
@@ -134,7 +134,7 @@ def test_every_request_field(plane: AdminPlane) -> None:
     actual = {
         "chat": schemas.UNSUPPORTED_CHAT,
         "completions": schemas.UNSUPPORTED_COMPLETION,
-        "a message": schemas.UNSUPPORTED_MESSAGE,
+        "a message": messages.UNSUPPORTED_MESSAGE,
     }
     assert unsupported == {
         where: {name: list(values) for name, values in fields.items()} for where, fields in actual.items()
@@ -176,7 +176,7 @@ def test_every_scope_limit_and_state() -> None:
 
 
 def openapi_states() -> set[str]:
-    from loraplex.admin.schemas import Version
+    from loraplex.admin.schemas.adapters import Version
 
     return set(Version.model_json_schema()["properties"]["state"]["enum"])
 
@@ -202,11 +202,14 @@ def a_scrape(*, tenant_data: bool) -> dict[str, tuple[str, frozenset[str]]]:
     )
     metrics.request_answered("acme", ref("acme", "pirate", 1), 200)
     metrics.refused_by_limit("acme", "rate_limit_exceeded")
-    metrics.limits_decided("allowed", 0.001)
+    metrics.limits_decided("rate_limit_exceeded", 0.001, ReachedLimit("tenant", "requests"))
+    metrics.responded(200)
+    metrics.admin_changed("release.set")
     metrics.stream_cut("gone")
     tasks = BackgroundTasks()
     tasks.watch(TaskState("a task"))
     metrics.watch_background(tasks)
+    metrics.watch_disks({"data": markdown.ROOT})
     entry = CacheEntry(ref("acme", "pirate", 1), "hot", load_seconds={"disk": 0.1, "copy": 0.02})
     stats = EngineStats(tenants={"acme": TenantStats(1, 1, 2.0)})
     snapshot = EngineSnapshot(fake_engine_info(), stats, [entry], True, 0)
@@ -238,7 +241,7 @@ def test_every_metric_with_type_and_labels() -> None:
     assert documented_metrics() == a_scrape(tenant_data=True)
 
 
-def test_without_tenant_data_only_the_vllm_metrics_are_served() -> None:
+def test_metrics_without_tenant_data_are_those_of_vllm() -> None:
     documented = documented_metrics()
     assert a_scrape(tenant_data=False).keys() == {name for name in documented if name.startswith("vllm:")}
 
@@ -272,7 +275,7 @@ CONFIG_ROWS = markdown.rows(
 
 def test_the_page_of_what_is_served_is_printed_from_the_code() -> None:
     assert markdown.read("docs/peft-support.md") == render(), (
-        "run python -m loraplex.adapters.support_page > docs/peft-support.md"
+        "run python -m loraplex.adapters.admission.support_page > docs/peft-support.md"
     )
 
 

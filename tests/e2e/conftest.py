@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.live_server import (
+from support.servers.live_server import (
     EXAMPLE_ADAPTERS,
     EXAMPLES,
     SERVED_NAME,

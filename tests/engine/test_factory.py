@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.errors import LoraplexError
-from support.local_engine import LocalEngine
-from support.models import save_tiny
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import save_tiny
 
 SIZES = {"kv_cache_memory": 1 << 20, "adapter_memory": 4 << 20, "adapter_cpu_memory": 4 << 20}
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.quiet import errors_alone
-from support.whole_server import WholeServer, whole_server
+from support.http.quiet import errors_alone
+from support.http.whole_server import WholeServer, whole_server
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from support.fuzz_targets import headers
-from support.fuzzing import main
+from support.fuzz.fuzzing import main
+from support.fuzz.targets import headers
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:

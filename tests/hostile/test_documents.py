@@ -3,6 +3,7 @@ sent, what is valid by the document is accepted, and nothing that is sent is a f
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,8 @@ from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.core import NotSet
 from schemathesis.core.parameters import ParameterLocation
 
-from support.admin import ADMIN_TOKEN, SERVED_NAME
-from support.whole_server import WholeServer, bearer, whole_server
+from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
+from support.http.whole_server import WholeServer, bearer, whole_server
 
 ACCEPTED, REFUSED = "positive_data_acceptance", "negative_data_rejection"
 CHECKED = (
@@ -52,8 +53,25 @@ REFUSED_ALL_THE_SAME = {
     (400, "invalid_value", "logit_bias"),
     (400, "invalid_value", "stop_token_ids"),
     (400, "invalid_value", "logprob_token_ids"),
+    (400, "invalid_value", "tokens"),
+    (400, "unsupported_field", "tools"),  # it has no format for calls
+    (400, "unsupported_field", "dimensions"),  # the numbers that it has
+    # No schema looks into a text, or compares two names.
+    (400, "invalid_value", "messages[].tool_calls[].function.arguments"),
+    (400, "invalid_value", "tools[].function.name"),
+    (400, "invalid_value", "tool_choice.function"),
+    (400, "invalid_value", "tool_choice.allowed_tools.tools"),
     # No schema compares two numbers or two times.
     (400, "unsupported_field", "best_of"),  # another than `n`
+    (400, "invalid_value", "input"),  # the model's template
+    (400, "unsupported_field", "reasoning_effort"),  # the chat template knows none
+    (400, "unsupported_field", "reasoning.effort"),
+    (400, "invalid_value", "input[].arguments"),  # no JSON object
+    (400, "unsupported_field", "input[].encrypted_content"),  # not made here
+    (400, None, "tool_choice"),  # what the choice names is among the tools
+    (400, None, "tool_choice.name"),
+    (400, None, "tool_choice.tools"),
+    (400, "unsupported_field", "tools"),  # the model has no format for calls
     (400, "invalid_value", "start"),  # not before `end`
     (400, "invalid_value", "min_tokens"),  # more than the answer's length
     (400, "invalid_value", "max_tokens"),  # another than `max_completion_tokens`
@@ -61,6 +79,19 @@ REFUSED_ALL_THE_SAME = {
     (400, "invalid_value", "top_logprobs"),
 }
 """Status, code and field (None: any) of refusals of what is valid by the document, which cannot say more."""
+
+EXPLAINED_MESSAGES = (
+    "maximum context length",
+    "The last message is the assistant's",
+    "was not made by this server",
+    "'tool_choice' needs a tool",
+    "'tools' has no tool",
+    "beyond the model's",
+    "'min_tokens' is larger",
+    "chat template",
+    "has no format for calls",
+)
+"""The same, of routes whose errors have neither a code nor a field."""
 
 NEVER_ACCEPTED = {
     "POST /admin/v1/tenants/{tenant}/adapters/{name}/versions",
@@ -179,7 +210,10 @@ def is_explained(answer: Any) -> bool:
         return False
     said = answer.json()
     said = said.get("error", said)
-    given = (answer.status_code, said.get("code"), said.get("param"))
+    if "/v1/messages" in answer.request.path_url:
+        return any(words in said["message"] for words in EXPLAINED_MESSAGES)
+    param = said.get("param") and re.sub(r"\[\d+\]", "[]", said["param"])
+    given = (answer.status_code, said.get("code"), param)
     return any(
         all(part in (None, mine) for part, mine in zip(known, given, strict=True))
         for known in REFUSED_ALL_THE_SAME

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.errors import AdapterRefused
-from support.fuzz_targets import TARGETS
-from support.fuzzing import Target, fuzz
+from support.fuzz.fuzzing import Target, fuzz
+from support.fuzz.targets import TARGETS
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_loop_finds_what_is_planted(planted: object) -> None:
 
 
 def test_the_loop_ends_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("support.fuzzing.CPU_S", 0.05)
+    monkeypatch.setattr("support.fuzz.fuzzing.CPU_S", 0.05)
 
     def endless(_: bytes) -> None:
         while True:

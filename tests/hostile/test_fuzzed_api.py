@@ -12,10 +12,10 @@ import httpx
 import psutil
 import pytest
 
-from support.admin import ADMIN_TOKEN, SERVED_NAME
-from support.api_fuzz import ApiFuzzer, both_documents, valid_bodies
-from support.live_server import TINY_SIZES, LiveServer, write_tiny_adapter, write_tiny_model
-from support.whole_server import bearer, whole_server
+from support.fuzz.api import ApiFuzzer, both_documents, valid_bodies
+from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
+from support.http.whole_server import bearer, whole_server
+from support.servers.live_server import TINY_SIZES, LiveServer, write_tiny_adapter, write_tiny_model
 
 SCOPES = ["inference", "adapters:read", "adapters:write", "usage:read"]
 MAX_GROWTH = 0.10

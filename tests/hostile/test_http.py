@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from loraplex.api.body import MIN_BYTES_PER_S
-from loraplex.app.connections import Bounds
+from loraplex.app.ports.connections import Bounds
+from loraplex.http.body import MIN_BYTES_PER_S
+from support.http.whole_server import WholeServer, whole_server
 from support.waiting import eventually
-from support.whole_server import WholeServer, whole_server
 
 BODY = b'{"model":"tiny","prompt":"x"}'
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -154,14 +154,14 @@ def converse(server: WholeServer, key: bytes, request: bytes) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_is_no_http_ends_the_connection(server: WholeServer, key: bytes, name: str) -> None:
+def test_malformed_http_ends_the_connection(server: WholeServer, key: bytes, name: str) -> None:
     answers = converse(server, key, REFUSED[name])
     assert [status for status, _ in answers] == [400]
     assert answers[-1][1] == b"Invalid HTTP request received."
 
 
 @pytest.mark.parametrize("name", list(ANSWERED))
-def test_what_is_http_is_answered_once(server: WholeServer, key: bytes, name: str) -> None:
+def test_valid_http_is_answered_once(server: WholeServer, key: bytes, name: str) -> None:
     request, status = ANSWERED[name]
     answers = converse(server, key, request)
     assert [status for status, _ in answers] == [status, 200], answers
@@ -203,7 +203,7 @@ def test_a_body_is_asked_for_once(server: WholeServer, key: bytes) -> None:
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
 
 
-def test_a_body_that_comes_after_the_wish_for_an_upgrade(server: WholeServer, key: bytes) -> None:
+def test_body_that_comes_after_an_upgrade_request(server: WholeServer, key: bytes) -> None:
     """Not in one piece with its head: what the parser said of the head is no longer in its hands then."""
     head, _, body = post(UPGRADE.rstrip()).partition(b"\r\n\r\n")
     host, port = server.data_url.removeprefix("http://").split(":")
@@ -233,7 +233,7 @@ def test_the_bounds_are_the_documented_ones() -> None:
     assert (bounds.head_s, bounds.linger_s, MIN_BYTES_PER_S) == (30.0, 30.0, 4096)
 
 
-def test_nothing_of_it_is_logged(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_http_is_not_logged(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     with whole_server(tmp_path) as own:
         for name in ("TLS", "CONNECT", "length and chunks", "HTTP/2.0"):
             converse(own, b"x", REFUSED[name])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.admin import ADMIN_TOKEN
-from support.whole_server import WholeServer, bearer
+from support.http.admin_plane import ADMIN_TOKEN
+from support.http.whole_server import WholeServer, bearer
 
 DEEP = 100_000
 FIELD = {

@@ -4,7 +4,6 @@ series of its own making."""
 from __future__ import annotations
 
 import io
-import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.app.logs import configure_logging
-from support.admin import ADMIN_TOKEN, SERVED_NAME
-from support.whole_server import WholeServer, bearer, whole_server
+from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
+from support.http.log_schema import check_lines
+from support.http.whole_server import WholeServer, bearer, whole_server
 
 HOSTILE = (
     "a\nb",
@@ -67,7 +67,7 @@ def lines_of(log: io.StringIO) -> list[dict[str, Any]]:
     assert lines == text.splitlines()
     assert text.replace("\n", "").isprintable()
     assert text.isascii()
-    entries = [json.loads(line) for line in lines]
+    entries = check_lines(lines)
     assert all(
         isinstance(entry, dict) and len(line) < 8192 for entry, line in zip(entries, lines, strict=True)
     )

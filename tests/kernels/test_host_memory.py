@@ -15,7 +15,7 @@ from loraplex.kernels.host_memory import untouched_zeros
 
 @pytest.mark.parametrize("sizes", [(), (0,), (3, 5), (1 << 20,), (1 << 20, 3), (7, 1 << 19)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
-def test_it_is_zeros_that_can_be_written(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_memory_is_writable_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = untouched_zeros(sizes, dtype)
     assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (sizes, dtype, True)
     assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.triton_aot import Variant, check, compile_variants
-from support.triton_interpreter import repair_bfloat16
-from support.triton_sample import product, rounded, row_sums
+from support.kernels.triton_aot import Variant, check, compile_variants
+from support.kernels.triton_interpreter import repair_bfloat16
+from support.kernels.triton_sample import product, rounded, row_sums
 
-SAMPLE = "support.triton_sample:"
+SAMPLE = "support.kernels.triton_sample:"
 SUMS = Variant(
     "row sums",
     SAMPLE + "row_sums",
@@ -57,7 +57,7 @@ def test_the_interpreter_computes_in_bfloat16_once_it_is_repaired(monkeypatch: p
 
 
 @pytest.mark.slow
-def test_what_a_kernel_takes_is_read_off_the_compiler_and_compared(
+def test_resource_usage_is_read_from_the_compiler_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, kernels = tmp_path / "record.json", [SUMS, PRODUCT, FAT]

@@ -14,7 +14,9 @@ import pytest
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
-from loraplex.serving.client import EngineClient, RequestStream
+from loraplex.serving.client.engine_client import EngineClient, RequestStream
+from loraplex.serving.client.inprocess import InProcessEngineClient
+from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.errors import (
     EngineDraining,
     EngineOverloaded,
@@ -22,11 +24,9 @@ from loraplex.serving.errors import (
     EngineUnavailable,
     ServingError,
 )
-from loraplex.serving.inprocess import InProcessEngineClient
-from loraplex.serving.socket_client import SocketEngineClient
-from support.fake_core import CRASH, DAMAGED, build_fake_engine, fake_tokens
+from support.engine.fake_core import CRASH, DAMAGED, build_fake_engine, fake_tokens
 
-FAKE_ENGINE = (sys.executable, str(Path(__file__).parent.parent / "support" / "fake_core.py"))
+FAKE_ENGINE = (sys.executable, str(Path(__file__).parent.parent / "support" / "engine" / "fake_core.py"))
 LONG = 1_000_000
 
 
@@ -103,7 +103,7 @@ async def test_tokens_arrive_in_order_and_end_once(client: EngineClient) -> None
     assert client.num_live == 0
 
 
-async def test_a_weight_is_told_for_those_who_are_being_served(client: EngineClient) -> None:
+async def test_weight_is_sent_for_tenants_in_service(client: EngineClient) -> None:
     stream = client.submit(ask("r", LONG))[0]
     await first(stream)
     assert client.weights == {"acme": 1.0}

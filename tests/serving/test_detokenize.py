@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 
-from loraplex.serving.detokenize import StopChecker, TextStream, TokenTable, build_token_table
 from loraplex.serving.errors import TokenizerUnsupported
-from loraplex.serving.text import TextProcessor
-from support.byte_tokenizer import EOS_ID, PAD_ID, byte_encode, write_byte_tokenizer
+from loraplex.serving.text.detokenize import StopChecker, TextStream, TokenTable, build_token_table
+from loraplex.serving.text.processor import TextProcessor
+from support.models.byte_tokenizer import EOS_ID, PAD_ID, START_ID, byte_encode, write_byte_tokenizer
 
 BYTES = TokenTable(tuple(bytes([i]) for i in range(256)))
 # Few letters, so that stop strings and their beginnings are met often; and characters of 2, 3 and 4 bytes,
@@ -209,3 +209,13 @@ def test_the_real_tokenizer_reads_as_the_library_reads_it(real_model_dir: Path) 
 
     random_tokens()
     random_text()
+
+
+def test_special_tokens_are_shown_where_they_are_named(tmp_path: Path) -> None:
+    text = TextProcessor(write_byte_tokenizer(tmp_path), max_model_len=64)
+    ids = [*b"a", START_ID, *b"b", PAD_ID, *"é".encode()[:1], START_ID]
+    stream = text.stream(shown={"<|start|>", "<think>", "[ARGS]"}, by_token=True)
+    deltas = [stream.push([token_id]) for token_id in ids]
+    assert [delta.text for delta in deltas] == ["a", "<|start|>", "b", "", "", "\ufffd<|start|>"]
+    assert sum((delta.tokens for delta in deltas), ()) == (0, 1, 10, 11, 11, 11)
+    assert text.stream().push(ids).text == "ab\ufffd"[:2]

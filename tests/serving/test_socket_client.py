@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from loraplex.engine.config import EngineConfig
-from loraplex.engine.protocol import EngineInfo
+from loraplex.engine.reports import EngineInfo
+from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
-from loraplex.serving.socket_client import SocketEngineClient
-from loraplex.serving.supervisor import MAX_SOCKET_PATH_BYTES, EngineProcess, RestartPolicy
-from support.fake_core import CRASH, fake_tokens
-from support.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engines, until
+from loraplex.serving.supervision.supervisor import MAX_SOCKET_PATH_BYTES, EngineProcess, RestartPolicy
+from support.engine.fake_core import CRASH, fake_tokens
+from support.engine.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engines, until
 
 
 @pytest.fixture
@@ -108,7 +108,29 @@ async def test_a_restart_that_fails_by_a_bug_is_tried_again(monkeypatch: pytest.
     await client.close()
 
 
-async def test_who_comes_during_a_restart_is_told_when_to_come_again() -> None:
+async def test_a_restarter_that_fails_is_logged_and_the_engine_reported_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logs: list[str] = []
+    client = SocketEngineClient(
+        EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, log=lambda event, **_: logs.append(event)
+    )
+    await client.start()
+    with monkeypatch.context() as patch:
+
+        async def fail(_: EngineProcess) -> str:
+            raise RuntimeError("a bug")
+
+        patch.setattr(EngineProcess, "kill", fail)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: logs[-1] == "engine_gave_up")
+    assert not client.healthy
+    assert "RuntimeError('a bug')" in (client.unhealthy_reason or "")
+    await client.close()
+
+
+async def test_request_during_a_restart_is_told_when_to_retry() -> None:
     client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
     await client.start()
     stream = client.submit(ask("r", LONG))[0]
@@ -246,7 +268,7 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
     script = (
         "import asyncio, sys\n"
         "from loraplex.engine.config import EngineConfig\n"
-        "from loraplex.serving.socket_client import SocketEngineClient\n"
+        "from loraplex.serving.client.socket_client import SocketEngineClient\n"
         "async def main():\n"
         f"    client = SocketEngineClient(EngineConfig('ok', '/'), command={FAKE_ENGINE!r}, keep_spare=True)\n"
         "    await client.start()\n"
@@ -265,7 +287,7 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
         assert psutil.wait_procs(family, timeout=5)[1] == []
 
 
-def test_it_works_on_the_servers_event_loop() -> None:
+def test_client_works_on_the_servers_event_loop() -> None:
     uvloop = pytest.importorskip("uvloop")
 
     async def life() -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from loraplex.engine.config import EngineConfig
-from loraplex.serving import supervisor
+from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.errors import EngineUnavailable
-from loraplex.serving.socket_client import SocketEngineClient
-from loraplex.serving.watchdog import WatchdogPolicy
-from support.fake_core import CRASH, HANG, SLOW, SPIN
-from support.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engines, until
+from loraplex.serving.supervision import supervisor
+from loraplex.serving.supervision.watchdog import WatchdogPolicy
+from support.engine.fake_core import CRASH, HANG, SLOW, SPIN
+from support.engine.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engines, until
 
 HANG_TIMEOUT_S = 3.0
 
@@ -115,7 +115,7 @@ async def test_a_step_larger_than_any_before_may_take_long(watched: SocketEngine
 
 
 async def test_an_engine_that_fails_and_cannot_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said why it ends, and then waits for ever for a thread of its own."""
+    """It said why it ends, and then waits without end for a thread of its own."""
     logged: list[dict[str, object]] = []
     monkeypatch.setenv("FAKE_CLOSE", "hang")
     client = make_client(log=lambda event, **fields: logged.append({"event": event, **fields}))
@@ -160,13 +160,15 @@ async def test_a_spare_that_does_not_come_is_given_up_for_a_fresh_process(
 ) -> None:
     monkeypatch.setenv("FAKE_SPARE", fault)
     monkeypatch.setattr(supervisor, "SPARE_CONNECT_TIMEOUT_S", 1.0)
-    client = make_client(keep_spare=True)
+    stages: list[str] = []
+    client = make_client(keep_spare=True, on_progress=lambda stage, _: stages.append(stage))
     await client.start()
     before = pids()
     kill(client, signal.SIGKILL)
     await until(lambda: client.healthy and client.num_restarts == 1)
     assert client.pid not in before
     assert len(pids() & before) == 0
+    assert "the spare never connected: a new process" in stages
     assert await serves(client)
     await client.close()
     assert engines() == []

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.serving.errors import TemplateError, TextTooLong, TokenizerUnsupported
-from loraplex.serving.text import MAX_CHARS_PER_TOKEN, TextProcessor
-from support.byte_tokenizer import (
+from loraplex.serving.text.processor import MAX_CHARS_PER_TOKEN, TextProcessor
+from support.models.byte_tokenizer import (
     CHAT_TEMPLATE,
     EOS_ID,
     START_ID,
@@ -169,7 +169,7 @@ def test_content_parts_nulls_and_developer(tmp_path: Path) -> None:
         ([{"role": "user", "content": "x", "tool_calls": json.loads("[" * 200 + "]" * 200)}], "deep"),
     ],
 )
-def test_what_cannot_be_rendered_is_a_template_error(
+def test_unrenderable_conversation_is_a_template_error(
     tmp_path: Path, messages: list[Message], says: str
 ) -> None:
     with pytest.raises(TemplateError, match=says):
@@ -232,8 +232,9 @@ def test_a_raw_prompt_may_write_control_tokens(tmp_path: Path) -> None:
 
 def test_serving_needs_no_torch_and_no_transformers() -> None:
     code = (
-        "import sys, loraplex.serving.text, loraplex.serving.socket_client, loraplex.serving.inprocess\n"
-        "sys.exit(bool({'torch', 'transformers', 'loraplex.engine.process'} & set(sys.modules)))"
+        "import sys, loraplex.serving.text.processor, "
+        "loraplex.serving.client.socket_client, loraplex.serving.client.inprocess\n"
+        "sys.exit(bool({'torch', 'transformers', 'loraplex.engine.ipc.process'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

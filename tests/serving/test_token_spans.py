@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.serving.detokenize import TextStream, TokenTable
-from loraplex.serving.text import TextProcessor
-from support.byte_tokenizer import EOS_ID, START_ID, THINK_ID, write_byte_tokenizer
+from loraplex.serving.text.detokenize import TextStream, TokenTable
+from loraplex.serving.text.processor import TextProcessor
+from support.models.byte_tokenizer import EOS_ID, START_ID, THINK_ID, write_byte_tokenizer
 
 TEXT = st.text(st.sampled_from("aab é界🙂"), max_size=30)
 STOPS = st.lists(st.text(st.sampled_from("ab é界🙂"), min_size=1, max_size=4), max_size=3)
@@ -91,7 +91,7 @@ def test_a_text_is_spelled_as_it_was_written(text: TextProcessor, written: str) 
     assert starts == sorted(starts)
 
 
-def test_what_the_tokenizer_added_is_not_spelled(text: TextProcessor) -> None:
+def test_tokens_added_by_the_tokenizer_have_no_text(text: TextProcessor) -> None:
     ids = [START_ID, *b"a", EOS_ID, 0xE2, 0x9A, EOS_ID, 9999, *b"b"]
     assert text.spell(ids).text == "<|start|>a<|end|>\ufffd<|end|>b"
     spelling = text.spell(ids, "a<|end|>b")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.engine.progress import Progress
-from loraplex.engine.protocol import Heartbeat
-from loraplex.serving.watchdog import MARGIN_S, TICK_S, Watchdog, WatchdogPolicy
+from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.ipc.protocol import Heartbeat
+from loraplex.serving.supervision.watchdog import MARGIN_S, TICK_S, Watchdog, WatchdogPolicy
 
 POLICY = WatchdogPolicy(hang_timeout_s=10.0, new_step_timeout_s=300.0, start_silence_s=60.0)
 
@@ -42,7 +42,7 @@ def test_silence_is_noticed_within_the_time_out_and_not_long_before() -> None:
     assert 7 <= noticed <= 10
 
 
-def test_a_start_may_be_silent_for_longer_but_not_for_ever() -> None:
+def test_silent_start_is_allowed_a_longer_bounded_time() -> None:
     engine = Watched()
     engine.watchdog.heard(engine.now)
     noticed = engine.silence(100)
@@ -70,9 +70,7 @@ def test_silence_while_we_ourselves_were_held_up_does_not_count() -> None:
         (33.0, 8.0, False, True),
     ],
 )
-def test_which_steps_are_taken_to_be_stuck(
-    stalled_s: float, longest_s: float, unusual: bool, hangs: bool
-) -> None:
+def test_stuck_steps_are_recognised(stalled_s: float, longest_s: float, unusual: bool, hangs: bool) -> None:
     assert (Watched().hear(stalled_s, longest_s, unusual=unusual) is not None) is hangs
 
 
@@ -85,42 +83,42 @@ class Clock:
 
 def test_progress_tells_a_stall_from_rest_and_a_new_step_from_a_usual_one() -> None:
     clock = Clock()
-    progress = Progress(clock)
+    heartbeat = StepHeartbeat(clock)
     clock.now += 50
-    assert progress.vitals().stalled_s == 0, "nothing has begun"
-    progress.work()
-    progress.begin(8)
-    assert progress.vitals().unusual
+    assert heartbeat.vitals().stalled_s == 0, "nothing has begun"
+    heartbeat.work()
+    heartbeat.step_submitted(8)
+    assert heartbeat.vitals().unusual
     for _ in range(3):  # layers
         clock.now += 2
-        progress.mark()
-    progress.end(computed=True)
-    assert progress.vitals().stalled_s == 0
-    assert 1.9 < progress.vitals().longest_s <= 2
-    progress.rest()
+        heartbeat.mark()
+    heartbeat.step_collected(computed=True)
+    assert heartbeat.vitals().stalled_s == 0
+    assert 1.9 < heartbeat.vitals().longest_s <= 2
+    heartbeat.rest()
     clock.now += 1000
-    assert progress.vitals().stalled_s == 0
-    progress.work()
-    assert progress.vitals().longest_s <= 2, "rest is no stall"
-    progress.begin(16)
+    assert heartbeat.vitals().stalled_s == 0
+    heartbeat.work()
+    assert heartbeat.vitals().longest_s <= 2, "rest is no stall"
+    heartbeat.step_submitted(16)
     clock.now += 7
-    vitals = progress.vitals()
+    vitals = heartbeat.vitals()
     assert (vitals.stalled_s, vitals.unusual) == (7, False)
-    progress.begin(17)
-    assert progress.vitals().unusual
-    progress.end(computed=False)
-    progress.end(computed=True)
-    progress.begin(34)
-    assert not progress.vitals().unusual
+    heartbeat.step_submitted(17)
+    assert heartbeat.vitals().unusual
+    heartbeat.step_collected(computed=False)
+    heartbeat.step_collected(computed=True)
+    heartbeat.step_submitted(34)
+    assert not heartbeat.vitals().unusual
 
 
 def test_one_slow_step_is_forgotten_in_time() -> None:
     clock = Clock()
-    progress = Progress(clock)
-    progress.work()
+    heartbeat = StepHeartbeat(clock)
+    heartbeat.work()
     clock.now += 60
-    progress.mark()
+    heartbeat.mark()
     for _ in range(300):
-        progress.begin(1)
-        progress.end(computed=True)
-    assert progress.vitals().longest_s < 0.2
+        heartbeat.step_submitted(1)
+        heartbeat.step_collected(computed=True)
+    assert heartbeat.vitals().longest_s < 0.2

@@ -70,13 +70,13 @@ class StoreFull(LoraplexError):
 
 
 class ArtifactUnreadable(LoraplexError):
-    """An artifact's bytes cannot be read at the moment; nobody knows whether they are whole."""
+    """An artifact's bytes cannot be read at the moment; whether they are whole is unknown."""
 
     code = "adapter_unavailable"
 
 
 class LoadAbandoned(LoraplexError):
-    """Whoever asked for an adapter's load has given it up meanwhile."""
+    """The load was given up by its caller."""
 
     code = "adapter_unavailable"
 

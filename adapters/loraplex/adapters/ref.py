@@ -1,4 +1,4 @@
-"""What every layer calls an adapter version."""
+"""The name of an adapter version in every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a validated adapter and of the base it must fit: names, shapes and byte ranges."""
+"""A validated adapter and the base that it must fit: names, shapes and byte ranges."""
 
 from __future__ import annotations
 

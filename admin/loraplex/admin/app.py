@@ -1,120 +1,104 @@
-"""The two ASGI applications of the admin plane, from one list of operations."""
+"""The two applications of the admin plane: the operators' port, and what tenants reach on the data port."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
+from threading import Lock
 from typing import Any
 
-from starlette.requests import Request
+from fastapi import APIRouter, FastAPI, Request
+from starlette.middleware import Middleware
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from loraplex.admin.edge import Edge
-from loraplex.admin.openapi import PREFIX, docs_page, openapi
-from loraplex.admin.operation import Operation
-from loraplex.admin.pace import Pace
-from loraplex.admin.plane import Plane
+from loraplex.admin.framework.boundary import ProblemBoundary
+from loraplex.admin.framework.openapi import openapi_document, openapi_page
+from loraplex.admin.framework.refusal_audit import audit_refusals
+from loraplex.admin.framework.route import AdminRoute, Authenticate, Guard
 from loraplex.admin.problem import Problem
-from loraplex.admin.refusals import refusals_of
-from loraplex.admin.routes.adapters import adapter_operations
-from loraplex.admin.routes.archives import archive_operations
-from loraplex.admin.routes.audit import audit_operations
-from loraplex.admin.routes.engine import engine_operations
-from loraplex.admin.routes.keys import key_operations
-from loraplex.admin.routes.releases import release_operations
-from loraplex.admin.routes.tenants import tenant_operations
-from loraplex.admin.routes.usage import usage_operations
-from loraplex.admin.routes.versions import version_operations
+from loraplex.admin.routes import OPERATOR_ROUTERS, TENANT_ROUTERS
 from loraplex.admin.services import AdminServices
 from loraplex.control.errors import InvalidKey
 from loraplex.control.types import Principal
+from loraplex.http.application import START_RETRY_S, create_app, refused_until_started
+from loraplex.http.edge import Edge
+from loraplex.http.routing import exact
 
-START_RETRY_S = 5.0
+PREFIX = "/admin/v1"
+TITLE = "Loraplex admin API"
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "X-Content-Type-Options": "nosniff",
 }
 
 
-def create_operations(services: AdminServices) -> list[Operation]:
+class AdminEdge(Edge):
+    EVENT = "admin_request"
+
+
+@cache
+def tenant_routes(prefix: str = PREFIX) -> tuple[AdminRoute, ...]:
+    """The routes that a tenant's own key may use."""
+    return _routes(TENANT_ROUTERS, prefix)
+
+
+@cache
+def admin_routes(prefix: str = PREFIX) -> tuple[AdminRoute, ...]:
     """Every route of the admin plane."""
-    return [
-        *tenant_operations(services),
-        *key_operations(services),
-        *adapter_operations(services),
-        *version_operations(services),
-        *archive_operations(services),
-        *release_operations(services),
-        *audit_operations(services),
-        *engine_operations(services),
-        *usage_operations(services),
-    ]
+    return (*_routes(OPERATOR_ROUTERS, prefix), *tenant_routes(prefix))
+
+
+def _routes(routers: Iterable[APIRouter], prefix: str) -> tuple[AdminRoute, ...]:
+    return tuple(
+        route.below(prefix) for router in routers for route in router.routes if isinstance(route, AdminRoute)
+    )
+
+
+def create_application(routes: Sequence[BaseRoute], guard: Guard, services: AdminServices | None) -> FastAPI:
+    """An application of these routes that answers all its errors as problem documents. `services` are for the functions
+    of `loraplex.admin.routes`."""
+    app = create_app(TITLE, routes, middleware=[Middleware(ProblemBoundary)])
+    app.state.guard, app.state.services = guard, services
+    return app
 
 
 def create_admin_app(services: AdminServices, extra_routes: Iterable[BaseRoute] = ()) -> ASGIApp:
     """The operators' port: everything under /admin/v1, /openapi.json, /docs, and `extra_routes` (probes, metrics),
     which need no token."""
-    operations = create_operations(services)
-    document, page = openapi(operations), docs_page(operations)
 
-    async def show_document(_: Request) -> Response:
-        return JSONResponse(document)
+    # Made once, by the first request, in its worker thread: it would block the event loop for too long.
+    making = Lock()
 
-    async def show_page(_: Request) -> Response:
-        return HTMLResponse(page, headers=_PAGE_HEADERS)
+    @cache
+    def make() -> tuple[bytes, str]:
+        document = openapi_document(app)
+        return bytes(JSONResponse(document).body), openapi_page(document)
 
-    pages: list[BaseRoute] = [
-        Route("/openapi.json", show_document, methods=["GET"]),
-        Route("/docs", show_page, methods=["GET"]),
+    def documents() -> tuple[bytes, str]:
+        with making:
+            return make()
+
+    def show_document(_: Request) -> Response:
+        return Response(documents()[0], media_type="application/json")
+
+    def show_page(_: Request) -> Response:
+        return HTMLResponse(documents()[1], headers=_PAGE_HEADERS)
+
+    routes = [
+        *admin_routes(),
+        exact(Route("/openapi.json", show_document, methods=["GET"])),
+        exact(Route("/docs", show_page, methods=["GET"])),
+        *(open_routes := list(extra_routes)),
     ]
-    open_routes = list(extra_routes)
-    plane = Plane(
-        operations,
-        services.key_cache.authenticate,
-        PREFIX,
-        [*pages, *open_routes],
-        note_refusal=refusals_of(services),
-        pace=services.pace,
-    )
-    return Edge(plane, quiet=frozenset(route.path for route in open_routes if isinstance(route, Route)))
-
-
-def create_starting_admin_app(extra_routes: Iterable[BaseRoute] = ()) -> ASGIApp:
-    """For the operators' port until the engine is there: `extra_routes`, and a 503 `engine_restarting` for the rest."""
-    open_routes = list(extra_routes)
-    plane = _starting_plane(open_routes)
-    return Edge(plane, quiet=frozenset(route.path for route in open_routes if isinstance(route, Route)))
-
-
-def create_starting_tenant_app() -> ASGIApp:
-    """What stands where `create_tenant_app` will, until the engine is there: a 503 `engine_restarting` for all."""
-    return _starting_plane([])
-
-
-def _starting_plane(open_routes: list[BaseRoute]) -> Plane:
-    rest = Route("/{path:path}", _NotYet())
-    return Plane([], _nobody, PREFIX, [*open_routes, rest], note_refusal=_no_refusal, pace=Pace())
-
-
-class _NotYet:
-    """An ASGI app, as a route's endpoint of every method."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise Problem("engine_restarting", "The server is starting; try again.", retry_after_s=START_RETRY_S)
-
-
-async def _nobody(_: str) -> Principal:
-    raise InvalidKey("Nobody is known yet.")
-
-
-async def _no_refusal(*_: object) -> None:
-    """There is no operation yet that could be refused."""
+    app = create_application(routes, _guard(services, services.key_cache.authenticate), services)
+    return AdminEdge(app, quiet=_paths(open_routes))
 
 
 def create_tenant_app(services: AdminServices) -> ASGIApp:
     """The routes that a tenant's own key may use, to be mounted at /admin/v1 of the data plane. The admin token is
-    not taken there: the operators' secret has no business on the tenants' port."""
+    refused there, so that the operators' secret is never sent to the tenants' port."""
 
     async def authenticate(secret: str) -> Principal:
         principal = await services.key_cache.authenticate(secret)
@@ -122,15 +106,35 @@ def create_tenant_app(services: AdminServices) -> ASGIApp:
             raise InvalidKey("The admin token works on the admin port only.")
         return principal
 
-    return Plane(
-        _tenant_operations(services), authenticate, note_refusal=refusals_of(services), pace=services.pace
-    )
+    return create_application(tenant_routes(prefix=""), _guard(services, authenticate), services)
 
 
-def tenant_document(services: AdminServices) -> dict[str, Any]:
+def tenant_document() -> dict[str, Any]:
     """The OpenAPI document of what `create_tenant_app` serves, where it is mounted."""
-    return openapi(_tenant_operations(services))
+    return openapi_document(create_app(TITLE, tenant_routes()))
 
 
-def _tenant_operations(services: AdminServices) -> list[Operation]:
-    return [row for row in create_operations(services) if row.access != "operator"]
+def create_starting_admin_app(extra_routes: Iterable[BaseRoute] = ()) -> ASGIApp:
+    """For the operators' port until the engine is ready: `extra_routes`, and a 503 `engine_restarting` for the rest."""
+    open_routes = list(extra_routes)
+    app = create_app(
+        TITLE, [*open_routes, refused_until_started(_starting)], middleware=[Middleware(ProblemBoundary)]
+    )
+    return AdminEdge(app, quiet=_paths(open_routes))
+
+
+def create_starting_tenant_app() -> ASGIApp:
+    """In place of `create_tenant_app` until the engine is ready: a 503 `engine_restarting` for all."""
+    return create_app(TITLE, [refused_until_started(_starting)], middleware=[Middleware(ProblemBoundary)])
+
+
+def _guard(services: AdminServices, authenticate: Authenticate) -> Guard:
+    return Guard(authenticate, services.change_limit, audit_refusals(services), services.on_change)
+
+
+def _starting() -> Problem:
+    return Problem("engine_restarting", "The server is starting; try again.", retry_after_s=START_RETRY_S)
+
+
+def _paths(routes: Iterable[BaseRoute]) -> frozenset[str]:
+    return frozenset(route.path for route in routes if isinstance(route, Route))

@@ -1,4 +1,4 @@
-"""Sending a file that is read piece by piece, to a client that may go away or stop reading."""
+"""Streams a file to a client that may disconnect or stop reading."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.http.context import context_of
 
-TRANSPORT = "loraplex.transport"
-"""Where the edge that a request came through leaves the server's connection."""
 SEND_BYTES = 64 << 10
 STALL_S = 30.0
 """How long a client may take for one piece of `SEND_BYTES`."""
@@ -22,7 +21,7 @@ CUT_S = 5.0
 class Download(Response):
     """An answer of a known length. `first` has been read already; `read` gives the rest, and raises LoraplexError where
     the file turns out to be unusable: then the connection is cut, so that the client sees an answer that is too short,
-    and `on_failure` is told. `close` is called once, whatever happens."""
+    and `on_failure` is called. `close` is called once, whatever happens."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class Download(Response):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._until_gone, receive, tasks.cancel_scope)
                 if not await self._send_all(send):
-                    await _cut(scope.get(TRANSPORT))
+                    await _cut(context_of(scope).transport)
                 tasks.cancel_scope.cancel()
         finally:
             self._close()

@@ -2,20 +2,31 @@
 
 The body is a problem document (RFC 9457): `type`, `title`, `status`, `detail`, and ours: `code`, `param` (the field
 at fault), and for a refused adapter `report` and `feature`. Lower layers raise `LoraplexError`s with a `code`; the
-table here says which answer a code is. What is not in the table is our own bug: 500, which tells nothing of the
-inside.
+table here says which answer a code is. An error that is not in the table is our own bug: a 500 that reveals no
+internals.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
+from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
 from loraplex.adapters.errors import AdapterRefused, LoraplexError, RefusalCode
+from loraplex.adapters.store.files import shown
+from loraplex.http.errors import (
+    BearerInvalid,
+    BodyEncoded,
+    BodyTooLarge,
+    BodyTooSlow,
+    MethodNotAllowed,
+    PathUnknown,
+    RequestError,
+)
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -102,14 +113,14 @@ class Problem(LoraplexError):
         return Response(content, self.status, headers, MEDIA_TYPE)
 
 
-class ClientGone(Exception):
-    """The client closed its connection before it had sent its request: nobody is left to answer."""
-
-
 def from_exception(error: BaseException) -> Problem:
-    """The answer for anything that was raised below; an `internal_error` for what nobody foresaw."""
+    """The answer for an error of a lower layer; `internal_error` for one that has no entry in ANSWERS."""
     if isinstance(error, Problem):
         return error
+    if isinstance(error, RequestError):
+        return _from_request(error)
+    if isinstance(error, RequestValidationError):
+        return from_validation([found | {"loc": found["loc"][1:]} for found in error.errors()])
     code = getattr(error, "code", None)
     if not isinstance(error, LoraplexError) or code not in ANSWERS or code == "internal_error":
         return Problem("internal_error", INTERNAL_DETAIL)
@@ -125,3 +136,49 @@ def from_exception(error: BaseException) -> Problem:
         retry_after_s=getattr(error, "retry_after_s", None),
         extra=extra,
     )
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
+    """The answer for the errors that pydantic found. It does not repeat the input."""
+    problems = [_say(found) for found in errors]
+    code, param, _ = problems[0]
+    return Problem(code, " ".join(text for _, _, text in problems[:8]), param=param)
+
+
+def _say(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Code, field and sentence of one of pydantic's findings."""
+    param = ".".join(str(part) for part in found["loc"])[:120]
+    if found["type"] == "json_invalid":  # half of a surrogate pair, which JSON of text cannot hold
+        return "invalid_json", param, "The body is not JSON of valid text."
+    if found["type"] == "extra_forbidden":
+        return "unknown_field", param, f"There is no field {shown(param)}."
+    if found["type"] == "missing":
+        return "invalid_value", param, f"The field {shown(param)} is missing."
+    message = str(found["msg"]).removeprefix("Value error, ")
+    return "invalid_value", param, f"{shown(param)}: {message[:200]}."
+
+
+def _from_request(error: RequestError) -> Problem:
+    """The answer for an error of `loraplex.http`."""
+    match error:
+        case PathUnknown(path=path):
+            return Problem("not_found", f"There is nothing at {shown(path, 200)}.")
+        case MethodNotAllowed(method=method, path=path, allowed=allowed):
+            detail = f"{method} is not allowed on {shown(path, 200)}. Allowed: {allowed}."
+            return Problem("method_not_allowed", detail, headers=(("Allow", allowed),))
+        case BearerInvalid():
+            detail = "Send 'Authorization: Bearer' with the admin token, or with a key that has the scope."
+            return Problem("invalid_api_key", detail, param="Authorization")
+        case BodyEncoded():
+            detail = "Send the body without Content-Encoding."
+            return Problem("unsupported_media_type", detail, param="Content-Encoding")
+        case BodyTooLarge(max_bytes=max_bytes):
+            return Problem("request_too_large", f"The body is larger than {max_bytes} bytes.")
+        case BodyTooSlow(silence_s=silence_s, min_bytes_per_s=min_rate):
+            detail = (
+                f"The body did not arrive in time: it may pause for {silence_s:g} seconds, and must arrive at "
+                f"{min_rate} bytes a second or faster."
+            )
+            return Problem("request_timeout", detail)
+        case _:
+            return Problem("internal_error", INTERNAL_DETAIL)

@@ -1,4 +1,4 @@
-"""What the admin plane is built from. The factory fills one `AdminServices`; nothing else is global."""
+"""The services that admin routes use. The factory fills one `AdminServices`; nothing else is global."""
 
 from __future__ import annotations
 
@@ -9,68 +9,69 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
-from loraplex.admin.pace import Pace
+from loraplex.admin.change_rate_limit import ChangeRateLimit
 from loraplex.admin.problem import Problem
+from loraplex.admin.uploads.serving_field import CheckFormats
 from loraplex.control.artifacts import Artifacts
-from loraplex.control.audit_log import AuditLog
-from loraplex.control.catalog import Catalog
-from loraplex.control.database import Database
-from loraplex.control.key_cache import KeyCache
-from loraplex.control.keys import Keys
-from loraplex.control.releases import Releases
-from loraplex.control.staged import StagedBytes
-from loraplex.control.tenants import Tenants
-from loraplex.serving.client import EngineClient
-from loraplex.serving.shares import Shares
+from loraplex.control.audit.log import AuditLog
+from loraplex.control.catalog.adapters import Catalog
+from loraplex.control.catalog.releases import Releases
+from loraplex.control.catalog.staged import StagedBytes
+from loraplex.control.db.database import Database
+from loraplex.control.tenancy.key_cache import KeyCache
+from loraplex.control.tenancy.keys import Keys
+from loraplex.control.tenancy.tenants import Tenants
+from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.fair_share import FairShare
 
 T = TypeVar("T")
 
 
 class UploadGate:
-    """How much uploading goes on at a time, over both ports: `max_uploads` on their way, shared by the tenants as
-    `Shares` does (more get 503), of which `max_validations` are validated (the others wait; validation reads every
-    value). What a tenant has on its way at a time is bounded by its quota."""
+    """Limits concurrent uploads over both ports: `max_uploads` in transfer, shared by the tenants as `FairShare` does
+    (more get 503). `max_validations` of them are validated at a time; the others wait, since validation reads every
+    value. The bytes that a tenant may have in transfer are bounded by its quota."""
 
     def __init__(self, max_uploads: int = 16, max_validations: int = 2) -> None:
         self.max_uploads = max_uploads
-        self.uploads = Shares()
+        self.uploads = FairShare()
         self.staged = StagedBytes()
         self.writers = anyio.CapacityLimiter(max_uploads)
         self.validators = anyio.CapacityLimiter(max_validations)
 
 
 class DownloadGate:
-    """How many downloads of adapters go on at a time, over both ports: `max_downloads`, shared by the tenants as
-    `Shares` does (more get 503). `readers` threads read and hash for them."""
+    """Limits concurrent downloads of adapters over both ports to `max_downloads`, shared by the tenants as `FairShare`
+    does (more get 503). `readers` threads read and hash for them."""
 
     def __init__(self, max_downloads: int = 16, readers: int = 2) -> None:
         self.max_downloads = max_downloads
-        self.downloads = Shares()
+        self.downloads = FairShare()
         self.readers = anyio.CapacityLimiter(readers)
 
 
 class ReportGate:
-    """What reads through a long ledger or log takes seconds: `max_reports` are asked for at a time, shared by the
-    tenants as `Shares` does (more get 503), of which `max_running` are made, in threads of their own, so that nothing
-    else waits."""
+    """Limits reports that read a long ledger or log, which takes seconds: `max_reports` wait or run at a time, shared
+    by the tenants as `FairShare` does (more get 503). `max_running` of them run at a time, in threads of their own, so
+    that nothing else waits."""
 
     def __init__(self, max_reports: int = 8, max_running: int = 2) -> None:
         self.max_reports = max_reports
-        self.reports = Shares()
+        self.reports = FairShare()
         self._threads = anyio.CapacityLimiter(max_running)
 
     async def run(self, owner: str, read: Callable[[], T]) -> T:
-        """`read` in one of the threads, for this owner. Raises Problem."""
-        if not self.reports.take(owner, self.max_reports):
+        """Run `read` in one of the threads, for this owner. Raises Problem."""
+        if not self.reports.acquire(owner, self.max_reports):
             raise Problem(
                 "server_overloaded",
-                "Too many sums and lists over all that was recorded are being made at the moment; try again.",
+                "Too many usage and audit reports are running; try again.",
                 retry_after_s=5,
             )
         try:
             return await anyio.to_thread.run_sync(read, limiter=self._threads)
         finally:
-            self.reports.give_back(owner)
+            self.reports.release(owner)
 
 
 @dataclass(frozen=True)
@@ -90,4 +91,7 @@ class AdminServices:
     upload_gate: UploadGate = field(default_factory=UploadGate)
     download_gate: DownloadGate = field(default_factory=DownloadGate)
     report_gate: ReportGate = field(default_factory=ReportGate)
-    pace: Pace = field(default_factory=Pace)
+    change_limit: ChangeRateLimit = field(default_factory=ChangeRateLimit)
+    on_change: Callable[[str], None] = lambda action: None
+    """Called with the audit log's name of each change that was made."""
+    check_formats: CheckFormats = lambda tool_format, reasoning_format: None

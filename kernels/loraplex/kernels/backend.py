@@ -61,13 +61,13 @@ def _obstacle_to_numba(device: torch.device) -> str | None:
 
 @cache
 def _numba_failure() -> str | None:
-    """What numba, which is made for certain versions of numpy, LLVM and processors, fails with here."""
+    """The errors of numba where it does not support this numpy, LLVM or processor."""
     try:
         from numba import config
 
         if config.DISABLE_JIT:
             return "NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it"
-        from loraplex.kernels.numba_probe import probe
+        from loraplex.kernels.numba_runtime.probe import probe
 
         probe()
     except Exception as error:  # of any kind: what is installed does not fit together

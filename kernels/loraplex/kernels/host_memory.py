@@ -13,12 +13,12 @@ _HUGE_PAGE = 2 << 20
 
 
 def untouched_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of the system's, which take no memory before they are touched: torch's own are written one by one, for 4
-    GiB in some seconds. From a cache line's beginning, as torch's.
+    """Zero pages of the operating system, which take no memory before they are touched. torch's own zeros are written
+    one by one: some seconds for 4 GiB. Aligned to a cache line, as torch's.
 
-    What is larger than a huge page lies in such where the system gives them on request (Linux's transparent huge
-    pages): the first touch of small pages, a fault each, took a twentieth of a prompt's time, and reading scattered
-    blocks looks up fewer addresses. Raises MemoryError where there is not so much.
+    A tensor larger than a huge page is placed in huge pages where the system gives them on request (Linux's transparent
+    huge pages). The first touch of small pages, a fault each, took a twentieth of a prompt's time, and reads of
+    scattered blocks need fewer address translations. Raises MemoryError if there is not enough memory.
     """
     num_bytes = math.prod(sizes) * dtype.itemsize
     step = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else 64

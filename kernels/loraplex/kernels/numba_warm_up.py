@@ -1,18 +1,21 @@
-"""What numba has compiled before is read from the disk, and compiled where it was not, before the first step: the one
+"""Reads the code that numba compiled before from the disk, and compiles the rest, before the first step: the one
 takes a second or two, the other most of a minute, and neither is for a request to wait for."""
 
 from __future__ import annotations
 
 import torch
 
-from loraplex.kernels import dense_numba, lora_numba
-from loraplex.kernels.attention_numba import build_attention_batch
-from loraplex.kernels.attention_numba_tiles import BLOCK
-from loraplex.kernels.drawing_numba import draw
-from loraplex.kernels.numba_team import SMALL
-from loraplex.kernels.numba_vectors import LIKE
+from loraplex.kernels.attention.numba_attention import build_attention_batch
+from loraplex.kernels.attention.numba_attention_tiles import BLOCK
+from loraplex.kernels.layers import numba_dense
+from loraplex.kernels.lora import numba_lora
+from loraplex.kernels.numba_runtime.thread_team import SMALL
+from loraplex.kernels.numba_runtime.vectors import LIKE
 from loraplex.kernels.ops import resolve_ops
-from loraplex.kernels.sampling_numba import largest
+from loraplex.kernels.sampling.numba_argmax import largest
+from loraplex.kernels.sampling.numba_masking import bar_tokens
+from loraplex.kernels.sampling.numba_sampling import draw
+from loraplex.kernels.sampling.types import TokenMasks
 
 
 def warm_up(dtype: torch.dtype) -> None:
@@ -37,14 +40,16 @@ def warm_up(dtype: torch.dtype) -> None:
             ops.rotate_and_write(heads, 1, cos, cos, cache, batch, q_norm=norm, k_norm=norm, eps=1e-5)
         ops.paged_attention(heads[:, :1], cache, batch, scale=1.0, window=None, softcap=None)
     row = torch.zeros(1, 2, dtype=dtype)
-    ops.linear(row, dense_numba.pack_weight(row), None)
-    lora_numba.warm_up(dtype, dtype)
+    ops.linear(row, numba_dense.pack_weight(row), None)
+    numba_lora.warm_up(dtype, dtype)
     logits = torch.zeros(1, 1)
     one, sure = torch.ones(1), torch.ones(1, dtype=torch.float64)
+    first = torch.zeros(1, dtype=torch.int64)
+    bar_tokens(logits, *largest(logits), TokenMasks(first, first, torch.ones(1, 1, dtype=torch.int32)))
     draw(
         logits,
         *largest(logits),
-        rows=torch.zeros(1, dtype=torch.int64),
+        rows=first,
         temperature=one,
         uniform=sure - 1,
         min_p=one,

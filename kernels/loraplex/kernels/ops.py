@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from loraplex.kernels import activation, attention, dense, norm, rope
+from loraplex.kernels.attention import dispatch as attention
 from loraplex.kernels.backend import Backend
+from loraplex.kernels.layers import activation, dense, norm, rope
 
 Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -46,7 +47,7 @@ class PagedAttention(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """The formula of `loraplex.kernels.attention`; `batch` is what the backend lays a step out as."""
+        """The formula of `loraplex.kernels.attention.dispatch`; `batch` is what the backend lays a step out as."""
         ...
 
 
@@ -56,11 +57,12 @@ LayOut = Callable[[Sequence[int], Sequence[int], Sequence[Sequence[int]]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """One implementation of each, with the shapes and the rounding of `loraplex.kernels.norm`, `.activation`,
+    """One implementation of each, with the shapes and the rounding of `loraplex.kernels.layers.norm`, `.activation`,
     `.rope`, `.attention` and `.dense`. What `pack_weight` returns is for `linear` alone. `reads_unwritten`: whether
     attention reads positions of a block that its sequence has not written, so that a block must be cleared before it
     is begun. `lay_out` makes what `rotate_and_write` and
-    `paged_attention` take for a batch, where that is neither `loraplex.kernels.attention`'s nor lists of work."""
+    `paged_attention` take for a batch, where that is neither `loraplex.kernels.attention.dispatch`'s nor lists of
+    work."""
 
     rms_norm: Norm
     add_rms_norm: AddNorm
@@ -103,7 +105,8 @@ def _torch_ops() -> Ops:
 
 def _triton_ops() -> Ops:
     # Triton need not be there where it does not run.
-    from loraplex.kernels import activation_triton, attention_triton, norm_triton, rope_triton
+    from loraplex.kernels.attention import triton_attention
+    from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope
 
     def rotate_and_write(
         heads: torch.Tensor,
@@ -111,25 +114,25 @@ def _triton_ops() -> Ops:
         cos: torch.Tensor,
         sin: torch.Tensor,
         cache: torch.Tensor,
-        batch: attention_triton.TritonAttentionBatch,
+        batch: triton_attention.TritonAttentionBatch,
         *,
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> None:
-        rope_triton.rope_and_write_kv(
+        triton_rope.rope_and_write_kv(
             heads, num_heads, cos, sin, cache, batch.slots, q_norm=q_norm, k_norm=k_norm, eps=eps
         )
 
     return Ops(
-        rms_norm=norm_triton.rms_norm,
-        add_rms_norm=norm_triton.add_rms_norm,
-        rms_norm_float32=norm_triton.rms_norm_float32,
-        add_rms_norm_float32=norm_triton.add_rms_norm_float32,
-        silu_and_mul=activation_triton.silu_and_mul,
-        gelu_tanh_and_mul=activation_triton.gelu_tanh_and_mul,
+        rms_norm=triton_norm.rms_norm,
+        add_rms_norm=triton_norm.add_rms_norm,
+        rms_norm_float32=triton_norm.rms_norm_float32,
+        add_rms_norm_float32=triton_norm.add_rms_norm_float32,
+        silu_and_mul=triton_activation.silu_and_mul,
+        gelu_tanh_and_mul=triton_activation.gelu_tanh_and_mul,
         rotate_and_write=rotate_and_write,
-        paged_attention=attention_triton.paged_attention,
+        paged_attention=triton_attention.paged_attention,
         pack_weight=dense.pack_weight,
         linear=dense.linear,
         reads_unwritten=False,
@@ -137,23 +140,24 @@ def _triton_ops() -> Ops:
 
 
 def _numba_ops() -> Ops:
-    """For tensors on a CPU, of a dtype of `numba_vectors.LIKE`."""
+    """For tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
     # numba takes a second to import.
-    from loraplex.kernels import activation_numba, attention_numba, dense_numba, norm_numba, rope_numba
+    from loraplex.kernels.attention import numba_attention
+    from loraplex.kernels.layers import numba_activation, numba_dense, numba_norm, numba_rope
 
     return Ops(
-        rms_norm=norm_numba.rms_norm,
-        add_rms_norm=norm_numba.add_rms_norm,
-        rms_norm_float32=norm_numba.rms_norm_float32,
-        add_rms_norm_float32=norm_numba.add_rms_norm_float32,
-        silu_and_mul=activation_numba.silu_and_mul,
-        gelu_tanh_and_mul=activation_numba.gelu_tanh_and_mul,
-        rotate_and_write=rope_numba.rotate_and_write,
-        paged_attention=attention_numba.paged_attention,
-        pack_weight=dense_numba.pack_weight,
-        linear=dense_numba.linear,
+        rms_norm=numba_norm.rms_norm,
+        add_rms_norm=numba_norm.add_rms_norm,
+        rms_norm_float32=numba_norm.rms_norm_float32,
+        add_rms_norm_float32=numba_norm.add_rms_norm_float32,
+        silu_and_mul=numba_activation.silu_and_mul,
+        gelu_tanh_and_mul=numba_activation.gelu_tanh_and_mul,
+        rotate_and_write=numba_rope.rotate_and_write,
+        paged_attention=numba_attention.paged_attention,
+        pack_weight=numba_dense.pack_weight,
+        linear=numba_dense.linear,
         reads_unwritten=False,
-        lay_out=attention_numba.build_attention_batch,
+        lay_out=numba_attention.build_attention_batch,
     )
 
 

@@ -16,8 +16,8 @@ _LOCK_TIMEOUT_S = 120
 
 
 def run() -> None:
-    """All migrations of a command in one transaction, on SQLite too: whoever is killed has changed nothing. Of
-    several that start at once one migrates; the others wait for it, and find the work done."""
+    """All migrations of a command in one transaction, on SQLite too: a process that is killed has changed
+    nothing. Of several that start at once one migrates; the others wait for it, and find the work done."""
     attributes = context.config.attributes
     engine = _make_engine(attributes["url"])
     try:

@@ -14,7 +14,7 @@ from alembic.util import CommandError
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.pool import NullPool
 
-from loraplex.adapters.files import make_private
+from loraplex.adapters.store.files import make_private
 from loraplex.migrations.errors import DatabaseTooNew
 
 
@@ -46,8 +46,7 @@ def downgrade(url: str, revision: str) -> None:
 
 def examine_schema(url: str) -> SchemaState:
     """Without changing anything. Raises DatabaseTooNew, SQLAlchemyError."""
-    script = ScriptDirectory.from_config(_config(url))
-    newest = script.get_current_head() or "none"
+    newest = ScriptDirectory.from_config(_config(url)).get_current_head() or "none"
     on_sqlite = make_url(url).get_backend_name() == "sqlite"
     options = {} if on_sqlite else {"connect_timeout": CONNECT_TIMEOUT_S}
     engine = create_engine(url, poolclass=NullPool, connect_args=options)
@@ -58,11 +57,17 @@ def examine_schema(url: str) -> SchemaState:
     finally:
         engine.dispose()
     if found is not None:
-        try:
-            script.get_revision(found)
-        except CommandError as error:
-            raise DatabaseTooNew(found, newest) from error
+        require_known_schema(found)
     return SchemaState(f"{'SQLite' if on_sqlite else 'PostgreSQL'} {version}", found, newest)
+
+
+def require_known_schema(found: str) -> None:
+    """Raises DatabaseTooNew where this version has no migration of that name."""
+    script = ScriptDirectory.from_config(_config(""))
+    try:
+        script.get_revision(found)
+    except CommandError as error:
+        raise DatabaseTooNew(found, script.get_current_head() or "none") from error
 
 
 def _keep_private(url: str) -> None:

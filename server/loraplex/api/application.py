@@ -1,36 +1,38 @@
-"""The data plane as one ASGI app."""
+"""The data plane as one FastAPI application."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import structlog
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
 
-from loraplex.api.codec import dumps
+from loraplex.api.anthropic.headers import KEY_HEADER, VERSION_HEADER
 from loraplex.api.deadline import HEADER as DEADLINE_HEADER
 from loraplex.api.deps import ApiServices
+from loraplex.api.documents import DESCRIPTION, Document
 from loraplex.api.drain import Drain
-from loraplex.api.edge import Edge, Errors
-from loraplex.api.endpoints import CHAT, COMPLETION, GenerationEndpoint
+from loraplex.api.edge import DataEdge, DataErrors
 from loraplex.api.errors import ApiError
-from loraplex.api.metrics import Metrics, MetricsApp
-from loraplex.api.models_routes import models_routes
-from loraplex.api.openapi import openapi
-from loraplex.api.places import Places
-from loraplex.api.probes import probe_routes
-from loraplex.api.routing import exact
-from loraplex.serving.client import EngineClient
+from loraplex.api.generation.tenant_capacity import TenantCapacity
+from loraplex.api.metrics import Metrics, Scraper
+from loraplex.api.routes import models, server
+from loraplex.api.routes.generation import generation_routes
+from loraplex.api.routes.messages import count_route
+from loraplex.api.routes.metrics import metrics_route
+from loraplex.api.routes.probes import probe_routes
+from loraplex.api.routes.tokenizer import tokenizer_routes
+from loraplex.http.application import START_RETRY_S, create_app, refused_until_started
+from loraplex.serving.client.engine_client import EngineClient
 
-START_RETRY_S = 5.0
+TITLE = "Loraplex API"
 EXPOSED_HEADERS = (
     "x-request-id",
+    "request-id",
+    "traceresponse",
     "x-loraplex-adapter",
     "x-loraplex-adapter-state",
     "retry-after",
@@ -47,42 +49,47 @@ def create_data_app(
     services: ApiServices,
     *,
     extra_routes: Sequence[BaseRoute] = (),
-    extra_document: Mapping[str, Any] | None = None,
+    extra_document: Callable[[], Mapping[str, Any]] | None = None,
 ) -> ASGIApp:
     """The app for the data port. `extra_routes` (the tenants' own admin routes) are served beside ours and
-    make their own error answers, but for a path that none of them has; `extra_document` is their OpenAPI document."""
-    places = Places(
+    make their own error answers, except for a path that none of them has; `extra_document` makes their OpenAPI
+    document."""
+    capacity = TenantCapacity(
         max_in_flight=services.drain.max_in_flight,
         max_kept_logprobs=services.max_kept_logprobs,
         threads=services.tokenizer_threads,
     )
-    routes: list[Route] = [
-        Route("/v1/chat/completions", GenerationEndpoint(services, CHAT, places), methods=["POST"]),
-        Route("/v1/completions", GenerationEndpoint(services, COMPLETION, places), methods=["POST"]),
-        *models_routes(services),
-        *probe_routes(
-            services.engine,
-            services.drain,
-            database=services.database,
-            usage_failure=services.usage_failure,
-        ),
-        _fixed_route("/version", {"version": version("loraplex")}),
-        _fixed_route("/openapi.json", openapi(metrics=services.metrics_on_data_port, extra=extra_document)),
+    probes = probe_routes(
+        services.engine, services.drain, database=services.database, usage_failure=services.usage_failure
+    )
+    scraper = Scraper(services.metrics, services.engine, tenant_data=False)
+    routes: list[BaseRoute] = [
+        *generation_routes(services, capacity),
+        *tokenizer_routes(capacity),
+        count_route(capacity),
+        *models.router.routes,
+        *probes,
+        *server.router.routes,
+        *([metrics_route(scraper)] if services.metrics_on_data_port else []),
+        *extra_routes,
     ]
-    if services.metrics_on_data_port:
-        scrape = MetricsApp(services.metrics, services.engine, tenant_data=False)
-        routes.append(Route("/metrics", scrape, methods=["GET"]))
-    router = Router([*map(exact, routes), *extra_routes], redirect_slashes=False)
-    app: ASGIApp = Errors(router, services.drain, services.metrics)
-    if services.cors_origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=services.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id", DEADLINE_HEADER],
-            expose_headers=EXPOSED_HEADERS,
-        )
-    return Edge(app, services.drain, services.metrics, services.access_log)
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=services.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=[
+            *("authorization", "content-type", "x-request-id", "traceparent", "tracestate"),
+            *(KEY_HEADER, VERSION_HEADER, "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
+            DEADLINE_HEADER,
+        ],
+        expose_headers=EXPOSED_HEADERS,
+    )
+    errors = Middleware(DataErrors, services.drain, services.metrics)
+    middleware = [cors, errors] if services.cors_origins else [errors]
+    app = create_app(TITLE, routes, description=DESCRIPTION, middleware=middleware)
+    app.state.services = services
+    app.state.document = Document(app, extra_document)
+    return DataEdge(app, services.drain, services.metrics, services.access_log, services.tracing)
 
 
 def create_starting_data_app(
@@ -91,27 +98,13 @@ def create_starting_data_app(
     """For the data port until the engine is there: the probes, `extra_routes`, which make their own error answers, and
     a 503 `engine_restarting` for the rest."""
     drain, metrics = Drain(), Metrics(served_model_name)
-    rest = exact(Route("/{path:path}", _NotYet()))
-    router = Router(
-        [*probe_routes(engine, drain, serving=False), *extra_routes, rest], redirect_slashes=False
+    probes = probe_routes(engine, drain, serving=False)
+    routes = [*probes, *extra_routes, refused_until_started(_starting)]
+    return DataEdge(
+        create_app(TITLE, routes, middleware=[Middleware(DataErrors, drain, metrics)]), drain, metrics
     )
-    return Edge(Errors(router, drain, metrics), drain, metrics, structlog.get_logger("loraplex.access"))
 
 
-class _NotYet:
-    """An ASGI app, as a route's endpoint of every method."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise ApiError(
-            "engine_restarting", "The server is starting. Please try again.", retry_after_s=START_RETRY_S
-        )
-
-
-def _fixed_route(path: str, document: Mapping[str, Any]) -> Route:
-    """Always the same answer, to everybody."""
-    body = dumps(document)
-
-    async def show(_: Request) -> Response:
-        return Response(body, media_type="application/json")
-
-    return Route(path, show, methods=["GET"])
+def _starting() -> ApiError:
+    message = "The server is starting. Please try again."
+    return ApiError("engine_restarting", message, retry_after_s=START_RETRY_S)

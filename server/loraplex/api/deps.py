@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import structlog
+from typing import TYPE_CHECKING, Any, Protocol
 
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
-from loraplex.control.outage import DatabaseHealth
+from loraplex.control.db.outage import DatabaseHealth
 from loraplex.control.types import Admission, ModelCard, Principal, Reservation, ResolvedModel
 from loraplex.control.usage.records import Accepted, Ended
-from loraplex.serving.client import EngineClient
-from loraplex.serving.detokenize import TextStream
-from loraplex.serving.text import Spelling, TokenText
+from loraplex.http.edge import AccessLog, access_log
+from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.output.formats import NO_FORMATS, Notation, OutputFormats, ReasoningFormat, ToolFormat
+from loraplex.serving.text.detokenize import TextStream
+from loraplex.serving.text.processor import Spelling, TokenText
+
+if TYPE_CHECKING:  # it imports OpenTelemetry
+    from loraplex.api.tracing.spans import RequestTracing
 
 
 class Text(Protocol):
-    """The part of `TextProcessor` that the data plane uses. `encode`, `encode_chat` and `spell` run in worker
+    """The part of `TextProcessor` that the data plane uses. `encode`, `encode_chat`, `spell` and `names` run in worker
     threads."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tool_format: ToolFormat | None = None,
+        effort: str | None = None,
     ) -> list[int]: ...
+    def knows_effort(self, *, with_tools: bool) -> bool: ...
+    def notation(self, tool_format: ToolFormat) -> Notation: ...
+    def control_id(self, text: str) -> int | None: ...
+    def opens_reasoning(self, prompt_ids: Sequence[int], reasoning: ReasoningFormat) -> bool: ...
     def spell(self, token_ids: Sequence[int], written: str | None = None) -> Spelling: ...
     def token(self, token_id: int) -> TokenText: ...
+    def names(self, token_ids: Sequence[int]) -> list[str]: ...
     def stream(
         self,
         stops: Sequence[str] = (),
@@ -35,7 +49,16 @@ class Text(Protocol):
         min_tokens: int = 0,
         continues: bool = False,
         by_token: bool = False,
+        shown: Collection[str] = (),
     ) -> TextStream: ...
+
+
+class Grammars(Protocol):
+    """The part of `GrammarChecker` that the data plane uses. Both raise GrammarRefused, GrammarTimeSpent and
+    GrammarsUnavailable."""
+
+    async def check(self, tenant: str, text: str) -> None: ...
+    async def lark_of_gbnf(self, tenant: str, text: str) -> str: ...
 
 
 class Authenticator(Protocol):
@@ -92,23 +115,16 @@ class Ledger(Protocol):
         ...
 
 
-class AccessLog(Protocol):
-    def info(self, event: str, **fields: Any) -> Any: ...
-
-
-def _access_log() -> AccessLog:
-    log: AccessLog = structlog.get_logger("loraplex.access")
-    return log
-
-
 @dataclass(frozen=True)
 class ApiServices:
     """`max_model_len` in tokens, `max_body` in bytes, times in seconds. `stall_timeout`: a client that reads
     nothing for so long is cut, and one that sends nothing of its body for so long is answered 408.
-    `max_kept_logprobs`: in all answers together that are sent when they are whole; some 80 bytes of JSON each."""
+    `max_kept_logprobs`: in all answers together that are sent when they are whole; some 80 bytes of JSON each.
+    `formats` are the base model's."""
 
     engine: EngineClient
     text: Text
+    grammars: Grammars
     authenticator: Authenticator
     resolver: Resolver
     limiter: Limiter
@@ -126,4 +142,6 @@ class ApiServices:
     metrics_on_data_port: bool = False
     database: DatabaseHealth | None = None
     usage_failure: Callable[[], str | None] = lambda: None
-    access_log: AccessLog = field(default_factory=_access_log)
+    access_log: AccessLog = field(default_factory=access_log)
+    tracing: RequestTracing | None = None
+    formats: OutputFormats = NO_FORMATS

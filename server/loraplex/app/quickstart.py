@@ -27,12 +27,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.app.models import default_served_name, ensure_model
+from loraplex.app.base_model.source import default_served_name, ensure_model
 from loraplex.app.settings import make_data_dir
 
 TENANT = "demo"
 START_TIMEOUT_S = 180.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+STOPPED_EXIT_CODE = 130  # a shell's code for Ctrl-C
 
 
 class QuickstartFailed(LoraplexError):
@@ -65,7 +66,7 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
     model_dir = ensure_model(options.model, lambda line: console.print(f"    {line}"))
     console.print("[bold]2/5[/] starting the server")
     with _stopped_by_signals() as stop, _server(options, model_dir, stop) as server:
-        _await_ready(options, server, console)
+        _await_ready(options, server, console, stop)
         console.print(
             f"    data plane http://{options.host}:{options.port}, admin plane http://{options.host}:{options.admin_port}"
         )
@@ -75,7 +76,9 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
             key = _tenant_and_key(admin, options)
             console.print("[bold]4/5[/] uploading the example adapters through the admin API")
             for name, folder in adapters.items():
+                stop.check()
                 console.print(f"    {_upload(admin, name, folder)}")
+        stop.check()
         console.print("[bold]5/5[/] one question to the base model and every adapter, in one mixed batch")
         models = [default_served_name(options.model), *adapters]
         answers = asyncio.run(_ask_all(options, key, models))
@@ -87,6 +90,7 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
             )
         if not options.exit_after:
             console.print("\nThe server stays up; Ctrl-C stops it.")
+            stop.check()
             _wait(server)
     return 0
 
@@ -124,26 +128,34 @@ def _log_path(options: QuickstartOptions) -> Path:
 
 
 class _Stop:
-    """What SIGTERM and SIGHUP do: they stop as Ctrl-C does, but not while the server is being started. A process whose
-    start is cut short by an exception is left behind: it runs, and nobody knows it."""
+    """Handles SIGTERM and SIGHUP: they stop as Ctrl-C does, but not while the server is being started. A process whose
+    start is cut short by an exception is left behind: it would run unnoticed.
+
+    They raise SystemExit. Of a KeyboardInterrupt that comes while an import defines a dataclass, Python remembers that
+    it came, and ends `python -m` with SIGINT in place of the exit code. Python drops what is raised while it frees an
+    object, as it does at any time: so what has come is looked at again by `check`."""
 
     def __init__(self) -> None:
         self._is_held = False
         self._has_come = False
 
     def __call__(self, _signal: int, _frame: object) -> None:
-        if not self._is_held:
-            raise KeyboardInterrupt
         self._has_come = True
+        if not self._is_held:
+            raise SystemExit(STOPPED_EXIT_CODE)
 
     def hold(self) -> None:
         self._is_held = True
 
     def release(self) -> None:
-        """Raises KeyboardInterrupt if a signal has come since `hold`."""
+        """Raises SystemExit if a signal has come since `hold`."""
         self._is_held = False
+        self.check()
+
+    def check(self) -> None:
+        """Raises SystemExit if a signal has come."""
         if self._has_come:
-            raise KeyboardInterrupt
+            raise SystemExit(STOPPED_EXIT_CODE)
 
 
 @contextlib.contextmanager
@@ -194,11 +206,14 @@ def _server(options: QuickstartOptions, model_dir: Path, stop: _Stop) -> Iterato
                 child.wait()
 
 
-def _await_ready(options: QuickstartOptions, server: subprocess.Popen[bytes], console: Console) -> None:
+def _await_ready(
+    options: QuickstartOptions, server: subprocess.Popen[bytes], console: Console, stop: _Stop
+) -> None:
     shown: set[str] = set()
     end = time.monotonic() + START_TIMEOUT_S
     url = f"http://{options.host}:{options.port}/readyz"
     while time.monotonic() < end:
+        stop.check()
         if server.poll() is not None:
             raise QuickstartFailed(
                 f"the server ended with {server.returncode}: {_last_line(_log_path(options))}"
@@ -327,9 +342,9 @@ def _show(console: Console, options: QuickstartOptions, key: str, answers: dict[
 
 
 def _wait(server: subprocess.Popen[bytes]) -> None:
-    """Until the server ends by itself or somebody stops us."""
+    """Wait until the server ends by itself or this command is stopped."""
     try:
         server.wait()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         return
     raise QuickstartFailed(f"the server ended with {server.returncode}; see its log")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import structlog
 import uvloop
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.app.background import start_background
-from loraplex.app.damage import DamageReports
 from loraplex.app.factory import (
     Apps,
     Installation,
@@ -22,15 +23,28 @@ from loraplex.app.factory import (
     engine_config,
     prepare,
 )
-from loraplex.app.listening import Listening
-from loraplex.app.logs import configure_logging
-from loraplex.app.ports import Ports, open_ports, url
+from loraplex.app.logs import configure_logging, log_everything
+from loraplex.app.ports.sockets import Ports, open_ports, url
+from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid
-from loraplex.serving.client import EngineClient
-from loraplex.serving.socket_client import SocketEngineClient
+from loraplex.app.tasks.damage_reports import DamageReports
+from loraplex.app.tasks.tenant_weights import WeightWatch
+from loraplex.control.usage.roll_up import UsageRollUp
+from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.client.socket_client import SocketEngineClient
 
 MAX_PREFETCHED_RELEASES = 256
 """Adapters that a start brings nearer before anybody asks, as far as there is room."""
+LAST_EVENTS_S = 2.0
+"""How long a client may take to read why its answer was cut."""
+
+ENGINE_LEVELS = {
+    "engine_lost": logging.ERROR,
+    "engine_restart": logging.WARNING,
+    "engine_restart_failed": logging.ERROR,
+    "engine_gave_up": logging.ERROR,
+    "engine_spare_failed": logging.WARNING,
+}
 
 
 def serve(settings: Settings) -> int:
@@ -38,6 +52,7 @@ def serve(settings: Settings) -> int:
 
     Raises LoraplexError, which says in one line why the start failed."""
     configure_logging(settings.log_level)
+    log_everything()
     log = structlog.get_logger("loraplex")
     with open_ports(settings) as ports:
         try:
@@ -57,6 +72,11 @@ def _show_token(installation: Installation) -> None:
     print(f"admin token (kept in {path}, shown this once): {installation.new_admin_token}", file=sys.stderr)
 
 
+def _log_engine(event: str, **fields: Any) -> None:
+    """What the engine's client reports of its process."""
+    structlog.get_logger("loraplex").log(ENGINE_LEVELS.get(event, logging.INFO), event, **fields)
+
+
 class _StartLog:
     """A line when the engine's start gets on, and one every ten seconds while it does not."""
 
@@ -73,18 +93,17 @@ class _StartLog:
 
 async def _serve(installation: Installation, ports: Ports) -> int:
     settings = installation.settings
-    log = structlog.get_logger("loraplex")
     stop = _StopSignals()
     with stop.installed():
         damage = DamageReports(installation.database, installation.catalog)
         engine = SocketEngineClient(
             engine_config(settings, installation.model_dir, installation.served_name),
-            log=lambda event, **fields: log.info(event, **fields),
+            log=_log_engine,
             on_progress=_StartLog(),
             on_damaged=damage.put,
             keep_spare=settings.engine_spare,
         )
-        # The ports first: what starts is told from what is not there, and nobody has to wait to be told.
+        # The ports first: clients can distinguish a starting server from none, and get their answer at once.
         data, admin = create_starting_apps(installation, engine)
         listening = Listening(ports, data=data, admin=admin)
         at_end = contextlib.AsyncExitStack()
@@ -131,7 +150,7 @@ async def _serve_on(
             log.error("port_failed", reason=listening.failure)
             return 1
         if started.done():
-            await _drain(installation.settings, apps, stop)
+            await _drain(installation.settings, apps, engine, stop)
         return 0
     finally:
         stopping.cancel()
@@ -141,6 +160,19 @@ async def _serve_on(
                 await started
 
 
+def start_background(installation: Installation, engine: EngineClient, damage: DamageReports) -> None:
+    """Start what runs beside the requests; the limits start theirs themselves. Call on the event loop. All of it ends
+    with `installation.background`."""
+    database, tasks = installation.database, installation.background
+    tasks.watch(installation.usage_journal.state)
+    tasks.start("key-use", installation.key_use.run)
+    tasks.start("usage-writer", installation.usage_writer.run)
+    tasks.start("usage-roll-up", UsageRollUp(database, installation.settings.usage_keep_days).run)
+    tasks.start("database-watch", database.watch)
+    tasks.start("damage-reports", partial(damage.run, engine))
+    tasks.start("weight-watch", partial(WeightWatch(database, installation.tenants).run, engine))
+
+
 async def _start(
     installation: Installation, engine: SocketEngineClient, at_end: contextlib.AsyncExitStack
 ) -> Apps:
@@ -148,13 +180,17 @@ async def _start(
     await _pin_again(installation, engine)
     await _prefetch(installation, engine)
     apps = create_apps(installation, engine)
+    if apps.tracing is not None:
+        at_end.push_async_callback(apps.tracing.close)
     at_end.push_async_callback(apps.limits.close)
     await apps.limits.start()
+    at_end.push_async_callback(apps.grammars.close)
+    apps.grammars.start()
     return apps
 
 
 async def _pin_again(installation: Installation, engine: EngineClient) -> None:
-    """The engine begins with nothing: tell it what is to stay on the device."""
+    """The engine begins without pins: send it the catalog's."""
     log = structlog.get_logger("loraplex")
     for version in await installation.database.run(installation.catalog.pinned):
         try:
@@ -164,13 +200,13 @@ async def _pin_again(installation: Installation, engine: EngineClient) -> None:
 
 
 async def _prefetch(installation: Installation, engine: EngineClient) -> None:
-    """What was released last is the likeliest to be asked for first."""
+    """The latest releases first: they are the likeliest to be requested."""
     run = installation.database.run
     releases = await run(installation.releases.newest, MAX_PREFETCHED_RELEASES)
     engine.prefetch(await run(installation.releases.serving, releases))
 
 
-async def _drain(settings: Settings, apps: Apps, stop: _StopSignals) -> None:
+async def _drain(settings: Settings, apps: Apps, engine: EngineClient, stop: _StopSignals) -> None:
     """As docs/operations.md says of SIGTERM; a second signal cuts it short."""
     log = structlog.get_logger("loraplex")
     log.info("draining", in_flight=apps.drain.in_flight, grace_s=settings.drain_grace)
@@ -182,6 +218,10 @@ async def _drain(settings: Settings, apps: Apps, stop: _StopSignals) -> None:
     for task in (draining, second):
         task.cancel()
     log.info("drained", finished=finished, cut=apps.drain.in_flight)
+    if not finished:
+        # The engine's end is an error event of each stream: the event loop must live until they are written.
+        await engine.close()
+        await apps.drain.wait_idle(LAST_EVENTS_S)
 
 
 class _StopSignals:

@@ -10,8 +10,9 @@ import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote, urlsplit
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -27,8 +28,8 @@ OTHER_ENVIRONMENT = frozenset(
 )
 """Variables that other commands read; any further LORAPLEX_ variable must be a setting."""
 
-_SECRET = frozenset({"admin_token", "key_pepper", "database_url", "redis_url"})
-"""Settings whose values are not repeated in messages."""
+SECRET_SETTINGS = frozenset({"admin_token", "key_pepper", "database_url", "redis_url", "otlp_headers"})
+"""Their values are not repeated in messages; the chart takes them from Secrets alone."""
 
 _UNITS = {
     "": 1,
@@ -65,6 +66,40 @@ def _comma_list(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+def _otlp_url(value: str) -> str:
+    if not value:
+        return value
+    try:
+        url = urlsplit(value)
+        port_fits = url.port is None or url.port > 0
+    except ValueError:
+        raise ValueError("must be a URL such as http://collector:4318") from None
+    if url.scheme not in ("http", "https") or not url.hostname or not port_fits or not value.isprintable():
+        raise ValueError("must be a URL such as http://collector:4318")
+    if "@" in url.netloc or url.query or url.fragment:
+        raise ValueError("must have no user, password, query or fragment; use --otlp-headers for a secret")
+    return value
+
+
+def _checked_headers(value: str) -> str:
+    _header_pairs(value)
+    return value
+
+
+def _header_pairs(value: str) -> list[tuple[str, str]]:
+    """Raises ValueError, without the values: they are secrets."""
+    pairs = []
+    for number, part in enumerate(filter(None, map(str.strip, value.split(","))), 1):
+        name, equals, text = part.partition("=")
+        name, text = name.strip(), unquote(text.strip())
+        if not equals or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name):
+            raise ValueError(f"header {number} is not NAME=VALUE")
+        if not (text.isascii() and text.isprintable() and text == text.strip()):
+            raise ValueError(f"the value of header {number} has characters that no header can have")
+        pairs.append((name, text))
+    return pairs
+
+
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -82,6 +117,16 @@ class Settings(BaseSettings):
     )
     served_model_name: str = Field(
         "", max_length=200, description="Name of the base model in the API (default: the model's own)"
+    )
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "phi", "json", "none"] = Field(
+        "auto",
+        description="How the base model writes calls of tools; its adapters too, unless they say another (auto: as its "
+        "chat template does, or none)",
+    )
+    reasoning_format: Literal["auto", "think_tags", "think_brackets", "none"] = Field(
+        "auto",
+        description="How the base model writes its reasoning; its adapters too, unless they say another (auto: by its "
+        "chat template, or none)",
     )
     host: str = Field("127.0.0.1", description="Address of the data plane")
     port: Port = Field(8000, description="Port of the data plane")
@@ -103,7 +148,7 @@ class Settings(BaseSettings):
         0, ge=0, le=1 << 18, description="Tokens in one step (0: 256 on a CPU, 512 on a GPU)"
     )
     max_waiting: int = Field(1024, ge=1, le=1 << 20, description="Requests that may wait; more get 503")
-    kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, such as 2GiB")
+    kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, for example 2GiB")
     adapter_memory: Bytes = Field(0, ge=0, description="Device bytes for adapters")
     adapter_cpu_memory: Bytes = Field(0, ge=0, description="Host bytes for adapters")
     adapter_load_timeout: float = Field(
@@ -118,6 +163,12 @@ class Settings(BaseSettings):
     )
     max_body: Bytes = Field(
         4 << 20, ge=1 << 10, description="Largest request body of the data plane in bytes"
+    )
+    grammar_processes: int = Field(
+        2, ge=1, le=64, description="Schemas and grammars of requests that are checked at a time"
+    )
+    grammar_time_limit: float = Field(
+        0.5, ge=0.05, le=60, description="Seconds of processor time that building one of them may take"
     )
     server_requests_per_minute: Count = Field(0, description="Requests a minute of all tenants (0: no limit)")
     server_tokens_per_minute: Count = Field(
@@ -158,7 +209,7 @@ class Settings(BaseSettings):
     usage_journal_size: Bytes = Field(
         256 << 20,
         ge=16 << 20,
-        description="Disk bytes for usage that the database has not been told yet; when full, requests get 503",
+        description="Disk bytes for usage that is not in the database yet; when full, requests get 503",
     )
     redis_url: str = Field(
         "",
@@ -172,7 +223,7 @@ class Settings(BaseSettings):
         90,
         ge=0,
         le=36500,
-        description="Days for which each request keeps its own usage row; older ones become daily sums (0: for ever)",
+        description="Days for which each request keeps its own usage row; older ones become daily sums (0: no limit)",
     )
     artifact_url: str = Field(
         "", description="Where adapters are kept: file:///DIR (default: in the data directory)"
@@ -197,9 +248,30 @@ class Settings(BaseSettings):
     drain_timeout: float = Field(
         60.0, ge=0, le=86400, description="Seconds that running requests have to finish"
     )
+    otlp_endpoint: Annotated[str, AfterValidator(_otlp_url)] = Field(
+        "",
+        description="http(s)://HOST:PORT of an OpenTelemetry collector that traces are sent to (default: none)",
+    )
+    otlp_headers: Annotated[str, AfterValidator(_checked_headers)] = Field(
+        "", description="Headers for that collector, NAME=VALUE,NAME=VALUE; values may be percent-encoded"
+    )
+    otlp_service_name: str = Field(
+        "loraplex", min_length=1, max_length=200, description="service.name of the traces"
+    )
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="Share of the generation requests that are recorded as traces"
+    )
+    trace_follow_caller: bool = Field(
+        False, description="Let the sampled flag of a caller's traceparent decide instead of the share"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least level that is logged"
     )
+
+    @property
+    def otlp_header_pairs(self) -> list[tuple[str, str]]:
+        """Names and values of `otlp_headers`."""
+        return _header_pairs(self.otlp_headers)
 
     @classmethod
     def settings_customise_sources(
@@ -272,5 +344,5 @@ def _say(problem: Any, chosen: dict[str, Any], environment: dict[str, Any]) -> s
         if name in environment
         else f"{name} in the config file"
     )
-    got = "" if name in _SECRET else f" (got {problem.get('input')!r:.80})"
+    got = "" if name in SECRET_SETTINGS else f" (got {problem.get('input')!r:.80})"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}{got}"

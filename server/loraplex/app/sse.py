@@ -22,7 +22,7 @@ class SseParser:
         """The events that `chunk` completes, each event's `data` lines joined by newlines. Raises EventTooLarge."""
         self._buffer += chunk
         *lines, rest = self._buffer.split(b"\n") if b"\n" in chunk else [self._buffer]
-        # A lone carriage return may be half of a CRLF; nobody who speaks this protocol to us ends lines with it.
+        # A lone carriage return may be half of a CRLF; no server that this client talks to ends lines with it.
         self._buffer = bytearray(rest)
         events = []
         for line in lines:

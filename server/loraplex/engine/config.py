@@ -11,11 +11,11 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine process is started with. Sizes in bytes, tokens or sequences as named; 0 means "choose from the
+    """The configuration of an engine process. Sizes in bytes, tokens or sequences as named; 0 means "choose from the
     machine" for the memory sizes and the tokens of a step (512 on a GPU, 256 elsewhere) and "what the model allows"
     for `max_model_len`. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device
-    runs. `cache_dir` keeps what is costly to find out about a base model's weights, `plan_dir` what its config comes
-    to."""
+    runs. `cache_dir` keeps what is costly to find out about a base model's weights, `plan_dir` the plan made of its
+    config."""
 
     model_path: str
     artifact_dir: str
@@ -40,7 +40,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Charges:
-    """What the fair queue charges for, in units of service: a prompt token on the base model is one. Whatever was
+    """The prices of the fair queue, in units of service: a prompt token on the base model is one. Whatever was
     computed before and had to be computed again is free. The last two were measured on a CPU by tests/bench/charges.py
     (SmolLM2-135M: 0.004 to 0.006, and 0.74; there an output token costs 2.2).
     """
@@ -52,7 +52,7 @@ class Charges:
     cached: float = 0.1
     """A prompt token whose KV was found in the prefix cache: it takes memory, hardly any work."""
     per_rank: float = 0.005
-    """What a rank of its adapter adds to a token, as a share of the token."""
+    """The price of a rank of its adapter, as a share of the token."""
     load_per_rank: float = 0.75
     """Bringing an adapter to the device, for each of its ranks."""
 

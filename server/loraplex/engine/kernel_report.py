@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from loraplex.engine.factory import resolve_kernels
-from loraplex.engine.threads import set_threads
+from loraplex.engine.build import resolve_kernels
+from loraplex.engine.execution.threads import set_threads
 from loraplex.kernels.backend import best_backend, obstacle_to
 
 
 def describe_kernels(choice: str, device: str, num_threads: int) -> str:
-    """What `choice` comes to on `device`, both as in EngineConfig, and how it computes there. Raises DeviceUnavailable
-    for what can't run here."""
+    """The kernels that `choice` selects on `device`, both as in EngineConfig, and how they compute there. Raises
+    DeviceUnavailable for what can't run here."""
     shown_threads = set_threads(num_threads)
     found, backend = resolve_kernels(device, choice)
     if backend == "triton":
@@ -28,16 +28,16 @@ def describe_kernels(choice: str, device: str, num_threads: int) -> str:
 
 
 def _describe_numba() -> str:
-    from loraplex.kernels import dense_numba
-    from loraplex.kernels.numba_vectors import host_features, host_name
+    from loraplex.kernels.layers import numba_dense
+    from loraplex.kernels.numba_runtime.vectors import host_features, host_name
 
     products = "AVX512-BF16 products" if "avx512bf16" in host_features() else "portable vectors"
-    linears = "its own linears" if dense_numba.is_for_this_processor() else "oneDNN's linears"
+    linears = "its own linears" if numba_dense.is_for_this_processor() else "oneDNN's linears"
     return f"numba for {host_name()}, {products}, {linears} in bfloat16"
 
 
 def _describe_cache() -> str:
-    from loraplex.kernels.numba_cache import KERNELS
+    from loraplex.kernels.numba_runtime.cache import KERNELS
 
     if KERNELS.directory is None:
         return (

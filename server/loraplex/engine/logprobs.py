@@ -13,7 +13,7 @@ from dataclasses import dataclass
 MAX_TOP_LOGPROBS = 20
 """Alternatives a token."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Tokens that a request may name to be told of at each place."""
+"""Tokens whose log probabilities a request may ask for at each position."""
 
 
 ScoreRow = tuple[float, tuple[tuple[int, float], ...]]
@@ -27,7 +27,7 @@ class Logprobs:
     `values`: float32 [n, 1 + num_top], little-endian: of the token itself, then of the `num_top` most likely ones at
     its place, the likeliest first, or of as many that the request names. `ids`: int32 [n, num_top], little-endian:
     which these are. `ranks`: int32 [n], little-endian: how many tokens are as likely as the token itself at least;
-    empty where nobody asks.
+    empty where they were not requested.
     """
 
     num_top: int
@@ -48,7 +48,7 @@ class Logprobs:
         return struct.unpack(f"<{len(self.ranks) // 4}i", self.ranks)
 
     def rows(self, num_top: int | None = None) -> Iterator[ScoreRow]:
-        """With so many of the most likely tokens at most, all by default."""
+        """With at most `num_top` of the most likely tokens, all by default."""
         ids = struct.unpack(f"<{len(self.ids) // 4}i", self.ids)
         count = self.num_top if num_top is None else min(num_top, self.num_top)
         first = 0
@@ -71,7 +71,7 @@ class Scores:
 
 
 def join_scores(parts: Sequence[Scores]) -> Scores | None:
-    """What came for one request, one after the other; None where nothing did."""
+    """The scores of one request, concatenated; None where there are none."""
     if len(parts) < 2:
         return parts[0] if parts else None
     return Scores(_join([part.output for part in parts]), _join([part.prompt for part in parts]))
@@ -97,7 +97,7 @@ def cut_scores(scores: Scores | None, start: int, end: int) -> Scores | None:
 
 
 def wrong_scores(scores: Scores | None, num_output: int, num_prompt: int) -> str | None:
-    """What is wrong with what came for one slice, if so many were asked for."""
+    """The fault of the scores of one slice, if `num_output` and `num_prompt` were asked for."""
     scores = scores or Scores()
     for what, found, wanted in (("output", scores.output, num_output), ("prompt", scores.prompt, num_prompt)):
         num_found = 0 if found is None else len(found)

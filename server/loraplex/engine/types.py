@@ -1,7 +1,7 @@
 """The values that travel between the engine, its clients and its runner.
 
-Everything here is a frozen dataclass that msgspec can encode, but for `Sequence`, which is the engine's own
-mutable record of one request. No torch.
+Everything here is a frozen dataclass that msgspec can encode, except `Sequence`, the engine's own mutable
+record of one request. No torch.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import Literal
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Scores
+from loraplex.engine.pooling import PooledPart, PooledPrompt, Pooling
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = Literal["hot", "warm", "cold"]
 Namespace = tuple[str, str | None]
-"""Tenant and adapter digest (None: the base model): who may share KV with whom."""
+"""Tenant and adapter digest (None: the base model): requests of one namespace may share KV."""
 BlockKey = tuple[Namespace, bytes]
 """The name of a full KV block's content: its namespace and its link of the hash chain (see `prefix`)."""
 ErrorCode = Literal[
     "server_overloaded",  # a bounded queue is full
     "adapter_unavailable",  # the adapter could not be loaded, or cannot fit
     "adapter_not_finite",  # what the adapter makes of this prompt is infinite, or no number
+    "grammar_failed",  # the grammar cannot be built, or needs more than its limits allow
     "engine_restarting",  # the engine process died or is being replaced
     "deadline_exceeded",
     "context_length_exceeded",  # can never fit max_model_len or the KV pool
@@ -33,18 +35,18 @@ ErrorCode = Literal[
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are drawn.
+    """How one request's tokens are sampled.
 
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and both penalties 0 are neutral.
     `seed` is always set by the time a request reaches the engine; noise is a function of
     (seed, choice, output position) alone, so preemption and batch-mates cannot change it.
     `stop_token_ids` end the sequence and are part of its count, not of its text. `eos` ids come from the
     model and are dropped under `ignore_eos`. Neither may be sampled before `min_tokens` outputs.
-    `max_tokens` 0 computes the prompt and draws nothing. `logprobs` asks for the log probability of every output
-    token, and for so many of the most likely ones at its place (0 … 20); `prompt_logprobs` likewise for every prompt
-    token but the first, and with `prompt_ranks` its rank. `logprob_token_ids` asks for those of these tokens, 128 at
-    most, in place of the most likely ones: for this `logprobs` must not be None. All are of the model's own logits,
-    before any option here acts on them.
+    `max_tokens` 0 computes the prompt and samples nothing. `logprobs` asks for the log probability of every
+    output token, and for that number of the most likely ones at its place (0 … 20); `prompt_logprobs` does so for
+    every prompt token but the first, and with `prompt_ranks` its rank. `logprob_token_ids` asks for those of these
+    tokens, 128 at most, in place of the most likely ones: for this `logprobs` must not be None. All are of the model's
+    own logits, before any option here acts on them.
     """
 
     max_tokens: int
@@ -71,7 +73,9 @@ class SamplingParams:
 class EngineRequest:
     """One sequence to generate. `request_id` is the internal, unique id. `deadline` is in seconds from its arrival in
     the engine, by the engine's clock (None: no deadline). `weight` is the tenant's share;
-    `priority` (higher first) orders within the tenant only. `adapter` None is the base model."""
+    `priority` (higher first) orders within the tenant only. `adapter` None is the base model. `grammar` is the text of
+    an llguidance grammar (what its LLMatcher takes) that the answer must match; where it ends, the answer ends with
+    finish_reason "stop"."""
 
     request_id: str
     tenant_id: str
@@ -81,11 +85,14 @@ class EngineRequest:
     weight: float = 1.0
     priority: int = 0
     deadline: float | None = None
+    grammar: str | None = None
+    pooling: Pooling | None = None
+    """The hidden states of the prompt are wanted, pooled so. Nothing is sampled then: `max_tokens` is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`prompt_tokens` is 0 of a sequence of which nothing was ever scheduled."""
+    """`prompt_tokens` is 0 for a sequence that was never scheduled."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -106,13 +113,17 @@ class EngineError:
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds, from arrival in the engine: to the first step, the first and the last token, and the end.
-    `num_preemptions` says how often the sequence lost its blocks meanwhile."""
+    `num_preemptions` says how often the sequence lost its blocks meanwhile. `arrived` is the arrival by the engine's
+    clock, CLOCK_MONOTONIC, which all processes of a machine share; None of a sequence that was not taken in.
+    `adapter_s`: from arrival until the adapter could be used; None of a sequence that did not wait for one."""
 
     queue_s: float
     first_token_s: float | None
     total_s: float
     last_token_s: float | None = None
     num_preemptions: int = 0
+    arrived: float | None = None
+    adapter_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +131,11 @@ class TokenEvent:
     """Something that happened to one request. Exactly one event of a request has `finish_reason` set; it is
     the last. `adapter_state` (where the adapter was when the request arrived) is set on the first event of a
     request that names an adapter. `usage` and `timing` are set on the terminal event.
-    `stop_token_id` tells which stop or eos id ended it, for finish_reason "stop".
+    `stop_token_id` is the stop or eos id that ended it, for finish_reason "stop".
     `duplicate` marks the refusal of a request whose id is in flight already: it speaks of the newcomer, and the
     request that has the id goes on. `scores` are the log probabilities of `token_ids`, and of the next tokens of the
-    prompt in order from its second; of the whole prompt they come before the first output token, or with it."""
+    prompt in order from its second; of the whole prompt they come before the first output token, or with it.
+    `pooled` is on the last event of a request with `pooling`: float32 [C], little-endian, not normalised."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -135,6 +147,7 @@ class TokenEvent:
     stop_token_id: int | None = None
     duplicate: bool = False
     scores: Scores | None = None
+    pooled: bytes | None = None
 
 
 class SequenceState(Enum):
@@ -168,6 +181,7 @@ class Sequence:
     block_ids: tuple[int, ...] = ()
     epoch: int = 0
     slot: int = -1  # the adapter's device slot while running; -1 for base rows
+    adapter_opened: float | None = None  # when its adapter became schedulable, as of its first step
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -178,10 +192,13 @@ class Sequence:
     starved_at: int = -1
     num_starved: int = 0
     block_keys: list[BlockKey] = field(default_factory=list)
+    pooled: PooledPrompt | None = field(init=False)
     most_computed: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # The last token is drawn, and never computed.
+        pooling = self.request.pooling
+        self.pooled = None if pooling is None else PooledPrompt(pooling, self.num_prompt)
+        # The last token is sampled, and never computed.
         self.most_computed = self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
 
     @property
@@ -209,7 +226,7 @@ class Sequence:
 
     @property
     def all_sampled(self) -> bool:
-        """Its last token is drawn already, or is being drawn by a step in flight."""
+        """Its last token is sampled already, or is being sampled by a step in flight."""
         # Asked of every running sequence in every step.
         num_drawn = len(self.token_ids) - len(self.request.prompt_ids) + self.num_pending
         return 0 < self.request.sampling.max_tokens <= num_drawn
@@ -218,14 +235,15 @@ class Sequence:
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
     """A slice of one sequence in one step: positions start … start+num_tokens-1 are computed. `samples` says
-    that the last of them is the sequence's last known position, so that a token is drawn from it; that token
+    that the last of them is the sequence's last known position, so that a token is sampled from it; that token
     will be output number `output_index` (0-based). If `pending_input` is set, the token at position `start`
     is the one that the previous submitted step samples for this sequence and is not on the host yet
     (then num_tokens is 1). `block_ids` and `slot` are those at planning, so that a later change to the
     sequence cannot reach a step that is already submitted. `token_ids` are the input tokens of the slice
     (the placeholder 0 where pending). `targets` are the prompt tokens whose log probabilities are wanted: the first
-    is the one behind position `score_start`, which lies in the slice. Nobody changes it, though it is not frozen: one
-    is made for every sequence of every step, and a frozen one takes three times as long to make."""
+    is the one behind position `score_start`, which lies in the slice. With `pool_start` the sequence is pooled: the
+    hidden states from this position on are wanted; none where it is the slice's end. Nobody changes it, though it is
+    not frozen: one is made for every sequence of every step, and a frozen one takes three times as long to make."""
 
     seq: Sequence
     epoch: int
@@ -239,6 +257,7 @@ class ScheduledSequence:
     output_index: int
     score_start: int = 0
     targets: tuple[int, ...] = ()
+    pool_start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +280,15 @@ class StepResult:
     """Tokens of one step, in the order of `plan.scheduled`: an empty tuple for a slice that does not sample,
     else one or more tokens. `failed` maps an index in `scheduled` to what went wrong with that row alone; of these
     `not_finite` are those for whom numbers came out that are infinite, or none. `scores`
-    map the index of a slice that asks for log probabilities to those of its drawn tokens and of its `targets`."""
+    map the index of a slice that asks for log probabilities to those of its sampled tokens and of its `targets`.
+    `ended` are the indices of slices whose token ends their grammar; `grammar_failed` says why a slice's grammar cannot
+    be followed. `pooled` maps that of a slice with `pool_start` to its part."""
 
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]
     failed: dict[int, str] = field(default_factory=dict)
     scores: dict[int, Scores] = field(default_factory=dict)
     not_finite: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()
+    grammar_failed: dict[int, str] = field(default_factory=dict)
+    pooled: dict[int, PooledPart] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the serving layer raises. The HTTP layers map these to answers by `code`; `retry_after_s` (where set) is
+"""Errors of the serving layer. The HTTP layers map these to answers by `code`; `retry_after_s` (where set) is
 the least time after which trying again makes sense."""
 
 from __future__ import annotations
@@ -60,3 +60,37 @@ class TokenizerUnsupported(ServingError):
     """The model directory's tokenizer is missing, or of a kind that this server does not decode."""
 
     code = "invalid_value"
+
+
+class GrammarRefused(ServingError):
+    """The text of an answer cannot be held to this grammar or schema (400). `path` is where in the schema, relative to
+    it, for example "properties.age.minimum"; empty: all of it."""
+
+    code = "invalid_value"
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class GrammarTimeSpent(ServingError):
+    """This tenant's grammars have taken more processing time than it may use (429)."""
+
+    code = "rate_limit_exceeded"
+    is_own = True
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class GrammarsUnavailable(ServingError):
+    """No grammar can be checked now: too many wait, or the process that checks them was lost (503). `is_own`: the
+    caller's own requests wait, as many as its share."""
+
+    code = "server_overloaded"
+    retry_after_s = 1.0
+
+    def __init__(self, message: str, *, is_own: bool = False) -> None:
+        super().__init__(message)
+        self.is_own = is_own

@@ -30,7 +30,7 @@ from bench.fairness.device import Device
 from bench.fairness.report import table
 from bench.fairness.simulation import simulate
 from bench.fairness.workloads import HOGS, WORKLOADS, Workload
-from loraplex.engine import block_needs, scheduler
+from loraplex.engine.scheduling import block_needs, scheduler
 
 
 def _as_it_is() -> None:
@@ -38,7 +38,7 @@ def _as_it_is() -> None:
 
 
 def _no_places() -> None:
-    scheduler.claim = lambda *_: []
+    scheduler.choose_victims = lambda *_: []
 
 
 def _no_room_to_grow() -> None:
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0-9", help="FIRST-LAST, or one")
     parser.add_argument("--jobs", type=int, default=1, help="simulations beside each other")
     parser.add_argument("--only", default="", help="these workloads alone, by name, separated by commas")
-    parser.add_argument("--variants", default="", help="these alone, likewise")
+    parser.add_argument("--variants", default="", help="these variants alone, by name, separated by commas")
     parser.add_argument(
         "--out", type=Path, required=True, help="the runs, as JSON; those in it are not run again"
     )

@@ -1,4 +1,4 @@
-"""What came of one workload under one policy: who was served what and when, whoever schedules."""
+"""The result of one workload under one policy: what each tenant was served, and when, for any scheduler."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Served:
 
 
 class Account:
-    """Is told of what is computed, by whoever schedules, and measures."""
+    """Measures what a scheduler computes."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
         arrivals = workload.arrivals(seed)
@@ -145,7 +145,7 @@ class Account:
         return served
 
     def backlogged(self) -> set[str]:
-        """Tenants with a request of which nothing was ever scheduled."""
+        """Tenants with a request that was never scheduled."""
         return {tenant for tenant, waiting in self._waiting.items() if waiting}
 
     def computed(self, served: Served, prompt_end: int) -> None:

@@ -4,7 +4,7 @@ Two rules of what a batch is:
 
 - `Reserved`, as the artifact of VTC (on S-LoRA, LightLLM) runs it: a request is admitted when the memory holds all
   that run even if every one of them draws its `max_tokens`; nobody is preempted. Whole prompts are computed when they
-  are admitted, in a step of their own, which is made every ten steps (or, as the stronger setting, whenever somebody
+  are admitted, in a step of their own, which is made every ten steps (or, as the stronger setting, whenever a request
   can be admitted).
 - `AsNeeded`, as vLLM runs it: blocks of 16 are given as they are needed, prompts are computed beside the others' rows,
   512 tokens a step in all; where blocks run short, who was admitted last goes back to the queue, and on its way
@@ -46,7 +46,7 @@ ORDERS: dict[str, Callable[[Mapping[str, float]], FirstCome]] = {
 
 
 class Adapters:
-    """Which are on the device. Who brings one holds the step up, as in vLLM and S-LoRA without prefetching."""
+    """Which are on the device. A load holds the step up, as in vLLM and S-LoRA without prefetching."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -118,7 +118,7 @@ class Batch:
         raise NotImplementedError
 
     def draw(self, requests: list[Request]) -> None:
-        """Each draws a token; who has its last leaves."""
+        """Each samples a token; a request with its last token leaves."""
         account, order, now = self.account, self.order, self.now
         ended = []
         for request in requests:

@@ -20,8 +20,8 @@ Asked = tuple[str, str, str, Device, int]
 
 
 def compare(workloads: Sequence[Workload], device: Device, seed: int, jobs: int) -> Runs:
-    """Every workload under every policy, so many at a time: each in the batch in which its gap is the least there, but
-    first-come, which throughput is compared with, in that of vLLM's two in which it is faster."""
+    """Every workload under every policy, `jobs` at a time. Each is shown in the batch with its smallest gap;
+    first-come, the reference for throughput, in the faster of vLLM's two."""
     asked: list[Asked] = [
         (workload.name, policy, rule, device, seed)
         for workload in workloads

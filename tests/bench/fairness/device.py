@@ -22,7 +22,7 @@ class Clock:
 @dataclass(frozen=True, slots=True)
 class Device:
     """What a step takes, in seconds: `base` to read the weights once, more for each decoding row, each position that
-    such a row attends to, and each position of a prompt (or of what is computed anew after a preemption). A step of
+    such a row attends to, and each position of a prompt (or of what is computed again after a preemption). A step of
     prompts alone takes no less than `base`. `num_blocks` KV blocks of 16 positions are the batch's memory."""
 
     base: float = 29.3e-3
@@ -32,7 +32,7 @@ class Device:
     num_blocks: int = 625
 
     def seconds(self, prompt: int, rows: int, context: int) -> float:
-        """A step of so many positions of prompts, and so many decoding rows that attend to `context` positions
+        """A step of `prompt` positions of prompts, and `rows` decoding rows that attend to `context` positions
         together."""
         if not rows:
             return max(self.base, self.prefill * prompt)

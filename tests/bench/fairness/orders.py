@@ -1,4 +1,4 @@
-"""Who is served next, as others decide it. Nothing here knows of our scheduler."""
+"""The order of service of other policies. Nothing here knows our scheduler."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Fits = Callable[[tuple[str, int]], bool]
 
 
 class FirstCome:
-    """In the order of arrival, whoever sent it. What servers without fairness do. A subclass ranks tenants instead."""
+    """In the order of arrival, for any tenant. What servers without fairness do. A subclass ranks tenants instead."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.weights = weights

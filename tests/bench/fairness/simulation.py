@@ -21,9 +21,9 @@ from bench.fairness.device import Clock, Device
 from bench.fairness.workloads import Arrival, Workload
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.scheduler import Scheduler
+from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, StepPlan
-from support.fake_transport import FakeTransport, Fate, make_cache
+from support.engine.fake_transport import FakeTransport, Fate, make_cache
 
 TOKEN = 7
 """What every row draws. Whose tokens are right is the business of other tests."""
@@ -95,7 +95,7 @@ class _Simulation:
         )
         seq = Sequence(request, self._clock.now, number, list(request.prompt_ids))
         self._live[seq] = self._account.came(number, arrival)
-        self._scheduler.add(seq)
+        self._scheduler.add_sequence(seq)
 
     def _compute(self, plan: StepPlan) -> None:
         """The step's time passes, and every row that draws gets its token."""

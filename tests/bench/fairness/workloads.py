@@ -1,4 +1,4 @@
-"""Who sends what, and when: the published workloads of VTC, and ours.
+"""What tenants send, and when: the published workloads of VTC, and ours.
 
 VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 5.2, with the rates and lengths of
 its artifact. Rates are in requests a second, lengths in tokens. Those whose name ends in "-1024" are the same with a
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from loraplex.engine.config import BLOCK_SIZE
 
 HOG_SECONDS = 90.0
+LIGHT_RATE = 1 / 6
+"""Of the tenant beside a hog, in requests a second: less than a third of what the smallest pool lets be computed."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,8 +88,8 @@ def _steady(
     on_off: float = 0.0,
     adapters: int = 0,
 ) -> Iterator[Arrival]:
-    """Evenly, from `start` to `end`; with `on_off`, nothing in every second stretch of so many seconds. `adapters` are
-    taken in turn."""
+    """Evenly, from `start` to `end`; with `on_off`, nothing in every second stretch of that length in seconds.
+    `adapters` are taken in turn."""
     at, turn = start + rng.random() / rate, 0
     while at < end:
         if not (on_off and int(at // on_off) & 1):
@@ -221,14 +223,14 @@ def _with_max_tokens(make: Make, max_tokens: int) -> Make:
 
 def _hogs(tenants: int, num_blocks: int) -> Make:
     """Tenants that keep 64 requests of 64 in and 1,000 to 1,200 out going each, beside one with a short request every
-    two seconds. None takes more than half of the memory."""
+    six seconds. None takes more than half of the memory."""
 
     def make(rng: random.Random) -> Iterator[Arrival]:
         for tenant in range(tenants):
             for _ in range(64):
                 output = min(rng.randint(1000, 1200), num_blocks * BLOCK_SIZE // 2 - 64)
                 yield Arrival(0.0, f"hog {tenant}", 64, output, again=True)
-        yield from _steady(rng, "light", 0.5, 0, HOG_SECONDS, prompt=64, output=64)
+        yield from _steady(rng, "light", LIGHT_RATE, 0, HOG_SECONDS, prompt=64, output=64)
 
     return make
 
@@ -239,7 +241,7 @@ def _hog_prompts(num_blocks: int) -> Make:
 
     def make(rng: random.Random) -> Iterator[Arrival]:
         yield from (Arrival(0.0, "hog 0", prompt, 64, again=True) for _ in range(64))
-        yield from _steady(rng, "light", 0.5, 0, HOG_SECONDS, prompt=64, output=64)
+        yield from _steady(rng, "light", LIGHT_RATE, 0, HOG_SECONDS, prompt=64, output=64)
 
     return make
 
@@ -253,8 +255,8 @@ def _hog_workloads(num_blocks: int) -> tuple[Workload, ...]:
     return tuple(
         Workload(
             f"{name}@{num_blocks}",
-            f"{title}, again whenever one ends; another sends one of 64 in and out every 2 s; {num_blocks} blocks, of "
-            "which a request takes half at most",
+            f"{title}, again whenever one ends; another sends one of 64 in and out every 6 s; {num_blocks} blocks, "
+            "and a request takes at most half of them",
             HOG_SECONDS,
             make,
             num_blocks=num_blocks,

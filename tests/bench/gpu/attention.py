@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from bench.gpu.timing import Ceilings, eager_ms, median_ms, relative_error
-from loraplex.kernels import attention, attention_triton
-from loraplex.kernels.attention_plan import AttentionCapacity, AttentionPlan
-from loraplex.kernels.attention_tiling import AttentionShape, Tiling, Tilings, choose_tilings
-from support.paged import PagedStep, expected_attention, paged_step
+from loraplex.kernels.attention import dispatch as attention
+from loraplex.kernels.attention import triton_attention
+from loraplex.kernels.attention.triton_plan import AttentionCapacity, AttentionPlan
+from loraplex.kernels.attention.triton_tiling import AttentionShape, Tiling, Tilings, choose_tilings
+from support.kernels.paged import PagedStep, expected_attention, paged_step
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 BLOCK_SIZE = 16
@@ -104,15 +105,15 @@ def run_case(case: AttentionCase, device: torch.device, ceilings: Ceilings | Non
     )
     options: dict[str, Any] = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
     plan = make_plan(case, device)
-    scratch = attention_triton.AttentionScratch.allocate(plan, device)
-    batch = attention_triton.build_attention_batch(plan, scratch, case.num_rows, case.seq_lens, step.tables)
-    got = attention_triton.paged_attention(step.q, step.cache, batch, **options)
+    scratch = triton_attention.AttentionScratch.allocate(plan, device)
+    batch = triton_attention.build_attention_batch(plan, scratch, case.num_rows, case.seq_lens, step.tables)
+    got = triton_attention.paged_attention(step.q, step.cache, batch, **options)
     scratch.part.fill_(float("nan"))
     scratch.lse.fill_(float("nan"))
-    again = attention_triton.paged_attention(step.q, step.cache, batch, **options)
+    again = triton_attention.paged_attention(step.q, step.cache, batch, **options)
     host = np.full(plan.num_ints, 1 << 30, dtype=np.int32)
     array = torch.from_numpy(host).to(device)
-    recorded = attention_triton.graph_batch(plan, array, scratch)
+    recorded = triton_attention.graph_batch(plan, array, scratch)
     run = _recorded(step, recorded, options, device)
     written = plan.write(host, case.num_rows, case.seq_lens, step.tables)
     array[: written.num_ints].copy_(torch.from_numpy(host[: written.num_ints]))
@@ -129,7 +130,7 @@ def run_case(case: AttentionCase, device: torch.device, ceilings: Ceilings | Non
     }
     num_bytes, flops = work(case)
     floor = (ceilings or Ceilings()).floor_ms(num_bytes, flops)
-    ms = median_ms(lambda: attention_triton.paged_attention(step.q, step.cache, batch, **options), device)
+    ms = median_ms(lambda: triton_attention.paged_attention(step.q, step.cache, batch, **options), device)
     result |= {"bytes": num_bytes, "flops": flops, "floor_ms": floor, "graph_ms": ms}
     if ms is not None:
         result["times_floor"] = ms / floor
@@ -170,7 +171,7 @@ def work(case: AttentionCase) -> tuple[int, int]:
 
 def _recorded(
     step: PagedStep,
-    batch: attention_triton.TritonAttentionBatch,
+    batch: triton_attention.TritonAttentionBatch,
     options: dict[str, Any],
     device: torch.device,
 ) -> Any:
@@ -178,7 +179,7 @@ def _recorded(
     itself, with the grids of the capacity."""
 
     def launch() -> torch.Tensor:
-        return attention_triton.paged_attention(step.q, step.cache, batch, **options)
+        return triton_attention.paged_attention(step.q, step.cache, batch, **options)
 
     if device.type != "cuda":
         return launch

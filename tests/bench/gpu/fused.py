@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from bench.gpu.timing import Ceilings, median_ms, relative_error
-from loraplex.kernels import activation_triton, norm_triton, rope_triton
-from loraplex.kernels.rope import rope_cos_sin
+from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope
+from loraplex.kernels.layers.rope import rope_cos_sin
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 BLOCK_SIZE = 16
@@ -33,14 +33,14 @@ def norm_case(
     total = (x.float() + residual.float()).to(dtype).double()
     want = total * (total.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
     out = residual.clone()
-    got = norm_triton.add_rms_norm(x, out, weight, 1e-5)
+    got = triton_norm.add_rms_norm(x, out, weight, 1e-5)
     exact = torch.equal(out.double(), total)
     return _result(
         f"norm {rows} × {columns}{', float32 weight' if float32_weight else ''}",
         dtype,
         max(relative_error(got, want), 0.0 if exact else float("inf")),
         4 * rows * columns * dtype.itemsize,
-        lambda: norm_triton.add_rms_norm(x, residual, weight, 1e-5),
+        lambda: triton_norm.add_rms_norm(x, residual, weight, 1e-5),
         device,
         ceilings,
     )
@@ -60,7 +60,7 @@ def activation_case(
     gate, up = gate_up.double().chunk(2, dim=-1)
     functional = torch.nn.functional
     want = (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up
-    run = activation_triton.gelu_tanh_and_mul if gelu else activation_triton.silu_and_mul
+    run = triton_activation.gelu_tanh_and_mul if gelu else triton_activation.silu_and_mul
     return _result(
         f"{'gelu' if gelu else 'silu'} and mul {rows} × {inner}",
         dtype,
@@ -102,7 +102,7 @@ def rope_case(
     own = qkv.clone()
 
     def run() -> None:
-        rope_triton.rope_and_write_kv(own, heads, cos, sin, cache, slots, **weights)
+        triton_rope.rope_and_write_kv(own, heads, cos, sin, cache, slots, **weights)
 
     run()
     flat = cache.view(-1, 2 * kv_heads, head_dim)

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 
 from bench.gpu.timing import Ceilings, eager_ms, median_ms, relative_error
-from loraplex.kernels.groups import HEAD, SiteGroup
-from loraplex.kernels.lora_tiling import LoraTiling
-from loraplex.kernels.lora_triton import LoraLauncher, TritonLora
-from loraplex.kernels.lora_types import Scratch, Segment
-from support.lora_arena import ManualArena, make_arena
+from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
+from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
+from loraplex.kernels.lora.triton_tiling import LoraTiling
+from loraplex.kernels.lora.types import Scratch, Segment
+from support.kernels.lora_arena import ManualArena, make_arena
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 COLD_BYTES = 256 << 20
-"""Layers take turns until so many bytes have been read, several times what a cache holds."""
+"""Layers take turns until this number of bytes has been read, several times what a cache holds."""
 MAX_RECORDED_ROWS = 256
 
 LLAMA_8B = (
@@ -236,7 +236,7 @@ class _Batch:
 
     def poison(self) -> None:
         """Hidden values of the launch before must not be taken for those of the next."""
-        self.scratch.take("lora hidden", (self.lora.hidden_size,), torch.float32).fill_(float("nan"))
+        self.scratch.buffer("lora hidden", (self.lora.hidden_size,), torch.float32).fill_(float("nan"))
 
     def replay(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The same by launches recorded while the list was empty. Without a GPU, those launches themselves."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.layout import ArenaLayout
+from loraplex.adapters.device.host_image import HostImage, build_image
+from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.spec import AdapterSpec, SiteWeights, TensorSlice
-from loraplex.adapters.weights import HostImage, build_image
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import FusedDecoder, fused_decoder
 from loraplex.kernels.backend import resolve_backend
@@ -71,7 +71,7 @@ def spec_of(config: Any) -> DecoderSpec:
 
 
 class RandomTensors:
-    """Weights by name, drawn as somebody asks for them: linears keep the size of what goes through them, the head's
+    """Weights by name, drawn on request: linears keep the size of what goes through them, the head's
     too where it is the embedding."""
 
     def __init__(self, device: torch.device, *, gemma: bool, tied: bool, seed: int = 0) -> None:

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from bench.gpu.models import Adapter
-from loraplex.adapters.arena import AdapterArena
-from loraplex.adapters.layout import ArenaLayout
-from loraplex.adapters.weights import HostImage
-from loraplex.engine.batch import flatten
+from loraplex.adapters.device.arena import AdapterArena
+from loraplex.adapters.device.host_image import HostImage
+from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.engine.config import BLOCK_SIZE
-from loraplex.engine.graphs import CudaRecorder, record_decoding
-from loraplex.engine.inputs import StepLimits
+from loraplex.engine.execution.batch import flatten
+from loraplex.engine.execution.cuda_graphs import CudaRecorder, record_decoding
+from loraplex.engine.execution.inputs import StepLimits
+from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.model.base import ForwardBatch, KVCache
 from loraplex.engine.model.fused import FusedDecoder
-from loraplex.engine.packed import PackedSource
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.engine.types import Sequence as EngineSequence
-from loraplex.kernels.lora_beside import Lane, StreamLane
+from loraplex.kernels.lora.overlap import Lane, StreamLane
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 
@@ -84,8 +84,8 @@ class Rig:
         self.record()
 
     def record(self, *, beside: bool = False) -> dict[int, Any]:
-        """Record decoding anew; `beside` with the adapters' A sides on a stream of their own. The former recordings are
-        forgotten, unless the caller keeps what this returned."""
+        """Record decoding again; `beside` with the adapters' A sides on a stream of their own. The former recordings
+        are forgotten, unless the caller keeps what this returned."""
         cuda = self.device.type == "cuda"
         lane: Lane | None = None
         if beside:
@@ -145,7 +145,7 @@ class Rig:
             self.source.replays = {}
         try:
             plan = StepPlan(0, tuple(rows))
-            inputs = self.source.begin(plan)
+            inputs = self.source.begin_inputs(plan)
             flat = flatten(plan, vocab_size=self.model.shape.vocab_size, inputs=inputs)
             lora = inputs.adapters(flat.segments, flat.num_rows)
             head = inputs.head_adapters(flat.logits_segments, flat.logits_rows.shape[0])

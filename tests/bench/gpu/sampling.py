@@ -1,4 +1,4 @@
-"""Drawing tokens on a GPU: right against a sort, how near its floor, and beside the sampler of torch operations.
+"""Sampling on a GPU: right against a sort, how near its floor, and beside the sampler of torch operations.
 
 Each case function gives a dict. Without a GPU it runs interpreted, and gives no times.
 """
@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 from bench.gpu.timing import Ceilings, eager_ms, median_ms, relative_error
-from loraplex.engine.inputs import PlainInputs
-from loraplex.engine.sampler import sample
-from loraplex.engine.sampling_batch import TokenHistory, build_sampling_batch
-from loraplex.engine.sampling_noise import uniform
-from loraplex.engine.sampling_rows import TokenCounts, build_sample_rows
+from loraplex.engine.execution.inputs import PlainInputs
+from loraplex.engine.sampling.batch import TokenHistory, build_sampling_batch
+from loraplex.engine.sampling.noise import uniform
+from loraplex.engine.sampling.rows import TokenCounts, build_sample_rows
+from loraplex.engine.sampling.sampler import sample
 from loraplex.engine.types import SamplingParams, ScheduledSequence
-from loraplex.kernels.logsumexp_triton import log_sum_exp
-from loraplex.kernels.sampling_triton import TritonSampling
-from support.sampling import EOS, cuts, reference_weights, row
+from loraplex.kernels.sampling.triton_logsumexp import log_sum_exp
+from loraplex.kernels.sampling.triton_sampling import TritonSampling
+from support.engine.sampling import EOS, cuts, reference_weights, row
 
 LLAMA, QWEN, GEMMA = 128256, 151936, 262144
 _EDGE = 1e-5

@@ -20,11 +20,11 @@ from bench.gpu.profile import by_part
 from bench.gpu.rig import GREEDY, Rig, RigSize, Step
 from bench.gpu.stopwatch import Stopwatch
 from bench.gpu.timing import Ceilings
-from loraplex.adapters.weights import HostImage
+from loraplex.adapters.device.host_image import HostImage
 from loraplex.engine.config import BLOCK_SIZE
-from loraplex.engine.executor import Executor
-from loraplex.engine.runner import ModelRunner
-from loraplex.engine.sampler import make_sampler
+from loraplex.engine.execution.executor import Executor
+from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.sampling.sampler import make_sampler
 from loraplex.engine.types import SamplingParams, ScheduledSequence, StepPlan
 
 MIXED = SamplingParams(max_tokens=1 << 20, temperature=0.8, top_p=0.9, top_k=50, seed=7)
@@ -192,8 +192,8 @@ class StepBench:
         }
 
     def activation(self, rank: int) -> list[dict[str, Any]]:
-        """An adapter on all sites from pinned host memory into the arena: adjacent pages, and pages of which no two
-        are adjacent."""
+        """An adapter on all sites from pinned host memory into the arena: adjacent pages, and pages that are never
+        adjacent."""
         image = self._image(rank)
         stride = 2 if 2 * image.num_pages <= self.rig.num_pages else 1
         places = {"adjacent pages": 1, "scattered pages": stride}
@@ -288,7 +288,7 @@ class StepBench:
         return self._images[rank]
 
     def _fill(self, adapters: int, rank: int) -> None:
-        """So many adapters at places of their own. Their numbers are the same, which no cache can tell."""
+        """`adapters` adapters in slots of their own. Their numbers are the same; no cache can use that."""
         if not adapters or not rank or (self._filled[0] >= adapters and self._filled[1] == rank):
             return
         image = self._image(rank)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.outside import benchmark_clients, tables, vllm_source, vllm_tests
-from loraplex.app.models import model_cache_dir
+from loraplex.app.base_model.source import model_cache_dir
 
 PARTS = ("guidellm", "lm_eval", "vllm")
 

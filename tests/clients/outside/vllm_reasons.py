@@ -49,7 +49,6 @@ RULES: tuple[tuple[str, str, str, str], ...] = (
     # What they ask for by name.
     (r"test_invocations", ANY, OTHER, "SageMaker's route `/invocations`"),
     (ANY, r"Unknown field: 'use_beam_search'", MISSING, "beam search"),
-    (ANY, r"'(?:structured_outputs|response_format)'", MISSING, "structured outputs"),
     (r"function_calling|test_tool|tool_use", r"field 'tool|'tool(?:s|_choice)' is not", MISSING, "tools"),
     (ANY, r"'tools' is not supported here", MISSING, "tools"),
     (

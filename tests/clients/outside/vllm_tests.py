@@ -17,8 +17,8 @@ from typing import Any
 from clients.outside.servers import Broker, model_directory
 from clients.outside.vllm_reasons import IN_PROCESS, NOT_RUN
 from clients.outside.vllm_source import VERSION, vllm_source
-from support.live_server import EXAMPLE_ADAPTERS
-from support.outside_clients import INSTALLED
+from support.clients.outside_clients import INSTALLED
+from support.servers.live_server import EXAMPLE_ADAPTERS
 
 ROOMS = (
     "entrypoints/openai",

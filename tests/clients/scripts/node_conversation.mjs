@@ -30,6 +30,8 @@ async function check(name, work) {
   say({ check: name, value });
 }
 
+const STRANGE = { type: "json_schema", json_schema: { name: "a", schema: {}, strictness: 1 } };
+
 async function refused(work) {
   try {
     return { "not refused": JSON.stringify(await work()) };
@@ -220,12 +222,15 @@ await check("wrong_key", () => refused(() => chat({}, { apiKey: "lpx_wrong" })))
 await check("unknown_model", () => refused(() => chat({ model: "nothing" })));
 await check("tools", () => refused(() => chat({ tools: [TOOL] })));
 await check("run_tools", () => refused(runTools));
-await check("structured", () => refused(() => chat({ response_format: { type: "json_object" } })));
+await check("structured", () => refused(() => chat({ response_format: STRANGE })));
 await check("too_long", () => refused(() => chat({ messages: user("x ".repeat(60_000)) })));
 await check("far_too_long", () => refused(() => chat({ messages: user("x ".repeat(600_000)) })));
 await check("answer_too_long", () => refused(() => chat({ max_tokens: 100_000 })));
-await check("embeddings", () => refused(() => client().embeddings.create({ model: base, input: QUESTION })));
-await check("responses", () => refused(() => client().responses.create({ model: base, input: QUESTION })));
+await check("embeddings", async () => {
+  const answer = await client().embeddings.create({ model: base, input: QUESTION });
+  return Math.hypot(...answer.data[0].embedding).toFixed(4);
+});
+await check("responses", async () => (await client().responses.create({ model: base, input: QUESTION })).output_text);
 if (fake) {
   await check("turns_prompt", async () => (await turns(), (await ask("last")).prompt));
   await check("developer_prompt", async () => (await developer(), (await ask("last")).prompt));

@@ -1,0 +1,16 @@
+"""The routes, one module a resource, each with its `router`.
+
+`OPERATOR_ROUTERS` need the admin token and are served on the admin port alone; `TENANT_ROUTERS` may be called with a
+tenant's own key and are served on both ports.
+"""
+
+from loraplex.admin.routes import adapters, archives, audit, engine, keys, releases, tenants, usage, versions
+
+OPERATOR_ROUTERS = (tenants.router, keys.router, audit.router, engine.router, usage.router)
+TENANT_ROUTERS = (
+    adapters.router,
+    versions.router,
+    archives.router,
+    releases.router,
+    usage.tenant_router,
+)

@@ -3,67 +3,63 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
 
-from loraplex.admin.forget import forget
-from loraplex.admin.operation import Answer, Call, Operation
+from fastapi import APIRouter, Query, Response
+
+from loraplex.admin.engine_eviction import evict_removed
+from loraplex.admin.framework.dependencies import AdapterName, Audited, Reader, Services, TenantId, Writer
+from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.routes.releases import show_release
-from loraplex.admin.schemas import Adapter, AdapterPage, PageQuery
+from loraplex.admin.schemas.adapters import Adapter, AdapterPage
+from loraplex.admin.schemas.fields import PageQuery
 from loraplex.admin.services import AdminServices
 from loraplex.control.errors import ReleaseNotFound
 from loraplex.control.types import AdapterInfo
 
+router = APIRouter(prefix="/tenants/{tenant}/adapters", route_class=AdminRoute)
 
-def adapter_operations(services: AdminServices) -> list[Operation]:
-    run = services.database.run
 
-    def show(info: AdapterInfo) -> Adapter:
-        try:
-            release = show_release(services.releases.get(info.tenant_id, info.name))
-        except ReleaseNotFound:
-            release = None
-        return Adapter(
-            name=info.name,
-            num_versions=info.num_versions,
-            latest_version=f"v{info.latest}",
-            release=release,
-            created_at=info.created_at,
-        )
+@router.get("")
+async def list_adapters(
+    _: Reader, tenant: TenantId, query: Annotated[PageQuery, Query()], services: Services
+) -> AdapterPage:
+    """List a tenant's adapters by name, with what is released."""
 
-    def read_page(tenant: str, query: PageQuery) -> AdapterPage:
+    def read_page() -> AdapterPage:
         page = services.catalog.list_adapters(tenant, limit=query.limit, cursor=query.cursor)
-        return AdapterPage(data=[show(info) for info in page.items], next_cursor=page.next_cursor)
+        return AdapterPage(data=[_show(services, info) for info in page.items], next_cursor=page.next_cursor)
 
-    async def list_adapters(call: Call) -> Answer:
-        return Answer(await run(read_page, call.path["tenant"], call.query(PageQuery)))
+    return await services.database.run(read_page)
 
-    async def get_adapter(call: Call) -> Answer:
-        get = partial(services.catalog.get_adapter, call.path["tenant"], call.path["name"])
-        return Answer(await run(lambda: show(get())))
 
-    async def delete_adapter(call: Call) -> Answer:
-        delete = partial(services.catalog.delete_adapter, by=call.actor)
-        await forget(services, await run(delete, call.path["tenant"], call.path["name"]))
-        return Answer(status=204)
+@router.get("/{name}")
+async def get_adapter(_: Reader, tenant: TenantId, name: AdapterName, services: Services) -> Adapter:
+    """Show an adapter."""
+    return await services.database.run(lambda: _show(services, services.catalog.get_adapter(tenant, name)))
 
-    one = "/tenants/{tenant}/adapters/{name}"
-    return [
-        Operation(
-            "GET",
-            "/tenants/{tenant}/adapters",
-            "adapters:read",
-            list_adapters,
-            "List a tenant's adapters by name, with what is released.",
-            {200: AdapterPage},
-            query=PageQuery,
-        ),
-        Operation("GET", one, "adapters:read", get_adapter, "Show an adapter.", {200: Adapter}),
-        Operation(
-            "DELETE",
-            one,
-            "adapters:write",
-            delete_adapter,
-            "Delete an adapter with all its versions; what runs finishes.",
-            {204: None},
-            action="adapter.delete",
-        ),
-    ]
+
+@router.delete("/{name}", status_code=204, response_class=Response)
+async def delete_adapter(
+    tenant: TenantId,
+    name: AdapterName,
+    by: Annotated[Writer, Audited("adapter.delete")],
+    services: Services,
+) -> None:
+    """Delete an adapter with all its versions; what runs finishes."""
+    delete = partial(services.catalog.delete_adapter, by=by)
+    await evict_removed(services, await services.database.run(delete, tenant, name))
+
+
+def _show(services: AdminServices, info: AdapterInfo) -> Adapter:
+    try:
+        release = show_release(services.releases.get(info.tenant_id, info.name))
+    except ReleaseNotFound:
+        release = None
+    return Adapter(
+        name=info.name,
+        num_versions=info.num_versions,
+        latest_version=f"v{info.latest}",
+        release=release,
+        created_at=info.created_at,
+    )

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
 
-from loraplex.admin.operation import Answer, Call, Operation
-from loraplex.admin.schemas import AuditEntry, AuditPage, AuditQuery
-from loraplex.admin.services import AdminServices
-from loraplex.control import audit_log
-from loraplex.control.audit_log import AuditFilter
+from fastapi import APIRouter, Query
+
+from loraplex.admin.framework.dependencies import Operator, Services
+from loraplex.admin.framework.route import AdminRoute
+from loraplex.admin.schemas.audit import AuditEntry, AuditPage, AuditQuery
+from loraplex.control.audit import log as audit_log
+from loraplex.control.audit.log import AuditFilter
+
+router = APIRouter(route_class=AdminRoute)
 
 
-def audit_operations(services: AdminServices) -> list[Operation]:
-    async def list_audit(call: Call) -> Answer:
-        query = call.query(AuditQuery)
-        chosen = AuditFilter(query.tenant, query.actor, query.action, query.outcome, query.start, query.end)
-        read = partial(services.audit.list, chosen, limit=query.limit, cursor=query.cursor)
-        page = await services.report_gate.run(call.principal.tenant_id or "", read)
-        return Answer(AuditPage(data=[_show(entry) for entry in page.items], next_cursor=page.next_cursor))
-
-    return [
-        Operation(
-            "GET",
-            "/audit",
-            "operator",
-            list_audit,
-            "List who changed what, and who was refused, the latest first.",
-            {200: AuditPage},
-            query=AuditQuery,
-        )
-    ]
+@router.get("/audit")
+async def list_audit(
+    query: Annotated[AuditQuery, Query()], caller: Operator, services: Services
+) -> AuditPage:
+    """List who changed what, and who was refused, the latest first."""
+    chosen = AuditFilter(query.tenant, query.actor, query.action, query.outcome, query.start, query.end)
+    read = partial(services.audit.list, chosen, limit=query.limit, cursor=query.cursor)
+    page = await services.report_gate.run(caller.tenant_id or "", read)
+    return AuditPage(data=[_show(entry) for entry in page.items], next_cursor=page.next_cursor)
 
 
 def _show(entry: audit_log.AuditEntry) -> AuditEntry:

@@ -3,62 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
-from loraplex.admin.inventory import list_all_versions
-from loraplex.admin.operation import Answer, Call, Operation
-from loraplex.admin.schemas import CachePage, CacheRow, Engine, PageQuery
-from loraplex.admin.services import AdminServices
+from fastapi import APIRouter, Query
+
+from loraplex.admin.framework.dependencies import Operator, Services
+from loraplex.admin.framework.route import AdminRoute
+from loraplex.admin.schemas.engine import CachePage, CacheRow, Engine
+from loraplex.admin.schemas.fields import PageQuery
+from loraplex.control.catalog.all_versions import list_all_versions
 from loraplex.control.types import VersionInfo
-from loraplex.engine.protocol import CacheEntry
+from loraplex.engine.reports import CacheEntry
 from loraplex.serving.errors import ServingError
 
 _RESIDENCY = {"hot": ["device", "host", "disk"], "warm": ["host", "disk"], "cold": ["disk"]}
 
 
-def engine_operations(services: AdminServices) -> list[Operation]:
-    run = services.database.run
+router = APIRouter(route_class=AdminRoute)
 
-    async def get_engine(_: Call) -> Answer:
-        engine = services.engine
-        stats: dict[str, Any] | None = None
-        if engine.healthy:
-            try:
-                stats = dataclasses.asdict(await engine.stats())
-            except ServingError:
-                stats = None  # it went away in this moment; `healthy` below tells
-        return Answer(
-            Engine(
-                healthy=engine.healthy,
-                unhealthy_reason=engine.unhealthy_reason,
-                restarts=engine.num_restarts,
-                live_requests=engine.num_live,
-                info=dataclasses.asdict(engine.info),
-                stats=stats,
-            )
-        )
 
-    async def list_cache(call: Call) -> Answer:
-        query = call.query(PageQuery)
-        page = await run(list_all_versions, services.database, query.limit, query.cursor)
-        known = {entry.ref.digest: entry for entry in await services.engine.cache()}
-        rows = [_row(info, known.get(info.digest)) for info in page.items]
-        return Answer(CachePage(data=rows, next_cursor=page.next_cursor))
+@router.get("/engine")
+async def get_engine(_: Operator, services: Services) -> Engine:
+    """Show the engine's settings and gauges."""
+    engine = services.engine
+    stats: dict[str, Any] | None = None
+    if engine.healthy:
+        try:
+            stats = dataclasses.asdict(await engine.stats())
+        except ServingError:
+            stats = None  # the engine has just gone; `healthy` below reports it
+    return Engine(
+        healthy=engine.healthy,
+        unhealthy_reason=engine.unhealthy_reason,
+        restarts=engine.num_restarts,
+        live_requests=engine.num_live,
+        info=dataclasses.asdict(engine.info),
+        stats=stats,
+    )
 
-    return [
-        Operation(
-            "GET", "/engine", "operator", get_engine, "Show the engine's settings and gauges.", {200: Engine}
-        ),
-        Operation(
-            "GET",
-            "/cache",
-            "operator",
-            list_cache,
-            "List where every version is: device, host memory, disk.",
-            {200: CachePage},
-            query=PageQuery,
-        ),
-    ]
+
+@router.get("/cache")
+async def list_cache(_: Operator, query: Annotated[PageQuery, Query()], services: Services) -> CachePage:
+    """List where every version is: device, host memory, disk."""
+    page = await services.database.run(list_all_versions, services.database, query.limit, query.cursor)
+    known = {entry.ref.digest: entry for entry in await services.engine.cache()}
+    rows = [_row(info, known.get(info.digest)) for info in page.items]
+    return CachePage(data=rows, next_cursor=page.next_cursor)
 
 
 def _row(info: VersionInfo, entry: CacheEntry | None) -> CacheRow:

@@ -4,115 +4,86 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
-from loraplex.admin.operation import Answer, Call, Operation
-from loraplex.admin.schemas import (
-    Key,
-    KeyChange,
-    KeyCreate,
-    KeyPage,
-    KeyRotate,
-    KeyWithSecret,
-    Limits,
-    PageQuery,
-)
-from loraplex.admin.services import AdminServices
+from fastapi import APIRouter, Query, Response
+
+from loraplex.admin.framework.dependencies import Audited, KeyId, Operator, Services, TenantId
+from loraplex.admin.framework.route import AdminRoute
+from loraplex.admin.schemas.fields import PageQuery
+from loraplex.admin.schemas.keys import Key, KeyChange, KeyCreate, KeyPage, KeyRotate, KeyWithSecret
+from loraplex.admin.schemas.limits import Limits
 from loraplex.control.types import KeyInfo, Scope
 
+router = APIRouter(prefix="/tenants/{tenant}/keys", route_class=AdminRoute)
 
-def key_operations(services: AdminServices) -> list[Operation]:
-    run = services.database.run
+_DEFAULT_KEY, _AT_ONCE = KeyCreate(), KeyRotate()
 
-    async def create_key(call: Call) -> Answer:
-        body = call.body(KeyCreate)
-        create = partial(
-            services.keys.create,
-            name=body.name,
-            scopes=body.scopes,
-            models=body.models,
-            limits=body.limits.model_dump(exclude_unset=True),
-            expires_at=body.expires_at,
-            by=call.actor,
-        )
-        made, secret = await run(create, call.path["tenant"])
-        return Answer(KeyWithSecret(**_fields(made), secret=secret), 201)
 
-    async def list_keys(call: Call) -> Answer:
-        query = call.query(PageQuery)
-        list_page = partial(services.keys.list, limit=query.limit, cursor=query.cursor)
-        page = await run(list_page, call.path["tenant"])
-        return Answer(KeyPage(data=[Key(**_fields(row)) for row in page.items], next_cursor=page.next_cursor))
+@router.post("", status_code=201)
+async def create_key(
+    tenant: TenantId,
+    by: Annotated[Operator, Audited("key.create")],
+    services: Services,
+    body: KeyCreate = _DEFAULT_KEY,
+) -> KeyWithSecret:
+    """Create a key. Its secret is in this answer and never again."""
+    create = partial(
+        services.keys.create,
+        name=body.name,
+        scopes=body.scopes,
+        models=body.models,
+        limits=body.limits.model_dump(exclude_unset=True),
+        expires_at=body.expires_at,
+        by=by,
+    )
+    made, secret = await services.database.run(create, tenant)
+    return KeyWithSecret(**_fields(made), secret=secret)
 
-    async def update_key(call: Call) -> Answer:
-        changes = call.body(KeyChange).model_dump(exclude_unset=True)
-        update = partial(services.keys.update, changes=changes, by=call.actor)
-        return Answer(Key(**_fields(await run(update, call.path["tenant"], call.path["key"]))))
 
-    async def rotate_key(call: Call) -> Answer:
-        grace_seconds = call.body(KeyRotate).grace_seconds
-        rotate = partial(services.keys.rotate, grace_seconds=grace_seconds, by=call.actor)
-        made, secret = await run(rotate, call.path["tenant"], call.path["key"])
-        return Answer(KeyWithSecret(**_fields(made), secret=secret))
+@router.get("")
+async def list_keys(
+    _: Operator, tenant: TenantId, query: Annotated[PageQuery, Query()], services: Services
+) -> KeyPage:
+    """List keys, without their secrets."""
+    list_page = partial(services.keys.list, limit=query.limit, cursor=query.cursor)
+    page = await services.database.run(list_page, tenant)
+    return KeyPage(data=[Key(**_fields(row)) for row in page.items], next_cursor=page.next_cursor)
 
-    async def revoke_key(call: Call) -> Answer:
-        revoke = partial(services.keys.revoke, by=call.actor)
-        await run(revoke, call.path["tenant"], call.path["key"])
-        return Answer(status=204)
 
-    all_keys, one = "/tenants/{tenant}/keys", "/tenants/{tenant}/keys/{key}"
-    return [
-        Operation(
-            "POST",
-            all_keys,
-            "operator",
-            create_key,
-            "Create a key. Its secret is in this answer and never again.",
-            {201: KeyWithSecret},
-            body=KeyCreate,
-            body_optional=True,
-            action="key.create",
-        ),
-        Operation(
-            "GET",
-            all_keys,
-            "operator",
-            list_keys,
-            "List keys, without their secrets.",
-            {200: KeyPage},
-            query=PageQuery,
-        ),
-        Operation(
-            "PATCH",
-            one,
-            "operator",
-            update_key,
-            "Change a key's name, scopes, models, limits or end.",
-            {200: Key},
-            body=KeyChange,
-            action="key.update",
-        ),
-        Operation(
-            "POST",
-            f"{one}/rotate",
-            "operator",
-            rotate_key,
-            "Replace a key's secret; the old one works for the grace time.",
-            {200: KeyWithSecret},
-            body=KeyRotate,
-            body_optional=True,
-            action="key.rotate",
-        ),
-        Operation(
-            "DELETE",
-            one,
-            "operator",
-            revoke_key,
-            "Revoke a key at once, for ever.",
-            {204: None},
-            action="key.revoke",
-        ),
-    ]
+@router.patch("/{key}")
+async def update_key(
+    tenant: TenantId,
+    key: KeyId,
+    body: KeyChange,
+    by: Annotated[Operator, Audited("key.update")],
+    services: Services,
+) -> Key:
+    """Change a key's name, scopes, models, limits or end."""
+    update = partial(services.keys.update, changes=body.model_dump(exclude_unset=True), by=by)
+    return Key(**_fields(await services.database.run(update, tenant, key)))
+
+
+@router.post("/{key}/rotate")
+async def rotate_key(
+    tenant: TenantId,
+    key: KeyId,
+    by: Annotated[Operator, Audited("key.rotate")],
+    services: Services,
+    body: KeyRotate = _AT_ONCE,
+) -> KeyWithSecret:
+    """Replace a key's secret; the old one works for the grace time."""
+    rotate = partial(services.keys.rotate, grace_seconds=body.grace_seconds, by=by)
+    made, secret = await services.database.run(rotate, tenant, key)
+    return KeyWithSecret(**_fields(made), secret=secret)
+
+
+@router.delete("/{key}", status_code=204, response_class=Response)
+async def revoke_key(
+    tenant: TenantId, key: KeyId, by: Annotated[Operator, Audited("key.revoke")], services: Services
+) -> None:
+    """Revoke a key at once, for good."""
+    await services.database.run(partial(services.keys.revoke, by=by), tenant, key)
 
 
 def _fields(info: KeyInfo) -> dict[str, Any]:

@@ -2,123 +2,116 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Annotated
 
-from starlette.requests import Request
+from fastapi import APIRouter, Query, Response
 
-from loraplex.admin.operation import Answer, Call, Operation
-from loraplex.admin.release_schemas import (
+from loraplex.admin.framework.dependencies import (
+    AdapterName,
+    Audited,
+    IfMatch,
+    Reader,
+    Services,
+    TenantId,
+    Writer,
+)
+from loraplex.admin.framework.openapi import WITH_ETAG, refused
+from loraplex.admin.framework.route import AdminRoute
+from loraplex.admin.schemas.fields import PageQuery
+from loraplex.admin.schemas.releases import (
+    Release,
+    ReleaseChange,
     ReleasePage,
+    ReleasePromote,
     ReleaseRollback,
     RolledBackRelease,
     SkippedRevision,
+    Target,
 )
-from loraplex.admin.schemas import PageQuery, Release, ReleaseChange, ReleasePromote, Target
 from loraplex.admin.services import AdminServices
 from loraplex.control.types import ReleaseInfo, ReleaseTarget
 
-T = TypeVar("T")
+router = APIRouter(prefix="/tenants/{tenant}/adapters/{name}/release", route_class=AdminRoute)
+
+_CONDITIONAL = WITH_ETAG | refused(412)
+_NEWEST, _ONE_BACK = ReleasePromote(), ReleaseRollback()
 
 
-def release_operations(services: AdminServices) -> list[Operation]:
-    run = services.database.run
+@router.get("", responses=WITH_ETAG)
+async def get_release(
+    _: Reader, tenant: TenantId, name: AdapterName, services: Services, response: Response
+) -> Release:
+    """Show which versions take an adapter's traffic."""
+    info = await services.database.run(services.releases.get, tenant, name)
+    response.headers["ETag"] = _etag(info)
+    return show_release(info)
 
-    async def get_release(call: Call) -> Answer:
-        info = await run(services.releases.get, call.path["tenant"], call.path["name"])
-        return Answer(show_release(info), headers=_etag(info))
 
-    async def put_release(call: Call) -> Answer:
-        body = call.body(ReleaseChange)
-        targets = tuple(ReleaseTarget(target.version, target.weight) for target in body.targets)
-        info = await change(call, partial(services.releases.put, targets=targets, sticky=body.sticky))
-        return await released(show_release(info), info)
+@router.put("", responses=_CONDITIONAL)
+async def put_release(
+    tenant: TenantId,
+    name: AdapterName,
+    body: ReleaseChange,
+    if_match: IfMatch,
+    by: Annotated[Writer, Audited("release.set")],
+    services: Services,
+    response: Response,
+) -> Release:
+    """Share an adapter's traffic among versions, from the next request on."""
+    targets = tuple(ReleaseTarget(target.version, target.weight) for target in body.targets)
+    put = partial(services.releases.put, targets=targets, sticky=body.sticky, if_revision=if_match, by=by)
+    info = await services.database.run(put, tenant, name)
+    response.headers["ETag"] = _etag(info)
+    await _prefetch(services, info)
+    return show_release(info)
 
-    async def promote_release(call: Call) -> Answer:
-        version = call.body(ReleasePromote).version
-        info = await change(call, partial(services.releases.promote, version=version))
-        return await released(show_release(info), info)
 
-    async def rollback_release(call: Call) -> Answer:
-        rollback = partial(services.releases.rollback, to=call.body(ReleaseRollback).to)
-        info = await change(call, rollback)
-        skipped = [SkippedRevision(revision=skip.revision, reason=skip.reason) for skip in info.skipped]
-        shown = RolledBackRelease(**show_release(info.release).model_dump(), skipped=skipped)
-        return await released(shown, info.release)
+@router.post("/promote", responses=_CONDITIONAL)
+async def promote_release(
+    tenant: TenantId,
+    name: AdapterName,
+    if_match: IfMatch,
+    by: Annotated[Writer, Audited("release.promote")],
+    services: Services,
+    response: Response,
+    body: ReleasePromote = _NEWEST,
+) -> Release:
+    """Give all the traffic to one version (default: the newest that is ready)."""
+    promote = partial(services.releases.promote, version=body.version, if_revision=if_match, by=by)
+    info = await services.database.run(promote, tenant, name)
+    response.headers["ETag"] = _etag(info)
+    await _prefetch(services, info)
+    return show_release(info)
 
-    async def list_history(call: Call) -> Answer:
-        query = call.query(PageQuery)
-        read = partial(services.releases.history, limit=query.limit, cursor=query.cursor)
-        page = await run(read, call.path["tenant"], call.path["name"])
-        return Answer(ReleasePage(data=list(map(show_release, page.items)), next_cursor=page.next_cursor))
 
-    async def change(call: Call, make: Callable[..., T]) -> T:
-        made = partial(make, if_revision=_if_match(call.request), by=call.actor)
-        return await run(made, call.path["tenant"], call.path["name"])
+@router.post("/rollback", responses=_CONDITIONAL)
+async def rollback_release(
+    tenant: TenantId,
+    name: AdapterName,
+    if_match: IfMatch,
+    by: Annotated[Writer, Audited("release.rollback")],
+    services: Services,
+    response: Response,
+    body: ReleaseRollback = _ONE_BACK,
+) -> RolledBackRelease:
+    """Go back to the release before this one, one more with each call; or restore the revision `to`."""
+    rollback = partial(services.releases.rollback, to=body.to, if_revision=if_match, by=by)
+    info = await services.database.run(rollback, tenant, name)
+    response.headers["ETag"] = _etag(info.release)
+    await _prefetch(services, info.release)
+    skipped = [SkippedRevision(revision=skip.revision, reason=skip.reason) for skip in info.skipped]
+    return RolledBackRelease(**show_release(info.release).model_dump(), skipped=skipped)
 
-    async def released(shown: Release, info: ReleaseInfo) -> Answer:
-        """What takes traffic from now on is brought nearer before its first request."""
-        services.engine.prefetch(await run(services.releases.serving, [info]))
-        return Answer(shown, headers=_etag(info))
 
-    path = "/tenants/{tenant}/adapters/{name}/release"
-    return [
-        Operation(
-            "GET",
-            path,
-            "adapters:read",
-            get_release,
-            "Show which versions take an adapter's traffic.",
-            {200: Release},
-            etagged=True,
-        ),
-        Operation(
-            "PUT",
-            path,
-            "adapters:write",
-            put_release,
-            "Share an adapter's traffic among versions, from the next request on.",
-            {200: Release},
-            body=ReleaseChange,
-            action="release.set",
-            etagged=True,
-        ),
-        Operation(
-            "POST",
-            f"{path}/promote",
-            "adapters:write",
-            promote_release,
-            "Give all the traffic to one version (default: the newest that is ready).",
-            {200: Release},
-            body=ReleasePromote,
-            body_optional=True,
-            action="release.promote",
-            etagged=True,
-        ),
-        Operation(
-            "POST",
-            f"{path}/rollback",
-            "adapters:write",
-            rollback_release,
-            "Go back to the release before this one, one more with each call; or restore the revision `to`.",
-            {200: RolledBackRelease},
-            body=ReleaseRollback,
-            body_optional=True,
-            action="release.rollback",
-            etagged=True,
-        ),
-        Operation(
-            "GET",
-            f"{path}/history",
-            "adapters:read",
-            list_history,
-            "List an adapter's releases, the newest first: who made them, and how.",
-            {200: ReleasePage},
-            query=PageQuery,
-        ),
-    ]
+@router.get("/history")
+async def list_history(
+    _: Reader, tenant: TenantId, name: AdapterName, query: Annotated[PageQuery, Query()], services: Services
+) -> ReleasePage:
+    """List an adapter's releases, the newest first: who made them, and how."""
+    read = partial(services.releases.history, limit=query.limit, cursor=query.cursor)
+    page = await services.database.run(read, tenant, name)
+    return ReleasePage(data=list(map(show_release, page.items)), next_cursor=page.next_cursor)
 
 
 def show_release(info: ReleaseInfo) -> Release:
@@ -135,14 +128,10 @@ def show_release(info: ReleaseInfo) -> Release:
     )
 
 
-def _etag(info: ReleaseInfo) -> dict[str, str]:
-    return {"ETag": f'"{info.revision}"'}
+async def _prefetch(services: AdminServices, info: ReleaseInfo) -> None:
+    """The versions that take traffic from now on are loaded before their first request."""
+    services.engine.prefetch(await services.database.run(services.releases.serving, [info]))
 
 
-def _if_match(request: Request) -> frozenset[int] | None:
-    """The revisions that If-Match names; None where it names none in particular. What is no ETag of ours names none
-    that there is."""
-    given = ",".join(request.headers.getlist("if-match"))
-    if not given or given.strip() == "*":
-        return None
-    return frozenset(int(digits) for digits in re.findall(r'(?<![\w/])"([0-9]{1,9})"', given))
+def _etag(info: ReleaseInfo) -> str:
+    return f'"{info.revision}"'

@@ -4,100 +4,87 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Annotated
 
-from loraplex.admin.forget import forget
-from loraplex.admin.operation import Answer, Call, Operation
-from loraplex.admin.schemas import (
-    BudgetState,
+from fastapi import APIRouter, Query, Response
+
+from loraplex.admin.engine_eviction import evict_removed
+from loraplex.admin.framework.dependencies import Audited, Operator, Services, TenantId
+from loraplex.admin.framework.openapi import LOCATION
+from loraplex.admin.framework.route import AdminRoute
+from loraplex.admin.schemas.fields import PageQuery
+from loraplex.admin.schemas.limits import BudgetState, Limits
+from loraplex.admin.schemas.tenants import (
     Erased,
     Kept,
-    Limits,
-    PageQuery,
     Tenant,
     TenantChange,
     TenantCreate,
     TenantDeleted,
     TenantPage,
 )
-from loraplex.admin.services import AdminServices
 from loraplex.control.types import TenantInfo, TenantRemoval
 
+router = APIRouter(route_class=AdminRoute)
 
-def tenant_operations(services: AdminServices) -> list[Operation]:
-    run = services.database.run
 
-    async def create_tenant(call: Call) -> Answer:
-        body = call.body(TenantCreate)
-        create = partial(
-            services.tenants.create,
-            display_name=body.display_name,
-            weight=body.weight,
-            limits=body.limits.model_dump(exclude_unset=True),
-            by=call.actor,
-        )
-        made = await run(create, body.id)
-        return Answer(_show(made), 201, {"Location": f"/admin/v1/tenants/{made.id}"})
+@router.post("/tenants", status_code=201, responses={201: LOCATION})
+async def create_tenant(
+    body: TenantCreate,
+    by: Annotated[Operator, Audited("tenant.create")],
+    services: Services,
+    response: Response,
+) -> Tenant:
+    """Create a tenant."""
+    create = partial(
+        services.tenants.create,
+        display_name=body.display_name,
+        weight=body.weight,
+        limits=body.limits.model_dump(exclude_unset=True),
+        by=by,
+    )
+    made = await services.database.run(create, body.id)
+    response.headers["Location"] = f"/admin/v1/tenants/{made.id}"
+    return _show(made)
 
-    async def list_tenants(call: Call) -> Answer:
-        query = call.query(PageQuery)
-        page = await run(partial(services.tenants.list, limit=query.limit, cursor=query.cursor))
-        return Answer(TenantPage(data=[_show(row) for row in page.items], next_cursor=page.next_cursor))
 
-    async def get_tenant(call: Call) -> Answer:
-        return Answer(_show(await run(services.tenants.get, call.path["tenant"])))
+@router.get("/tenants")
+async def list_tenants(_: Operator, query: Annotated[PageQuery, Query()], services: Services) -> TenantPage:
+    """List tenants by id."""
+    read = partial(services.tenants.list, limit=query.limit, cursor=query.cursor)
+    page = await services.database.run(read)
+    return TenantPage(data=[_show(row) for row in page.items], next_cursor=page.next_cursor)
 
-    async def update_tenant(call: Call) -> Answer:
-        changes = call.body(TenantChange).model_dump(exclude_unset=True)
-        update = partial(services.tenants.update, changes=changes, by=call.actor)
-        return Answer(_show(await run(update, call.path["tenant"])))
 
-    async def delete_tenant(call: Call) -> Answer:
-        removal = await run(partial(services.tenants.delete, by=call.actor), call.path["tenant"])
-        await forget(services, removal)
-        return Answer(_show_removal(removal))
+@router.get("/tenants/{tenant}")
+async def get_tenant(_: Operator, tenant: TenantId, services: Services) -> Tenant:
+    """Show a tenant."""
+    return _show(await services.database.run(services.tenants.get, tenant))
 
-    one = "/tenants/{tenant}"
-    return [
-        Operation(
-            "POST",
-            "/tenants",
-            "operator",
-            create_tenant,
-            "Create a tenant.",
-            {201: Tenant},
-            body=TenantCreate,
-            action="tenant.create",
-        ),
-        Operation(
-            "GET",
-            "/tenants",
-            "operator",
-            list_tenants,
-            "List tenants by id.",
-            {200: TenantPage},
-            query=PageQuery,
-        ),
-        Operation("GET", one, "operator", get_tenant, "Show a tenant.", {200: Tenant}),
-        Operation(
-            "PATCH",
-            one,
-            "operator",
-            update_tenant,
-            "Change a tenant.",
-            {200: Tenant},
-            body=TenantChange,
-            action="tenant.update",
-        ),
-        Operation(
-            "DELETE",
-            one,
-            "operator",
-            delete_tenant,
-            "Delete a tenant with its keys, adapters and texts; what runs finishes. Says what is erased and kept.",
-            {200: TenantDeleted},
-            action="tenant.delete",
-        ),
-    ]
+
+@router.patch("/tenants/{tenant}")
+async def update_tenant(
+    tenant: TenantId,
+    body: TenantChange,
+    by: Annotated[Operator, Audited("tenant.update")],
+    services: Services,
+) -> Tenant:
+    """Change a tenant."""
+    update = partial(services.tenants.update, changes=body.model_dump(exclude_unset=True), by=by)
+    return _show(await services.database.run(update, tenant))
+
+
+@router.delete("/tenants/{tenant}")
+async def delete_tenant(
+    tenant: TenantId, by: Annotated[Operator, Audited("tenant.delete")], services: Services
+) -> TenantDeleted:
+    """Delete a tenant with its keys, adapters and texts; what runs finishes.
+
+    The answer says what is erased and what is kept.
+    """
+    removal = await services.database.run(partial(services.tenants.delete, by=by), tenant)
+    await evict_removed(services, removal)
+    return _show_removal(removal)
 
 
 def _show(info: TenantInfo) -> Tenant:

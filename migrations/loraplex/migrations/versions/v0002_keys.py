@@ -1,4 +1,4 @@
-"""When a key was last used; and values of the installation as a whole, of which the first is the pepper's mark."""
+"""When a key was last used; and values of the installation as a whole, such as the pepper's mark."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from loraplex.adapters.files import (
+from loraplex.adapters.store.files import (
     CHUNK_BYTES,
     CONFIG_NAME,
     TENSORS_NAME,
@@ -34,7 +34,7 @@ class ArtifactCopies:
         self.num_bytes: dict[str, int] = {}
         """The artifacts that are whole, and their sizes."""
 
-    def add(self, digests: Iterable[str]) -> set[str]:
+    def copy_artifacts(self, digests: Iterable[str]) -> set[str]:
         """Those of `digests` that are not there whole: deleted, or damaged. Raises OSError."""
         return {
             digest for digest in sorted(digests) if digest not in self.num_bytes and not self._add(digest)

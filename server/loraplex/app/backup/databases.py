@@ -10,32 +10,33 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import quote
 
-from sqlalchemy import Connection, create_engine, make_url, text
+from sqlalchemy import URL, Connection, create_engine, make_url, text
 from sqlalchemy.pool import NullPool
 
-from loraplex.adapters.files import create_file
+from loraplex.adapters.store.files import create_file
 from loraplex.app.backup.errors import BackupFailed
-from loraplex.control.pepper import PEPPER_NAME
+from loraplex.app.backup.manifest import POSTGRES_FILE, SQLITE_FILE
+from loraplex.control.tenancy.pepper import PEPPER_NAME
 
-SQLITE_FILE = "loraplex.db"
-POSTGRES_FILE = "loraplex.dump"
 _CONNECT_TIMEOUT_S = 10
 _LIVING = "SELECT digest, max(state) FROM adapter_versions WHERE state <> 'deleted' GROUP BY digest"
 _MARK = "SELECT value FROM installation WHERE name = :name"
+_HEAD = "SELECT seq, hash FROM audit_head"
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a database says at one moment. `living` are the digests of versions that are not deleted; `corrupt` those of
+    """A consistent read of a database. `living` are the digests of versions that are not deleted; `corrupt` those of
     them whose bytes are known to be damaged. `pepper_mark` None: there were never keys. `file` None: it could not be
-    copied."""
+    copied. `audit`: the length of the audit log and the hash of its last row; None in a schema without one."""
 
     living: frozenset[str]
     corrupt: frozenset[str]
     pepper_mark: str | None
+    audit: tuple[int, str] | None
     file: str | None
 
 
@@ -57,7 +58,7 @@ class SqliteSource:
 
     def read(self) -> Snapshot:
         with closing(self._open()) as connection:
-            return self._snapshot(connection, None)
+            return self.snapshot(connection, None)
 
     def copy(self, folder: Path) -> Snapshot:
         target = folder / SQLITE_FILE
@@ -72,15 +73,17 @@ class SqliteSource:
                 raise BackupFailed(
                     f"the database {self._path} is damaged ({verdict}); restore an older backup."
                 )
-            return self._snapshot(copy, SQLITE_FILE)
+            return self.snapshot(copy, SQLITE_FILE)
 
     def _open(self) -> sqlite3.Connection:
         return sqlite3.connect(f"file:{quote(str(self._path))}?mode=ro", uri=True, timeout=30)
 
     @staticmethod
-    def _snapshot(connection: sqlite3.Connection, file: str | None) -> Snapshot:
+    def snapshot(connection: sqlite3.Connection, file: str | None) -> Snapshot:
         rows = connection.execute(_LIVING).fetchall()
-        return _snapshot(rows, connection.execute(_MARK, {"name": PEPPER_NAME}).fetchone(), file)
+        has_log = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'audit_head'").fetchone()
+        head = connection.execute(_HEAD).fetchone() if has_log else None
+        return _snapshot(rows, connection.execute(_MARK, {"name": PEPPER_NAME}).fetchone(), head, file)
 
 
 class PostgresSource:
@@ -90,8 +93,8 @@ class PostgresSource:
         self._url = make_url(url)
 
     def read(self) -> Snapshot:
-        with self._transaction() as connection:
-            return self._snapshot(connection, None)
+        with self.transaction() as connection:
+            return self.snapshot(connection, None)
 
     def copy(self, folder: Path) -> Snapshot:
         program = shutil.which("pg_dump")
@@ -100,13 +103,13 @@ class PostgresSource:
         target = folder / POSTGRES_FILE
         target.unlink(missing_ok=True)
         create_file(target).close()
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             snapshot = connection.scalar(text("SELECT pg_export_snapshot()"))
             self._dump(program, str(snapshot), target)
-            return self._snapshot(connection, POSTGRES_FILE)
+            return self.snapshot(connection, POSTGRES_FILE)
 
     @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
+    def transaction(self) -> Iterator[Connection]:
         engine = create_engine(
             self._url,
             poolclass=NullPool,
@@ -120,31 +123,45 @@ class PostgresSource:
             engine.dispose()
 
     def _dump(self, program: str, snapshot: str, target: Path) -> None:
-        """The password goes by the environment, which other users do not see."""
-        given = self._url.password or self._url.query.get("password")
-        password = {} if given is None else {"PGPASSWORD": str(given)}
-        # Not `URL.set`, which takes None for "as it is".
-        without = self._url._replace(drivername="postgresql", password=None)
-        shown = without.difference_update_query(["password"]).render_as_string(hide_password=False)
-        command = [program, "--format=custom", "--no-owner", "--no-privileges", f"--snapshot={snapshot}"]
-        done = subprocess.run(  # noqa: S603 - the program that PATH names, and arguments of ours
-            [*command, f"--file={target}", f"--dbname={shown}"],
-            env=os.environ | password,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-            raise BackupFailed(f"pg_dump failed: {said[-1][:300]}")
+        options = ["--format=custom", "--no-owner", "--no-privileges", f"--snapshot={snapshot}"]
+        failure = run_client(program, [*options, f"--file={target}"], self._url)
+        if failure:
+            raise BackupFailed(f"pg_dump failed: {failure}")
 
     @staticmethod
-    def _snapshot(connection: Connection, file: str | None) -> Snapshot:
+    def snapshot(connection: Connection, file: str | None) -> Snapshot:
         rows = [tuple(row) for row in connection.execute(text(_LIVING))]
-        return _snapshot(rows, connection.execute(text(_MARK), {"name": PEPPER_NAME}).first(), file)
+        has_log = connection.scalar(text("SELECT to_regclass('audit_head')"))
+        head = connection.execute(text(_HEAD)).first() if has_log else None
+        return _snapshot(rows, connection.execute(text(_MARK), {"name": PEPPER_NAME}).first(), head, file)
 
 
-def _snapshot(living: list[tuple[str, str]], mark: tuple[str] | None, file: str | None) -> Snapshot:
+def run_client(program: str, options: list[str], url: URL, held: tuple[int, ...] = ()) -> str:
+    """Run a client program of PostgreSQL on this database; why it failed, "" where it did not. The password goes by
+    the environment, which other users do not see. The process keeps the file descriptors `held`."""
+    given = url.password or url.query.get("password")
+    password = {} if given is None else {"PGPASSWORD": str(given)}
+    # Not `URL.set`, which takes None for "as it is".
+    without = url._replace(drivername="postgresql", password=None)
+    shown = without.difference_update_query(["password"]).render_as_string(hide_password=False)
+    done = subprocess.run(  # noqa: S603 - the program that PATH names, and arguments of ours
+        [program, *options, f"--dbname={shown}"],
+        env=os.environ | password,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        pass_fds=held,
+    )
+    if not done.returncode:
+        return ""
+    said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+    return said[-1][:300]
+
+
+def _snapshot(
+    living: list[tuple[str, str]], mark: Any | None, head: Any | None, file: str | None
+) -> Snapshot:
     corrupt = frozenset(digest for digest, state in living if state == "corrupt")
-    return Snapshot(frozenset(digest for digest, _ in living), corrupt, mark and mark[0], file)
+    audit = None if head is None else (int(head[0]), str(head[1]))
+    return Snapshot(frozenset(digest for digest, _ in living), corrupt, mark and mark[0], audit, file)

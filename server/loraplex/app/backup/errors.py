@@ -1,4 +1,4 @@
-"""What making a backup raises."""
+"""Errors of a backup and of a restore."""
 
 from __future__ import annotations
 
@@ -12,10 +12,22 @@ class BackupFailed(LoraplexError):
 
 
 class BackupIncomplete(LoraplexError):
-    """What there was to copy was kept; `details` say what is missing, a line each."""
+    """The rest was copied and kept; `details` name the missing parts, a line each."""
 
     code = "backup_incomplete"
 
     def __init__(self, message: str, details: tuple[str, ...]) -> None:
         super().__init__(message)
         self.details = details
+
+
+class BackupRefused(LoraplexError):
+    """What was given is no whole backup, or does not fit this installation. Nothing was written."""
+
+    code = "backup_refused"
+
+
+class RestoreFailed(LoraplexError):
+    """A restore could not begin, or did not end; the message says which, and what to do."""
+
+    code = "restore_failed"

@@ -1,7 +1,7 @@
-"""Usage that the database has not been told yet.
+"""Usage that is not in the database yet.
 
 Journals are copied before the database: what had ended by then is in the one or in the other, and the copied database
-says from where on a journal is to be read. A server that starts on the copies tells the rest, as after a crash.
+says from where on a journal is to be read. A server that starts on the copies writes the rest, as after a crash.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from loraplex.adapters.files import create_file, open_regular
+from loraplex.adapters.store.files import create_file, open_regular
 from loraplex.control.usage.segments import segment_numbers, segment_path
 
 _BLOCK = 64 << 10

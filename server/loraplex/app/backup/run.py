@@ -10,8 +10,6 @@ manifest.json                 what is in it; written last, so that a folder with
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import shutil
 import sqlite3
@@ -24,21 +22,19 @@ from typing import Any
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from loraplex.adapters.files import create_file, open_regular, write_all
+from loraplex.adapters.store.files import create_file, open_regular, write_all
 from loraplex.app.backup.artifacts import ArtifactCopies
 from loraplex.app.backup.databases import PostgresSource, Snapshot, Source, SqliteSource
 from loraplex.app.backup.errors import BackupFailed, BackupIncomplete
 from loraplex.app.backup.journal import copy_journals
-from loraplex.app.database import database_url, shown_database
+from loraplex.app.backup.manifest import FORMAT, PEPPER, TOKEN, describe_file, write_manifest
 from loraplex.app.factory import artifact_dir
 from loraplex.app.settings import Settings
-from loraplex.control.pepper import pepper_mark
+from loraplex.app.storage.database import database_url, shown_database
+from loraplex.control.tenancy.pepper import pepper_mark
 from loraplex.migrations.run import SchemaState, examine_schema
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 MAX_ROUNDS = 20
-PEPPER, TOKEN = "key-pepper", "admin-token"
 
 
 def make_backup(
@@ -55,7 +51,7 @@ def make_backup(
         copies = ArtifactCopies(artifact_dir(settings) / "sha256", directory / "artifacts" / "sha256")
         snapshot, lost = _copy_together(settings, source, copies, directory, on_stage)
         secrets, missing = _copy_secrets(settings, snapshot, directory)
-        manifest = {
+        content = {
             "format": FORMAT,
             "loraplex": version("loraplex"),
             "made_at": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
@@ -63,7 +59,8 @@ def make_backup(
                 "server": schema.server,
                 "schema": schema.found,
                 "file": snapshot.file,
-                "sha256": snapshot.file and _sha256(directory / snapshot.file),
+                "audit": snapshot.audit and {"seq": snapshot.audit[0], "hash": snapshot.audit[1]},
+                "pepper_mark": snapshot.pepper_mark,
             },
             "artifacts": {
                 "count": len(copies.num_bytes),
@@ -73,11 +70,10 @@ def make_backup(
                 "damaged": sorted(lost - snapshot.corrupt),
             },
             "secrets": secrets,
+            "files": {str(path.relative_to(directory)): _described(path) for path in _own_files(directory)},
         }
         os.sync()
-        with create_file(directory / MANIFEST) as file:
-            write_all(file, json.dumps(manifest, indent=2).encode() + b"\n")
-            os.fsync(file.fileno())
+        manifest = write_manifest(directory, content)
     missing += _missing(snapshot, lost)
     if missing:
         raise BackupIncomplete(f"the backup in {directory} is not complete:", tuple(missing))
@@ -97,15 +93,15 @@ def _copy_together(
     is copied again: the new copy does not name it.
     """
     on_stage("artifacts")
-    copies.add(source.read().living)
+    copies.copy_artifacts(source.read().living)
     for _ in range(MAX_ROUNDS):
         on_stage("usage journal")
         copy_journals(settings.data_dir / "usage", directory / "usage")
         on_stage("database")
         snapshot = source.copy(directory)
         on_stage("the last artifacts")
-        absent = copies.add(snapshot.living)
-        if absent <= source.read().living:  # nobody deleted them: they are lost
+        absent = copies.copy_artifacts(snapshot.living)
+        if absent <= source.read().living:  # they were not deleted: they are lost
             copies.keep_only(set(snapshot.living))
             return snapshot, absent
     raise BackupFailed(
@@ -214,6 +210,12 @@ def _copy(source: Path, target: Path) -> None:
         write_all(copy, original.read())
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _described(path: Path) -> dict[str, Any]:
+    with open_regular(path) as file:
+        return describe_file(file)
+
+
+def _own_files(directory: Path) -> Iterator[Path]:
+    """All files of a backup except the artifacts, which their names describe, and the manifest."""
+    yield from sorted(path for path in directory.iterdir() if path.is_file())
+    yield from sorted((directory / "usage").glob("*/*"))

@@ -45,7 +45,7 @@ class Asking:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request; all times in seconds of one monotonic clock.
+    """The outcome of one request; all times in seconds of one monotonic clock.
 
     `due` is when it should have been sent (a closed loop: when it was), `sent` when it was, `arrivals` when each
     piece of text came, `done` when the answer was complete. `error` is None for success, else the server's code,

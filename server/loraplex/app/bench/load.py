@@ -1,4 +1,4 @@
-"""The two ways to put load on a server: a closed loop of workers, and Poisson arrivals that wait for nobody."""
+"""The two ways to put load on a server: a closed loop of workers, and Poisson arrivals independent of the answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was measured. `wall_s` is from the first request's due time to the last answer's end."""
+    """The measurements of a run. `wall_s` is from the first request's due time to the last answer's end."""
 
     outcomes: tuple[Outcome, ...]
     wall_s: float

@@ -1,4 +1,4 @@
-"""What a benchmark asks for and when: a seeded list of requests, the same for every run with the same options."""
+"""The requests of a benchmark and their times: a seeded list, the same for every run with the same options."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class BenchRequest:
 class Workload:
     """`models` are drawn by `distribution`: the first only, all alike, or Zipf (the k-th with weight 1/k**zipf_alpha).
     `rate` is the mean of a Poisson process in requests a second; None is a closed loop. Prompts have
-    `input_len` words or tokens, differ from each other (no prefix cache helps), but for the first
-    `shared_prefix_len` of them, which all share. `vocab_size` bounds the drawn token ids."""
+    `input_len` words or tokens, differ from each other (no prefix cache helps), except the first
+    `shared_prefix_len` of them, which all share. `vocab_size` bounds the random token ids."""
 
     models: tuple[str, ...]
     distribution: Distribution = "uniform"

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from loraplex.app.commands.client import AdminClient
-from loraplex.app.commands.confirm import YesOption, confirm
-from loraplex.app.commands.errors import CommandFailed
-from loraplex.app.commands.options import TenantOption, admin_command, split_version
-from loraplex.app.commands.output import Output, moment, size
-from loraplex.app.commands.paths import segment
 from loraplex.app.commands.pull import pull
 from loraplex.app.commands.release import targets_text
-from loraplex.app.commands.report import report_fields
-from loraplex.app.commands.upload import upload_progress
+from loraplex.app.commands.shared.client import AdminClient
+from loraplex.app.commands.shared.confirm import YesOption, confirm
+from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.app.commands.shared.options import TenantOption, admin_command, split_version
+from loraplex.app.commands.shared.paths import segment
+from loraplex.app.commands.shared.report import report_fields
+from loraplex.app.commands.shared.upload import upload_progress
+from loraplex.app.output import Output, moment, size
+from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NameArgument = Annotated[
@@ -51,8 +53,26 @@ def push(
         typer.Argument(metavar="DIR", help=f"A directory with {FILES[0]} and {FILES[1]}", show_default=False),
     ],
     tenant: TenantOption,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help=f"How it writes calls of tools: {', '.join(get_args(ToolFormatName))} (default: as the base model)",
+            show_default=False,
+        ),
+    ] = None,
+    reasoning_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help=f"How it writes reasoning: {', '.join(get_args(ReasoningFormatName))} (default: as the base model)",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     _check_directory(name, directory)
+    serving = {"tool_format": tool_format, "reasoning_format": reasoning_format}
+    given = {key: value for key, value in serving.items() if value is not None}
     with contextlib.ExitStack() as stack:
         files = {}
         for part in FILES:
@@ -64,7 +84,8 @@ def push(
                     "save_pretrained writes them."
                 ) from error
         shown = stack.enter_context(upload_progress(files, is_quiet=out.as_json))
-        status, made = admin.send("POST", f"{_adapter(tenant, name)}/versions", files=shown)
+        data = {"serving": json.dumps(given)} if given else None
+        status, made = admin.send("POST", f"{_adapter(tenant, name)}/versions", files=shown, data=data)
     if out.as_json:
         out.json(made)
         return
@@ -89,7 +110,7 @@ def _check_directory(name: str, directory: Path) -> None:
 
 
 def _traffic(admin: AdminClient, tenant: str, made: dict[str, Any]) -> str:
-    """What a pushed version is used for now, and the command that changes it."""
+    """The traffic of a pushed version, and the command that changes it."""
     name, version = made["name"], made["version"]
     try:
         release = admin.call("GET", _adapter(tenant, name))["release"]
@@ -214,4 +235,5 @@ def _targets(release: dict[str, Any] | None) -> str:
 def _version_fields(version: dict[str, Any]) -> dict[str, Any]:
     fields = {**version, "bytes": size(version["bytes"])}
     report = report_fields(fields.pop("report", None))
+    fields |= {key: value or "as the base" for key, value in fields.pop("serving").items()}
     return fields | {f"report: {name}": text for name, text in report.items()}

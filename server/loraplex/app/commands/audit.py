@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.app.commands.client import AdminClient
-from loraplex.app.commands.options import admin_command
-from loraplex.app.commands.output import Output, moment
-from loraplex.app.commands.values import parse_time
-from loraplex.app.server_commands import with_settings
+from loraplex.app.commands.server import with_settings
+from loraplex.app.commands.shared.client import AdminClient
+from loraplex.app.commands.shared.options import admin_command
+from loraplex.app.commands.shared.values import parse_time
+from loraplex.app.output import Output, moment
 from loraplex.app.settings import Settings
 
 _ANCHOR = typer.Option(

@@ -8,12 +8,12 @@ import typer
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from loraplex.app.commands.errors import CommandFailed
-from loraplex.app.commands.output import Output
-from loraplex.app.database import existing_database, shown_database
+from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.app.output import Output
 from loraplex.app.settings import Settings
-from loraplex.control.audit_check import Verdict, read_anchor, verify
-from loraplex.control.database import Database
+from loraplex.app.storage.database import existing_database, shown_database
+from loraplex.control.audit.verification import Verdict, read_anchor, verify
+from loraplex.control.db.database import Database
 from loraplex.migrations.run import examine_schema
 
 

@@ -14,10 +14,10 @@ from loraplex.app.bench.client import Asking, Endpoint, Outcome
 from loraplex.app.bench.load import Load, Run, run_load
 from loraplex.app.bench.report import report, tables
 from loraplex.app.bench.workload import Distribution, Unit, Workload
-from loraplex.app.commands.client import http_options, refused, unreachable
-from loraplex.app.commands.errors import CommandFailed, json_failures
-from loraplex.app.commands.options import DEFAULT_URL, ApiKeyOption, JsonOption, UrlOption
-from loraplex.app.commands.output import Output
+from loraplex.app.commands.shared.client import http_options, refused, unreachable
+from loraplex.app.commands.shared.errors import CommandFailed, json_failures
+from loraplex.app.commands.shared.options import DEFAULT_URL, ApiKeyOption, JsonOption, UrlOption
+from loraplex.app.output import Output
 
 DEFAULT_REQUESTS = 100
 
@@ -151,7 +151,7 @@ async def _run(options: dict[str, Any], workload: Workload, load: Load, asking: 
 
 
 def _options(url: str, workload: Workload, load: Load, asking: Asking) -> dict[str, Any]:
-    """What was asked for, so that a result can be repeated."""
+    """The options of a run, so that a result can be repeated."""
     return {
         "url": url,
         "loop": "closed" if workload.rate is None else "poisson",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraplex.app.commands.client import http_client, refused, unreachable
-from loraplex.app.commands.errors import CommandFailed, json_failures
-from loraplex.app.commands.options import DEFAULT_URL, ApiKeyOption, JsonOption, UrlOption
-from loraplex.app.commands.output import Output, printable
+from loraplex.app.commands.shared.client import http_client, refused, unreachable
+from loraplex.app.commands.shared.errors import CommandFailed, json_failures
+from loraplex.app.commands.shared.options import DEFAULT_URL, ApiKeyOption, JsonOption, UrlOption
+from loraplex.app.output import Output, printable
 from loraplex.app.sse import EventTooLarge, SseParser
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def chat(
 
 
 class Conversation:
-    """What was said so far. A question whose answer failed is taken back, so that the next one can be asked."""
+    """The conversation so far. A question whose answer failed is taken back, so that the next one can be asked."""
 
     def __init__(self, client: httpx.Client, url: str, options: dict[str, Any], system: str | None) -> None:
         self._client = client

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.app.commands.client import AdminClient
-from loraplex.app.commands.errors import CommandFailed
-from loraplex.app.commands.options import LimitChanges, NewLimits, TenantOption, admin_command
-from loraplex.app.commands.output import Output, moment
-from loraplex.app.commands.paths import segment
-from loraplex.app.commands.values import check_scopes, parse_limits, parse_time
+from loraplex.app.commands.shared.client import AdminClient
+from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.app.commands.shared.options import LimitChanges, NewLimits, TenantOption, admin_command
+from loraplex.app.commands.shared.paths import segment
+from loraplex.app.commands.shared.values import check_scopes, parse_limits, parse_time
+from loraplex.app.output import Output, moment
 from loraplex.control.types import SCOPES
 
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="The key's id", show_default=False)]

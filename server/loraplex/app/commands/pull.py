@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from loraplex.adapters.files import (
+from loraplex.adapters.store.files import (
     CHUNK_BYTES,
     CONFIG_NAME,
     TENSORS_NAME,
@@ -21,12 +21,12 @@ from loraplex.adapters.files import (
     digest_upload,
     write_all,
 )
-from loraplex.app.commands.client import AdminClient
-from loraplex.app.commands.errors import CommandFailed
-from loraplex.app.commands.options import TenantOption, split_version
-from loraplex.app.commands.output import Output, size
-from loraplex.app.commands.paths import segment
-from loraplex.app.commands.progress import transfer_bar
+from loraplex.app.commands.shared.client import AdminClient
+from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.app.commands.shared.options import TenantOption, split_version
+from loraplex.app.commands.shared.paths import segment
+from loraplex.app.commands.shared.transfer_bar import transfer_bar
+from loraplex.app.output import Output, size
 
 if TYPE_CHECKING:
     import httpx
@@ -173,7 +173,7 @@ def _umask() -> int:
 
 
 class _Reader:
-    """An answer's body as a file for `tarfile`; `note` is told the bytes of each piece."""
+    """An answer's body as a file for `tarfile`; `note` is called with the bytes of each piece."""
 
     def __init__(self, response: httpx.Response, note: Callable[[int], None] | None) -> None:
         self._pieces = response.iter_raw(CHUNK_BYTES)

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.app.commands.client import AdminClient
-from loraplex.app.commands.errors import CommandFailed
-from loraplex.app.commands.options import TenantOption, admin_command
-from loraplex.app.commands.output import Output
-from loraplex.app.commands.paths import segment
-from loraplex.app.commands.values import check_version, parse_target
+from loraplex.app.commands.shared.client import AdminClient
+from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.app.commands.shared.options import TenantOption, admin_command
+from loraplex.app.commands.shared.paths import segment
+from loraplex.app.commands.shared.values import check_version, parse_target
+from loraplex.app.output import Output
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name", show_default=False)]
 
@@ -130,7 +130,7 @@ def targets_text(targets: list[dict[str, Any]]) -> str:
 
 
 def _by(release: dict[str, Any]) -> str | None:
-    """Who made it, as far as that is known."""
+    """The actor that made it, as far as that is known."""
     actor = release["actor"]
     return f"key {release['actor_key_id']}" if actor == "key" else actor
 

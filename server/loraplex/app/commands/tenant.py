@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.app.commands.client import AdminClient
-from loraplex.app.commands.confirm import YesOption, confirm
-from loraplex.app.commands.errors import CommandFailed
-from loraplex.app.commands.options import LimitChanges, NewLimits, admin_command
-from loraplex.app.commands.output import Output, moment, size
-from loraplex.app.commands.paths import segment
-from loraplex.app.commands.values import parse_limits
+from loraplex.app.commands.shared.client import AdminClient
+from loraplex.app.commands.shared.confirm import YesOption, confirm
+from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.app.commands.shared.options import LimitChanges, NewLimits, admin_command
+from loraplex.app.commands.shared.paths import segment
+from loraplex.app.commands.shared.values import parse_limits
+from loraplex.app.output import Output, moment, size
 
 TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's id", show_default=False)]
 

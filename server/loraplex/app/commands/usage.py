@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from loraplex.app.commands.client import AdminClient
-from loraplex.app.commands.errors import CommandFailed
-from loraplex.app.commands.output import Output
-from loraplex.app.commands.paths import segment
-from loraplex.app.commands.values import parse_time
+from loraplex.app.commands.shared.client import AdminClient
+from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.app.commands.shared.paths import segment
+from loraplex.app.commands.shared.values import parse_time
+from loraplex.app.output import Output
 from loraplex.control.usage.columns import COUNTS, GROUPS
 from loraplex.control.usage.csv_text import csv_text
 

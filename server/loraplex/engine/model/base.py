@@ -1,4 +1,4 @@
-"""What a decoder is to the runner: a function from a flat batch and a KV cache to logits."""
+"""The interface of a decoder for the runner: a function from a flat batch and a KV cache to logits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import BLOCK_SIZE
-from loraplex.kernels.attention_tiling import AttentionShape
-from loraplex.kernels.groups import SiteGroup
+from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.host_memory import untouched_zeros
+from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.ops import LayOut
 
 
@@ -24,7 +24,8 @@ class ModelUnsupported(LoraplexError):
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What attention over lists of work must know of a model: its sizes, and the windows of its layers, each once."""
+    """Properties of a model that attention over lists of work needs: its sizes, and the windows of its layers, each
+    once."""
 
     shape: AttentionShape
     windows: tuple[int | None, ...]
@@ -74,7 +75,7 @@ class KVCache:
         """[N, 16, 2, Hkv, D]: a view."""
         return self.tensor[index]
 
-    def begin(self, blocks: torch.Tensor) -> None:
+    def clear_blocks(self, blocks: torch.Tensor) -> None:
         """Clear blocks whose first position is written in this step. blocks: [n] int64."""
         if blocks.shape[0]:
             self.tensor.index_fill_(1, blocks, 0)
@@ -86,8 +87,9 @@ class ForwardBatch:
 
     `token_ids`, `positions` [T] int64. `attention` knows where each sequence's KV lies, in the form that the model
     takes. `fresh_blocks` [n] int64 are those that the step begins. `logits_rows` [S] int64 are the rows whose logits
-    are wanted. `lora` is None where no row has an adapter that changes a layer; `head_lora`, over the rows of
-    `logits_rows`, where none has one that changes the head. `begin_lora` (layer, group, x) is told of each x that
+    are wanted. `take_hidden` is called with the hidden states behind the final norm, [P, C], of `hidden_rows` [P]
+    int64. `lora` is None where no row has an adapter that changes a layer; `head_lora`, over the rows of
+    `logits_rows`, where none has one that changes the head. `begin_lora` (layer, group, x) is called with each x that
     `lora.apply` will get, before the base's product of it: what needs x alone may run beside that. A model need not
     call it.
     """
@@ -100,6 +102,8 @@ class ForwardBatch:
     kv: KVCache
     lora: LoraPass | None = None
     head_lora: LoraPass | None = None
+    hidden_rows: torch.Tensor | None = None
+    take_hidden: Callable[[torch.Tensor], None] | None = None
     begin_lora: Callable[[int, str, torch.Tensor], None] | None = None
 
 
@@ -124,12 +128,17 @@ class Model(Protocol):
 
     @property
     def lay_out_attention(self) -> LayOut | None:
-        """What makes the batch that attention takes. None where that is an `AttentionBatch`
-        (`loraplex.kernels.attention`), or lists of work."""
+        """Builds the batch that attention takes. None where that is an `AttentionBatch`
+        (`loraplex.kernels.attention.dispatch`), or lists of work."""
         ...
 
     @property
     def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int | None:
+        """C of `ForwardBatch.take_hidden`; None where the model cannot give hidden states."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype: ...

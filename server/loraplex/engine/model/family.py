@@ -13,9 +13,9 @@ from loraplex.engine.model.rope import RopePlan, plan_rope
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a family does beside Llama's plan. None for a bias: the config's own field decides. `sliding`: the config
-    may name a window; "all" means that it is every layer's, else layer_types tell. `fields`: config fields that only
-    some families have."""
+    """The differences of a family from Llama's plan. None for a bias: the config's own field decides. `sliding`: the
+    config may name a window; "all" means that it is every layer's, else layer_types decide. `fields`: config fields
+    that only some families have."""
 
     qkv_bias: bool | None
     o_bias: bool | None
@@ -60,7 +60,7 @@ class DecoderSpec:
     `gemma`: norm weights are offsets from 1 and applied in float32, each half of a layer has a norm behind it too,
     the activation is GELU's tanh approximation, and embeddings are scaled by sqrt(hidden_size). Softcaps are None
     where the model has none. `trained_positions` is the longest sequence that the model can have; `ignored` are fields
-    of its config.json that nobody defines.
+    of its config.json that are not defined anywhere.
     """
 
     model_type: str

@@ -19,10 +19,10 @@ from loraplex.engine.model.base import (
 )
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import open_checkpoint
-from loraplex.kernels.attention_tiling import AttentionShape
-from loraplex.kernels.groups import HEAD, SiteGroup
+from loraplex.kernels.attention.triton_tiling import AttentionShape
+from loraplex.kernels.layers.rope import rope_cos_sin
+from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.ops import LayOut, Ops, resolve_ops
-from loraplex.kernels.rope import rope_cos_sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Linear:
 class LayerWeights:
     """One layer. Norm weights are [C]: `input_norm` and `mlp_norm` before the two halves, `attention_out_norm` and
     `mlp_out_norm` behind them, before their results are added (Gemma). `q_norm` and `k_norm` are [D]. None where the
-    family has no such norm. Gemma's are 1 + w in float32."""
+    family has no norm there. Gemma's are 1 + w in float32."""
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -117,6 +117,10 @@ class FusedDecoder:
         return self._spec.num_layers
 
     @property
+    def hidden_size(self) -> int:
+        return self._spec.hidden_size
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._embed.dtype
 
@@ -152,7 +156,7 @@ class FusedDecoder:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         spec = self._spec
         if self._ops.reads_unwritten:
-            batch.kv.begin(batch.fresh_blocks)
+            batch.kv.clear_blocks(batch.fresh_blocks)
         cos_sin = [
             rope_cos_sin(batch.positions, inv_freq, rope.attention_factor)
             for inv_freq, rope in zip(self._inv_freqs, spec.rope.ropes, strict=True)
@@ -161,11 +165,12 @@ class FusedDecoder:
         if self._embed_scale != 1.0:
             residual.mul_(self._embed_scale)
         x = self._run_layers(batch, residual, [cos_sin[kind] for kind in spec.rope.of_layer])
-        # Only the rows whose logits are wanted go on.
-        rows = batch.logits_rows
-        x = self._add_rms_norm(
-            x.index_select(0, rows), residual.index_select(0, rows), self._norm, spec.rms_norm_eps
-        )
+        # Only the rows go on that something is wanted of.
+        if batch.take_hidden is not None and batch.hidden_rows is not None:
+            batch.take_hidden(self._final_norm(x, residual, batch.hidden_rows))
+        if batch.logits_rows.shape[0] == 0:
+            return torch.empty(0, spec.vocab_size, device=self.device)
+        x = self._final_norm(x, residual, batch.logits_rows)
         logits = self._ops.linear(x, self._head, None)
         if batch.head_lora is not None:
             batch.head_lora.apply(0, HEAD, x, logits)
@@ -173,6 +178,10 @@ class FusedDecoder:
         if spec.logits_softcap is not None:
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         return logits
+
+    def _final_norm(self, x: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+        return self._add_rms_norm(x, residual, self._norm, self._spec.rms_norm_eps)
 
     def _llama_layers(
         self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
@@ -260,12 +269,12 @@ class FusedDecoder:
 
 
 class TensorSource(Protocol):
-    """The weights of a model by their names in its checkpoint, such as a `Checkpoint`."""
+    """The weights of a model by their names in its checkpoint, for example a `Checkpoint`."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`. Raises ModelUnsupported where there is no such tensor of this shape."""
+        """Fill `out`. Raises ModelUnsupported where no tensor has this name and shape."""
         ...
 
 

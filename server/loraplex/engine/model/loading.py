@@ -20,7 +20,7 @@ from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 from loraplex.engine.model.text_part import TextPart, text_part
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 from loraplex.kernels.backend import resolve_backend
-from loraplex.kernels.dense import multiplies
+from loraplex.kernels.layers.dense import multiplies
 from loraplex.kernels.ops import resolve_ops
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def load_model(
             # Of this file alone: not where it names others to read in its place, or is being replaced.
             alone = "configuration_files" not in raw and read_config_json(model_dir)[0] == content
             if plans is not None and alone:
-                plans.keep(content, max_model_len, plan)
+                plans.save_plan(content, max_model_len, plan)
     if plan is not None:
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, device)
@@ -79,7 +79,7 @@ def load_model(
 
 
 def _tell(spec: DecoderSpec) -> None:
-    """What whoever serves it should know."""
+    """Notes about this model for the operator."""
     for name in spec.ignored:
         _log.warning("config.json has %s, which %s does not define: ignored", name, spec.model_type)
     longest = spec.rope.max_positions
@@ -94,20 +94,20 @@ def _tell(spec: DecoderSpec) -> None:
 
 
 def examine_model(model_dir: Path, max_model_len: int = 0) -> str:
-    """How a checkpoint would be served, from its config alone. Raises ModelUnsupported where that tells already that
-    it can't be."""
-    config, part = _read(model_dir, read_config_json(model_dir)[1])
+    """How a checkpoint would be served, from its config alone. Raises ModelUnsupported where the config shows already
+    that it can't be."""
+    config, part = read_model_config(model_dir)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw, max_model_len)
         return f"{spec.model_type} on the fused decoder, up to {spec.rope.max_positions} positions"
-    _shape(config)
+    model_shape(config)
     how = "tested" if config.model_type in TESTED else "to be compared with it at the start"
     return f"{config.model_type} through transformers, {how}"
 
 
 def examine_dtype(model_dir: Path, asked: str, device: str | torch.device) -> str:
     """The dtype that `load_model` would use, and why if that is not the checkpoint's own. Raises ModelUnsupported."""
-    config, _ = _read(model_dir, read_config_json(model_dir)[1])
+    config, _ = read_model_config(model_dir)
     stored = _stored_dtype(config)
     used = str(_dtype(stored, asked, torch.device(device))).removeprefix("torch.")
     if asked == "auto" and used != stored:
@@ -123,7 +123,7 @@ def load_wrapped(
 
     register_attention()
     config = copy.deepcopy(config)  # the attention is chosen by writing into it
-    shape = _shape(config)
+    shape = model_shape(config)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             model_dir,
@@ -134,7 +134,7 @@ def load_wrapped(
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to be told of them
+            ignore_mismatched_sizes=True,  # so that they are reported
         )
     except KeyError as error:  # from a table of its own kinds of attention
         raise ModelUnsupported(
@@ -187,7 +187,7 @@ def _turn_end(model_dir: Path) -> frozenset[int]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file. Raises ModelUnsupported."""
+    """A JSON object, empty where the file does not exist. Raises ModelUnsupported."""
     if not path.is_file():
         return {}
     try:
@@ -197,6 +197,16 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelUnsupported(f"{path} is not a JSON object")
     return value
+
+
+def read_model_config(model_dir: Path) -> tuple[Any, TextPart]:
+    """transformers' config of a directory, and the part of it that is served. Raises ModelUnsupported."""
+    return _read(model_dir, read_config_json(model_dir)[1])
+
+
+def serving_dtype(config: Any, asked: str, device: torch.device) -> torch.dtype:
+    """The dtype that a model of this config is served in."""
+    return _dtype(_stored_dtype(config), asked, device)
 
 
 def _read(model_dir: Path, raw: dict[str, Any]) -> tuple[Any, TextPart]:
@@ -239,7 +249,8 @@ def _stored_dtype(config: Any) -> str:
     return name if name in _DTYPES else "float32"
 
 
-def _shape(config: Any) -> ModelShape:
+def model_shape(config: Any) -> ModelShape:
+    """The sizes of a model that runs through transformers. Raises ModelUnsupported."""
     text = config.get_text_config()
     heads = _number(text, "num_attention_heads")
     return ModelShape(

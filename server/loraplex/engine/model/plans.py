@@ -1,4 +1,4 @@
-"""What a checkpoint's config comes to, kept on the disk for later starts.
+"""The plan made of a checkpoint's config, kept on the disk for later starts.
 
 transformers reads configs: its defaults, its checks, its computation of RoPE's frequencies are the truth. Importing
 what it needs for that takes as long as all else that a small model's start does, and its answer is the same every time.
@@ -42,18 +42,18 @@ class FusedPlan:
 
 
 class KeptPlans:
-    """The plans in a directory, of which several processes may make use at once.
+    """The plans in a directory, which several processes may use at once.
 
-    A plan decides what the model computes, so a file counts only if it is this user's own, nobody else may write to it
-    and it is to the byte what was kept for this config. Anything else counts as absent, and a directory that can't be
-    written keeps nothing: both cost no more than the reading.
+    A plan decides what the model computes, so a file counts only if it is this user's own, no other user may write to
+    it and it is to the byte what was kept for this config. Anything else counts as absent, and a directory that can't
+    be written keeps nothing: both cost no more than the reading.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def find(self, config_json: bytes, max_model_len: int) -> FusedPlan | None:
-        """What `keep` was given for the same."""
+        """The plan that `save_plan` got for the same arguments."""
         path = self._path(config_json, max_model_len)
         try:
             kept = _read_own(path)
@@ -66,7 +66,7 @@ class KeptPlans:
             return None
         return plan
 
-    def keep(self, config_json: bytes, max_model_len: int, plan: FusedPlan) -> None:
+    def save_plan(self, config_json: bytes, max_model_len: int, plan: FusedPlan) -> None:
         """Plans that no start has used for `KEPT_S` are removed."""
         encoded = msgspec.json.encode(plan)
         with contextlib.suppress(msgspec.MsgspecError):
@@ -76,7 +76,7 @@ class KeptPlans:
     def _write(self, path: Path, encoded: bytes) -> None:
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # A name that nobody can foresee, and a file that was not there: where others may write to the directory,
+            # A name that cannot be guessed, and a file that was not there: where others may write to the directory,
             # a link of theirs is not followed.
             descriptor, scratch = tempfile.mkstemp(prefix="plan-", suffix=".tmp", dir=self._directory)
             try:
@@ -97,7 +97,7 @@ class KeptPlans:
         digest = hashlib.sha256(
             f"transformers {version('transformers')} torch {version('torch')} length {max_model_len}\n".encode()
         )
-        for source in sorted(Path(__file__).parent.glob("*.py")):
+        for source in sorted(Path(__file__).parent.rglob("*.py")):
             digest.update(hashlib.sha256(source.read_bytes()).digest())
         digest.update(config_json)
         return self._directory / f"plan-{digest.hexdigest()[:32]}.json"

@@ -1,4 +1,4 @@
-"""The comparison that an architecture nobody tested must pass before it serves anybody."""
+"""The comparison that an untested architecture must pass before it is served."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.model.base import ForwardBatch, KVCache, ModelUnsupported
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder
-from loraplex.kernels.attention import build_attention_batch
+from loraplex.kernels.attention.dispatch import build_attention_batch
 
 _LENGTHS = (37, 21)
 """Two sequences, several blocks each, in one flat batch: a model that mixes neighbouring rows by anything else than
@@ -160,7 +160,7 @@ def _compare(paged: list[torch.Tensor], expected: list[torch.Tensor], dtype: tor
 
 @contextmanager
 def _narrowed(model: Any) -> Iterator[None]:
-    """Make every window and chunk of attention small. Masks are made from the config, our attention is told by the
+    """Make every window and chunk of attention small. Masks are made from the config, our attention gets them by the
     modules: both are changed, and a model whose two disagree is found out."""
     places = [model.config, *model.modules()]
     places += [

@@ -34,7 +34,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
     ),
 }  # fmt: skip
 _NO_ORIGINAL_LENGTH = frozenset({"default", "linear", "dynamic"})
-"""What transformers does not read original_max_position_embeddings for: there it is a leftover."""
+"""RoPE types for which transformers ignores original_max_position_embeddings."""
 
 
 @dataclass(frozen=True, slots=True)

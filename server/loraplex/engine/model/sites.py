@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.kernels.groups import HEAD, LAYER_SITES, SiteGroup
+from loraplex.kernels.lora.site_groups import HEAD, LAYER_SITES, SiteGroup
 
-# As `loraplex.adapters.base` reads it from the names of the checkpoint's tensors.
+# As `loraplex.adapters.admission.base_model` reads it from the names of the checkpoint's tensors.
 _SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})")
 
 

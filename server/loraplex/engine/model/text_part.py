@@ -18,7 +18,7 @@ _OTHER_PARTS = ("model.vision_tower.", "model.multi_modal_projector.")
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """What is served: a text model's config, its JSON, and the names of tensors (by how they begin) that belong to
+    """The served part: a text model's config, its JSON, and the names of tensors (by how they begin) that belong to
     other parts and are not read."""
 
     config: Any

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from loraplex.adapters.base import BaseModelInvalid, locate_tensors
+from loraplex.adapters.admission.base_model import BaseModelInvalid, locate_tensors
 from loraplex.engine.model.base import ModelUnsupported
 
 
@@ -45,7 +45,7 @@ class Checkpoint:
         self._taken.add(name)
 
     def leftover(self) -> list[str]:
-        """Tensors that nobody asked for, in order, but for the frequencies that old tools saved along."""
+        """Tensors that were not read, in order, except the frequencies that old tools saved too."""
         return sorted(
             name
             for name in self._files.keys() - self._taken

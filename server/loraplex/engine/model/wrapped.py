@@ -16,9 +16,9 @@ import torch
 
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.sites import find_sites
-from loraplex.kernels.attention import paged_attention, write_kv
-from loraplex.kernels.dense import linear
-from loraplex.kernels.groups import HEAD, SiteGroup
+from loraplex.kernels.attention.dispatch import paged_attention, write_kv
+from loraplex.kernels.layers.dense import linear
+from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 
 ATTENTION_NAME = "loraplex_paged"
 
@@ -46,6 +46,11 @@ class TransformersDecoder:
         for module in model.modules():
             if type(module) is torch.nn.Linear:
                 module.forward = partial(_linear, module)  # type: ignore[method-assign]
+        # What the model is behind its head, by the name that transformers gives it.
+        inner = model.base_model
+        if inner is not model:
+            inner.register_forward_hook(_take_hidden)
+        self._hidden_size = None if inner is model else int(model.config.get_text_config().hidden_size)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -63,6 +68,10 @@ class TransformersDecoder:
     @property
     def num_layers(self) -> int:
         return self._shape.num_layers
+
+    @property
+    def hidden_size(self) -> int | None:
+        return self._hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,7 +104,7 @@ class TransformersDecoder:
         return self._model
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        batch.kv.begin(batch.fresh_blocks)
+        batch.kv.clear_blocks(batch.fresh_blocks)
         arguments: dict[str, Any] = {"use_cache": False}
         if self._keeps_rows:
             arguments["logits_to_keep"] = batch.logits_rows
@@ -156,7 +165,7 @@ def _attention(
     if key.shape != value.shape or key.shape[1] != cache.shape[3] or key.shape[3] != cache.shape[4]:
         raise ModelUnsupported(
             f"layer {layer} has keys of shape {list(key.shape)} and values of {list(value.shape)}, not those that "
-            f"the config tells: {cache.shape[3]} heads of size {cache.shape[4]}"
+            f"the config says: {cache.shape[3]} heads of size {cache.shape[4]}"
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -169,6 +178,12 @@ def _attention(
 
 def _linear(module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return linear(x, module.weight, module.bias)
+
+
+def _take_hidden(module: torch.nn.Module, args: Any, output: Any) -> None:
+    batch = _BATCH.get(None)
+    if batch is not None and batch.take_hidden is not None and batch.hidden_rows is not None:
+        batch.take_hidden(output.last_hidden_state[0].index_select(0, batch.hidden_rows))
 
 
 def _adapter_hook(layer: int, site: str) -> Any:
@@ -190,7 +205,7 @@ def _adapt_head(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output:
     if x.shape[0] == rows.shape[0]:
         batch.head_lora.apply(0, HEAD, x, y)
         return
-    # A model that can't be told which rows' logits are wanted.
+    # A model that cannot compute the logits of chosen rows alone.
     wanted = y.index_select(0, rows)
     batch.head_lora.apply(0, HEAD, x.index_select(0, rows), wanted)
     y.index_copy_(0, rows, wanted)

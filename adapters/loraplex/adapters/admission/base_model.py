@@ -1,0 +1,360 @@
+"""The facts about the base model that admission needs, read from its checkpoint without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
+from loraplex.adapters.errors import AdapterRefused, LoraplexError
+from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
+from loraplex.adapters.store.files import CHUNK_BYTES, open_regular, read_into
+from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
+from loraplex.kernels.lora.site_groups import HEAD, LAYER_SITES, SITES
+
+_SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})\.weight")
+_HEAD_NAME = f"{HEAD}.weight"
+_OTHER_TOWERS = re.compile(r"(?:.*\.)?(?:vision_tower|vision_model|audio_tower)\..*")
+"""Parts of a multimodal checkpoint that have layers of their own."""
+_RENAMED = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+"""How multimodal checkpoints name their tensors, and how the modules that they belong to are called, in transformers
+and so in adapters."""
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+_ARCHITECTURE_FIELDS = (
+    "attention_bias",
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "head_dim",
+    "hidden_act",
+    "hidden_activation",
+    "hidden_size",
+    "intermediate_size",
+    "layer_norm_eps",
+    "layer_types",
+    "logits_scaling",
+    "mlp_bias",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "rms_norm_eps",
+    "rope_local_base_freq",
+    "sliding_window",
+    "sliding_window_pattern",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "vocab_size",
+)
+"""The config fields that change what the weights compute. The others (names, token ids, versions of the tool
+that wrote the file) differ between copies of one model and must not part an adapter from its base."""
+
+
+class BaseModelInvalid(LoraplexError):
+    """The base model's directory is not a readable safetensors checkpoint."""
+
+    code = "base_model_invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTensor:
+    """Where a tensor of the checkpoint lies, and its name there."""
+
+    path: Path
+    tensor: TensorSlice
+    stored_name: str
+
+
+def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpec:
+    """Read `config.json` and the safetensors headers (one file, or shards with their index) of a checkpoint.
+
+    A site is a 2-D tensor "<prefix>layers.<i>.<path>.<leaf>.weight" ([out_features, in_features]) whose leaf is
+    one of LAYER_SITES, with i below num_hidden_layers, or the head: "lm_head.weight", or the embedding where the base
+    ties the head to it. Where several tensors of a layer share a leaf (experts), the
+    site is left out: an adapter for it is refused. The fingerprint hashes every weight byte; with `cache_dir`
+    it is kept there, keyed by the files' paths, sizes and times of change.
+    Raises BaseModelInvalid.
+    """
+    config = _read_config(model_dir)
+    num_layers = config.get("num_hidden_layers")
+    model_type = config.get("model_type")
+    if type(num_layers) is not int or num_layers < 1 or not isinstance(model_type, str):
+        raise BaseModelInvalid(f"{model_dir / 'config.json'} lacks model_type or num_hidden_layers")
+    tensors = locate_tensors(model_dir)
+    sites = _find_sites(tensors, num_layers)
+    if not sites:
+        raise BaseModelInvalid(
+            f"{model_dir} has none of the linears that adapters change ({', '.join(LAYER_SITES)})"
+        )
+    sites |= _find_head(_with_tied_head(tensors, config))
+    try:
+        fingerprint = _fingerprint(model_dir, config, tensors, cache_dir)
+    except OSError as error:
+        raise BaseModelInvalid(f"cannot read the weights in {model_dir}: {error}") from error
+    return BaseSpec(
+        fingerprint=fingerprint,
+        model_type=model_type,
+        num_layers=num_layers,
+        sites=sites,
+        model_dir=str(model_dir),
+    )
+
+
+def read_base_weight(base: BaseSpec, layer: int, site: str) -> NDArray[Any]:
+    """The base's own weight of a site: [out_features, in_features] in the checkpoint's dtype (ml_dtypes for
+    bfloat16). Raises BaseModelInvalid where the checkpoint has no such site, or in a dtype that is none of plain
+    floats."""
+    found = _weight_of(base, locate_module_weights(base), layer, site)
+    return read_native(found.path, found.tensor)
+
+
+class BaseWeights:
+    """The base's linears in its checkpoint, for what is computed from them later. The files must stay as they are
+    now: weights on the device don't change with them."""
+
+    def __init__(self, base: BaseSpec) -> None:
+        """Reads the headers. Raises BaseModelInvalid."""
+        self._base = base
+        self._tensors = locate_module_weights(base)
+        self._stamps = {entry.path: _stamp(entry.path) for entry in self._tensors.values()}
+
+    def rows(self, layer: int, site: str) -> Iterator[NDArray[Any]]:
+        """The weight's rows [n, in_features] in the checkpoint's dtype, some at a time; each array is reused for the
+        next. Raises as `read_base_weight` does, and BaseModelInvalid where the file was changed; OSError."""
+        found = _weight_of(self._base, self._tensors, layer, site)
+        self._check_unchanged(found.path)
+        return iter_rows(found.path, found.tensor)
+
+    def bias(self, layer: int, site: str) -> NDArray[Any] | None:
+        """[out_features], None where the linear has none. Raises as `rows` does."""
+        shape = self._base.sites[layer, site]
+        found = self._tensors.get(f"{shape.module_path}.bias")
+        if found is None:
+            return None
+        if found.tensor.shape != (shape.out_features,) or found.tensor.dtype not in NUMPY_DTYPES:
+            raise BaseModelInvalid(
+                f"the bias of {shape.module_path} is not {shape.out_features} plain floats"
+            )
+        self._check_unchanged(found.path)
+        return read_native(found.path, found.tensor)
+
+    def _check_unchanged(self, path: Path) -> None:
+        if _stamp(path) != self._stamps[path]:
+            raise BaseModelInvalid(
+                f"{path} was changed after the engine had loaded it; put it back, or restart the server"
+            )
+
+
+def locate_module_weights(base: BaseSpec) -> dict[str, BaseTensor]:
+    """As `locate_tensors`, and "lm_head.weight" where the base ties it to its embedding. Raises
+    BaseModelInvalid."""
+    model_dir = Path(base.model_dir)
+    return _with_tied_head(locate_tensors(model_dir), _read_config(model_dir))
+
+
+def base_names(base: BaseSpec) -> frozenset[str]:
+    """The names that this base goes by, in lower case and without an organisation: its directory's and those
+    in its config."""
+    config = _read_config(Path(base.model_dir))
+    names = [base.model_dir, config.get("_name_or_path"), config.get("_model_name_or_path")]
+    return frozenset(last_name(name) for name in names if isinstance(name, str) and name)
+
+
+def last_name(name: str) -> str:
+    """ "org/Name" and "/models/Name/" are both "name"."""
+    return name.rstrip("/").rpartition("/")[2].lower()
+
+
+def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
+    """Every tensor of the checkpoint by the name that transformers gives it. Raises BaseModelInvalid."""
+    located: dict[str, BaseTensor] = {}
+    for path in _weight_files(model_dir):
+        try:
+            header = read_header(path, CHECKPOINT_LIMITS)
+        except (AdapterRefused, OSError) as error:
+            raise BaseModelInvalid(f"cannot read {path}: {error}") from error
+        for stored, tensor in header.items():
+            name = _module_name(stored)
+            if name in located:
+                raise BaseModelInvalid(f"{path} and {located[name].path} both hold {name}")
+            located[name] = BaseTensor(path, tensor, stored)
+    return located
+
+
+def _module_name(stored: str) -> str:
+    for old, new in _RENAMED:
+        if stored.startswith(old):
+            return new + stored.removeprefix(old)
+    return stored
+
+
+def _with_tied_head(tensors: Mapping[str, BaseTensor], config: Mapping[str, Any]) -> dict[str, BaseTensor]:
+    located = dict(tensors)
+    # Some families tie it unless the config says no.
+    if _HEAD_NAME not in located and config.get("tie_word_embeddings") is not False:
+        tied = next((name for name in located if name.endswith("embed_tokens.weight")), None)
+        if tied is not None:
+            located[_HEAD_NAME] = located[tied]
+    return located
+
+
+def _weight_of(base: BaseSpec, tensors: Mapping[str, BaseTensor], layer: int, site: str) -> BaseTensor:
+    shape = base.sites.get((layer, site))
+    found = tensors.get(f"{shape.module_path}.weight") if shape else None
+    if found is None:
+        raise BaseModelInvalid(f"the base in {base.model_dir} has no {site} in layer {layer}")
+    if found.tensor.dtype not in NUMPY_DTYPES:
+        raise BaseModelInvalid(
+            f"{site} of layer {layer} is stored as {found.tensor.dtype}, not as plain floats"
+        )
+    return found
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    single, index = model_dir / _SINGLE_FILE, model_dir / _INDEX_FILE
+    if single.is_file():
+        return [single.resolve()]  # model caches keep links to content-addressed files
+    if not index.is_file():
+        raise BaseModelInvalid(f"{model_dir} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BaseModelInvalid(f"{index} has no weight_map")
+    names = {str(name) for name in weight_map.values()}
+    if any("/" in name or name in ("", ".", "..") for name in names):
+        raise BaseModelInvalid(f"{index} names files outside its own directory")
+    return [(model_dir / name).resolve() for name in sorted(names)]
+
+
+def _find_sites(tensors: Mapping[str, BaseTensor], num_layers: int) -> dict[tuple[int, str], SiteShape]:
+    found: list[SiteShape] = []
+    for name, entry in tensors.items():
+        match = _SITE_NAME.fullmatch(name)
+        if _OTHER_TOWERS.fullmatch(name):
+            continue
+        if match and len(entry.tensor.shape) == 2 and int(match[1]) < num_layers:
+            out_features, in_features = entry.tensor.shape
+            found.append(
+                SiteShape(int(match[1]), match[2], in_features, out_features, name.removesuffix(".weight"))
+            )
+    claims = Counter((site.layer, site.site) for site in found)
+    unique = (site for site in found if claims[site.layer, site.site] == 1)
+    return {(s.layer, s.site): s for s in sorted(unique, key=lambda s: (s.layer, SITES.index(s.site)))}
+
+
+def _find_head(tensors: Mapping[str, BaseTensor]) -> dict[tuple[int, str], SiteShape]:
+    entry = tensors.get(_HEAD_NAME)
+    if entry is None or len(entry.tensor.shape) != 2:
+        return {}
+    out_features, in_features = entry.tensor.shape
+    return {(0, HEAD): SiteShape(0, HEAD, in_features, out_features, HEAD)}
+
+
+def _read_config(model_dir: Path) -> dict[str, Any]:
+    config = _read_json(model_dir / "config.json")
+    text = config.get("text_config")  # the language part of a multimodal config
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise BaseModelInvalid(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise BaseModelInvalid(f"{path} is not a JSON object")
+    return value
+
+
+def _architecture(config: Mapping[str, Any]) -> bytes:
+    fields = {name: config[name] for name in _ARCHITECTURE_FIELDS if config.get(name) is not None}
+    if config.get("use_sliding_window"):  # else it means nothing
+        fields["max_window_layers"] = config.get("max_window_layers")
+    # Written as rope_theta + rope_scaling by older tools and as rope_parameters by newer ones.
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope.setdefault("rope_theta", config.get("rope_theta"))
+    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    fields["rope"] = {name: value for name, value in rope.items() if value is not None}
+    return json.dumps(fields, sort_keys=True).encode()
+
+
+def _fingerprint(
+    model_dir: Path, config: Mapping[str, Any], tensors: Mapping[str, BaseTensor], cache_dir: Path | None
+) -> str:
+    architecture = _architecture(config)
+    cached = None
+    if cache_dir is not None:
+        cached = cache_dir / f"base-{_cache_key(model_dir, architecture, tensors)}.sha256"
+        try:
+            known = cached.read_text("ascii").strip()
+        except (OSError, ValueError):
+            known = ""
+        if re.fullmatch(r"[0-9a-f]{64}", known):
+            return known
+    digest = _hash_weights(architecture, tensors)
+    if cached is not None:
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs a second at each start
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            scratch = cached.with_suffix(f".{os.getpid()}.tmp")
+            scratch.write_text(digest + "\n", "ascii")
+            scratch.replace(cached)
+    return digest
+
+
+def _cache_key(model_dir: Path, architecture: bytes, tensors: Mapping[str, BaseTensor]) -> str:
+    sha = hashlib.sha256(architecture)
+    for path in sorted({entry.path for entry in tensors.values()}):
+        stat = path.stat()
+        sha.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return sha.hexdigest()[:32]
+
+
+def _hash_weights(architecture: bytes, tensors: Mapping[str, BaseTensor]) -> str:
+    """SHA-256 over the architecture and each tensor's name, dtype, shape and bytes, sorted by name: how the
+    checkpoint is cut into files does not matter."""
+    sha = hashlib.sha256(b"loraplex base 1\n" + architecture)
+    buffer = np.empty(CHUNK_BYTES, np.uint8).data
+    files = {path: open_regular(path) for path in {entry.path for entry in tensors.values()}}
+    try:
+        for name, entry in sorted(tensors.items()):
+            tensor = entry.tensor
+            sha.update(json.dumps([name, tensor.dtype, tensor.shape]).encode() + b"\n")
+            files[entry.path].seek(tensor.start)
+            left = tensor.end - tensor.start
+            while left:
+                got = read_into(files[entry.path], buffer[: min(left, CHUNK_BYTES)])
+                if not got:
+                    raise BaseModelInvalid(f"{entry.path} ends inside {name}")
+                sha.update(buffer[:got])
+                left -= got
+    finally:
+        for file in files.values():
+            file.close()
+    return sha.hexdigest()

@@ -1,0 +1,340 @@
+"""Admission of an adapter: from two untrusted files to a validated AdapterSpec, or a refusal with its reason.
+
+Sites and ranks come from the tensors; the config must agree with them and must not ask for anything that
+`peft_support` does not name. Nothing of an upload is executed, compiled or used as a path, and every size is bounded
+before work is done for it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from loraplex.adapters.admission.base_model import base_names, last_name, locate_module_weights
+from loraplex.adapters.admission.peft_config import LoraSettings, parse_peft_config, pattern_keys, suffixes
+from loraplex.adapters.admission.safetensors_header import read_header
+from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors
+from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site
+from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
+from loraplex.adapters.spec import AdapterSpec, BaseSpec, SiteShape, SiteWeights, TensorSlice
+from loraplex.adapters.store.files import digest_upload, shown
+from loraplex.adapters.store.tensors import NUMPY_DTYPES
+from loraplex.kernels.lora.site_groups import SITES
+
+_MAX_REPORTED_MODULES = 1024
+
+
+@dataclass(slots=True)
+class _Report:
+    """The coverage report of a version, as far as the inspection got. JSON-safe."""
+
+    modules_matched: int = 0
+    modules_ignored: int = 0
+    parameters: int = 0
+    rank_by_module: dict[str, int] = field(default_factory=dict)
+    norm: dict[str, Any] | None = None
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    step: str = ""
+
+    def begin_check(self, step: str) -> None:
+        self.step = step
+
+    def done(self, detail: str, *, ok: bool = True) -> None:
+        self.checks.append({"name": self.step, "ok": ok, "detail": detail})
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "modules_matched": self.modules_matched,
+            "modules_ignored": self.modules_ignored,
+            "parameters": self.parameters,
+            "rank_by_module": self.rank_by_module,
+            "norm": self.norm,
+            "checks": self.checks,
+            "reference_error": None,
+        }
+
+
+def inspect_adapter(
+    config_path: Path,
+    tensors_path: Path,
+    base: BaseSpec,
+    *,
+    max_rank: int,
+    deep: bool = True,
+    digest: str | None = None,
+) -> AdapterSpec:
+    """Validate an adapter against the base. Used for an upload and again when the engine loads it from disk.
+
+    `deep` also reads every value: finiteness, whether there is any effect, the norms of scaling·B·A, and that
+    copies of base weights equal the base's. `digest` spares hashing the files where the caller just did.
+    Memory stays below a few chunks of 1 MiB, the header, and one A matrix of max_rank rows.
+
+    The spec's report has `modules_matched`, `modules_ignored` (copies of base weights that were dropped),
+    `parameters`, `rank_by_module` (the first 1024), `norm` ({total, max, max_module, min}, None unless deep),
+    `checks` ([{name, ok, detail}], in order; ok is False on a warning and on the check that refused) and
+    `reference_error` (None here).
+
+    Raises AdapterRefused, whose `report` holds what was found up to there; ArtifactMissing where a file does
+    not exist; OSError.
+    """
+    report = _Report()
+    try:
+        return _inspect(config_path, tensors_path, base, max_rank, deep, digest, report)
+    except AdapterRefused as refusal:
+        report.done(refusal.message, ok=False)
+        refusal.report = report.as_dict()
+        raise
+    except FileNotFoundError as error:
+        raise ArtifactMissing(f"the adapter's file {Path(str(error.filename)).name} is missing") from error
+
+
+def _inspect(
+    config_path: Path,
+    tensors_path: Path,
+    base: BaseSpec,
+    max_rank: int,
+    deep: bool,
+    digest: str | None,
+    report: _Report,
+) -> AdapterSpec:
+    by_path = {shape.module_path: shape for shape in base.sites.values()}
+
+    report.begin_check("config")
+    settings = parse_peft_config(config_path, by_path)
+    report.done(
+        ("DoRA" if settings.use_dora else "plain LoRA")
+        + (", rank-stabilised scaling" if settings.use_rslora else "")
+    )
+    for note in settings.notes:
+        report.done(f"warning: {note}", ok=False)
+
+    report.begin_check("header")
+    header = read_header(tensors_path)
+    report.done(f"{len(header)} tensors")
+
+    report.begin_check("names")
+    tensors = sort_tensors(header)
+    _check_modules(tensors, by_path, base)
+    report.modules_matched = len(tensors.a)
+    report.done(f"{len(tensors.a)} modules of the base")
+
+    report.begin_check("alpha_pattern")
+    _note_overlapping_alphas(settings, list(tensors.a), report)
+
+    report.begin_check("shapes")
+    _check_magnitudes(tensors, by_path, settings)
+    sites = _check_shapes(tensors, by_path, settings, max_rank)
+    ranks = {base.sites[s.layer, s.site].module_path: s.rank for s in sites[:_MAX_REPORTED_MODULES]}
+    report.rank_by_module = ranks
+    stored = [tensor for s in sites for tensor in (s.a, s.b, s.magnitude) if tensor is not None]
+    report.parameters = sum(math.prod(tensor.shape) for tensor in stored)
+    least, most = min(s.rank for s in sites), max(s.rank for s in sites)
+    report.done(f"rank {most}" if least == most else f"ranks {least} to {most}")
+
+    report.begin_check("coverage")
+    _check_coverage(tensors, by_path, settings, base)
+    report.done("tensors came for every module that the config names")
+
+    if tensors.base_copies:
+        report.begin_check("base_weights")
+        _check_copies(tensors_path, tensors.base_copies, base, deep)
+        report.modules_ignored = len(tensors.base_copies)
+        report.done(f"{len(tensors.base_copies)} copies of the base's weights were dropped")
+
+    if deep:
+        report.begin_check("values")
+        report.norm = _measure(tensors_path, sites, base)
+        report.done("finite, and of effect")
+
+    report.begin_check("base_name")
+    _note_base_name(settings, base, report)
+    return AdapterSpec(
+        digest=digest or digest_upload(config_path, tensors_path),
+        rank=max(site.rank for site in sites),
+        sites=sites,
+        num_bytes=config_path.stat().st_size + tensors_path.stat().st_size,
+        targets=tuple(name for name in SITES if any(site.site == name for site in sites)),
+        report=report.as_dict(),
+    )
+
+
+def _check_modules(tensors: AdapterTensors, by_path: dict[str, SiteShape], base: BaseSpec) -> None:
+    foreign = [module for module in tensors.a if module not in by_path]
+    if not foreign:
+        return
+    known = locate_module_weights(base)
+    for module in foreign:
+        if f"{module}.weight" in known:
+            leaf = module.rpartition(".")[2]
+            _refuse(
+                "unsupported_feature",
+                f"LoRA on {shown(module)} is not served; only on {', '.join(SITES)}",
+                feature=leaf,
+            )
+    _refuse(
+        "base_mismatch", f"the base has no module {shown(foreign[0], 160)}: the adapter is for another model"
+    )
+
+
+def _check_magnitudes(tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings) -> None:
+    for module in tensors.a:
+        magnitude = tensors.magnitudes.get(module)
+        if magnitude is None:
+            if settings.use_dora:
+                _refuse("missing_tensor", f"use_dora is set, but {module} has no lora_magnitude_vector")
+            continue
+        if not settings.use_dora:
+            _refuse("unexpected_tensor", f"{module} has a lora_magnitude_vector, but use_dora is not set")
+        _check_dtype(module, "lora_magnitude_vector", magnitude)
+        if magnitude.shape != (by_path[module].out_features,):
+            _refuse(
+                "shape_mismatch",
+                f"{module}: lora_magnitude_vector is {magnitude.shape}, not one for each of the "
+                f"{by_path[module].out_features} outputs",
+            )
+
+
+def _check_shapes(
+    tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings, max_rank: int
+) -> tuple[SiteWeights, ...]:
+    sites: list[SiteWeights] = []
+    widths: dict[str, list[tuple[int, int]]] = {}
+    misfit: SiteWeights | None = None
+    for module, a in tensors.a.items():
+        b, shape = tensors.b[module], by_path[module]
+        _check_dtype(module, "lora_A", a)
+        _check_dtype(module, "lora_B", b)
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+            _refuse(
+                "shape_mismatch", f"{module}: lora_A {a.shape} and lora_B {b.shape} do not make a product"
+            )
+        rank = a.shape[0]
+        if rank > max_rank:
+            _refuse("rank_exceeds_max", f"{module} has rank {rank}; this server accepts at most {max_rank}")
+        declared, scaling = settings.rank_and_scaling(module, rank)
+        if rank != declared:
+            _refuse("shape_mismatch", f"{module} has rank {rank} in the tensors and {declared} in the config")
+        site = SiteWeights(shape.layer, shape.site, rank, scaling, a, b, tensors.magnitudes.get(module))
+        widths.setdefault(shape.site, []).append((a.shape[1], b.shape[0]))
+        if misfit is None and (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
+            misfit = site
+        sites.append(site)
+    if misfit is not None:
+        _refuse_misfit(misfit, widths[misfit.site], by_path)
+    return tuple(sorted(sites, key=lambda s: (s.layer, SITES.index(s.site))))
+
+
+def _refuse_misfit(
+    misfit: SiteWeights, widths: list[tuple[int, int]], by_path: dict[str, SiteShape]
+) -> NoReturn:
+    shape = next(s for s in by_path.values() if (s.layer, s.site) == (misfit.layer, misfit.site))
+    found, wanted = (misfit.a.shape[1], misfit.b.shape[0]), (shape.in_features, shape.out_features)
+    what = f"{shape.module_path} is {wanted[0]} -> {wanted[1]} in the base, {found[0]} -> {found[1]} in the adapter"
+    # Wrong in the same way in every layer: another architecture. Wrong in one place: a broken file.
+    if len(set(widths)) == 1:
+        _refuse("base_mismatch", f"{what}: the adapter is for another model")
+    _refuse("shape_mismatch", what)
+
+
+def _check_dtype(module: str, matrix: str, tensor: TensorSlice) -> None:
+    if tensor.dtype not in NUMPY_DTYPES:
+        accepted = ", ".join(NUMPY_DTYPES)
+        _refuse(
+            "unsupported_feature",
+            f"{shown(module)}.{matrix} is stored as {tensor.dtype}; accepted are {accepted}",
+            feature=f"dtype_{tensor.dtype}",
+        )
+
+
+def _check_coverage(
+    tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings, base: BaseSpec
+) -> None:
+    beyond = [index for index in sorted(settings.layers or ()) if index >= base.num_layers]
+    if beyond:
+        _refuse(
+            "base_mismatch", f"layers_to_transform names layer {beyond[0]}; the base has {base.num_layers}"
+        )
+    selected = {module for module in by_path if settings.selects(module)}
+    for module in tensors.a:
+        if module not in selected:
+            _refuse("unexpected_tensor", f"tensors came for {module}, which the config does not name")
+    for module in by_path:
+        if settings.exact and module in selected and module not in tensors.a:
+            _refuse("missing_tensor", f"the config names {module}, but no tensors came for it")
+    named = {suffix for module in by_path for suffix in suffixes(module)}
+    for target in sorted(settings.targets or ()):
+        if target not in named:
+            _refuse(
+                "missing_tensor",
+                f"target_modules names {shown(target)}, but no tensors came for it and the base has no such "
+                "module; take the name out of the list",
+            )
+
+
+def _measure(tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec) -> dict[str, Any]:
+    norms: list[SiteNorm] = [
+        measure_site(tensors_path, site, base.sites[site.layer, site.site].module_path) for site in sites
+    ]
+    largest, smallest = max(norms, key=lambda n: n.norm), min(norms, key=lambda n: n.norm)
+    # A magnitude has an effect of its own.
+    if largest.norm == 0.0 and not any(site.magnitude for site in sites):
+        _refuse(
+            "no_effect",
+            "every product of lora_B and lora_A is zero: the adapter would answer as the base does",
+        )
+    return {
+        "total": math.hypot(*(n.norm for n in norms)),
+        "max": largest.norm,
+        "max_module": largest.module_path,
+        "min": smallest.norm,
+    }
+
+
+def _check_copies(tensors_path: Path, copies: dict[str, TensorSlice], base: BaseSpec, deep: bool) -> None:
+    known = locate_module_weights(base)
+    for name, saved in copies.items():
+        if name not in known:
+            _refuse(
+                "unexpected_tensor", f"unexpected tensor for {shown(name, 160)}: the base has no such weight"
+            )
+        _check_dtype(name.removesuffix(".weight"), "weight", saved)
+        if deep and not equals_base(tensors_path, saved, known[name]):
+            _refuse(
+                "base_mismatch", f"the copy of {name} that was saved along differs from the base's own weight"
+            )
+
+
+def _note_overlapping_alphas(settings: LoraSettings, modules: list[str], report: _Report) -> None:
+    """PEFT takes the first key that fits, and sorts the keys when it saves: an adapter can come back from disk
+    with another scaling than it was trained with. What counts is what PEFT would load."""
+    if len(settings.alpha_pattern) < 2:
+        return
+    for module in modules:
+        alphas = {
+            settings.alpha_pattern[key] for key in pattern_keys(module) if key in settings.alpha_pattern
+        }
+        if len(alphas) > 1:
+            report.done(
+                f"warning: several keys of alpha_pattern fit {module}; the first in the file counts, as it does "
+                "when PEFT loads the adapter",
+                ok=False,
+            )
+            return
+
+
+def _note_base_name(settings: LoraSettings, base: BaseSpec, report: _Report) -> None:
+    if not settings.base_name:
+        report.done("the config names no base")
+    elif last_name(settings.base_name) in base_names(base):
+        report.done("the config names this base")
+    else:
+        report.done(
+            f"warning: the config names the base {shown(settings.base_name)}; only its shapes were compared",
+            ok=False,
+        )
+
+
+def _refuse(code: RefusalCode, message: str, *, feature: str | None = None) -> NoReturn:
+    raise AdapterRefused(code, message, feature=feature)

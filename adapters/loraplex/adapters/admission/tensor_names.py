@@ -1,0 +1,104 @@
+"""The tensor names of a PEFT adapter, taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from loraplex.adapters.admission.peft_support import REFUSED_TENSORS
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.spec import TensorSlice
+from loraplex.adapters.store.files import shown
+
+_PREFIX = "base_model.model."
+_MAGNITUDE = "lora_magnitude_vector"
+_REFUSED = frozenset(REFUSED_TENSORS)
+
+
+@dataclass(slots=True)
+class AdapterTensors:
+    """A file's tensors by what they are for. `a`, `b` and `magnitudes` are keyed by module path; `base_copies` by the
+    name of the base's tensor that PEFT saved along."""
+
+    a: dict[str, TensorSlice] = field(default_factory=dict)
+    b: dict[str, TensorSlice] = field(default_factory=dict)
+    magnitudes: dict[str, TensorSlice] = field(default_factory=dict)
+    base_copies: dict[str, TensorSlice] = field(default_factory=dict)
+
+
+def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:
+    """Sort "base_model.model.<module>.lora_A[.<adapter>].weight", "….lora_B…",
+    "….lora_magnitude_vector[.<adapter>][.weight]", "….base_layer.weight" and plain "….weight" by their purpose. One
+    adapter name at most may stand inside the names of a file.
+
+    Raises AdapterRefused (unexpected_tensor, missing_tensor, unsupported_feature).
+    """
+    sorted_ = AdapterTensors()
+    adapter_names: set[str] = set()
+    for name, tensor in header.items():
+        if not name.startswith(_PREFIX):
+            _unexpected(name, f"its name does not begin with {_PREFIX!r}")
+        parts = name.removeprefix(_PREFIX).split(".")
+        if not _REFUSED.isdisjoint(parts):
+            _unsupported(name, next(REFUSED_TENSORS[part] for part in parts if part in REFUSED_TENSORS))
+        if _MAGNITUDE in parts[-3:]:
+            at = parts.index(_MAGNITUDE, max(0, len(parts) - 3))
+            rest = parts[at + 1 :]
+            infix = rest[:-1] if rest[-1:] == ["weight"] else rest
+            if len(infix) > 1:
+                _unexpected(name, "it is no LoRA weight")
+            adapter_names.add(infix[0] if infix else "")
+            _put(sorted_.magnitudes, ".".join(parts[:at]), name, tensor)
+            continue
+        if parts[-1] == "bias" and ("lora_B" in parts[-3:]):
+            _unsupported(name, "lora_bias")
+        if parts[-1] != "weight":
+            _unexpected(name, "it is no LoRA weight")
+        if parts[-2:-1] == ["base_layer"]:
+            _put(sorted_.base_copies, ".".join((*parts[:-2], "weight")), name, tensor)
+            continue
+        kind = next((i for i in (-2, -3) if len(parts) >= 1 - i and parts[i] in ("lora_A", "lora_B")), None)
+        if kind is None:
+            _put(sorted_.base_copies, ".".join(parts), name, tensor)
+            continue
+        adapter_names.add("" if kind == -2 else parts[-2])
+        into = sorted_.a if parts[kind] == "lora_A" else sorted_.b
+        _put(into, ".".join(parts[:kind]), name, tensor)
+    if len(adapter_names) > 1:
+        names = ", ".join(shown(name) for name in sorted(adapter_names)[:4])
+        raise AdapterRefused("unexpected_tensor", f"the file holds tensors of several adapters: {names}")
+    _check_pairs(sorted_)
+    return sorted_
+
+
+def _check_pairs(tensors: AdapterTensors) -> None:
+    if not tensors.a and not tensors.b:
+        raise AdapterRefused("missing_tensor", "the file holds no lora_A and lora_B tensors")
+    for have, lack, missing in ((tensors.a, tensors.b, "lora_B"), (tensors.b, tensors.a, "lora_A")):
+        for module in have:
+            if module not in lack:
+                raise AdapterRefused("missing_tensor", f"{shown(module)} has no {missing}.weight")
+    for module in tensors.magnitudes:
+        if module not in tensors.a:
+            raise AdapterRefused(
+                "missing_tensor", f"{shown(module)} has a {_MAGNITUDE}, but no lora_A and lora_B"
+            )
+
+
+def _put(into: dict[str, TensorSlice], key: str, name: str, tensor: TensorSlice) -> None:
+    if key in into:
+        _unexpected(name, "another tensor stands for the same weight")
+    into[key] = tensor
+
+
+def _unexpected(name: str, why: str) -> NoReturn:
+    raise AdapterRefused("unexpected_tensor", f"unexpected tensor {shown(name, 160)}: {why}")
+
+
+def _unsupported(name: str, feature: str) -> NoReturn:
+    raise AdapterRefused(
+        "unsupported_feature",
+        f"tensor {shown(name, 160)} belongs to {feature}, which is not served",
+        feature=feature,
+    )

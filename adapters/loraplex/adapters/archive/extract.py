@@ -1,0 +1,88 @@
+"""Unpacking an uploaded archive (.tar, .tar.gz, .zip) into exactly two files.
+
+No name from an archive is ever used as a path: what matches the adapter's two names goes into two fixed files,
+everything else is skipped or refused. The tar reader is our own, because the standard library's holds whole extended
+headers in memory; zips are read by the standard library's after the checks that it does not make.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from loraplex.adapters.archive.sink import MemberSink, bad_archive
+from loraplex.adapters.archive.tar_reader import ByteStream, read_tar
+from loraplex.adapters.archive.zip_reader import read_zip
+from loraplex.adapters.store.fault_points import Fault, no_fault
+from loraplex.adapters.store.files import disk_failures_named, open_regular
+
+_ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
+_GZIP_MAGIC = b"\x1f\x8b"
+_MAX_GZIP_MEMBERS = 1 << 16
+_CHUNK = 64 << 10
+_OUT_CHUNK = 1 << 20
+_TAR_OVERHEAD = 16 << 20
+"""Bytes of headers and padding that a tar may have beyond its files: MAX_ENTRIES of them with long names."""
+
+
+def extract_upload(
+    archive: Path,
+    dest: Path,
+    *,
+    max_bytes: int,
+    fault: Fault = no_fault,
+    reserve: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors from `archive` into the existing folder `dest`.
+
+    The kind is detected from the content. Both files lie at the top or in one folder; other files are skipped (in a
+    tar they count for `max_bytes`, which bounds what is unpacked). Streams in bounded memory, in time
+    proportional to the bytes read and written. `reserve` hears of each file's size before it is written, and may raise.
+    On failure nothing is left in `dest`.
+
+    Raises AdapterRefused: bad_archive (damaged, encrypted, ambiguous, links, devices, absolute or ".." names,
+    a file missing), not_safetensors (pickled weights instead), too_large. StoreFull, StoreFailed, OSError.
+    """
+    with (
+        disk_failures_named(),
+        MemberSink(dest, max_bytes, fault, reserve) as sink,
+        open_regular(archive) as file,
+    ):
+        magic = file.read(4)
+        file.seek(0)
+        if magic in _ZIP_MAGIC:
+            read_zip(file, sink)
+        else:
+            chunks = _gunzip(file) if magic.startswith(_GZIP_MAGIC) else _chunks(file)
+            read_tar(ByteStream(chunks, max_bytes + _TAR_OVERHEAD, sink.too_large), sink)
+        sink.finish()
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    while chunk := file.read(_CHUNK):
+        yield chunk
+
+
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
+    """The content of a gzip file of one or more members, at most 1 MiB at a time."""
+    rest = file.read(_CHUNK)
+    try:
+        for _ in range(_MAX_GZIP_MEMBERS):
+            inflater = zlib.decompressobj(zlib.MAX_WBITS | 16)
+            while not inflater.eof:
+                rest = rest or file.read(_CHUNK)
+                if not rest:
+                    bad_archive("it is truncated")
+                yield inflater.decompress(rest, _OUT_CHUNK)
+                rest = inflater.unconsumed_tail
+            rest = inflater.unused_data.lstrip(b"\0")
+            while not rest:  # some writers pad with zeros
+                chunk = file.read(_CHUNK)
+                if not chunk:
+                    return
+                rest = chunk.lstrip(b"\0")
+    except zlib.error as error:
+        bad_archive(f"its data is damaged ({error})")
+    bad_archive(f"it has more than {_MAX_GZIP_MEMBERS} gzip members")

@@ -1,0 +1,124 @@
+"""The output of an archive's members: two fixed files, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import BinaryIO, NoReturn, Self
+
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.store.fault_points import Fault, FaultPoint, no_fault
+from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, create_file, shown, write_all
+
+MAX_ENTRIES = 10_000
+_MAX_NAME = 4096
+_PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
+
+
+def bad_archive(what: str) -> NoReturn:
+    raise AdapterRefused("bad_archive", f"the archive was refused: {what}")
+
+
+class MemberSink:
+    """Sorts the members of one archive and writes the two that count into `dest`, under their fixed names.
+
+    A context manager: leaving it with an exception removes what was written.
+    """
+
+    def __init__(
+        self,
+        dest: Path,
+        max_bytes: int,
+        fault: Fault = no_fault,
+        reserve: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        self._dest = dest
+        self._fault = fault
+        self._reserve = reserve
+        self._max_bytes = max_bytes
+        self._expected = 0
+        self._seen: set[tuple[str, ...]] = set()
+        self._entries = 0
+        self._folder: tuple[str, ...] | None = None
+        self._files: dict[str, BinaryIO] = {}
+        self._has_pickle = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, file in self._files.items():
+            file.close()
+            if error is not None:
+                (self._dest / name).unlink(missing_ok=True)
+
+    def check_entry(self, raw_name: bytes) -> tuple[str, ...]:
+        """Count any entry and check its name; its parts. Raises AdapterRefused("bad_archive")."""
+        self._entries += 1
+        if self._entries > MAX_ENTRIES:
+            bad_archive(f"it has more than {MAX_ENTRIES} entries")
+        if not raw_name or len(raw_name) > _MAX_NAME or b"\0" in raw_name:
+            bad_archive("an entry has no usable name")
+        name = raw_name.decode("utf-8", "surrogateescape").replace("\\", "/")
+        parts = tuple(part for part in name.split("/") if part not in ("", "."))
+        if name.startswith("/") or ".." in parts or (parts and parts[0].endswith(":")):
+            bad_archive(f"the entry {shown(name)} points outside of it")
+        return parts
+
+    def claim(self, raw_name: bytes) -> str | None:
+        """Take note of a regular file: the fixed name it is to be written under, or None to skip it.
+
+        Raises AdapterRefused("bad_archive") for a second file of that name or a second adapter.
+        """
+        parts = self.check_entry(raw_name)
+        if not parts or parts in self._seen:
+            bad_archive(f"the entry {shown('/'.join(parts))} comes twice or has no name")
+        self._seen.add(parts)
+        leaf, folder = parts[-1], parts[:-1]
+        if len(folder) > 1:
+            return None
+        if leaf not in (CONFIG_NAME, TENSORS_NAME):
+            self._has_pickle |= PurePosixPath(leaf).suffix in _PICKLES
+            return None
+        if self._folder not in (None, folder):
+            bad_archive("it holds more than one adapter; pack the two files of one")
+        self._folder = folder
+        return leaf
+
+    def expect(self, size: int) -> None:
+        """Count a member by its declared size, before any of it is read; the readers never write more.
+
+        Raises AdapterRefused("too_large"), and what `reserve` raises.
+        """
+        self._expected += size
+        if self._expected > self._max_bytes:
+            self.too_large()
+        self._reserve(size)
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Append to the file of that fixed name. Raises OSError."""
+        if not data:
+            return
+        path = self._dest / name
+        if name not in self._files:
+            self._fault(FaultPoint.UNPACK_CREATE, path)
+            self._files[name] = create_file(path)
+        self._fault(FaultPoint.UNPACK_WRITE, path)
+        write_all(self._files[name], data)
+
+    def finish(self) -> None:
+        """Refuse an archive that did not bring both files."""
+        if TENSORS_NAME not in self._files and self._has_pickle:
+            raise AdapterRefused(
+                "not_safetensors",
+                f"the archive holds pickled weights but no {TENSORS_NAME}; save the adapter as safetensors",
+            )
+        for name in (CONFIG_NAME, TENSORS_NAME):
+            if name not in self._files:
+                bad_archive(f"it holds no {name} with content, at its top or in one folder")
+
+    def too_large(self) -> NoReturn:
+        raise AdapterRefused("too_large", f"the archive unpacks to more than {self._max_bytes} bytes")

@@ -1,0 +1,380 @@
+"""The state machine of adapters between disk, host memory and device, and their leases.
+
+    cold ──load──▶ LOADING ──▶ HOST ──copy──▶ COPYING ──▶ DEVICE
+                      │          ▲                          │
+                      ▼          └───────── evicted ────────┘
+                   (failed)      while its image is kept, else back to cold
+
+One thread, the step thread, calls everything here. Nothing blocks: the transport begins work elsewhere and hands
+back tickets that `poll` looks at. There is no torch and no clock but the injected one, so that the same code runs
+under the simulator. Adapters are known by digest alone: two tenants with the same upload share one residency.
+
+Loads and copies are decided here, evictions in `eviction`. The stages are kept in `entries`; `pins`, `failures` and
+`prefetch_queue` hold pins, back-offs and hints. `cache_report` lists and counts what the cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, KeysView
+from typing import Generic
+
+from loraplex.adapters.cache.cache_report import check_cache, count_usage, list_entries
+from loraplex.adapters.cache.entries import CachedAdapter, CachedAdapters, Stage
+from loraplex.adapters.cache.eviction import DeviceEviction, HostEviction, Pass
+from loraplex.adapters.cache.failures import MAX_FAILURES, Failures
+from loraplex.adapters.cache.pins import Pins
+from loraplex.adapters.cache.prefetch_queue import PrefetchQueue
+from loraplex.adapters.cache.residency import (
+    AdapterState,
+    AdapterTransport,
+    CacheEntry,
+    CacheUsage,
+    ImageT,
+    Lease,
+    LeaseError,
+    PinRefused,
+    Residency,
+)
+from loraplex.adapters.ref import AdapterRef
+
+__all__ = ["AdapterCache", "Lease", "LeaseError", "PinRefused", "Residency"]
+
+
+class AdapterCache(Generic[ImageT]):
+    """The state machine over device pages, device slots and host memory.
+
+    `num_pages` and `num_slots` are the arena's; `host_bytes` bounds the images in host memory, except those that
+    are on their way to the device; `load_timeout_s` is what a load or a copy may take; at most `max_loads` loads
+    are under way at a time, which should be what the transport can really do at a time. Device room is made by
+    evicting the least recently used adapter that is not leased, not pinned, not asked for in the current pass and
+    not only just arrived; nothing is evicted unless that makes enough room.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: AdapterTransport[ImageT],
+        num_pages: int,
+        num_slots: int,
+        host_bytes: int,
+        load_timeout_s: float,
+        clock: Callable[[], float],
+        max_loads: int = 2,
+    ) -> None:
+        if num_pages < 1 or num_slots < 1 or max_loads < 1:
+            raise ValueError("an adapter cache needs at least one page, one slot and one load at a time")
+        self._host_limit = host_bytes
+        self._timeout_s = load_timeout_s
+        self._clock = clock
+        self._max_loads = max_loads
+
+        self._entries = CachedAdapters(transport, num_pages, num_slots)
+        self._pins = Pins(num_pages, num_slots)
+        self._pass = Pass()
+        self._device = DeviceEviction(self._entries, self._pins, self._pass)
+        self._host = HostEviction(self._entries, self._pass, host_bytes)
+        self._prefetches = PrefetchQueue()
+        self._failures = Failures()
+        self._damaged: dict[str, None] = {}
+
+    # The course of a step.
+
+    def poll(self) -> None:
+        """Collect finished loads and copies, fail those that take too long, and advance pinned and prefetched adapters.
+        At the start of each step; also worth calling when there is nothing to compute."""
+        now = self._clock()
+        for entry in list(self._entries.loading.values()):
+            self._poll_load(entry, now)
+        for entry in list(self._entries.copying.values()):
+            self._poll_copy(entry, now)
+        self._entries.clear_stuck()
+        self._host.trim()
+        for ref in self._pins.refs.values():
+            if self._failures.retry_at(ref.digest) <= now:
+                self._bring_pinned(ref, now)
+        self._start_prefetch(now)
+
+    def begin_pass(self) -> None:
+        """A new scheduling pass: nothing is wanted yet."""
+        self._pass.start()
+
+    def next_timeout_s(self) -> float | None:
+        """Seconds until time alone makes `poll` do something (a load to give up, a pinned adapter to try again);
+        None if only a finished ticket can."""
+        now = self._clock()
+        moving = (*self._entries.loading.values(), *self._entries.copying.values())
+        times = [entry.since + self._timeout_s for entry in moving]
+        # A time that has passed waits for something else by now, for example memory.
+        times += [at for digest in self._pins.refs if (at := self._failures.retry_at(digest)) > now]
+        return max(0.0, min(times) - now) if times else None
+
+    # Requests and leases.
+
+    def request(self, ref: AdapterRef, may_evict: Callable[[str], bool] = lambda digest: True) -> Residency:
+        """Advance an adapter towards the device, and return its progress. No later request of the same pass evicts it.
+        Only adapters that `may_evict` allows are evicted for it."""
+        now = self._clock()
+        digest = ref.digest
+        self._pass.digests[digest] = None
+        if self._failures.retry_at(digest) > now and digest not in self._entries.by_digest:
+            return Residency.FAILED
+        residency = self._advance(ref, now, may_evict)
+        entry = self._entries.get(digest)
+        if entry is not None:
+            entry.ref = ref
+            entry.doomed = False
+            entry.wanted_in = self._pass.number
+            self._entries.touch(entry, now)
+        return residency
+
+    def failure(self, digest: str) -> str:
+        """Why `request` returned FAILED, in one line; empty where it did not."""
+        return self._failures.message(digest)
+
+    def take_damaged(self) -> tuple[str, ...]:
+        """The digests whose stored bytes loads have found damaged or lost since this was last called."""
+        if not self._damaged:
+            return ()
+        damaged, self._damaged = tuple(self._damaged), {}
+        return damaged
+
+    def acquire(self, digest: str) -> Lease:
+        """Take a lease on an adapter that is on the device. Raises LeaseError if it is not."""
+        entry = self._entries.get(digest)
+        if entry is None or entry.stage is not Stage.DEVICE:
+            raise LeaseError(f"adapter {digest[:12]} is not on the device: nothing to lease")
+        entry.last_used = self._clock()
+        return self._entries.lease(entry)
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back. Raises LeaseError on a lease that is not (or no longer) one of this cache."""
+        entry = self._entries.end_lease(lease)
+        self._entries.touch(entry, self._clock())
+        if not entry.leases:
+            self._on_idle(entry)
+
+    # What an operator may ask.
+
+    def pin(self, ref: AdapterRef) -> None:
+        """Keep an adapter on the device from now on; bring it there if it is not. Raises PinRefused where it could
+        never be copied, or pins hold as much as they may (see `pins`; its size is known once it has been loaded)."""
+        digest = ref.digest
+        if digest in self._pins.refs:
+            return
+        now = self._clock()
+        entry = self._entries.get(digest)
+        failure = self._failures.get(digest)
+        num_pages = entry.num_pages if entry is not None else 0 if failure is None else failure.num_pages
+        unfit = self._device.why_never(digest, num_pages) if entry else self._known_unfit(digest, now)
+        unfit = unfit or self._pins.refusal(ref, num_pages)
+        if unfit:
+            raise PinRefused(f"{unfit}; unpin another version first")
+        self._pins.register(ref)
+        self._prefetches.remove(digest)
+        if entry is not None:
+            entry.doomed = False
+            if entry.num_pages:
+                self._pins.set_size(digest, entry.num_pages)
+        if self._failures.retry_at(digest) <= now:
+            self._bring_pinned(ref, now)
+
+    def unpin(self, digest: str) -> None:
+        """Let a version be evicted again. Does nothing for one that is not pinned."""
+        held = digest in self._pins.held
+        if self._pins.remove(digest) and held and digest in self._entries.by_digest:
+            self._on_idle(self._entries.by_digest[digest])
+
+    def is_held(self, digest: str) -> bool:
+        """Whether a pin keeps it on the device, whatever else needs room there."""
+        return digest in self._pins.held
+
+    def drop(self, digest: str) -> None:
+        """The version was deleted: remove it, its pin and its failures, as soon as no lease and no copy needs it. A
+        later request loads it again if its files are still there."""
+        self._pins.remove(digest)
+        self._prefetches.remove(digest)
+        self._failures.clear(digest)
+        entry = self._entries.get(digest)
+        if entry is None:
+            return
+        entry.doomed = True
+        if entry.load is not None:
+            entry.load.cancel()
+        if entry.copy is None and not entry.leases:
+            self._entries.remove_entry(entry)
+
+    def prefetch(self, ref: AdapterRef) -> None:
+        """Load an adapter into host memory when the disk is idle, and copy it to the device if it fits without an
+        eviction. Until a request names it, it is the first to be evicted. A hint: it may be dropped, and fails
+        silently."""
+        if ref.digest not in self._pins.refs:
+            self._prefetches.enqueue(ref)
+
+    # What others may know.
+
+    def state(self, digest: str) -> AdapterState:
+        """Where an adapter is: on the device, in host memory, or on disk only (also: not known at all)."""
+        return self._entries.state(digest)
+
+    @property
+    def on_device(self) -> KeysView[str]:
+        """The versions that can be leased now."""
+        return self._entries.on_device.keys()
+
+    def residency(self) -> dict[str, AdapterState]:
+        """Every version that is not cold."""
+        return self._entries.states()
+
+    def entries(self) -> tuple[CacheEntry, ...]:
+        """Every version that is in memory, loading, pinned, or whose load failed recently."""
+        return list_entries(self._entries, self._pins, self._failures)
+
+    def usage(self) -> CacheUsage:
+        return count_usage(self._entries, self._pins, self._failures, self._host.limit)
+
+    # The way to the device.
+
+    def _advance(
+        self, ref: AdapterRef, now: float, may_evict: Callable[[str], bool] = lambda digest: True
+    ) -> Residency:
+        """Begin the adapter's next stage, if possible."""
+        entry = self._entries.get(ref.digest)
+        if entry is None:
+            return self._begin_load(ref, now) if not self._known_unfit(ref.digest, now) else Residency.FAILED
+        if entry.stage is Stage.DEVICE:
+            return Residency.READY
+        if entry.stage is Stage.HOST:
+            return self._begin_copy(entry, now, may_evict)
+        return Residency.LOADING
+
+    def _bring_pinned(self, ref: AdapterRef, now: float) -> None:
+        """Advance a pinned adapter. Pins leave one load at a time to requests."""
+        if not self._pins.may_come(ref):
+            return
+        entry = self._entries.get(ref.digest)
+        if entry is None:
+            loading = sum(digest in self._pins.refs for digest in self._entries.loading)
+            if loading >= max(1, self._max_loads - 1):
+                return
+        elif entry.stage is Stage.DEVICE:
+            if self._pins.hold(ref.digest, entry.num_pages):
+                self._entries.idle.pop(ref.digest, None)
+            return
+        self._advance(ref, now)
+
+    def _begin_load(self, ref: AdapterRef, now: float) -> Residency:
+        if len(self._entries.loading) >= self._max_loads or not self._host.may_load():
+            return Residency.NO_ROOM
+        self._entries.load(ref, now)
+        return Residency.LOADING
+
+    def _begin_copy(
+        self, entry: CachedAdapter[ImageT], now: float, may_evict: Callable[[str], bool]
+    ) -> Residency:
+        if unfit := self._device.why_never(entry.ref.digest, entry.num_pages):
+            self._fail(entry, unfit, now)
+            return Residency.FAILED
+        victims = self._device.victims(entry, may_evict)
+        if victims is None:
+            return Residency.NO_ROOM
+        for victim in victims:
+            self._entries.evict(victim)
+        self._entries.copy(entry, now)
+        self._pins.hold(entry.ref.digest, entry.num_pages)
+        return Residency.LOADING
+
+    def _poll_load(self, entry: CachedAdapter[ImageT], now: float) -> None:
+        ticket = entry.load
+        assert ticket is not None
+        if not ticket.done:
+            if now - entry.since >= self._timeout_s:
+                ticket.cancel()
+                self._fail(entry, f"its load took longer than {self._timeout_s:g} s", now)
+            return
+        if ticket.error is not None:
+            if ticket.damaged and len(self._damaged) < MAX_FAILURES:
+                self._damaged[entry.ref.digest] = None
+            self._fail(entry, ticket.error, now)
+            return
+        self._entries.loaded(entry, ticket.value, now)
+        self._pins.set_size(entry.ref.digest, entry.num_pages)
+        # The back-off continues for an adapter that again does not fit.
+        if unfit := self._device.why_never(entry.ref.digest, entry.num_pages):
+            self._fail(entry, unfit, now)
+            return
+        self._failures.clear(entry.ref.digest)
+        if entry.prefetched:
+            self._place_if_free(entry, now)
+
+    def _poll_copy(self, entry: CachedAdapter[ImageT], now: float) -> None:
+        ticket = entry.copy
+        assert ticket is not None
+        if not ticket.done:
+            if now - entry.since >= self._timeout_s:
+                self._entries.strand(entry)
+                self._remember(
+                    entry.ref,
+                    f"its copy to the device took longer than {self._timeout_s:g} s",
+                    now,
+                    entry.num_pages,
+                )
+            return
+        if ticket.error is not None:
+            self._fail(entry, ticket.error, now)
+            return
+        self._entries.copied(entry, now)
+        entry.safe_until = self._pass.number + 1
+        self._on_idle(entry)
+
+    def _start_prefetch(self, now: float) -> None:
+        """Begin the next prefetch, if the disk has nothing else to do."""
+        while self._prefetches and not self._entries.loading:
+            ref = self._prefetches.first()
+            entry = self._entries.get(ref.digest)
+            if entry is None and self._failures.retry_at(ref.digest) <= now and self._host.is_free():
+                if self._begin_load(ref, now) is Residency.NO_ROOM:
+                    return
+                self._entries.by_digest[ref.digest].prefetched = True
+            elif entry is not None and entry.stage is Stage.HOST:
+                self._place_if_free(entry, now)
+            self._prefetches.remove(ref.digest)
+
+    def _place_if_free(self, entry: CachedAdapter[ImageT], now: float) -> None:
+        if self._device.is_free(entry.num_pages):
+            self._entries.copy(entry, now)
+
+    # Bookkeeping.
+
+    def _on_idle(self, entry: CachedAdapter[ImageT]) -> None:
+        """The entry's last lease, its copy or its pin has ended."""
+        if entry.stage is not Stage.DEVICE or entry.leases:
+            return
+        if entry.doomed:
+            self._entries.remove_entry(entry)
+        elif entry.ref.digest not in self._pins.held:
+            self._entries.make_idle(entry)
+
+    def _known_unfit(self, digest: str, now: float) -> str:
+        """Why an adapter that was loaded and did not fit still does not fit. Its size is known, so it is not read
+        again, and its back-off is renewed. Empty if it fits, or was never loaded."""
+        failure = self._failures.get(digest)
+        if failure is None or not failure.num_pages:
+            return ""
+        unfit = self._device.why_never(digest, failure.num_pages)
+        if unfit:
+            failure.again(unfit, now)
+        return unfit
+
+    def _fail(self, entry: CachedAdapter[ImageT], message: str, now: float) -> None:
+        self._remember(entry.ref, message, now, entry.num_pages)
+        self._entries.remove_entry(entry)
+
+    def _remember(self, ref: AdapterRef, message: str, now: float, num_pages: int) -> None:
+        self._failures.record(ref, message, now, num_pages)
+        self._pins.release(ref.digest)
+        self._prefetches.remove(ref.digest)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page, slot, lease and byte has one owner and each adapter is in the
+        lists of its stage alone (see `CachedAdapters`). For tests; costs O(pages + adapters)."""
+        check_cache(self._entries, self._pins, self._max_loads)

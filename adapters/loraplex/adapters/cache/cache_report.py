@@ -1,0 +1,62 @@
+"""Reports of the adapter cache: its versions, its counters, and a consistency check for tests. No torch."""
+
+from __future__ import annotations
+
+from loraplex.adapters.cache.entries import CachedAdapters
+from loraplex.adapters.cache.failures import Failures
+from loraplex.adapters.cache.pins import Pins
+from loraplex.adapters.cache.residency import CacheEntry, CacheUsage, ImageT
+
+
+def list_entries(entries: CachedAdapters[ImageT], pins: Pins, failures: Failures) -> tuple[CacheEntry, ...]:
+    """Every version that is in memory, loading, pinned, or whose load failed recently."""
+    listed = [
+        entry.shown(pinned=digest in pins.refs, error=failures.message(digest) or None)
+        for digest, entry in entries.by_digest.items()
+    ]
+    others = pins.refs | failures.refs
+    for digest in others.keys() - entries.by_digest.keys():
+        error = failures.message(digest) or None
+        listed.append(CacheEntry(others[digest], "cold", pinned=digest in pins.refs, error=error))
+    return tuple(listed)
+
+
+def count_usage(
+    entries: CachedAdapters[ImageT], pins: Pins, failures: Failures, host_limit: int
+) -> CacheUsage:
+    """The cache's gauges now and its counters so far. `host_limit` is in bytes."""
+    return CacheUsage(
+        num_pages=entries.num_pages,
+        num_pages_used=entries.num_pages - len(entries.free_pages),
+        num_slots=entries.num_slots,
+        num_slots_used=entries.num_slots - len(entries.free_slots),
+        host_bytes=host_limit,
+        host_bytes_used=entries.host_bytes,
+        num_leases=entries.num_leases,
+        num_pinned=len(pins.refs),
+        num_device=len(entries.on_device),
+        num_host=len(entries.hosted),
+        num_loading=len(entries.loading),
+        loads=entries.loads,
+        load_failures=failures.count,
+        copies=entries.copies,
+        device_evictions=entries.device_evictions,
+        host_evictions=entries.host_evictions,
+        load_seconds=dict(entries.seconds),
+    )
+
+
+def check_cache(entries: CachedAdapters[ImageT], pins: Pins, max_loads: int) -> None:
+    """Raise AssertionError unless the entries are consistent and pins and loads keep their limits. For tests; costs
+    O(pages + adapters)."""
+    entries.check_integrity(pins.held)
+    for digest, num_pages in pins.held.items():
+        entry = entries.get(digest)
+        assert entry is not None, "a pin holds an adapter that is not in memory"
+        assert (len(entry.pages), entry.slot >= 0) == (num_pages, True), (
+            "a pin holds an adapter without memory"
+        )
+    held = pins.held.values()
+    assert sum(held) <= max(1, entries.num_pages // 2), "pins hold too many pages"
+    assert len(held) <= max(1, entries.num_slots // 2), "pins hold too many slots"
+    assert len(entries.loading) <= max_loads, "too many loads at a time"

@@ -1,0 +1,281 @@
+"""The cache's entries: the stage of each adapter, and the owner of each page, slot and byte of host memory.
+
+Every change of an adapter's stage is one method here, which keeps all lists and counts consistent. `adapter_cache`
+decides which changes are made. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic
+
+from loraplex.adapters.cache.residency import (
+    AdapterState,
+    AdapterTransport,
+    CacheEntry,
+    ImageT,
+    Lease,
+    LeaseError,
+    Ticket,
+)
+from loraplex.adapters.ref import AdapterRef
+
+
+class Stage(Enum):
+    LOADING = "loading"  # from disk to host memory
+    HOST = "host"
+    COPYING = "copying"  # from host memory to the device
+    DEVICE = "device"
+
+
+@dataclass(slots=True, eq=False)
+class CachedAdapter(Generic[ImageT]):
+    """One adapter that is not cold.
+
+    `since`: when its load or its copy began. `wanted_in`: the last pass that asked for it. `safe_until`: the last pass
+    in which it may not be evicted, for it has only just arrived. `doomed`: to be removed when its last lease, or its
+    copy, ends. `prefetched`: no request waited for it when its load began.
+    """
+
+    ref: AdapterRef
+    stage: Stage
+    since: float
+    load: Ticket[ImageT] | None = None
+    copy: Ticket[None] | None = None
+    image: ImageT | None = None
+    num_pages: int = 0
+    num_bytes: int = 0
+    slot: int = -1
+    pages: tuple[int, ...] = ()
+    leases: set[Lease] = field(default_factory=set)
+    doomed: bool = False
+    prefetched: bool = False
+    wanted_in: int = -1
+    safe_until: int = -1
+    last_used: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def unasked(self) -> bool:
+        """It was prefetched, and no request has named it since."""
+        return self.prefetched and self.last_used is None
+
+    @property
+    def state(self) -> AdapterState:
+        if self.stage is Stage.LOADING:
+            return "cold"
+        return "hot" if self.stage is Stage.DEVICE else "warm"
+
+    def shown(self, *, pinned: bool, error: str | None) -> CacheEntry:
+        """A copy for callers, with its pin and the error of its last load."""
+        return CacheEntry(
+            ref=self.ref,
+            state=self.state,
+            loading=self.stage in (Stage.LOADING, Stage.COPYING),
+            pinned=pinned,
+            leases=len(self.leases),
+            pages=len(self.pages),
+            device_bytes=self.num_bytes if self.pages else 0,
+            host_bytes=self.num_bytes if self.image is not None else 0,
+            last_used=self.last_used,
+            load_seconds=dict(self.seconds),
+            error=error,
+        )
+
+
+class CachedAdapters(Generic[ImageT]):
+    """All adapters that are not cold, by digest, and each list of them that the cache looks through.
+
+    `on_device` are those that can be leased, `idle` those on the device that are neither leased nor pinned, `hosted`
+    those with an image in host memory, the last two with the oldest use first. `stuck` are copies past their time,
+    known under no digest any more: they keep their pages, to which they may still write.
+
+    `loads` and `copies` count those that came to their end, `seconds` sums up what they took, by "disk" and "copy"; the
+    evictions count adapters that left the device, and images dropped from host memory, for others.
+    """
+
+    def __init__(self, transport: AdapterTransport[ImageT], num_pages: int, num_slots: int) -> None:
+        self._transport = transport
+        self.num_pages = num_pages
+        self.num_slots = num_slots
+        self.free_pages = list(range(num_pages - 1, -1, -1))
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.by_digest: dict[str, CachedAdapter[ImageT]] = {}
+        self.loading: dict[str, CachedAdapter[ImageT]] = {}
+        self.copying: dict[str, CachedAdapter[ImageT]] = {}
+        self.stuck: list[CachedAdapter[ImageT]] = []
+        self.idle: OrderedDict[str, CachedAdapter[ImageT]] = OrderedDict()
+        self.hosted: OrderedDict[str, CachedAdapter[ImageT]] = OrderedDict()
+        self.on_device: dict[str, CachedAdapter[ImageT]] = {}
+        self.host_bytes = 0
+        self.num_leases = 0
+        self.loads = self.copies = 0
+        self.device_evictions = self.host_evictions = 0
+        self.seconds = {"disk": 0.0, "copy": 0.0}
+
+    def get(self, digest: str) -> CachedAdapter[ImageT] | None:
+        return self.by_digest.get(digest)
+
+    def state(self, digest: str) -> AdapterState:
+        entry = self.by_digest.get(digest)
+        return "cold" if entry is None else entry.state
+
+    def states(self) -> dict[str, AdapterState]:
+        """Of all but those that are still cold."""
+        return {
+            digest: entry.state
+            for digest, entry in self.by_digest.items()
+            if entry.stage is not Stage.LOADING
+        }
+
+    def load(self, ref: AdapterRef, now: float) -> CachedAdapter[ImageT]:
+        """Cold → LOADING."""
+        entry: CachedAdapter[ImageT] = CachedAdapter(ref, Stage.LOADING, now, load=self._transport.load(ref))
+        self.by_digest[ref.digest] = self.loading[ref.digest] = entry
+        return entry
+
+    def loaded(self, entry: CachedAdapter[ImageT], image: ImageT, now: float) -> None:
+        """LOADING → HOST."""
+        del self.loading[entry.ref.digest]
+        entry.load, entry.image, entry.stage = None, image, Stage.HOST
+        entry.num_pages, entry.num_bytes = image.num_pages, image.num_bytes
+        self.hosted[entry.ref.digest] = entry
+        self.hosted.move_to_end(entry.ref.digest, last=not entry.unasked)
+        self.host_bytes += entry.num_bytes
+        self.loads += 1
+        self._took(entry, "disk", now)
+
+    def copy(self, entry: CachedAdapter[ImageT], now: float) -> None:
+        """HOST → COPYING, into pages and a slot that must be free."""
+        assert entry.image is not None
+        entry.slot = self.free_slots.pop()
+        # Adjacent pages are copied in one go.
+        entry.pages = tuple(sorted(self.free_pages.pop() for _ in range(entry.num_pages)))
+        entry.stage, entry.since = Stage.COPYING, now
+        self.copying[entry.ref.digest] = entry
+        entry.copy = self._transport.copy(entry.image, entry.slot, entry.pages)
+
+    def copied(self, entry: CachedAdapter[ImageT], now: float) -> None:
+        """COPYING → DEVICE."""
+        del self.copying[entry.ref.digest]
+        entry.copy, entry.stage = None, Stage.DEVICE
+        self.on_device[entry.ref.digest] = entry
+        self.copies += 1
+        self._took(entry, "copy", now)
+
+    def strand(self, entry: CachedAdapter[ImageT]) -> None:
+        """COPYING → stuck; its digest is cold. What it holds stays held until `clear_stuck` finds its copy done."""
+        del self.copying[entry.ref.digest], self.by_digest[entry.ref.digest], self.hosted[entry.ref.digest]
+        self.stuck.append(entry)
+
+    def clear_stuck(self) -> None:
+        for entry in [entry for entry in self.stuck if entry.copy is not None and entry.copy.done]:
+            self.stuck.remove(entry)
+            self._free_device(entry)
+            entry.image = None
+            self.host_bytes -= entry.num_bytes
+
+    def evict(self, entry: CachedAdapter[ImageT]) -> None:
+        """DEVICE → HOST if it still has its image, else cold."""
+        self.device_evictions += 1
+        if entry.image is None:
+            self.remove_entry(entry)
+        else:
+            self._free_device(entry)
+            entry.stage = Stage.HOST
+
+    def drop_image(self, entry: CachedAdapter[ImageT]) -> None:
+        """HOST → cold; on the device it stays there without its image."""
+        self.host_evictions += 1
+        if entry.stage is Stage.HOST:
+            self.remove_entry(entry)
+        elif entry.image is not None:
+            entry.image = None
+            self.host_bytes -= entry.num_bytes
+            del self.hosted[entry.ref.digest]
+
+    def remove_entry(self, entry: CachedAdapter[ImageT]) -> None:
+        """Any stage → cold; no copy may be under way."""
+        digest = entry.ref.digest
+        if entry.slot >= 0:
+            self._free_device(entry)
+        if entry.image is not None:
+            self.host_bytes -= entry.num_bytes
+        for index in (self.by_digest, self.loading, self.copying, self.hosted):
+            index.pop(digest, None)
+
+    def lease(self, entry: CachedAdapter[ImageT]) -> Lease:
+        lease = Lease(entry.ref.digest, entry.slot)
+        entry.leases.add(lease)
+        self.num_leases += 1
+        self.idle.pop(entry.ref.digest, None)
+        return lease
+
+    def end_lease(self, lease: Lease) -> CachedAdapter[ImageT]:
+        entry = self.by_digest.get(lease.digest)
+        if entry is None or lease not in entry.leases:
+            raise LeaseError(f"the lease on adapter {lease.digest[:12]} was given back already")
+        entry.leases.remove(lease)
+        self.num_leases -= 1
+        return entry
+
+    def make_idle(self, entry: CachedAdapter[ImageT]) -> None:
+        """Allow its eviction from now on: as the last of all, or as the first if no request ever named it."""
+        self.idle[entry.ref.digest] = entry
+        self.idle.move_to_end(entry.ref.digest, last=not entry.unasked)
+
+    def touch(self, entry: CachedAdapter[ImageT], now: float) -> None:
+        """It is the one used last."""
+        entry.last_used = now
+        for order in (self.idle, self.hosted):
+            if entry.ref.digest in order:
+                order.move_to_end(entry.ref.digest)
+
+    def _took(self, entry: CachedAdapter[ImageT], stage: str, now: float) -> None:
+        entry.seconds[stage] = now - entry.since
+        self.seconds[stage] += now - entry.since
+
+    def _free_device(self, entry: CachedAdapter[ImageT]) -> None:
+        assert not entry.leases, "pages with a lease on them may not be given away"
+        if entry.stage is Stage.DEVICE:
+            del self.on_device[entry.ref.digest]
+            self.idle.pop(entry.ref.digest, None)
+        self._transport.clear(entry.slot)
+        self.free_pages.extend(reversed(entry.pages))
+        self.free_slots.append(entry.slot)
+        entry.slot, entry.pages = -1, ()
+
+    def check_integrity(self, pinned: Container[str]) -> None:
+        """Raise AssertionError unless every page and slot has exactly one owner, the counts are what they count,
+        and each adapter is in the lists of its stage and in no other. For tests; costs O(pages + adapters)."""
+        holders = [*self.by_digest.values(), *self.stuck]
+        pages = [*self.free_pages, *(page for entry in holders for page in entry.pages)]
+        assert sorted(pages) == list(range(self.num_pages)), "a page is lost or owned twice"
+        slots = [*self.free_slots, *(entry.slot for entry in holders if entry.slot >= 0)]
+        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or owned twice"
+        assert self.num_leases == sum(len(entry.leases) for entry in holders), "leases are miscounted"
+        held = sum(entry.num_bytes for entry in holders if entry.image is not None)
+        assert self.host_bytes == held, "host memory is miscounted"
+        for digest, entry in self.by_digest.items():
+            stage, where = entry.stage, f"adapter {digest[:12]}, {entry.stage.value}"
+            on_device = stage in (Stage.COPYING, Stage.DEVICE)
+            idle = stage is Stage.DEVICE and not entry.leases and digest not in pinned
+            assert entry.ref.digest == digest, where
+            assert len(entry.pages) == (entry.num_pages if on_device else 0), f"{where}: number of pages"
+            assert (entry.slot >= 0) == on_device, f"{where}: slot {entry.slot}"
+            assert all(lease.slot == entry.slot for lease in entry.leases), (
+                f"{where}: a lease of another slot"
+            )
+            assert stage is Stage.DEVICE or not entry.leases, f"{where}: leased"
+            assert (digest in self.loading) == (stage is Stage.LOADING) == (entry.load is not None), where
+            assert (digest in self.copying) == (stage is Stage.COPYING) == (entry.copy is not None), where
+            assert (digest in self.on_device) == (stage is Stage.DEVICE), where
+            assert (digest in self.hosted) == (entry.image is not None), where
+            assert entry.image is not None or stage in (Stage.LOADING, Stage.DEVICE), f"{where}: no image"
+            assert (digest in self.idle) == idle, f"{where}: wrongly (not) in the line for eviction"
+            assert not (entry.doomed and idle), f"{where}: deleted, unused and still there"
+        for index in (self.loading, self.copying, self.on_device, self.idle, self.hosted):
+            assert index.keys() <= self.by_digest.keys(), "a list names an adapter that is forgotten"

@@ -1,0 +1,137 @@
+"""Eviction: which adapters leave the device and host memory so that another fits.
+
+Both evict the least recently used adapters, and none that the current scheduling pass has requested. `adapter_cache`
+begins loads and copies. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic
+
+from loraplex.adapters.cache.entries import CachedAdapter, CachedAdapters, Stage
+from loraplex.adapters.cache.pins import Pins
+from loraplex.adapters.cache.residency import ImageT
+
+
+class Pass:
+    """The current scheduling pass: its `number`, and the `digests` that it has requested."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.digests: dict[str, None] = {}
+
+    def start(self) -> None:
+        self.number += 1
+        self.digests.clear()
+
+    def wants(self, entry: CachedAdapter[ImageT]) -> bool:
+        return entry.wanted_in == self.number
+
+
+class DeviceEviction(Generic[ImageT]):
+    """Evicts for pages and slots. Those of pins and of hung copies are never freed."""
+
+    def __init__(self, entries: CachedAdapters[ImageT], pins: Pins, current: Pass) -> None:
+        self._entries = entries
+        self._pins = pins
+        self._pass = current
+
+    def is_free(self, num_pages: int) -> bool:
+        """Whether an adapter of `num_pages` pages fits without an eviction."""
+        return bool(self._entries.free_slots) and num_pages <= len(self._entries.free_pages)
+
+    def victims(
+        self, entry: CachedAdapter[ImageT], may_evict: Callable[[str], bool]
+    ) -> list[CachedAdapter[ImageT]] | None:
+        """The adapters to evict so that `entry` fits, the least recently used first; None if that is not enough."""
+        pages = len(self._entries.free_pages)
+        slots = len(self._entries.free_slots)
+        victims: list[CachedAdapter[ImageT]] = []
+        idle = iter(self._entries.idle.values())
+        while pages < entry.num_pages or slots < 1:
+            victim = next(idle, None)
+            if victim is None:
+                return None
+            spared = self._pass.wants(victim) or victim.safe_until >= self._pass.number
+            if not spared and may_evict(victim.ref.digest):
+                victims.append(victim)
+                pages += victim.num_pages
+                slots += 1
+        return victims
+
+    def why_never(self, digest: str, num_pages: int) -> str:
+        """Why an adapter of `num_pages` pages could not be copied even if no adapter were in use: pins or hung copies
+        hold too much. Empty if it could."""
+        kept = list(self._entries.stuck)
+        kept += [self._entries.by_digest[other] for other in self._pins.held.keys() - {digest}]
+        total = self._entries.num_pages
+        room = total - sum(other.num_pages for other in kept)
+        if num_pages > room:
+            has = f"the device memory for adapters has {total}"
+            if kept:
+                has += f", and {total - room} of them are pinned"
+            return f"it does not fit: it needs {num_pages} pages of device memory; {has}"
+        if len(kept) >= self._entries.num_slots:
+            return f"it does not fit: all {len(kept)} slots on the device are pinned"
+        return ""
+
+
+class HostEviction(Generic[ImageT]):
+    """Host memory: `limit` bytes for images, except those that are on their way to the device."""
+
+    def __init__(self, entries: CachedAdapters[ImageT], current: Pass, limit: int) -> None:
+        self._entries = entries
+        self._pass = current
+        self.limit = limit
+        self._full_in = -1  # the last pass that found it full
+
+    def may_load(self) -> bool:
+        """Whether another load may begin: not while images that can't be dropped now, or that are about to come,
+        fill the host's share. Else adapters that wait for room on the device would push each other out of host
+        memory and be read from disk over and over."""
+        if self._full_in == self._pass.number:
+            return False
+        if (
+            not self._entries.loading
+            and not self._entries.copying
+            and not any(map(self._waits, self._pass.digests))
+        ):
+            return True  # one that only passes through may be larger than the limit
+        mean = self._entries.host_bytes // len(self._entries.hosted) if self._entries.hosted else 0
+        used = mean * (len(self._entries.loading) + 1)
+        used += sum(entry.num_bytes for entry in self._entries.copying.values())
+        used += sum(
+            self._entries.by_digest[digest].num_bytes for digest in self._pass.digests if self._waits(digest)
+        )
+        if used <= self.limit:
+            return True
+        self._full_in = self._pass.number
+        return False
+
+    def is_free(self) -> bool:
+        """Whether one more image, of the usual size, would push none out."""
+        hosted = len(self._entries.hosted)
+        return not hosted or self._entries.host_bytes * (hosted + 1) <= self.limit * hosted
+
+    def trim(self) -> None:
+        """Drop images until the rest is within the limit: the least recently used first, those with waiting requests
+        last. One of the latter stays, or an image larger than the limit could never be copied."""
+        if self._entries.host_bytes <= self.limit:
+            return
+        waiting = []
+        for entry in list(self._entries.hosted.values()):
+            if entry.stage is Stage.HOST and self._pass.wants(entry):
+                waiting.append(entry)
+            elif entry.stage is not Stage.COPYING:
+                self._entries.drop_image(entry)
+                if self._entries.host_bytes <= self.limit:
+                    return
+        for entry in waiting[:-1]:
+            self._entries.drop_image(entry)
+            if self._entries.host_bytes <= self.limit:
+                return
+
+    def _waits(self, digest: str) -> bool:
+        entry = self._entries.get(digest)
+        return entry is not None and entry.stage is Stage.HOST

@@ -1,0 +1,163 @@
+"""Types that the adapter cache shares with its transport and its callers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, Literal, Protocol, TypeVar
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.ref import AdapterRef
+
+T = TypeVar("T")
+
+AdapterState = Literal["hot", "warm", "cold"]
+"""On the device, in host memory, or on disk only."""
+
+
+class Residency(Enum):
+    """The result of `request`."""
+
+    READY = "ready"  # on the device; `acquire` works until the next `request` of another adapter
+    LOADING = "loading"  # on its way
+    NO_ROOM = "no_room"  # it must wait for room: on the device, in host memory or in the line for the disk
+    FAILED = "failed"  # `failure` says why
+
+
+class LeaseError(RuntimeError):
+    """A lease given back twice, or asked for where the adapter is not on the device: a bug of the caller."""
+
+
+class PinRefused(LoraplexError):
+    """This adapter can't be kept on the device beside those that are pinned already."""
+
+    code = "adapter_unavailable"
+
+
+class Image(Protocol):
+    """An adapter laid out in host memory, ready to be copied. `num_bytes` counts whole pages."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+
+
+ImageT = TypeVar("ImageT", bound=Image)
+
+
+class Ticket(Generic[T]):
+    """The outcome, some day, of work in another thread, which completes it once; the step thread reads it."""
+
+    __slots__ = ("_damaged", "_error", "_on_cancel", "_outcome")
+
+    def __init__(self, on_cancel: Callable[[], None] | None = None) -> None:
+        self._outcome: list[T] | None = (
+            None  # a list of one, so that a value of None can be told from no value
+        )
+        self._error: str | None = None
+        self._damaged = False
+        self._on_cancel = on_cancel
+
+    def succeed(self, value: T) -> None:
+        self._outcome = [value]
+
+    def fail(self, message: str, *, damaged: bool = False) -> None:
+        """`message` is one line for the client. `damaged` means that the stored bytes are damaged, so that another try
+        cannot succeed."""
+        self._damaged = damaged
+        self._error = message
+
+    def cancel(self) -> None:
+        """This ticket is not read again: its result is to be dropped."""
+        if self._on_cancel is not None:
+            self._on_cancel()
+
+    @property
+    def done(self) -> bool:
+        return self._outcome is not None or self._error is not None
+
+    @property
+    def error(self) -> str | None:
+        return self._error
+
+    @property
+    def damaged(self) -> bool:
+        return self._damaged
+
+    @property
+    def value(self) -> T:
+        """Only once `done` without an error."""
+        assert self._outcome is not None, "the ticket has no value"
+        return self._outcome[0]
+
+
+class AdapterTransport(Protocol[ImageT]):
+    """Moves adapters. All three return at once."""
+
+    def load(self, ref: AdapterRef) -> Ticket[ImageT]:
+        """Begin to bring an adapter from disk into host memory."""
+        ...
+
+    def copy(self, image: ImageT, slot: int, pages: tuple[int, ...]) -> Ticket[None]:
+        """Begin to copy an image into these device pages (as many as it has) and to describe it in `slot`. It
+        may write to them until the ticket is done; it can't be cancelled."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Nothing is in `slot` any more, so that a step that still names it fails rather than read the pages'
+        next owner."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """The right to read an adapter on the device. While one lives, its pages and its slot stay. Given back
+    exactly once, to the cache that gave it."""
+
+    digest: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One adapter as the cache reports it. `last_used` is by the cache's clock (None: never requested); `load_seconds`
+    holds its last way here by stage ("disk": disk to host, "copy": host to device); `error` is why its last load
+    failed."""
+
+    ref: AdapterRef
+    state: AdapterState
+    loading: bool = False
+    pinned: bool = False
+    leases: int = 0
+    pages: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    last_used: float | None = None
+    load_seconds: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """Gauges of this moment, and counters since the cache was made. `num_pages_used` counts pages that are being
+    copied to as well; `load_seconds` sums up what loads took, by stage."""
+
+    num_pages: int
+    num_pages_used: int
+    num_slots: int
+    num_slots_used: int
+    host_bytes: int
+    host_bytes_used: int
+    num_leases: int
+    num_pinned: int
+    num_device: int
+    num_host: int
+    num_loading: int
+    loads: int
+    load_failures: int
+    copies: int
+    device_evictions: int
+    host_evictions: int
+    load_seconds: dict[str, float]

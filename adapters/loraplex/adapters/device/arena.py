@@ -1,0 +1,188 @@
+"""Device memory for adapters: equal pages, and tables that say where each adapter's tiles lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.adapters.device.device_lora import DeviceLora, effective_segments
+from loraplex.adapters.device.host_image import HostImage
+from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.adapters.device.placement import HEAD_LAYER
+from loraplex.kernels.backend import resolve_backend
+from loraplex.kernels.host_memory import untouched_zeros
+from loraplex.kernels.lora.dispatch import GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment, begin_pass
+from loraplex.kernels.lora.site_groups import SiteGroup
+
+
+class AdapterArena:
+    """`num_pages` pages of `layout.page_bytes` on `device`, for at most `num_slots` adapters at a time.
+
+    It does not allocate pages to adapters, and does not guard them: `AdapterCache` does. `write` and `clear_slot`
+    may run in another thread than `lora_pass`, for a slot and pages that no step in flight uses. One page more is
+    allocated, of zeros, for tiles that an adapter lacks. Free pages may hold anything; nothing reads them.
+    """
+
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        num_pages: int,
+        num_slots: int,
+        device: torch.device,
+        *,
+        kernels: str = "auto",
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self.backend = resolve_backend(kernels, device)
+        self._num_pages = num_pages
+        sizes = (num_pages + 1, layout.page_bytes)
+        if device.type == "cpu":
+            self._pages = untouched_zeros(sizes, torch.uint8)
+        else:
+            self._pages = torch.empty(sizes, dtype=torch.uint8, device=device)
+            self._pages[0].zero_()
+        self._layers = self._empty_tables(layout.groups, layout.num_layers, num_slots)
+        # The head is one group more, run once and for the sampled rows alone: a model of one layer, so to say.
+        self._head = None if layout.head is None else self._empty_tables((layout.head,), 1, num_slots)
+        self._filled = np.zeros(num_slots, np.bool_)
+        if self._pages.numel() // GRANULE_BYTES >= 2**31:
+            raise ValueError("an adapter arena can't be larger than 128 GiB")
+        self._scratch = Scratch(device)
+        self._writes = [0] * num_slots
+        self._last: tuple[object, LoraPass | None] = (None, None)
+        self._last_head: tuple[object, LoraPass | None] = (None, None)
+        self._device_lora: DeviceLora | None = None
+
+    @property
+    def layers(self) -> LoraWeights:
+        """Where the tiles of each slot lie, without the head's."""
+        return self._layers
+
+    @property
+    def head(self) -> LoraWeights | None:
+        """The same of the head, as a model of one layer. None where adapters can't change it."""
+        return self._head
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that it takes."""
+        return self._pages.numel()
+
+    def write(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
+        """Copy an image into these pages, one copy for each run of adjacent ones, and describe it in `slot`.
+
+        On a GPU the copies are enqueued on the calling thread's current stream; until that has finished no step
+        may use the slot. Raises ValueError where the pages are not as many as the image's, or not the arena's.
+        """
+        if len(pages) != image.num_pages or not all(0 <= page < self._num_pages for page in pages):
+            raise ValueError(f"an image of {image.num_pages} pages can't be written to pages {pages}")
+        first = 0
+        for index in range(1, len(pages) + 1):
+            if index == len(pages) or pages[index] != pages[index - 1] + 1:
+                start = pages[first] + 1  # behind the page of zeros
+                self._copy(image.pages[first:index], self._pages[start : start + index - first])
+                first = index
+        self._describe(image, slot, pages)
+
+    def clear_slot(self, slot: int) -> None:
+        """From now on a step that names `slot` is refused."""
+        self._writes[slot] += 1
+        self._filled[slot] = False
+
+    def lora_pass(self, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
+        """Prepare the layers of a step of `num_rows` rows: `segments` are (slot, first_row, num_rows), slot -1 for
+        base rows, which may also be left out. None if no row has an adapter that changes a layer. Raises ValueError
+        as `begin_pass` does, and for an empty slot.
+
+        The last pass is kept: a step like the one before, as most are while all sequences decode, costs nothing.
+        """
+        key = (tuple(segments), num_rows, self._writes_to(segments))
+        if self._last[0] != key:
+            self._last = (key, self._begin(self._layers, segments, num_rows))
+        return self._last[1]
+
+    def head_pass(self, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
+        """Prepare the head of a step in the same way, for its `num_rows` sampled rows: `segments` are of those. The
+        pass's one group is HEAD, its one layer 0. None if no row has an adapter that changes the head."""
+        if self._head is None:
+            return None
+        key = (tuple(segments), num_rows, self._writes_to(segments))
+        if self._last_head[0] != key:
+            self._last_head = (key, self._begin(self._head, segments, num_rows))
+        return self._last_head[1]
+
+    def device_lora(self, max_rows: int, max_sequences: int) -> DeviceLora:
+        """Passes whose lists travel with a step's other inputs, for steps of up to `max_rows` rows of `max_sequences`
+        sequences. Call it once, in the thread that runs the steps, before the first `write`; for the backend
+        "triton"."""
+        assert self._device_lora is None
+        assert not self._filled.any()
+        self._device_lora = DeviceLora(
+            self._layers,
+            self._head,
+            self._filled,
+            self._scratch,
+            max_rows=max_rows,
+            max_sequences=max_sequences,
+        )
+        return self._device_lora
+
+    def _begin(self, weights: LoraWeights, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
+        chosen = effective_segments(segments, weights, self._filled)
+        return begin_pass(self.backend, weights, self._scratch, chosen, num_rows)
+
+    def _empty_tables(self, groups: tuple[SiteGroup, ...], num_layers: int, num_slots: int) -> LoraWeights:
+        places = (num_layers, sum(len(group.sites) for group in groups))
+        return LoraWeights(
+            storage=self._pages.view(-1).view(self.layout.dtype),
+            groups=groups,
+            tables=np.zeros((num_slots, self.layout.max_chunks + 1, *places, 2), np.int32),
+            num_chunks=np.zeros(num_slots, np.int32),
+            present=np.zeros((num_slots, *places), np.bool_),
+            vectors=np.zeros((num_slots, *places), np.int32),
+        )
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if self.device.type == "cpu":
+            # In this thread alone: torch would start a team of threads for it, beside the step's.
+            np.copyto(target.numpy(), source.numpy())
+        else:
+            target.copy_(source, non_blocking=True)
+
+    def _writes_to(self, segments: Sequence[Segment]) -> tuple[int, ...]:
+        """How often each slot has changed."""
+        return tuple(self._writes[slot] for slot, _, _ in segments if 0 <= slot < len(self._writes))
+
+    def _describe(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
+        per_page = self.layout.granules_per_page
+        # Page 0 of the storage is the one of zeros.
+        starts = (np.array(pages, np.int64) + 1) * per_page
+
+        def place(tile: NDArray[np.int32]) -> NDArray[np.int64]:
+            return starts[tile // per_page] + tile % per_page
+
+        self._writes[slot] += 1
+        for weights, of_head in ((self._layers, False), (self._head, True)):
+            sites = image.sites[(image.sites[:, 0] == HEAD_LAYER) == of_head]
+            vectors = image.vectors[(image.vectors[:, 0] == HEAD_LAYER) == of_head]
+            if weights is None:
+                continue
+            layers, numbers, chunks, *tiles = sites.T
+            layers = np.zeros_like(layers) if of_head else layers
+            table = np.zeros_like(weights.tables[slot])
+            for kind, tile in enumerate(tiles):
+                table[chunks, layers, numbers, kind] = place(tile)
+            weights.tables[slot] = table
+            weights.present[slot] = False
+            weights.present[slot, layers, numbers] = True
+            weights.num_chunks[slot] = chunks.max() + 1 if len(chunks) else 0
+            layers, numbers, tile = vectors.T
+            weights.vectors[slot] = 0
+            weights.vectors[slot, np.zeros_like(layers) if of_head else layers, numbers] = place(tile)
+        self._filled[slot] = True
+        if self._device_lora is not None:
+            self._device_lora.write(slot)

@@ -1,0 +1,105 @@
+"""The arena's adapters as the programs of a GPU find them: tables that stay on the device, and lists of work that a
+step brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.kernels.lora.dispatch import LoraPass, LoraWeights, Scratch, Segment
+
+if TYPE_CHECKING:
+    from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
+
+
+def effective_segments(
+    segments: Sequence[Segment], weights: LoraWeights, filled: NDArray[np.bool_]
+) -> list[Segment]:
+    """The segments, with slot -1 for those whose adapter changes nothing of what `weights` describes. Raises
+    ValueError for an empty slot."""
+    chosen = []
+    for slot, first, count in segments:
+        if slot >= 0 and (slot >= len(filled) or not filled[slot]):
+            raise ValueError(f"slot {slot} holds no adapter")
+        # One that changes nothing here is the base model's, here.
+        chosen.append((slot if slot >= 0 and weights.num_chunks[slot] else -1, first, count))
+    return chosen
+
+
+class DeviceLora:
+    """Made by `AdapterArena.device_lora`. `layers` and `head` are None where adapters cannot change them."""
+
+    def __init__(
+        self,
+        layers: LoraWeights,
+        head: LoraWeights | None,
+        filled: NDArray[np.bool_],
+        scratch: Scratch,
+        *,
+        max_rows: int,
+        max_sequences: int,
+    ) -> None:
+        # Triton need not be there where it does not run.
+        from loraplex.kernels.lora.triton_lora import TritonLora
+
+        self._weights = (layers, head)
+        self._filled = filled
+        self.layers: TritonLora = TritonLora(layers, scratch, max_rows=max_rows, max_segments=max_sequences)
+        # Layers and head run one after the other, so that they may compute in the same memory.
+        self.head: TritonLora | None = (
+            None if head is None else TritonLora(head, scratch, max_rows=max_rows, max_segments=max_sequences)
+        )
+
+    @property
+    def head_work_size(self) -> int:
+        """int32 of the head's list of work."""
+        return 0 if self.head is None else self.head.work_size
+
+    def write(self, slot: int) -> None:
+        """Take over what the arena's tables say of a slot."""
+        self.layers.write(slot)
+        if self.head is not None:
+            self.head.write(slot)
+
+    def begin_lora_pass(
+        self,
+        segments: Sequence[Segment],
+        num_rows: int,
+        into: NDArray[np.int32],
+        work: torch.Tensor,
+        *,
+        head: bool,
+        fixed: bool,
+    ) -> tuple[LoraPass | None, int]:
+        """Write a step's list into `into`, whose copy on the device `work` is; returns the pass and how many int32 were
+        written. `fixed`: for launches that were recorded (`recorded`). The pass is None if no row has an adapter that
+        changes anything. Raises ValueError as `AdapterArena.lora_pass` does."""
+        weights, lora = (self._weights[1], self.head) if head else (self._weights[0], self.layers)
+        if weights is None or lora is None:
+            return None, 0
+        chosen = effective_segments(segments, weights, self._filled)
+        slots = sorted({slot for slot, _, _ in chosen if slot >= 0})
+        if not slots and not fixed:
+            return None, 0
+        step = lora.plan(chosen, num_rows, into, fixed=fixed)
+        if not slots:
+            return None, step.size
+        return (lora.recorded(work, num_rows) if fixed else lora.launcher(work, step, slots)), step.size
+
+    def recorded(
+        self, layers: torch.Tensor, head: torch.Tensor, max_rows: int
+    ) -> tuple[LoraLauncher, LoraLauncher | None]:
+        """Passes to be captured over the lists of the layers and of the head, for steps of up to `max_rows` rows."""
+        return self.layers.recorded(layers, max_rows), (
+            None if self.head is None else self.head.recorded(head, max_rows)
+        )
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what steps of this dtype may launch. While no step is in flight."""
+        self.layers.warm_up(dtype)
+        if self.head is not None:
+            self.head.warm_up(dtype)

@@ -1,0 +1,200 @@
+"""Adapters in host memory, laid out as they will lie on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.adapters.admission.base_model import BaseWeights
+from loraplex.adapters.device.dora import dora_vectors
+from loraplex.adapters.device.layout import ArenaLayout, TileKind
+from loraplex.adapters.device.placement import Placement, place
+from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, LoadAbandoned
+from loraplex.adapters.spec import AdapterSpec, TensorSlice
+from loraplex.adapters.store.tensors import NUMPY_DTYPES, read_tensor, scan_tensors
+from loraplex.kernels.lora.dispatch import CHUNK
+from loraplex.kernels.lora.site_groups import HEAD
+
+_DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostImage:
+    """One adapter, ready to be copied page by page.
+
+    `pages` is uint8 [num_pages, page_bytes], pinned where the device is a GPU. `sites` int32 [n, 5] has a row for
+    each chunk of each site that the adapter has: layer, number of the site, chunk, and where its A and its B tile
+    begin, in granules from the start of the image. `vectors` int32 [m, 3] has one for each site with vectors: layer,
+    number, and where they begin. The head's blocks stand in both as sites of layer HEAD_LAYER, numbered by
+    themselves; their A tile is the same.
+
+    Vectors are made from the base's weights too, so an image belongs to a digest, a layout and a base together. It
+    never outlives its process, which has one of each base and layout.
+    """
+
+    digest: str
+    rank: int
+    pages: torch.Tensor
+    sites: NDArray[np.int32]
+    vectors: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 3), np.int32))
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pages.numel()
+
+
+def build_image(
+    spec: AdapterSpec,
+    tensors_path: Path,
+    layout: ArenaLayout,
+    *,
+    base: BaseWeights | None = None,
+    pin: bool = False,
+    wanted: Callable[[], bool] = lambda: True,
+    feed: Callable[[memoryview], object] = lambda _: None,
+) -> HostImage:
+    """Read an adapter's tensors and lay them out.
+
+    The scaling, and DoRA's gain, are folded into B in float32; A and B are rounded once, to the layout's dtype. Ranks
+    are filled up to whole chunks with zeros. DoRA needs `base`, whose weights are read in slices. Holds the largest
+    tensor, or for DoRA one site's in float32, beside the image. `wanted` is called before each matrix; if it returns
+    False, LoadAbandoned is raised. `feed` gets every byte of the file, in order and before it is used, so that a caller
+    can hash the file without a second read.
+
+    Raises ArtifactCorrupt where the adapter does not fit the layout, AdapterRefused("non_finite") where a value is not
+    finite in its dtype, BaseModelInvalid where the base's weights can't be read as they were, OSError.
+    """
+    _check_fits(spec, layout)
+    placement = place(spec, layout)
+    pages = torch.empty(placement.num_pages, layout.page_bytes, dtype=torch.uint8, pin_memory=pin)
+    image = _Image(spec, layout, placement, pages)
+    plain: dict[int, tuple[TensorSlice, int, Literal["a", "b"]]] = {}
+    for index, site in enumerate(spec.sites):
+        if site.magnitude is None:
+            plain[site.a.start] = site.a, index, "a"
+            plain[site.b.start] = site.b, index, "b"
+    # What is not finite is found and refused at the end.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for tensor, values in scan_tensors(tensors_path, [entry[0] for entry in plain.values()], feed):
+            _check_wanted(wanted)
+            _, index, kind = plain[tensor.start]
+            image.put(index, kind, values)
+        for index, site in enumerate(spec.sites):
+            if site.magnitude is not None:
+                _check_wanted(wanted)
+                image.put_dora(index, site.magnitude, tensors_path, base)
+    image.check_finite()
+    return HostImage(spec.digest, spec.rank, pages, placement.sites, placement.vectors)
+
+
+class _Image:
+    """An image on its way: matrices are cut into tiles and rounded. With numpy alone: torch would start a team of
+    threads of its own for a loader thread, beside the step's."""
+
+    def __init__(
+        self, spec: AdapterSpec, layout: ArenaLayout, placement: Placement, pages: torch.Tensor
+    ) -> None:
+        self._spec = spec
+        self._pieces = placement.pieces
+        self._dtype = NUMPY_DTYPES[_DTYPE_NAMES[layout.dtype]]
+        flat = pages.numpy().reshape(-1)
+        self._rounded, self._exact = flat.view(self._dtype), flat.view(np.float32)
+        for nobodys in placement.fillers:
+            flat[nobodys] = 0
+
+    def put(self, index: int, kind: Literal["a", "b"], values: NDArray[Any]) -> None:
+        """A [rank, in_features] or B [out_features, rank] of the site with this index, in any dtype."""
+        if kind == "a":
+            same = values.dtype == self._dtype
+            self._cut(index, "a", values if same else values.astype(np.float32, copy=False), self._rounded)
+        else:
+            scaled = values.astype(np.float32, copy=False) * np.float32(self._spec.sites[index].scaling)
+            self._put_b(index, scaled)
+
+    def put_dora(
+        self, index: int, magnitude: TensorSlice, tensors_path: Path, base: BaseWeights | None
+    ) -> None:
+        """A site with magnitudes. Its tensors are read again: they are needed together, and may lie anywhere."""
+        if base is None:
+            raise ValueError("DoRA's magnitudes need the weights of the base")
+        site = self._spec.sites[index]
+        a = read_tensor(tensors_path, site.a)
+        b = read_tensor(tensors_path, site.b) * np.float32(site.scaling)
+        gain, offset = dora_vectors(read_tensor(tensors_path, magnitude), a, b, base, site, self._dtype)
+        self._cut(index, "a", a, self._rounded)
+        self._put_b(index, b * gain[:, None])
+        self._cut(index, "vectors", np.stack((gain - 1, offset)), self._exact)
+
+    def check_finite(self) -> None:
+        """Raises AdapterRefused for the first site that has another value."""
+        if not any(kind == "vectors" for _, kind in self._pieces) and _all_finite(self._rounded):
+            return
+        for (index, kind), pieces in self._pieces.items():
+            into = self._exact if kind == "vectors" else self._rounded
+            if not all(_all_finite(into[piece.elements]) for piece in pieces):
+                site = self._spec.sites[index]
+                raise AdapterRefused(
+                    "non_finite",
+                    f"{site.site} of layer {site.layer} has values that are not finite once they are scaled and in "
+                    f"{self._dtype}",
+                )
+
+    def _put_b(self, index: int, scaled: NDArray[np.float32]) -> None:
+        # Rounded before it is transposed: half as much to move.
+        self._cut(index, "b", scaled.astype(self._dtype, copy=False).T, self._rounded)
+
+    def _cut(self, index: int, kind: TileKind, matrix: NDArray[Any], into: NDArray[Any]) -> None:
+        for piece in self._pieces[index, kind]:
+            part = matrix[piece.rows, piece.columns]
+            into[piece.elements].reshape(part.shape)[...] = part
+
+
+def _check_wanted(wanted: Callable[[], bool]) -> None:
+    if not wanted():
+        raise LoadAbandoned("no request waits for this adapter any more")
+
+
+def _all_finite(values: NDArray[Any]) -> bool:
+    """Of float32, float16 or bfloat16, by their bits: as integers, infinities and NaN are beyond all others of their
+    sign. numpy's own way takes ten times as long for bfloat16."""
+    signed, unsigned = values.view(f"i{values.itemsize}"), values.view(f"u{values.itemsize}")
+    infinity = np.array(np.inf, values.dtype).view(signed.dtype)[()]
+    minus_infinity = np.array(-np.inf, values.dtype).view(unsigned.dtype)[()]
+    return bool(signed.max() < infinity and unsigned.max() < minus_infinity)
+
+
+def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
+    if not spec.sites:
+        raise ArtifactCorrupt("the adapter changes nothing")
+    seen = set()
+    for site in spec.sites:
+        where = f"{site.site} of layer {site.layer}"
+        shape = layout.shape(site.site)
+        num_layers = 1 if site.site == HEAD else layout.num_layers
+        if shape is None or not 0 <= site.layer < num_layers or (site.layer, site.site) in seen:
+            raise ArtifactCorrupt(f"{where} is not a place for an adapter in this model, or is there twice")
+        seen.add((site.layer, site.site))
+        if not 1 <= site.rank <= layout.max_chunks * CHUNK:
+            raise ArtifactCorrupt(
+                f"{where} has rank {site.rank}; this engine serves 1 … {layout.max_chunks * CHUNK}"
+            )
+        in_features, out_features = shape
+        if site.a.shape != (site.rank, in_features) or site.b.shape != (out_features, site.rank):
+            raise ArtifactCorrupt(
+                f"{where}: A {site.a.shape} and B {site.b.shape} do not fit rank {site.rank} of a linear from "
+                f"{in_features} to {out_features} features"
+            )
+        if site.magnitude is not None and site.magnitude.shape != (out_features,):
+            raise ArtifactCorrupt(
+                f"{where}: the magnitudes {site.magnitude.shape} do not fit {out_features} features"
+            )

@@ -1,0 +1,185 @@
+"""How adapters lie in memory: tiles of eight ranks, in equal pages, the same in host memory and on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import torch
+
+from loraplex.kernels.lora.dispatch import CHUNK, GRANULE_BYTES
+from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
+
+MIN_PAGE_BYTES = 256 << 10
+MAX_PAGE_BYTES = 2 << 20
+
+
+TileKind = Literal["a", "b", "vectors"]
+
+
+class SiteKey(NamedTuple):
+    """The properties of a site that determine its tiles."""
+
+    layer: int
+    site: str
+    rank: int
+    has_vectors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One tile of an adapter: its site (index among the adapter's), its chunk of ranks (0 for vectors), and its
+    columns [start, end) of the output (of the input for A)."""
+
+    index: int
+    kind: TileKind
+    chunk: int
+    start: int
+    end: int
+    num_bytes: int
+
+
+class ArenaLayout:
+    """The units of an arena for one model and one dtype.
+
+    A chunk is CHUNK ranks of one site; its A tile is [CHUNK, in_features], its B tile [CHUNK, out_features]. A site
+    with vectors (DoRA) has them in a tile [2, out_features] of float32. A tile begins at a multiple of GRANULE_BYTES
+    and never crosses a page. Sites are numbered through `groups` in their order. The head (lm_head) is as wide as the
+    vocabulary: its columns are cut into blocks whose B tiles take half a page at most; `head` is its group with a
+    site for each block.
+
+    The page size is a power of two chosen by the model, unless given: 256 KiB to 2 MiB, at least the largest tile,
+    growing with the size of the model's adapters so that those have tens of pages.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[SiteGroup],
+        num_layers: int,
+        dtype: torch.dtype,
+        *,
+        max_rank: int,
+        page_bytes: int | None = None,
+        head: SiteGroup | None = None,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.num_layers = num_layers
+        self.dtype = dtype
+        self.max_chunks = -(-max_rank // CHUNK)
+        self.sites: dict[str, int] = {}
+        self.features: list[tuple[int, int]] = []
+        """(in, out) of each site, by its number."""
+        for group in self.groups:
+            for site, out_features in zip(group.sites, group.out_features, strict=True):
+                if site in self.sites:
+                    raise ValueError(f"site {site} is in two groups")
+                self.sites[site] = len(self.features)
+                self.features.append((group.in_features, out_features))
+        sizes = [self.tile_bytes(features) for pair in self.features for features in pair]
+        self.largest_tile_bytes = max(sizes)
+        if page_bytes is None:
+            page_bytes = self._choose_page_bytes(num_layers * sum(sizes))
+        if page_bytes < self.largest_tile_bytes or page_bytes % GRANULE_BYTES:
+            raise ValueError(
+                f"a page of {page_bytes} bytes can't hold the largest tile ({self.largest_tile_bytes} bytes), "
+                f"or is no multiple of {GRANULE_BYTES}"
+            )
+        self.page_bytes = page_bytes
+        self.head = None if head is None else self._cut(head)
+
+    def shape(self, site: str) -> tuple[int, int] | None:
+        """(in, out) of a site; None where adapters can't change it."""
+        if site == HEAD:
+            return None if self.head is None else (self.head.in_features, sum(self.head.out_features))
+        number = self.sites.get(site)
+        return None if number is None else self.features[number]
+
+    @property
+    def site_names(self) -> tuple[str, ...]:
+        """Every site that adapters can change."""
+        return (*self.sites, *(() if self.head is None else (HEAD,)))
+
+    @property
+    def smallest_full_bytes(self) -> int:
+        """Pages of an adapter of rank up to CHUNK on every site of every layer, without the head."""
+        sizes = [self.tile_bytes(features) for pair in self.features for features in pair] * self.num_layers
+        return place_tiles(sizes, self.page_bytes)[1] * self.page_bytes
+
+    @property
+    def granules_per_page(self) -> int:
+        return self.page_bytes // GRANULE_BYTES
+
+    def tile_bytes(self, features: int) -> int:
+        """The size of a tile [CHUNK, features], rounded up to a granule."""
+        return _whole_granules(CHUNK * features * self.dtype.itemsize)
+
+    def columns(self, site: str) -> list[tuple[int, int]]:
+        """The blocks [start, end) of output columns that a site is cut into: one, except for the head."""
+        shape = self.shape(site)
+        assert shape is not None
+        widths = self.head.out_features if site == HEAD and self.head is not None else (shape[1],)
+        ends = list(accumulate(widths))
+        return list(zip([0, *ends], ends, strict=False))
+
+    def tiles(self, sites: Sequence[SiteKey]) -> list[Tile]:
+        """Every tile of an adapter for these sites, in the order in which they are placed."""
+        listed = []
+        for index, site in enumerate(sites):
+            shape = self.shape(site.site)
+            assert shape is not None
+            columns = self.columns(site.site)
+            for chunk in range(-(-site.rank // CHUNK)):
+                listed.append(Tile(index, "a", chunk, 0, shape[0], self.tile_bytes(shape[0])))
+                listed += [
+                    Tile(index, "b", chunk, *part, self.tile_bytes(part[1] - part[0])) for part in columns
+                ]
+            if site.has_vectors:
+                listed += [
+                    Tile(index, "vectors", 0, *part, _whole_granules(2 * 4 * (part[1] - part[0])))
+                    for part in columns
+                ]
+        return listed
+
+    def _cut(self, head: SiteGroup) -> SiteGroup:
+        if head.sites != (HEAD,):
+            raise ValueError(f"the head's group has the sites {head.sites}")
+        width = self.page_bytes // 2 // (CHUNK * self.dtype.itemsize)
+        if self.tile_bytes(head.in_features) > self.page_bytes or not width:
+            raise ValueError(f"a page of {self.page_bytes} bytes can't hold the head's A tile")
+        widths = [min(width, head.out_features[0] - first) for first in range(0, head.out_features[0], width)]
+        names = tuple(f"{HEAD}.{block}" for block in range(len(widths)))
+        return SiteGroup(HEAD, names, head.in_features, tuple(widths))
+
+    def _choose_page_bytes(self, chunk_of_all_sites: int) -> int:
+        page = MIN_PAGE_BYTES
+        # Little of a page is lost at its end if several tiles fit; more than 64 pages for the smallest rank of an
+        # adapter for everything would only make lists longer.
+        while page < MAX_PAGE_BYTES and (
+            page < 8 * self.largest_tile_bytes or page < chunk_of_all_sites // 64
+        ):
+            page *= 2
+        while page < self.largest_tile_bytes:
+            page *= 2
+        return page
+
+
+def _whole_granules(size: int) -> int:
+    return -(-size // GRANULE_BYTES) * GRANULE_BYTES
+
+
+def place_tiles(sizes: Sequence[int], page_bytes: int) -> tuple[list[int], int]:
+    """First-fit over the pages begun last: the byte offset of each tile, and the number of pages."""
+    offsets = []
+    used: list[int] = []
+    for size in sizes:
+        for page in range(max(0, len(used) - 4), len(used)):
+            if used[page] + size <= page_bytes:
+                break
+        else:
+            page = len(used)
+            used.append(0)
+        offsets.append(page * page_bytes + used[page])
+        used[page] += size
+    return offsets, len(used)

@@ -1,0 +1,122 @@
+"""Where the tiles of an adapter lie in its image, and the tables that say so."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapters.device.layout import ArenaLayout, SiteKey, Tile, TileKind, place_tiles
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.kernels.lora.dispatch import CHUNK, GRANULE_BYTES
+from loraplex.kernels.lora.site_groups import HEAD
+
+HEAD_LAYER = -1
+"""The layer by which an image's tables name the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a site's matrix that belongs into a tile, and which elements of the image it takes: in the layout's
+    dtype, and in float32 for vectors. Of the last chunk, the rows that there are."""
+
+    rows: slice
+    columns: slice
+    elements: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`pieces` by the index of a site in `spec.sites` and the kind of tile; `fillers` are the bytes between and within
+    tiles that belong to no piece. `sites` int32 [n, 5] and `vectors` int32
+    [m, 3] are those of `HostImage`; images share them, so they can't be written to."""
+
+    num_pages: int
+    pieces: Mapping[tuple[int, TileKind], tuple[Piece, ...]]
+    fillers: tuple[slice, ...]
+    sites: NDArray[np.int32]
+    vectors: NDArray[np.int32]
+
+
+def place(spec: AdapterSpec, layout: ArenaLayout) -> Placement:
+    """Adapters of one recipe differ in values alone: the placements of the last few recipes are kept."""
+    keys = tuple(SiteKey(s.layer, s.site, s.rank, s.magnitude is not None) for s in spec.sites)
+    return _place(layout, keys)
+
+
+@lru_cache(maxsize=32)
+def _place(layout: ArenaLayout, keys: tuple[SiteKey, ...]) -> Placement:
+    tiles = layout.tiles(keys)
+    offsets, num_pages = place_tiles([tile.num_bytes for tile in tiles], layout.page_bytes)
+    pieces: dict[tuple[int, TileKind], list[Piece]] = defaultdict(list)
+    spans: list[tuple[int, int]] = []
+    tables = _Tables(layout, keys)
+    for tile, offset in zip(tiles, offsets, strict=True):
+        itemsize = 4 if tile.kind == "vectors" else layout.dtype.itemsize
+        piece = _piece(tile, offset // itemsize, keys[tile.index].rank)
+        pieces[tile.index, tile.kind].append(piece)
+        spans.append((offset, piece.elements.stop * itemsize))
+        tables.put(tile, offset // GRANULE_BYTES)
+    return Placement(
+        num_pages,
+        {key: tuple(some) for key, some in pieces.items()},
+        _gaps(spans, num_pages * layout.page_bytes),
+        tables.sites(),
+        tables.vectors(),
+    )
+
+
+def _gaps(spans: list[tuple[int, int]], end: int) -> tuple[slice, ...]:
+    """The gaps between the spans in [0, end)."""
+    spans.sort()
+    ends = [0, *(span[1] for span in spans)]
+    starts = [*(span[0] for span in spans), end]
+    return tuple(slice(a, b) for a, b in zip(ends, starts, strict=True) if a < b)
+
+
+def _piece(tile: Tile, first: int, rank: int) -> Piece:
+    begin, end = (0, 2) if tile.kind == "vectors" else (tile.chunk * CHUNK, (tile.chunk + 1) * CHUNK)
+    rows = slice(begin, end if tile.kind == "vectors" else min(end, rank))
+    size = (rows.stop - rows.start) * (tile.end - tile.start)
+    return Piece(rows, slice(tile.start, tile.end), slice(first, first + size))
+
+
+class _Tables:
+    """The rows of `HostImage.sites` and `HostImage.vectors`, tile by tile."""
+
+    def __init__(self, layout: ArenaLayout, keys: tuple[SiteKey, ...]) -> None:
+        self._layout = layout
+        self._keys = keys
+        self._sites: dict[tuple[int, int, int], list[int]] = {}
+        self._vectors: list[tuple[int, int, int]] = []
+
+    def put(self, tile: Tile, start: int) -> None:
+        key = self._keys[tile.index]
+        columns = self._layout.columns(key.site)
+        layer = HEAD_LAYER if key.site == HEAD else key.layer
+        first = 0 if key.site == HEAD else self._layout.sites[key.site]
+        if tile.kind == "a":
+            for block in range(len(columns)):
+                self._sites[layer, first + block, tile.chunk] = [start, 0]
+            return
+        number = first + columns.index((tile.start, tile.end))
+        if tile.kind == "b":
+            self._sites[layer, number, tile.chunk][1] = start
+        else:
+            self._vectors.append((layer, number, start))
+
+    def sites(self) -> NDArray[np.int32]:
+        return _table([(*key, *starts) for key, starts in self._sites.items()], 5)
+
+    def vectors(self) -> NDArray[np.int32]:
+        return _table(self._vectors, 3)
+
+
+def _table(rows: list[tuple[int, ...]] | list[tuple[int, int, int]], width: int) -> NDArray[np.int32]:
+    table = np.array(rows, np.int32).reshape(-1, width)
+    table.flags.writeable = False
+    return table

@@ -1,0 +1,239 @@
+"""Moves adapters from disk to host memory and on to the device, in threads of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from loraplex.adapters.admission.base_model import BaseWeights
+from loraplex.adapters.admission.inspection_cache import InspectionCache
+from loraplex.adapters.cache.residency import Ticket
+from loraplex.adapters.device.arena import AdapterArena
+from loraplex.adapters.device.host_image import HostImage, build_image
+from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, LoadAbandoned, LoraplexError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.spec import BaseSpec
+from loraplex.adapters.store.artifact_store import ArtifactStore, check_digest
+from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, begin_digest
+from loraplex.kernels.lora.dispatch import CHUNK
+
+_log = logging.getLogger(__name__)
+
+MAX_LOST_THREADS = 8
+"""Threads that may hang in a dead disk before no new ones are started for them."""
+CLOSE_TIMEOUT_S = 5.0
+
+
+class ThreadedTransport:
+    """The real `AdapterTransport`: `threads` loaders, and one thread that copies.
+
+    A load parses the stored bytes as an upload is parsed, lays them out, and hashes them again as it reads them;
+    whatever is wrong becomes the ticket's error. A copy runs on a stream of its own where the device is a GPU, and its
+    ticket is done when the stream is. `wake` is called from those threads after each ticket that is done. A load that
+    is cancelled stops at its next matrix; while a thread hangs in it, that thread has a replacement.
+    """
+
+    def __init__(
+        self,
+        store: ArtifactStore,
+        base: BaseSpec,
+        arena: AdapterArena,
+        *,
+        wake: Callable[[], None],
+        threads: int = 2,
+    ) -> None:
+        self._store = store
+        self._inspections = InspectionCache(base, arena.layout.max_chunks * CHUNK)
+        self._base_weights = BaseWeights(base)
+        self._arena = arena
+        self._wake = wake
+        self._loaders = _Workers("adapter-load", threads)
+        self._copiers = _Workers("adapter-copy", 1)
+        self._stream: torch.cuda.Stream | None = None
+        if arena.device.type == "cuda":
+            self._stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
+
+    def load(self, ref: AdapterRef) -> Ticket[HostImage]:
+        def work() -> None:
+            try:
+                ticket.succeed(self._load(ref, lambda: not job.abandoned))
+            except Exception as error:
+                damaged = isinstance(error, ArtifactCorrupt | ArtifactMissing)
+                ticket.fail(_reason(error, f"loading adapter {ref.digest[:12]}"), damaged=damaged)
+            self._wake()
+
+        job = _Job(work)
+        ticket: Ticket[HostImage] = Ticket(on_cancel=lambda: self._loaders.abandon(job))
+        if not self._loaders.submit(job):
+            ticket.fail("the threads that load adapters all hang; is the disk there?")
+            self._wake()
+        return ticket
+
+    def copy(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> Ticket[None]:
+        ticket: Ticket[None] = Ticket()
+
+        def work() -> None:
+            try:
+                self._copy(image, slot, pages)
+                ticket.succeed(None)
+            except Exception as error:
+                ticket.fail(_reason(error, f"copying adapter {image.digest[:12]} to the device"))
+            self._wake()
+
+        self._copiers.submit(_Job(work))
+        return ticket
+
+    def clear(self, slot: int) -> None:
+        self._arena.clear_slot(slot)
+
+    def close(self) -> None:
+        """Stop the threads; what they have not begun is never done. Waits a little for what they have."""
+        self._loaders.close()
+        self._copiers.close()
+
+    def _load(self, ref: AdapterRef, wanted: Callable[[], bool]) -> HostImage:
+        folder = self._store.path(ref.digest)
+        try:
+            image, found = self._lay_out(ref.digest, folder / CONFIG_NAME, folder / TENSORS_NAME, wanted)
+        except LoadAbandoned:
+            raise
+        except Exception:
+            # Damaged bytes may lead to whatever: say so if that is what they are.
+            self._store.verify(ref.digest)
+            raise
+        check_digest(ref.digest, found)
+        return image
+
+    def _lay_out(
+        self, digest: str, config: Path, tensors: Path, wanted: Callable[[], bool]
+    ) -> tuple[HostImage, str]:
+        """An image, and the hash of the bytes that it was made from. The caller must check that it is the digest.
+
+        The file is read once for both, so the bytes are not verified while they are parsed: the parser must accept any
+        upload."""
+        spec = self._inspections.inspect(config, tensors, digest)
+        sha = begin_digest(config, tensors)
+        image = build_image(
+            spec,
+            tensors,
+            self._arena.layout,
+            base=self._base_weights,
+            pin=self._stream is not None,
+            wanted=wanted,
+            feed=sha.update,
+        )
+        return image, sha.hexdigest()
+
+    def _copy(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
+        if self._stream is None:
+            self._arena.write(image, slot, pages)
+            return
+        with torch.cuda.stream(self._stream):
+            self._arena.write(image, slot, pages)
+        self._stream.synchronize()
+
+
+def _reason(error: Exception, what: str) -> str:
+    """One line for the client."""
+    if isinstance(error, LoraplexError):
+        return error.message
+    _log.error("%s failed", what, exc_info=error)
+    if isinstance(error, OSError):
+        return f"its files cannot be read: {error.strerror or type(error).__name__}"
+    return f"{what} failed: {type(error).__name__}"
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    work: Callable[[], None]
+    begun: bool = False
+    ended: bool = False
+    abandoned: bool = False
+
+
+class _Workers:
+    """A few threads that take jobs in order. One that hangs in an abandoned job counts as lost, and is replaced;
+    it ends if ever it comes back."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._name = name
+        self._condition = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._closed = False
+        self._lost = 0
+        self._wanted = threads
+        self._threads: set[threading.Thread] = set()
+        for _ in range(threads):
+            self._start()
+
+    def submit(self, job: _Job) -> bool:
+        """False if every thread hangs, or after `close`: the job is not taken."""
+        with self._condition:
+            if self._closed or len(self._threads) <= self._lost:
+                return False
+            self._jobs.append(job)
+            self._condition.notify()
+            return True
+
+    def abandon(self, job: _Job) -> None:
+        """Its outcome is not wanted any more."""
+        with self._condition:
+            if job.abandoned or job.ended:
+                return
+            job.abandoned = True
+            if not job.begun:
+                self._jobs = deque(other for other in self._jobs if other is not job)
+                return
+            self._lost += 1
+            if self._lost <= MAX_LOST_THREADS and not self._closed:
+                self._start()
+
+    def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._jobs.clear()
+            self._condition.notify_all()
+            threads = list(self._threads)
+        until = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _start(self) -> None:
+        # Daemons: one that hangs in a dead disk must not keep the process from ending.
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                try:
+                    job.work()
+                except Exception:  # not reported by the job itself; the thread goes on with the next
+                    _log.exception("a job of %s failed", self._name)
+                with self._condition:
+                    job.ended = True
+                    if job.abandoned:
+                        self._lost -= 1
+                        if len(self._threads) - self._lost > self._wanted:
+                            return
+        finally:
+            with self._condition:
+                self._threads.discard(threading.current_thread())
+
+    def _next(self) -> _Job | None:
+        with self._condition:
+            while not self._jobs and not self._closed:
+                self._condition.wait()
+            if self._closed:
+                return None
+            job = self._jobs.popleft()
+            job.begun = True
+            return job

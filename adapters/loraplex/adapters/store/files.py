@@ -1,0 +1,153 @@
+"""The two files of an adapter: their names, their digest, and how their bytes are read and written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from loraplex.adapters.errors import StoreFailed, StoreFull
+
+CONFIG_NAME = "adapter_config.json"
+TENSORS_NAME = "adapter_model.safetensors"
+
+DIGEST_SALT = b"loraplex adapter 1\n"
+"""The first bytes of a digest's hash."""
+CHUNK_BYTES = 1 << 20
+"""Bytes held in memory at a time while a file is copied or hashed."""
+
+# EFBIG is what a process sees whose file size is limited: for an upload the same as a full disk.
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# A disk that breaks, was taken away, or was remounted read-only after an error.
+_BROKEN = frozenset({errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT})
+_DAMAGED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL})
+
+
+def shown(text: object, limit: int = 80) -> str:
+    """An uploader's own words made safe for messages, logs and JSON: ASCII, quoted, cut to `limit`."""
+    raw = text if isinstance(text, str) else str(text)[: limit + 1]
+    return ascii(raw if len(raw) <= limit else raw[:limit] + "...")
+
+
+def names_damage(error: OSError) -> bool:
+    """Whether a file could not be read for what lies in its place (nothing, a folder, a link), rather than for what
+    may pass: too many open files, or a disk that does not answer."""
+    return error.errno in _DAMAGED
+
+
+def has_no_room(error: OSError) -> bool:
+    """Whether the disk is full, or what this process may have of it."""
+    return error.errno in _NO_ROOM
+
+
+def is_disk_failure(error: BaseException | None) -> bool:
+    """Whether the operating system had no room, or its disk failed."""
+    return isinstance(error, OSError) and error.errno in _NO_ROOM | _BROKEN
+
+
+@contextmanager
+def disk_failures_named() -> Iterator[None]:
+    """Turn the operating system's "no room" errors into StoreFull, and those of a failing disk into StoreFailed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise StoreFull(
+                "no room left for the upload in the artifact store; nothing of it was kept"
+            ) from error
+        if error.errno in _BROKEN:
+            raise StoreFailed(
+                f"the artifact store's disk fails ({os.strerror(error.errno)}); nothing of the upload was kept"
+            ) from error
+        raise
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open for reading, unbuffered, refusing symbolic links, devices and pipes (OSError)."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(fd, "rb", buffering=0)
+
+
+def create_file(path: Path) -> BinaryIO:
+    """Create a file that must not exist yet, mode 0600, unbuffered; never follows a link (OSError)."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    return os.fdopen(fd, "wb", buffering=0)
+
+
+def make_private(path: Path) -> None:
+    """Have a file of mode 0600, empty where there was none, whatever the umask and the folder are. One that is there
+    is not opened: closing it would drop the locks that this process has on it (OSError)."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(0o600)
+
+
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Write every byte: an unbuffered file may take fewer than asked when the disk runs full."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def read_into(file: BinaryIO, buffer: memoryview) -> int:
+    """Fill `buffer`; the number of bytes read is smaller than its size only at the end of the file."""
+    done = 0
+    while done < len(buffer):
+        got = os.readv(file.fileno(), [buffer[done:]])
+        if not got:
+            break
+        done += got
+    return done
+
+
+def _hash_file(path: Path, into: hashlib._Hash) -> None:
+    """Feed one file to a running hash, led by its length, in bounded memory.
+
+    Raises OSError when the file cannot be read or changes its length meanwhile.
+    """
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with open_regular(path) as file:
+        left = os.fstat(file.fileno()).st_size
+        into.update(length_bytes(left))
+        while got := read_into(file, buffer):
+            into.update(buffer[:got])
+            left -= got
+    if left:
+        raise OSError(errno.EIO, "the file changed while it was read", str(path))
+
+
+def digest_upload(config_path: Path, tensors_path: Path) -> str:
+    """The identity of an adapter: 64 hex characters of SHA-256 over both files, each led by its length, so
+    that no byte can move from one file to the other unseen. Streams. Raises OSError."""
+    sha = _begin_digest(config_path)
+    _hash_file(tensors_path, sha)
+    return sha.hexdigest()
+
+
+def begin_digest(config_path: Path, tensors_path: Path) -> hashlib._Hash:
+    """An unfinished hash of `digest_upload`: it lacks only the bytes of the tensor file, for a caller that reads those
+    anyway. A file that has another length by then gives another digest. Raises OSError."""
+    sha = _begin_digest(config_path)
+    sha.update(length_bytes(tensors_path.lstat().st_size))
+    return sha
+
+
+def _begin_digest(config_path: Path) -> hashlib._Hash:
+    sha = hashlib.sha256(DIGEST_SALT)
+    _hash_file(config_path, sha)
+    return sha
+
+
+def length_bytes(length: int) -> bytes:
+    """A file's length, as it leads the file's bytes in a digest."""
+    return length.to_bytes(8, "little")

@@ -1,0 +1,39 @@
+"""Evicts deleted adapters from the engine, and removes pins that no version has any more."""
+
+from __future__ import annotations
+
+import contextlib
+
+import structlog
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.admin.services import AdminServices
+from loraplex.control.types import Removal
+from loraplex.serving.errors import EngineUnavailable, ServingError
+
+log = structlog.get_logger("loraplex.admin")
+
+
+async def evict_removed(services: AdminServices, removal: Removal) -> None:
+    """Evict the deleted bytes from the engine's memory, and remove the pins of deleted versions. The deletion stands
+    also where the engine fails: unused bytes are evicted later as any others, and an engine that is away comes back
+    without the pins."""
+    for digest in removal.digests:
+        try:
+            await services.engine.drop(digest)
+        except ServingError as error:
+            log.warning("drop_failed", digest=digest[:12], reason=error.message)
+    for digest in removal.unpinned:
+        try:
+            await unpin_unused(services, digest)
+        except LoraplexError as error:
+            log.warning("unpin_failed", digest=digest[:12], reason=error.message)
+
+
+async def unpin_unused(services: AdminServices, digest: str) -> None:
+    """Unpin bytes in the engine, unless another version with the same bytes is pinned.
+    Raises DatabaseUnavailable, DatabaseBusy, ServingError."""
+    pinned = await services.database.run(services.catalog.pinned)
+    if all(other.digest != digest for other in pinned):
+        with contextlib.suppress(EngineUnavailable):
+            await services.engine.unpin(digest)

@@ -1,0 +1,60 @@
+"""Adapters and their versions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from loraplex.admin.schemas.fields import ResponseBody, Timestamp
+from loraplex.admin.schemas.releases import Release
+from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
+
+
+class VersionServing(ResponseBody):
+    """How the version writes calls of tools, and its reasoning. A null: as the base model does."""
+
+    tool_format: ToolFormatName | None
+    reasoning_format: ReasoningFormatName | None
+
+
+class Version(ResponseBody):
+    """`bytes` is the size of the upload's files; `base_fingerprint` names the base that it was checked against."""
+
+    name: str
+    version: str
+    digest: str
+    state: Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted"]
+    rank: int
+    targets: list[str]
+    bytes: int
+    pinned: bool
+    base_fingerprint: str
+    created_at: Timestamp
+    serving: VersionServing
+    report: dict[str, Any] | None
+
+
+class VersionPage(ResponseBody):
+    data: list[Version]
+    next_cursor: str | None
+
+
+class Pin(ResponseBody):
+    name: str
+    version: str
+    pinned: bool
+
+
+class Adapter(ResponseBody):
+    """`latest_version` is the newest, even if it was deleted; `num_versions` counts those that were not. `release` is
+    null where nothing is released."""
+
+    name: str
+    num_versions: int
+    latest_version: str
+    release: Release | None
+    created_at: Timestamp
+
+
+class AdapterPage(ResponseBody):
+    data: list[Adapter]
+    next_cursor: str | None

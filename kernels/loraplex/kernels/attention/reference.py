@@ -1,0 +1,175 @@
+"""Paged attention in torch: the reference, and the path of processors without a kernel of their own.
+
+Blocks are gathered into dense K and V, then torch's scaled_dot_product_attention runs with the query heads of a
+group taken as its query positions (decode) or as its heads over one shared K (prefill), so that K and V are never
+repeated for grouped-query attention.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from loraplex.kernels.attention.types import (
+    AttentionBatch,
+    DecodeGroup,
+    DecodeView,
+    PrefillSlice,
+    PrefillView,
+)
+
+_MAX_MASK_ELEMENTS = 1 << 22
+"""A mask up to this size is made once and kept for all layers; a larger one is made tile by tile in each."""
+
+
+def write_kv(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, kv)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for number, group in enumerate(batch.decode):
+        _decode(q, cache, batch, number, group, out, scale, window, softcap)
+    for number, piece in enumerate(batch.prefill):
+        _prefill(q, cache, batch, number, piece, out, scale, window, softcap)
+    return out
+
+
+def _decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    batch: AttentionBatch,
+    number: int,
+    group: DecodeGroup,
+    out: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    _, block_size, _, num_kv_heads, head_dim = cache.shape
+    size = group.rows.shape[0]
+    view = batch.decode_views.get((number, window))
+    if view is None:
+        view = batch.decode_views[number, window] = _decode_view(group, window, block_size, q.dtype)
+    kv = cache.index_select(0, view.blocks)
+    kv = kv.view(size, view.num_blocks * block_size, 2, num_kv_heads, head_dim)[:, : view.length]
+    k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)  # [B, Hkv, L, D]
+    grouped = q.index_select(0, group.rows).view(size, num_kv_heads, -1, head_dim)  # [B, Hkv, Hq/Hkv, D]
+    answer = _attend(grouped, k, v, view.mask, scale, softcap)
+    out.index_copy_(0, group.rows, answer.reshape(size, -1, head_dim))
+
+
+def _prefill(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    batch: AttentionBatch,
+    number: int,
+    piece: PrefillSlice,
+    out: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    block_size, num_kv_heads, head_dim = cache.shape[1], *cache.shape[3:]
+    num_rows = piece.num_rows
+    view = batch.prefill_views.get((number, window))
+    if view is None:
+        view = batch.prefill_views[number, window] = _prefill_view(
+            piece, window, block_size, q.dtype, plain=softcap is None
+        )
+    kv = cache.index_select(0, view.blocks).view(-1, 2, num_kv_heads, head_dim)[: view.length]
+    # KV heads as the batch, the query heads of a group as heads over one K: [Hkv, Hq/Hkv, L, D] without a copy.
+    group = q.shape[1] // num_kv_heads
+    k = kv[:, 0].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+    v = kv[:, 1].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+    rows = slice(piece.first_row, piece.first_row + num_rows)
+    grouped = q[rows].view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    result = out[rows].view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    if softcap is None and _only_causal(piece, window):
+        result.copy_(scaled_dot_product_attention(grouped, k, v, is_causal=True, scale=scale))
+        return
+    # With a softcap the scores of all heads are there at once, in float32.
+    columns = view.length if softcap is None else view.length * q.shape[1]
+    tile = min(num_rows, max(1, _MAX_MASK_ELEMENTS // columns))
+    for first in range(0, num_rows, tile):
+        last = min(first + tile, num_rows)
+        if view.mask is not None:
+            mask = view.mask if tile == num_rows else view.mask[first:last]
+        else:
+            mask = _causal_mask(view.num_past + first, last - first, view.length, window, q.dtype, q.device)
+        result[:, :, first:last] = _attend(grouped[:, :, first:last], k, v, mask, scale, softcap)
+
+
+def _only_causal(piece: PrefillSlice, window: int | None) -> bool:
+    """Nothing is hidden but the future, and the queries begin with the sequence."""
+    return piece.num_past == 0 and (window is None or window >= piece.seq_len)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    if softcap is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = (q @ k.transpose(-1, -2)).float()
+    scores.mul_(scale / softcap).tanh_().mul_(softcap).add_(mask)
+    return scores.softmax(dim=-1).to(q.dtype) @ v
+
+
+def _decode_view(group: DecodeGroup, window: int | None, block_size: int, dtype: torch.dtype) -> DecodeView:
+    """Its mask is 0 where a position is seen, -inf elsewhere."""
+    device = group.seq_lens.device
+    ends = group.seq_lens[:, None]
+    # A window that begins at any position of a block reaches into one block more than it fills.
+    reached = group.num_blocks if window is None else (window + block_size - 2) // block_size + 1
+    if reached >= group.num_blocks:
+        positions = torch.arange(group.max_seq_len, device=device)
+        blocks, num_blocks, length = group.blocks, group.num_blocks, group.max_seq_len
+    else:
+        assert window is not None
+        num_blocks, length = reached, reached * block_size
+        first = (ends - window).clamp_min_(0).div_(block_size, rounding_mode="floor")
+        # Beyond the table there is only what the mask hides: any block of the sequence will do.
+        index = (first + torch.arange(num_blocks, device=device)).clamp_max_(group.num_blocks - 1)
+        blocks = group.blocks.view(-1, group.num_blocks).gather(1, index).flatten()
+        positions = first * block_size + torch.arange(length, device=device)
+    hidden = positions >= ends
+    if window is not None:
+        hidden |= positions < ends - window
+    return DecodeView(blocks, num_blocks, length, _additive(hidden, dtype)[:, None, None, :])
+
+
+def _prefill_view(
+    piece: PrefillSlice, window: int | None, block_size: int, dtype: torch.dtype, *, plain: bool
+) -> PrefillView:
+    """`plain`: without a softcap, so that torch's own causal attention may serve."""
+    first = 0 if window is None else max(0, piece.num_past - window + 1) // block_size
+    blocks = piece.blocks[first:] if first else piece.blocks
+    length, num_past = piece.seq_len - first * block_size, piece.num_past - first * block_size
+    mask = None
+    if not (plain and _only_causal(piece, window)) and piece.num_rows * length <= _MAX_MASK_ELEMENTS:
+        mask = _causal_mask(num_past, piece.num_rows, length, window, dtype, blocks.device)
+    return PrefillView(blocks, length, num_past, mask)
+
+
+def _causal_mask(
+    start: int, num_rows: int, seq_len: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[num_rows, L] for queries at positions start … start+num_rows-1: 0 where j is seen, -inf elsewhere."""
+    i = torch.arange(start, start + num_rows, device=device)[:, None]
+    j = torch.arange(seq_len, device=device)
+    hidden = j > i
+    if window is not None:
+        hidden |= j <= i - window
+    return _additive(hidden, dtype)
+
+
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))

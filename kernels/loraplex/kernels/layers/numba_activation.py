@@ -1,0 +1,92 @@
+"""The gated activation on a CPU, compiled by numba: the functions of `loraplex.kernels.layers.activation`."""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit
+from loraplex.kernels.numba_runtime.vectors import (
+    LIKE,
+    exp,
+    fetch_add,
+    fma,
+    jit,
+    load_some,
+    read_int64,
+    rounded,
+    size_of,
+    splat,
+    store_some,
+)
+
+_F32, _ONE = np.float32(0), np.float32(1)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up. gate_up: [T, 2·I], gate before up, last axis contiguous; returns [T, I]."""
+    return _activate(gate_up, is_gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) · up with the tanh approximation. Shapes as in `silu_and_mul`."""
+    return _activate(gate_up, is_gelu=True)
+
+
+def _activate(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"{list(gate_up.shape)} are not rows of a gate and what it is for")
+    if gate_up.stride(1) != 1:
+        gate_up = gate_up.contiguous()
+    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, columns), dtype=gate_up.dtype)
+    arguments = (
+        LIKE[gate_up.dtype],
+        gate_up.data_ptr(),
+        gate_up.stride(0) * gate_up.element_size(),
+        out.data_ptr(),
+        columns,
+        int(is_gelu),
+    )
+    if rows * columns <= SMALL // 2:
+        _activate_rows(*arguments, 0, rows)
+    else:
+        _activate_all.run(arguments[:1], *arguments[1:], rows, rows_of_unit(rows))
+    return out
+
+
+@jit
+def _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, last):
+    size = size_of(like)
+    one = splat(_ONE)
+    for row in range(first, last):
+        gate, target = gate_up + row * stride, out + row * columns * size
+        up = gate + columns * size
+        for c in range(0, columns, 16):
+            left = columns - c
+            g = load_some(gate + c * size, left, like)
+            inner = g
+            if is_gelu != 0:
+                # (1 + tanh(z)) / 2 is the logistic function of 2z.
+                inner = (fma(g * g * g, splat(0.044715), g)) * splat(2.0 * math.sqrt(2.0 / math.pi))
+            # torch rounds the activation before it multiplies.
+            value = rounded(g / (one + exp(splat(_F32) - inner)), like)
+            value = value * load_some(up + c * size, left, like)
+            store_some(value, target + c * size, left, like)
+
+
+def _activate_units(taken, arguments, like):
+    gate_up, stride, out = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    columns, is_gelu = read_int64(arguments + 24), read_int64(arguments + 32)
+    rows, share = read_int64(arguments + 40), read_int64(arguments + 48)
+    while True:
+        first = fetch_add(taken, 1) * share
+        if first >= rows:
+            break
+        _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, min(first + share, rows))
+
+
+_activate_all = Kernel(_activate_units, "qqqqqqq")

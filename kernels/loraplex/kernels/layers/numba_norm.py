@@ -1,0 +1,143 @@
+"""RMSNorm and the residual addition before it on a CPU, compiled by numba: the functions of
+`loraplex.kernels.layers.norm`."""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit
+from loraplex.kernels.numba_runtime.vectors import (
+    LIKE,
+    fetch_add,
+    fma,
+    horizontal_sum,
+    jit,
+    load_some,
+    read_float64,
+    read_int64,
+    rounded,
+    size_of,
+    splat,
+    store_some,
+)
+
+_F32, _ONE = np.float32(0), np.float32(1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last axis, in float32 inside, rounded once.
+
+    x: [..., C]; weight: [C] of any dtype of `LIKE`; returns a contiguous tensor of x's shape and dtype. Raises
+    ValueError for other shapes.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype)
+    columns = x.shape[-1]
+    if x.dim() != 2 or x.stride(1) != 1:
+        x = x.contiguous()
+    rows = x.numel() // columns if columns else 0
+    _norm(x, x.stride(0) if x.dim() == 2 else columns, None, out, rows, weight, eps)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """residual += x, in place; returns rms_norm(residual), of what the sum was rounded to. x, residual: [T, C] of one
+    dtype, last axis contiguous."""
+    if (
+        x.shape != residual.shape
+        or x.dtype is not residual.dtype
+        or x.dim() != 2
+        or x.stride(1) != 1
+        or residual.stride(1) != 1
+    ):
+        raise ValueError(
+            f"{list(x.shape)} {x.dtype} can't be added to {list(residual.shape)} {residual.dtype} by rows"
+        )
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _norm(x, x.stride(0), residual, out, x.shape[0], weight, eps)
+    return out
+
+
+# The kernel takes the weight in its own dtype and rounds once after it, which is Gemma's way too.
+rms_norm_float32 = rms_norm
+add_rms_norm_float32 = add_rms_norm
+
+
+def _norm(x, stride, residual, out, rows, weight, eps) -> None:
+    columns = x.shape[-1]
+    if weight.shape != (columns,) or not weight.is_contiguous():
+        raise ValueError(f"a norm's weight of {list(weight.shape)} does not fit rows of {columns}")
+    size = x.element_size()
+    arguments = (
+        LIKE[x.dtype],
+        LIKE[weight.dtype],
+        x.data_ptr(),
+        stride * size,
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0) * size,
+        out.data_ptr(),
+        weight.data_ptr(),
+        columns,
+        float(eps),
+    )
+    if rows * columns <= SMALL:
+        _norm_rows(*arguments, 0, rows)
+    else:
+        _norm_all.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows))
+
+
+@jit
+def scaled(source, target, weight, columns, squares, eps, like, weight_like):
+    """A row over the root of its mean square, times the weight; `squares` are the lanes of its sum of squares."""
+    mean = horizontal_sum(squares) / np.float32(columns)
+    factor = splat(_ONE / math.sqrt(mean + np.float32(eps)))
+    for c in range(0, columns, 16):
+        left = columns - c
+        value = load_some(source + c * size_of(like), left, like) * factor
+        value = value * load_some(weight + c * size_of(weight_like), left, weight_like)
+        store_some(value, target + c * size_of(like), left, like)
+
+
+@jit
+def _norm_rows(
+    like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, first, last
+):
+    size = size_of(like)
+    for row in range(first, last):
+        source = x + row * stride
+        squares = splat(_F32)
+        if residual != 0:
+            total = residual + row * residual_stride
+            for c in range(0, columns, 16):
+                left = columns - c
+                added = load_some(source + c * size, left, like) + load_some(total + c * size, left, like)
+                added = rounded(added, like)
+                store_some(added, total + c * size, left, like)
+                squares = fma(added, added, squares)
+            source = total
+        else:
+            for c in range(0, columns, 16):
+                value = load_some(source + c * size, columns - c, like)
+                squares = fma(value, value, squares)
+        scaled(source, out + row * columns * size, weight, columns, squares, eps, like, weight_like)
+
+
+def _norm_units(taken, arguments, like, weight_like):
+    x, stride, residual = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    residual_stride, out = read_int64(arguments + 24), read_int64(arguments + 32)
+    weight, columns = read_int64(arguments + 40), read_int64(arguments + 48)
+    eps, rows, share = read_float64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
+    while True:
+        first = fetch_add(taken, 1) * share
+        if first >= rows:
+            break
+        last = min(first + share, rows)
+        _norm_rows(
+            like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, first, last
+        )
+
+
+_norm_all = Kernel(_norm_units, "qqqqqqqdqq")

@@ -1,0 +1,187 @@
+"""Rotary position embedding, the norms of queries and keys before it, and the write into the paged KV cache on a CPU,
+in one kernel compiled by numba."""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from loraplex.kernels.attention.numba_attention import NumbaAttentionBatch, key_value_offsets
+from loraplex.kernels.attention.numba_attention_tiles import BLOCK
+from loraplex.kernels.layers.numba_norm import scaled
+from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit
+from loraplex.kernels.numba_runtime.vectors import (
+    LIKE,
+    copy_element,
+    fetch_add,
+    fma,
+    jit,
+    load_some,
+    read_float64,
+    read_int64,
+    size_of,
+    splat,
+    store_some,
+)
+
+_F32 = np.float32(0)
+_key_value_offsets = jit(key_value_offsets)
+
+
+def rotate_and_write(
+    heads: torch.Tensor,
+    num_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    batch: NumbaAttentionBatch,
+    *,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> None:
+    """`loraplex.kernels.ops.RotateAndWrite`, into a cache in the order of `loraplex.kernels.attention.numba_attention`.
+
+    The last two axes of `heads` are contiguous, D is even, and `cos` and `sin` are contiguous float32. Raises
+    ValueError for other shapes.
+    """
+    rows, all_heads, dim = heads.shape
+    kv_heads, half = cache.shape[3], cos.shape[-1]
+    if (
+        all_heads != num_heads + 2 * kv_heads
+        or cache.shape[1:] != (BLOCK, 2, kv_heads, dim)
+        or cache.dtype is not heads.dtype
+        or dim % 2
+        or 2 * half > dim
+        or cos.shape != (rows, 1, half)
+        or sin.shape != cos.shape
+        or batch.num_rows != rows
+        or heads.stride()[1:] != (dim, 1)
+        or cos.dtype is not torch.float32
+        or sin.dtype is not torch.float32
+        or not (cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
+    ):
+        raise ValueError(
+            f"heads {list(heads.shape)} {heads.dtype} with cos {list(cos.shape)} do not fit a cache "
+            f"{list(cache.shape)} {cache.dtype}, {num_heads} query heads and {batch.num_rows} rows"
+        )
+    if (q_norm is None) is not (k_norm is None):
+        raise ValueError("queries and keys are both normed, or neither")
+    for weight in (q_norm, k_norm):
+        if weight is not None and (weight.shape != (dim,) or not weight.is_contiguous()):
+            raise ValueError(f"a norm's weight of {list(weight.shape)} does not fit heads of size {dim}")
+    if q_norm is not None and k_norm is not None and q_norm.dtype is not k_norm.dtype:
+        raise ValueError(f"norms of {q_norm.dtype} and {k_norm.dtype} do not go together")
+    arguments = (
+        LIKE[heads.dtype],
+        LIKE[heads.dtype if q_norm is None else q_norm.dtype],
+        heads.data_ptr(),
+        heads.stride(0) * heads.element_size(),
+        num_heads,
+        kv_heads,
+        dim,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        half,
+        cache.data_ptr(),
+        batch.slots.data_ptr(),
+        0 if q_norm is None else q_norm.data_ptr(),
+        0 if k_norm is None else k_norm.data_ptr(),
+        float(eps),
+    )
+    if rows * all_heads * dim <= SMALL:
+        _rotate_rows(*arguments, 0, rows)
+    else:
+        _rotate.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows))
+
+
+@jit
+def _rotate_head(head, dim, cos, sin, half, like):
+    size = size_of(like)
+    for d in range(0, half, 16):
+        left = half - d
+        low, high = head + d * size, head + (half + d) * size
+        a, b = load_some(low, left, like), load_some(high, left, like)
+        c, s = load_some(cos + d * 4, left, _F32), load_some(sin + d * 4, left, _F32)
+        store_some(a * c - b * s, low, left, like)
+        store_some(b * c + a * s, high, left, like)
+
+
+@jit
+def _rotate_rows(
+    like,
+    weight_like,
+    heads,
+    stride,
+    num_heads,
+    kv_heads,
+    dim,
+    cos,
+    sin,
+    half,
+    cache,
+    slots,
+    q_norm,
+    k_norm,
+    eps,
+    first,
+    last,
+):
+    size = size_of(like)
+    for row in range(first, last):
+        begin = heads + row * stride
+        at = row * half * 4
+        for number in range(num_heads + kv_heads):
+            head = begin + number * dim * size
+            if q_norm != 0:
+                weight = q_norm if number < num_heads else k_norm
+                squares = splat(_F32)
+                for d in range(0, dim, 16):
+                    value = load_some(head + d * size, dim - d, like)
+                    squares = fma(value, value, squares)
+                scaled(head, head, weight, dim, squares, eps, like, weight_like)
+            _rotate_head(head, dim, cos + at, sin + at, half, like)
+        slot = read_int64(slots + row * 8)
+        block = cache + slot // BLOCK * (2 * BLOCK * kv_heads * dim * size)
+        for number in range(kv_heads):
+            key = begin + (num_heads + number) * dim * size
+            value = key + kv_heads * dim * size
+            for d in range(dim):
+                k, v = _key_value_offsets(number, slot % BLOCK, d, dim, size)
+                copy_element(block + k * size, key + d * size, like)
+                copy_element(block + v * size, value + d * size, like)
+
+
+def _rotate_units(taken, arguments, like, weight_like):
+    heads, stride, num_heads = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    kv_heads, dim, cos = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
+    sin, half, cache = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
+    slots, q_norm, k_norm = read_int64(arguments + 72), read_int64(arguments + 80), read_int64(arguments + 88)
+    eps, rows, share = read_float64(arguments + 96), read_int64(arguments + 104), read_int64(arguments + 112)
+    while True:
+        first = fetch_add(taken, 1) * share
+        if first >= rows:
+            break
+        _rotate_rows(
+            like,
+            weight_like,
+            heads,
+            stride,
+            num_heads,
+            kv_heads,
+            dim,
+            cos,
+            sin,
+            half,
+            cache,
+            slots,
+            q_norm,
+            k_norm,
+            eps,
+            first,
+            min(first + share, rows),
+        )
+
+
+_rotate = Kernel(_rotate_units, "qqqqqqqqqqqqdqq")

@@ -1,0 +1,52 @@
+"""The gated activation in Triton: the functions of `loraplex.kernels.layers.activation`, rounded once."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up (SwiGLU; Shazeer, 2020), in float32 inside. gate_up: [T, 2·I], gate before up, the last axis
+    contiguous; returns [T, I], contiguous. Raises ValueError for other shapes."""
+    return _gated(gate_up, gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) · up with the tanh approximation of GELU (GeGLU; Shazeer, 2020). Shapes as in `silu_and_mul`."""
+    return _gated(gate_up, gelu=True)
+
+
+def _gated(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
+        raise ValueError(f"{list(gate_up.shape)} is no [rows, gate and up] with contiguous rows")
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        gated_program[(rows, triton.cdiv(inner, _BLOCK))](
+            gate_up, out, gate_up.stride(0), INNER=inner, BLOCK=_BLOCK, GELU=gelu, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def gated_program(
+    gate_up_ptr, out_ptr, gate_up_row, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+):
+    """out[row, c] = f(gate_up[row, c]) · gate_up[row, INNER + c]. Grid: rows, columns ÷ BLOCK."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = c < INNER
+    gate_ptr = gate_up_ptr + row * gate_up_row + c
+    gate = tl.load(gate_ptr, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + INNER, mask=there, other=0.0).to(tl.float32)
+    z = gate
+    if GELU:
+        # 0.5·(1 + tanh(z)) is the logistic function of 2z.
+        z = 2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    y = gate / (1 + tl.exp(-z)) * up
+    tl.store(out_ptr + row * INNER + c, y.to(out_ptr.dtype.element_ty), mask=there)

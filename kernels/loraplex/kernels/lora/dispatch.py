@@ -1,0 +1,99 @@
+"""Batched LoRA: every row of a batch gets the low-rank update of its own adapter, all in one go.
+
+For a group of sites (linears that read the same x and write adjacent columns of y), for each row t with adapter a and
+each site i of the group that a has:
+
+    y[t, cols_i] += (x[t] · A_{a,i}ᵀ) · B_{a,i}        A [R, K], B [R, N_i] (transposed, scaling folded in)
+
+    T rows of the batch · K in_features · N_i out_features of site i · R the site's own rank in a
+
+A site may have vectors g and c [N_i] besides, as DoRA does (Liu et al., ICML 2024); then y, as the base left it, is
+scaled column by column and moved, in the same step:
+
+    y[t, cols_i] ← g_{a,i} ⊙ y[t, cols_i] + c_{a,i} + (x[t] · A_{a,i}ᵀ) · B_{a,i}
+
+Rows of the base model and sites that an adapter lacks stay as they are. The weights lie in tiles of CHUNK ranks, an A
+tile [CHUNK, K] and a B tile [CHUNK, N_i] for each chunk, anywhere in one flat storage; tables hold the offsets. This is
+the segmented gather matrix-vector product of Punica (Chen et al., MLSys 2024), with ranks cut into equal chunks.
+
+This module is the one point of dispatch: `begin_pass` prepares a step, `LoraPass.apply` runs a group of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from loraplex.kernels.backend import Backend
+from loraplex.kernels.lora.reference import TorchLoraPass
+from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.lora.types import (
+    CHUNK,
+    GRANULE_BYTES,
+    LoraPass,
+    LoraWeights,
+    Scratch,
+    Segment,
+    segments_by_slot,
+)
+
+__all__ = [
+    "CHUNK",
+    "GRANULE_BYTES",
+    "LoraPass",
+    "LoraWeights",
+    "Scratch",
+    "Segment",
+    "begin_pass",
+    "lora_reference",
+]
+
+
+def begin_pass(
+    backend: Backend, weights: LoraWeights, scratch: Scratch, segments: Sequence[Segment], num_rows: int
+) -> LoraPass | None:
+    """Prepare a step of `num_rows` rows; None if no row has an adapter. Rows that no segment names are the base
+    model's. Segments must not overlap; one adapter may have several.
+
+    Raises ValueError for a segment outside the rows, an overlap, or an empty slot.
+    """
+    by_slot = segments_by_slot(segments, weights.num_chunks, num_rows)
+    if not by_slot:
+        return None
+    if backend == "torch":
+        return TorchLoraPass(weights, scratch, by_slot, num_rows)
+    if backend == "numba":
+        from loraplex.kernels.lora.numba_lora import NumbaLoraPass  # takes a second to import
+
+        return NumbaLoraPass(weights, scratch, by_slot, num_rows)
+    from loraplex.kernels.lora.triton_lora import TritonLoraPass  # need not be there where it does not run
+
+    return TritonLoraPass(weights, scratch, by_slot, num_rows)
+
+
+def lora_reference(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    group: SiteGroup,
+    rows: Sequence[dict[str, tuple[torch.Tensor, torch.Tensor, float]] | None],
+    vectors: Sequence[dict[str, tuple[torch.Tensor, torch.Tensor]] | None] | None = None,
+) -> torch.Tensor:
+    """The formula with loops in float64, for tests. `rows[t]` maps a site's name to PEFT's own A [R, K],
+    B [N_i, R] and scaling, or is None for a base row; `vectors[t]` maps it to g [N_i] and c [N_i] in the same way.
+    Returns a new float64 tensor shaped like y."""
+    out = y.double().clone()
+    for t, adapter in enumerate(rows):
+        column = 0
+        for site, width in zip(group.sites, group.out_features, strict=True):
+            if adapter is not None and site in adapter:
+                a, b, scaling = adapter[site]
+                moved = None if vectors is None else (vectors[t] or {}).get(site)
+                if moved is not None:
+                    g, c = moved
+                    out[t, column : column + width] = (
+                        out[t, column : column + width] * g.double() + c.double()
+                    )
+                out[t, column : column + width] += scaling * (b.double() @ (a.double() @ x[t].double()))
+            column += width
+    return out

@@ -1,0 +1,378 @@
+"""Batched LoRA in Triton: what `loraplex.kernels.lora.reference` computes, in two launches a group and layer.
+
+    shrink    h[plane, t, i, :] = x[t, plane's part of K] · A_{a,i}ᵀ      in float32
+    expand    y[t, cols_i]     += (Σ_planes h[plane, t, i, :]) · B_{a,i}     and g, c where a site has them
+
+A fixed number of programs walks a list of work that the step brings in device memory (`lora.triton_plan`), so that a
+recorded launch serves any batch. Splitting the sums of long rows into planes, and expanding them from there, takes two
+launches, no atomic addition and no barrier between programs: the same batch gives the same bits.
+
+`TritonLora` belongs to an arena. For a step:
+
+    work = lora.plan(segments, num_rows, buffer)       on the host, into a part of what is copied for the step
+    lora.launcher(device_buffer, work, slots)          a LoraPass
+
+and for recorded launches, once, `lora.recorded(device_buffer, max_rows)`, whose lists are planned with `fixed`.
+The A side of a group needs x alone: `shrink` may run on another stream beside the base's own product, if that stream
+waits for x, and the one of `expand` for it. Passes that share hidden values must not run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.kernels.lora.triton_expand import expand
+from loraplex.kernels.lora.triton_plan import (
+    EXPAND,
+    LARGE,
+    RECORD_HEAD,
+    SHRINK,
+    SMALL,
+    GroupPlan,
+    LoraPlanner,
+    Work,
+    site_records,
+)
+from loraplex.kernels.lora.triton_shrink import shrink
+from loraplex.kernels.lora.triton_tiling import LoraTiling
+from loraplex.kernels.lora.types import GRANULE_BYTES, LoraWeights, Scratch, Segment, segments_by_slot
+
+_DEFAULT = LoraTiling()
+_HIDDEN = "lora hidden"
+_PROGRAMS_ON_HOST = 3
+"""Where kernels are interpreted, one program after the other."""
+
+
+class LoraLauncher:
+    """See `loraplex.kernels.lora.dispatch.LoraPass`. Launches over buffers that stay where they are; what they hold
+    may change.
+
+    `work` int32 is the list, `records` those of the slots that it names, `units` of each group, `hidden` float32.
+    Without a `step` every group's small pieces are launched, whatever the list will say: for recording, with programs
+    for `most_pieces` of shrink and of expand.
+    """
+
+    def __init__(
+        self,
+        storage: torch.Tensor,
+        planner: LoraPlanner,
+        *,
+        programs: int,
+        records: torch.Tensor,
+        units: Sequence[torch.Tensor],
+        work: torch.Tensor,
+        hidden: torch.Tensor,
+        active: NDArray[np.bool_] | None = None,
+        step: Work | None = None,
+        most_pieces: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._storage = storage
+        self._floats = storage.view(torch.float32)
+        self._planner = planner
+        self._programs = programs
+        self._records = records
+        self._units = units
+        self._work = work
+        self._hidden = hidden
+        self._active = active
+        self._step = step
+        self._most_pieces = most_pieces
+        self._numbers = {plan.group.key: g for g, plan in enumerate(planner.groups)}
+
+    def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """See `LoraPass.apply`. Raises ValueError where the shapes are not the group's, KeyError for no group."""
+        self.shrink(layer, group, x)
+        self.expand(layer, group, y)
+
+    def shrink(self, layer: int, group: str, x: torch.Tensor) -> None:
+        """The first half of `apply`: reads x [T, K], writes hidden values alone."""
+        g = self._numbers[group]
+        plan = self._planner.groups[g]
+        self._check(group, "x", x, plan.group.in_features)
+        for kind in self._kinds(layer, SHRINK, g):
+            self._launch_shrink(kind, layer, g, plan, x)
+
+    def expand(self, layer: int, group: str, y: torch.Tensor) -> None:
+        """The second half: adds to y [T, sum of N_i] what `shrink` of the same layer and group left."""
+        g = self._numbers[group]
+        plan = self._planner.groups[g]
+        self._check(group, "y", y, sum(plan.group.out_features))
+        for kind in self._kinds(layer, EXPAND, g):
+            self._launch_expand(kind, layer, g, plan, y)
+
+    def _check(self, group: str, name: str, tensor: torch.Tensor, columns: int) -> None:
+        rows = tensor.shape[0] if self._step is None else self._step.num_rows
+        if tensor.shape != (rows, columns) or tensor.stride(1) != 1:
+            raise ValueError(
+                f"group {group!r} of a pass over {rows} rows got {name} {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}; it takes {columns} adjacent columns"
+            )
+
+    def _kinds(self, layer: int, stage: int, g: int) -> tuple[int, ...]:
+        if self._step is None:
+            return (SMALL,)
+        if self._active is not None and not self._active[layer, g]:
+            return ()
+        pieces = self._step.pieces
+        return tuple(kind for kind in (SMALL, LARGE) if pieces[kind][stage][g])
+
+    def _grid(self, kind: int, stage: int, g: int, units: int) -> tuple[int]:
+        pieces = self._most_pieces[stage] if self._step is None else self._step.pieces[kind][stage][g]
+        return (max(1, min(self._programs, pieces * units)),)
+
+    def _constants(self) -> dict[str, Any]:
+        return {
+            "LAYERS": self._records.shape[1],
+            "SITES": self._records.shape[2],
+            "MAX_CHUNKS": (self._records.shape[3] - RECORD_HEAD) // 2,
+            "GRANULE": GRANULE_BYTES // self._storage.element_size(),
+        }
+
+    def _launch_shrink(self, kind: int, layer: int, g: int, plan: GroupPlan, x: torch.Tensor) -> None:
+        tiling = self._planner.tiling
+        split, splits = self._split(kind, g, plan)
+        small = kind == SMALL
+        shrink[self._grid(kind, SHRINK, g, plan.hidden_sites * splits)](
+            x,
+            x.stride(0),
+            self._storage,
+            self._hidden,
+            self._work,
+            self._records,
+            self._planner.list_number(kind, SHRINK, g),
+            layer,
+            plan.first_site,
+            plan.hidden_sites,
+            splits,
+            split,
+            plan.group.in_features,
+            **self._constants(),
+            BLOCK_M=tiling.small_rows if small else tiling.large_rows,
+            BLOCK_R=tiling.block_r if small or self._step is None else self._step.block_r,
+            BLOCK_K=tiling.block_k if small else tiling.large_block_k,
+            BY_ROWS=small,
+            num_warps=tiling.small_warps if small else tiling.large_warps,
+            num_stages=tiling.small_stages if small else tiling.large_stages,
+        )
+
+    def _launch_expand(self, kind: int, layer: int, g: int, plan: GroupPlan, y: torch.Tensor) -> None:
+        tiling = self._planner.tiling
+        small = kind == SMALL
+        units = self._units[2 * g + kind]
+        expand[self._grid(kind, EXPAND, g, units.shape[0])](
+            y,
+            y.stride(0),
+            self._storage,
+            self._floats,
+            self._hidden,
+            self._work,
+            units,
+            self._records,
+            self._planner.list_number(kind, EXPAND, g),
+            layer,
+            plan.first_site,
+            plan.hidden_sites,
+            self._split(kind, g, plan)[1],
+            units.shape[0],
+            **self._constants(),
+            PLANES=tiling.planes,
+            BLOCK_M=tiling.small_rows if small else tiling.expand_rows,
+            BLOCK_R=tiling.block_r,
+            BLOCK_N=tiling.block_n if small else tiling.large_block_n,
+            ALIGNED=plan.aligned,
+            BY_ROWS=small,
+            num_warps=tiling.small_warps if small else tiling.large_warps,
+            num_stages=tiling.small_stages,
+        )
+
+    def _split(self, kind: int, g: int, plan: GroupPlan) -> tuple[int, int]:
+        if kind == SMALL or self._step is None:
+            return plan.split, plan.splits
+        return self._step.large_split[g], self._step.large_splits[g]
+
+
+class TritonLora:
+    """Batched LoRA over an arena, whose tables it keeps a copy of on the device.
+
+    Everything that a step needs is allocated here: memory for hidden values of up to `max_rows` rows of up to
+    `max_segments` runs with adapters comes from `scratch`, which the passes of the layers and of the head may share.
+    `programs` is the number of programs of a launch: as many as the device runs at a time, unless given.
+    """
+
+    def __init__(
+        self,
+        weights: LoraWeights,
+        scratch: Scratch,
+        *,
+        max_rows: int,
+        max_segments: int,
+        tiling: LoraTiling = _DEFAULT,
+        programs: int | None = None,
+    ) -> None:
+        device = weights.storage.device
+        num_slots, chunks, layers, sites, _ = weights.tables.shape
+        self._weights = weights
+        self._max_rows, self._max_segments = max_rows, max_segments
+        self._programs = programs or _count_programs(device, tiling)
+        self._planner = LoraPlanner(weights.groups, chunks - 1, tiling, self._programs)
+        shape = (num_slots, layers, sites, RECORD_HEAD + 2 * (chunks - 1))
+        self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._records = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._widest = np.zeros((num_slots, len(weights.groups)), np.int32)
+        self._present = np.zeros((num_slots, layers, len(weights.groups)), np.bool_)
+        self._units = [torch.from_numpy(units).to(device) for units in _units(self._planner)]
+        size = self._planner.hidden_capacity(max_rows, max_segments, fixed=False)
+        self._hidden = scratch.buffer(_HIDDEN, (size,), torch.float32)
+
+    @property
+    def work_size(self) -> int:
+        """int32 that the list of work of any step can take."""
+        return self._planner.capacity(self._max_rows, self._max_segments)
+
+    @property
+    def hidden_size(self) -> int:
+        """float32 that it takes of its scratch memory."""
+        return self._hidden.numel()
+
+    def write(self, slot: int) -> None:
+        """Take over what the tables say of a slot: after each write to it, before a step uses it. On a GPU the copy
+        is enqueued on the calling thread's current stream, as that of the pages."""
+        records = site_records(self._weights, [slot])
+        self._host[slot].numpy()[:] = records[0]
+        self._records[slot].copy_(self._host[slot], non_blocking=True)
+        self._widest[slot] = self._planner.widest(records)[0]
+        self._present[slot] = self._planner.present(records)[0]
+
+    def plan(
+        self, segments: Sequence[Segment], num_rows: int, into: NDArray[np.int32], *, fixed: bool = False
+    ) -> Work:
+        """Write a step's list of work to the beginning of `into`, `work.size` numbers that must get to the device
+        before it runs. `fixed`: for the launches of `recorded`. Raises ValueError as `begin_pass` does, and for more
+        rows or runs than there is room for."""
+        by_slot = segments_by_slot(segments, self._weights.num_chunks, num_rows)
+        if num_rows > self._max_rows:
+            raise ValueError(f"a step of {num_rows} rows, where {self._max_rows} are the most")
+        chosen = [segment for of_slot in by_slot.values() for segment in of_slot]
+        if fixed and self._planner.hidden_capacity(num_rows, len(chosen), fixed=True) > self._hidden.numel():
+            raise ValueError(f"{num_rows} rows are too many for recorded launches")
+        return self._planner.write(chosen, self._widest, num_rows, into, fixed=fixed)
+
+    def launcher(self, work: torch.Tensor, step: Work, slots: Sequence[int]) -> LoraLauncher:
+        """The pass of a step that `plan` planned, and whose list `work` holds on the device."""
+        active: NDArray[np.bool_] = np.logical_or.reduce(self._present[list(slots)], axis=0)
+        return self._launcher(work, step, active)
+
+    def recorded(self, work: torch.Tensor, max_rows: int | None = None) -> LoraLauncher:
+        """Launches to be recorded, as a CUDA graph, that serve every step of up to `max_rows` rows (or as many as
+        there is room for) that is planned with `fixed` and whose list is in `work` when they run."""
+        rows = max_rows or self._max_rows
+        blocks = -(-self._planner.max_ranks // self._planner.tiling.block_r)
+        return self._launcher(work, None, None, (rows * blocks, rows))
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile all that a step may launch, for x and y of this dtype: seconds each, which no step should take.
+        Launches everything once with empty lists."""
+        planner, device = self._planner, self._weights.storage.device
+        n = len(planner.groups)
+        empty = torch.zeros(planner.head_size, dtype=torch.int32, device=device)
+        once = ((1,) * n,) * 2
+        for block_r in planner.tiling.large_blocks_r:
+            splits = (planner.tiling.large_block_k,) * n
+            step = Work(1, 0, 0, (once, once), block_r, splits, (1,) * n)
+            launcher = self._launcher(empty, step, None)
+            for plan in planner.groups:
+                x = torch.empty(1, plan.group.in_features, dtype=dtype, device=device)
+                y = torch.empty(1, sum(plan.group.out_features), dtype=dtype, device=device)
+                launcher.apply(0, plan.group.key, x, y)
+
+    def _launcher(
+        self,
+        work: torch.Tensor,
+        step: Work | None,
+        active: NDArray[np.bool_] | None,
+        most_pieces: tuple[int, int] = (0, 0),
+    ) -> LoraLauncher:
+        return LoraLauncher(
+            self._weights.storage,
+            self._planner,
+            programs=self._programs,
+            records=self._records,
+            units=self._units,
+            work=work,
+            hidden=self._hidden,
+            active=active,
+            step=step,
+            most_pieces=most_pieces,
+        )
+
+
+class TritonLoraPass(LoraLauncher):
+    """A pass made from the tables on the host, like `TorchLoraPass`: what the step needs of them travels with its
+    list of work, in one copy."""
+
+    def __init__(
+        self,
+        weights: LoraWeights,
+        scratch: Scratch,
+        by_slot: Mapping[int, Sequence[Segment]],
+        num_rows: int,
+        *,
+        tiling: LoraTiling = _DEFAULT,
+        programs: int | None = None,
+    ) -> None:
+        device = weights.storage.device
+        programs = programs or _count_programs(device, tiling)
+        planner = LoraPlanner(weights.groups, weights.tables.shape[1] - 1, tiling, programs)
+        slots = sorted(by_slot)
+        records = site_records(weights, slots)
+        # The copied records get new numbers.
+        segments = [
+            (number, first, count) for number, slot in enumerate(slots) for _, first, count in by_slot[slot]
+        ]
+        fixed_parts = [records, *_units(planner)]
+        starts = np.cumsum([0, *(_rounded(part.size) for part in fixed_parts)])
+        capacity = int(starts[-1]) + planner.capacity(num_rows, len(segments))
+        host = torch.empty(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
+        numbers = host.numpy()
+        for start, part in zip(starts, fixed_parts, strict=False):
+            numbers[start : start + part.size] = part.reshape(-1)
+        step = planner.write(segments, planner.widest(records), num_rows, numbers[starts[-1] :])
+        moved = host[: int(starts[-1]) + step.size].to(device, non_blocking=True)
+        views = [
+            moved[start : start + part.size].view(part.shape)
+            for start, part in zip(starts.tolist(), fixed_parts, strict=False)
+        ]
+        active: NDArray[np.bool_] = np.logical_or.reduce(planner.present(records), axis=0)
+        super().__init__(
+            weights.storage,
+            planner,
+            programs=programs,
+            records=views[0],
+            units=views[1:],
+            work=moved[int(starts[-1]) :],
+            hidden=scratch.buffer(_HIDDEN, (max(1, step.hidden),), torch.float32),
+            active=active,
+            step=step,
+        )
+
+
+def _units(planner: LoraPlanner) -> list[NDArray[np.int32]]:
+    """Of each group those of small and of large pieces."""
+    sizes = (planner.tiling.block_n, planner.tiling.large_block_n)
+    return [plan.units(size) for plan in planner.groups for size in sizes]
+
+
+def _rounded(size: int) -> int:
+    """Up to a multiple of 64 bytes: what lies behind may be read in wide loads."""
+    return -(-size // 16) * 16
+
+
+def _count_programs(device: torch.device, tiling: LoraTiling) -> int:
+    if device.type != "cuda":
+        return _PROGRAMS_ON_HOST
+    return torch.cuda.get_device_properties(device).multi_processor_count * tiling.programs_per_sm

@@ -1,0 +1,62 @@
+"""Sizes of batched LoRA's tiles on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.kernels.lora.types import CHUNK
+
+ROW_ROWS = 4
+"""Pieces of up to this number of rows are computed without tensor cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTiling:
+    """Powers of two throughout, of at least 16 where tensor cores multiply.
+
+    Small pieces have up to `small_rows` rows, as many as tensor cores multiply at least; large ones up to
+    `large_rows`. A program reads `block_k` columns of x and A at a time, `block_n` of B and y, `block_r` ranks. A small
+    piece's K is cut into up to `max_splits` planes, of whole `block_k`s; `planes` of them are summed at a time. Steps
+    with more than `max_small_rows` rows in small pieces make large ones of those above ROW_ROWS.
+
+    Of large pieces, K is cut into one of `large_splits`, one of `large_blocks_r` ranks are computed at a time, and
+    `expand_rows` rows are expanded at a time: below 64, see `loraplex.kernels.lora.triton_expand`.
+    """
+
+    small_rows: int = 16
+    block_k: int = 256
+    block_n: int = 256
+    block_r: int = 16
+    max_splits: int = 16
+    planes: int = 8
+    small_warps: int = 4
+    small_stages: int = 2
+    max_small_rows: int = 1024
+    large_rows: int = 64
+    large_block_k: int = 64
+    large_block_n: int = 128
+    large_blocks_r: tuple[int, ...] = (16, 32, 64)
+    large_splits: tuple[int, ...] = (1, 2, 4, 8)
+    large_warps: int = 4
+    large_stages: int = 4
+    expand_rows: int = 32
+    programs_per_sm: int = 4
+
+    def __post_init__(self) -> None:
+        multiplied = (
+            self.small_rows, self.block_k, self.block_n, self.block_r, self.large_rows, self.large_block_k,
+            self.large_block_n, self.expand_rows, *self.large_blocks_r,
+        )  # fmt: skip
+        for size in multiplied:
+            if size < 2 * CHUNK or size & (size - 1):
+                raise ValueError(f"a tile's side is {size}: no power of two of at least {2 * CHUNK}")
+        if self.expand_rows >= 64:
+            raise ValueError(
+                "64 rows and more are expanded with WGMMA, whose operands in registers ptxas gets wrong"
+            )
+
+    def split(self, in_features: int) -> tuple[int, int]:
+        """Of a small piece: the columns in a plane, and the number of planes."""
+        blocks = -(-in_features // self.block_k)
+        split = -(-blocks // self.max_splits) * self.block_k
+        return split, -(-in_features // split)

@@ -1,0 +1,113 @@
+"""What a request to `/v1/embeddings` may say, and the completion of no tokens that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from loraplex.api.errors import invalid
+from loraplex.api.openai.schemas import TOKEN_ID_LIMIT, CompletionRequest, TokenId, prompts_of
+from loraplex.api.openai.strict import Strict, or_neutral
+from loraplex.engine.pooling import Pooling
+from loraplex.engine.reports import EngineInfo
+
+MAX_INPUTS = 2048
+"""As OpenAI's. The queue of the engine may hold fewer."""
+NUMBERS_A_LOGPROB: dict[str, int] = {"float": 4, "base64": 16}
+"""Numbers that take the room of a log probability in an answer."""
+MAX_NUMBERS: dict[str, int] = {how: count << 19 for how, count in NUMBERS_A_LOGPROB.items()}
+"""In one answer: some 40 MB of JSON."""
+
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "messages": (),
+    "mm_processor_kwargs": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_activation": (True,),
+}
+"""Known to vLLM. Its versions disagree which end of a prompt `truncate_prompt_tokens` drops."""
+
+_GivenTokens = Annotated[list[TokenId], Field(min_length=1)]
+_GivenTexts = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
+_GivenTokenLists = Annotated[list[_GivenTokens], Field(min_length=1, max_length=MAX_INPUTS)]
+_GivenInput = str | _GivenTexts | _GivenTokens | _GivenTokenLists
+
+
+def _inputs(value: object) -> object:
+    """A string, strings, token ids or lists of token ids, as a list of inputs."""
+    return prompts_of(value, MAX_INPUTS, "inputs")
+
+
+class EmbeddingsRequest(Strict):
+    """A null is the same as leaving a field out."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    input: Annotated[list[Any], BeforeValidator(_inputs, json_schema_input_type=_GivenInput)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    pooling: Annotated[Pooling | None, BeforeValidator(or_neutral)] = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    UNSUPPORTED = UNSUPPORTED
+
+
+class PromptsToEmbed(CompletionRequest):
+    """Made by `to_prompts`, which checks nothing again."""
+
+    asked: EmbeddingsRequest
+
+    @property
+    def pooling(self) -> Pooling:
+        return self.asked.pooling or "mean"
+
+    def told(self, field: str) -> str:
+        return "input" if field == "prompt" else field
+
+
+def to_prompts(asked: EmbeddingsRequest) -> PromptsToEmbed:
+    return PromptsToEmbed.model_construct(
+        model=asked.model,
+        prompt=asked.input,
+        max_tokens=0,
+        user=asked.user,
+        priority=asked.priority,
+        asked=asked,
+    )
+
+
+def check_model(asked: EmbeddingsRequest, info: EngineInfo) -> None:
+    """Raises ApiError (400) for what the model cannot give, and for more numbers than an answer may have."""
+    size = info.hidden_size
+    if size is None:
+        raise invalid("model", "This model gives no embeddings.", "unsupported_field")
+    if asked.dimensions not in (None, size):
+        raise invalid(
+            "dimensions",
+            f"'dimensions' must be {size}: this model's embeddings have that many numbers, and were not trained to "
+            "be cut.",
+            "unsupported_field",
+        )
+    how = asked.encoding_format or "float"
+    if len(asked.input) * size > MAX_NUMBERS[how]:
+        most = MAX_NUMBERS[how] // size
+        shorter = (
+            "" if how == "base64" else f", or {MAX_NUMBERS['base64'] // size} with encoding_format base64"
+        )
+        raise invalid(
+            "input",
+            f"'input' has {len(asked.input)} inputs; with this model a request may have {most}{shorter}.",
+        )
+
+
+def room_of(asked: EmbeddingsRequest, info: EngineInfo) -> int:
+    """What the answer takes of the tenant's memory, in log probabilities."""
+    return len(asked.input) * (info.hidden_size or 0) // NUMBERS_A_LOGPROB[asked.encoding_format or "float"]

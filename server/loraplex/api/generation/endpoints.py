@@ -1,0 +1,294 @@
+"""The way of one request that generates, on any of the routes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import anyio
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from loraplex.api.auth import authenticate
+from loraplex.api.context import DataContext, context_of
+from loraplex.api.deadline import Deadline
+from loraplex.api.deps import ApiServices
+from loraplex.api.errors import fields_told, from_exception, invalid
+from loraplex.api.generation.charge import Charge, admitted
+from loraplex.api.generation.client_watch import ClientWatch, watch_client
+from loraplex.api.generation.constraints import checked_grammar
+from loraplex.api.generation.generation import Generation
+from loraplex.api.generation.kinds import AnswerTo, Kind, Prompts, Request, StreamedAnswer
+from loraplex.api.generation.planning import GenerationPlan, engine_requests, make_plan
+from loraplex.api.generation.tenant_capacity import TenantCapacity
+from loraplex.api.generation.usage_entry import UsageEntry, outcome_of
+from loraplex.api.limit_headers import limit_headers
+from loraplex.api.metrics import adapter_label
+from loraplex.api.openai.body import parse_json, read_json
+from loraplex.api.openai.delta import Delta
+from loraplex.api.openai.formats import WholeChoice
+from loraplex.api.openai.logprobs import PromptLogprobs
+from loraplex.api.openai.parsing import parse_request
+from loraplex.control.types import Principal, Reservation, ResolvedModel
+from loraplex.http.errors import ClientGone
+from loraplex.serving.errors import ServingError
+from loraplex.serving.output.formats import OutputFormats
+
+PIECE_BYTES = 256 << 10
+INLINE_BYTES = 64 << 10
+"""A body up to so large is parsed and checked on the event loop; a larger one, in a thread."""
+
+log = structlog.get_logger("loraplex.api")
+
+
+class GenerationEndpoint:
+    """An ASGI app for one of the routes; all share `capacity`."""
+
+    def __init__(self, services: ApiServices, kind: Kind, capacity: TenantCapacity) -> None:
+        self._services = services
+        self._kind = kind
+        self._capacity = capacity
+        self._logprobs = kind.logprobs(services.text.token)
+        self._prompt_logprobs = PromptLogprobs(services.text.token)
+
+    @property
+    def path(self) -> str:
+        return self._kind.path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, context = self._services, context_of(scope)
+        principal = await authenticate(scope, services.authenticator, self._kind.key_header)
+        async with admitted(services.limiter, services.metrics, context, principal) as charge:
+            context.deadline = Deadline.of(scope, context.started)
+            self._kind.check_head(scope)
+            with self._capacity.request(context.tenant_id), fields_told(lambda field: context.told(field)):
+                await self._serve(scope, receive, send, charge)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, charge: Charge) -> None:
+        services, context, principal = self._services, context_of(scope), charge.principal
+        timeout = services.stall_timeout
+        with context.deadline.enforced():
+            body = await read_json(scope, receive, max_bytes=services.max_body, timeout_s=timeout)
+            request = await self._parse(body, principal, context)
+        del body
+        if context.trace is not None:
+            context.trace.asked(request)
+        context.told = request.told
+        async with watch_client(receive, send, context.transport, timeout) as client:
+            with context.deadline.enforced():
+                self._kind.check_model(request, services.engine.info)
+                model = await services.resolver.resolve(principal, request.model, user=request.user)
+                context.adapter, context.resolved = model.adapter, True
+                formats = services.formats.of_version(
+                    model.serving.tool_format, model.serving.reasoning_format
+                )
+                prompts = await self._tokenise(request, formats, principal)
+            plan = make_plan(
+                request,
+                prompts.token_ids,
+                max_model_len=services.max_model_len,
+                vocab_size=services.engine.info.vocab_size,
+                default_max_tokens=services.default_max_tokens,
+                echoes=prompts.echoes,
+                reading=prompts.reading,
+            )
+            self._check_choices(plan)
+            with context.deadline.enforced():
+                grammar = await checked_grammar(
+                    request, prompts.reading, principal.tenant_id or "", services.grammars, self._capacity
+                )
+            plan = replace(plan, grammar=grammar)
+            kept = self._kind.kept(plan, services.engine.info)
+            with self._capacity.kept_logprobs(principal.tenant_id or "", kept):
+                await self._reserved(client, context, charge, model, plan)
+
+    async def _parse(self, body: bytes, principal: Principal, context: DataContext) -> Request:
+        def parse() -> Request:
+            given = parse_json(body)
+            # Before anything can be wrong, so that the log of a refusal names it.
+            if isinstance(given, dict) and isinstance(model := given.get("model"), str):
+                context.model = model
+            return self._kind.request(parse_request(self._kind.schema, given))
+
+        if len(body) <= INLINE_BYTES:
+            return parse()
+        return await self._capacity.in_thread(principal.tenant_id or "", parse)
+
+    async def _tokenise(self, request: Request, formats: OutputFormats, principal: Principal) -> Prompts:
+        text, most = self._services.text, self._services.max_model_len
+        try:
+            return await self._capacity.in_thread(
+                principal.tenant_id or "", self._kind.tokenise, text, request, most, formats
+            )
+        except ServingError as error:  # too long, or not what the template takes
+            raise invalid(self._kind.source, error.message, error.code) from error
+
+    def _check_choices(self, plan: GenerationPlan) -> None:
+        """They are sent together, before the engine runs any of them: all must fit into an empty queue."""
+        most = self._services.engine.info.max_waiting
+        if plan.num_choices > most:
+            message = (
+                f"{plan.num_choices} sequences were asked for; this server takes at most {most} at a time."
+            )
+            raise invalid("n" if plan.n > 1 else self._kind.source, message)
+
+    async def _reserved(
+        self,
+        client: ClientWatch,
+        context: DataContext,
+        charge: Charge,
+        model: ResolvedModel,
+        plan: GenerationPlan,
+    ) -> None:
+        """However this ends, no sequence is left running and no usage entry without its row. The charge is settled
+        after both."""
+        services, principal = self._services, charge.principal
+        reservation = await charge.reserve(plan, self._kind.source)
+        generation: Generation | None = None
+        entry: UsageEntry | None = None
+        outcome: str | None = None
+        try:
+            entry = UsageEntry.open(services.ledger, context, principal, model, plan, self._kind.path)
+            client.check()
+            context.deadline.check()
+            requests = engine_requests(
+                plan,
+                internal_id=context.internal_id,
+                tenant_id=principal.tenant_id or "",
+                weight=principal.weight,
+                adapter=model.adapter,
+                max_output_tokens=reservation.max_output_tokens,
+                deadline_s=context.deadline.left_s,
+            )
+            generation = Generation.start(
+                services.engine,
+                services.text,
+                plan,
+                requests,
+                services.metrics,
+                continues=self._kind.continues,
+            )
+            await self._answer(client, context, model, reservation, plan, generation, entry)
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            with anyio.CancelScope(shield=True):
+                if generation is not None:
+                    await generation.close(context.tenant_id)
+                    usage = generation.usage()
+                    context.prompt_tokens = usage.prompt_tokens
+                    context.completion_tokens = usage.completion_tokens
+                    if context.trace is not None:
+                        context.trace.generated(
+                            f"{self._kind.id_prefix}{context.internal_id}",
+                            generation.sequence_ends(),
+                            cached_tokens=usage.cached_tokens,
+                            adapter_state=generation.adapter_state,
+                            first_token_at=generation.first_token_at,
+                        )
+                if entry is not None:
+                    await entry.close(generation, outcome)
+
+    async def _answer(
+        self,
+        client: ClientWatch,
+        context: DataContext,
+        model: ResolvedModel,
+        reservation: Reservation,
+        plan: GenerationPlan,
+        generation: Generation,
+        entry: UsageEntry,
+    ) -> None:
+        answer = self._kind.answer(
+            AnswerTo(
+                f"{self._kind.id_prefix}{context.internal_id}",
+                context.label,
+                int(time.time()),
+                plan.request,
+                plan.prompts,
+                plan.max_tokens,
+                plan.n,
+                self._logprobs,
+                self._prompt_logprobs,
+            )
+        )
+        if plan.request.stream:
+            assert isinstance(answer, StreamedAnswer)
+            # What fails before the first event is still a proper HTTP status.
+            with context.deadline.enforced():
+                first = await generation.next()
+                generation.check()
+            headers = _headers(model, reservation, generation)
+            headers += [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+            ]
+            headers += [(b"x-accel-buffering", b"no")]
+            await client.send({"type": "http.response.start", "status": 200, "headers": headers})
+            last = await self._stream(client, context, plan, generation, answer, first)
+            await entry.close(generation, context.outcome)
+            await client.send({"type": "http.response.body", "body": last + answer.end})
+            return
+        choices = [WholeChoice() for _ in range(plan.num_choices)]
+        while True:
+            with context.deadline.enforced():
+                deltas = await generation.next()
+            if not deltas:
+                break
+            client.check()
+            for delta in deltas:
+                answer.add(choices[delta.index], delta)
+        await generation.last_events()
+        body = answer.whole(choices, generation.usage())
+        await entry.close(generation)
+        headers = _headers(model, reservation, generation)
+        headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await client.send({"type": "http.response.start", "status": 200, "headers": headers})
+        # In pieces, so that this ends when the client has read nearly all: what is kept for it is counted until then.
+        for start in range(0, len(body), PIECE_BYTES):
+            end = start + PIECE_BYTES
+            piece = {"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)}
+            await client.send(piece)
+
+    async def _stream(
+        self,
+        client: ClientWatch,
+        context: DataContext,
+        plan: GenerationPlan,
+        generation: Generation,
+        answer: StreamedAnswer,
+        deltas: Sequence[Delta],
+    ) -> bytes:
+        """Sends what comes; returns what is left to send before the end: the usage, or the error."""
+        try:
+            chunk = answer.opening(plan.num_choices)
+            while deltas:
+                chunk += b"".join(map(answer.delta, deltas))
+                if chunk:
+                    await client.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                with context.deadline.enforced():
+                    deltas, chunk = await generation.next(), b""
+            await generation.last_events()
+            return answer.closing(generation.usage())
+        except ClientGone:
+            raise
+        except Exception as error:
+            failure = from_exception(error)
+            context.outcome, context.param = failure.code, failure.param
+            if failure.status == 500:
+                log.error("stream_failed", request_id=context.label, id=context.internal_id, exc_info=error)
+            await generation.cut()  # so that what was drawn is known
+            return answer.failed(failure)
+
+
+def _headers(
+    model: ResolvedModel, reservation: Reservation, generation: Generation
+) -> list[tuple[bytes, bytes]]:
+    headers = dict(limit_headers(reservation.requests, reservation.tokens))
+    if model.adapter is not None:
+        headers["x-loraplex-adapter"] = adapter_label(model.adapter)
+        if generation.adapter_state is not None:
+            headers["x-loraplex-adapter-state"] = generation.adapter_state
+    return [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -1,0 +1,419 @@
+"""The choices of one request while the engine makes them: their events in, their text out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from loraplex.api.deps import Text
+from loraplex.api.errors import ApiError, from_engine
+from loraplex.api.generation.planning import GenerationPlan
+from loraplex.api.generation.tool_use import PLAIN
+from loraplex.api.metrics import Metrics
+from loraplex.api.openai.delta import Delta
+from loraplex.api.openai.echo import Echo
+from loraplex.api.openai.logprobs import ScoredToken
+from loraplex.api.openai.schemas import CompletionRequest
+from loraplex.api.tracing.sequence_end import SequenceEnd
+from loraplex.engine.logprobs import ScoreRow
+from loraplex.engine.types import AdapterState, EngineRequest, FinishReason, TokenEvent, Usage
+from loraplex.serving.client.engine_client import EngineClient, RequestStream
+from loraplex.serving.output.parser import OutputParser
+from loraplex.serving.output.parts import TextPart
+from loraplex.serving.text.detokenize import TextStream
+
+LAST_EVENT_S = 2.0
+"""How long an answer waits for the terminal event of a sequence that a stop string ended; it comes within a step."""
+SETTLE_S = 60.0
+"""How long the books wait for it. An engine that is stuck is killed before, which ends all of its sequences."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    index: int
+    stream: RequestStream
+    text: TextStream
+    parser: OutputParser
+    started: float
+    echo: Echo | None = None
+    echoed: bool = False  # of the choice that brings its log probabilities: in all that share it
+    unshown: deque[tuple[int, ScoreRow]] = field(default_factory=deque)  # tokens that wait for their text
+    num_chars: int = 0  # of its text so far
+    num_reasoning: int = 0  # tokens up to the end of its reasoning
+    held: list[Delta] = field(default_factory=list)  # until its echo is told
+    first_token: float | None = None
+    last_token: float | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    terminal: TokenEvent | None = None
+    read: asyncio.Task[TokenEvent] | None = field(default=None, repr=False)
+
+    @property
+    def shown_all(self) -> bool:
+        return self.finish_reason is not None or self.terminal is not None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """0 of a sequence that never began: the engine tells. Where it died before it could tell, of one without a
+        token."""
+        usage = self.terminal.usage if self.terminal is not None else None
+        if usage is not None:
+            return usage.prompt_tokens
+        return len(self.stream.request.prompt_ids) if self.stream.num_received else 0
+
+    @property
+    def completion_tokens(self) -> int:
+        """What the engine has drawn, whether or not it was read here; where it died before it could tell, what it had
+        sent. An answer that a stop string ends counts up to the token that completed the string: how many more were
+        drawn before the engine heard of it is chance, and not the caller's."""
+        if self.text.finished_by_stop is not None:
+            return self.text.num_tokens
+        usage = self.terminal.usage if self.terminal is not None else None
+        return self.stream.num_received if usage is None else usage.completion_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        usage = self.terminal.usage if self.terminal is not None else None
+        return min(usage.cached_tokens, len(self.stream.request.prompt_ids)) if usage is not None else 0
+
+
+class Generation:
+    """Made by `start`; `next` until it returns nothing; then, whatever happened, `close`."""
+
+    def __init__(self, plan: GenerationPlan, choices: Sequence[_Choice], metrics: Metrics) -> None:
+        self._plan = plan
+        self._choices = choices
+        self._metrics = metrics
+        self._closed = False
+        self._failure: ApiError | None = None
+        self._num_ended = 0  # from the first on
+        # Where what is told of a token depends on the part that it belongs to: then nothing told depends on how many
+        # came at a time.
+        reading, scored = plan.reading, plan.request.wanted_logprobs is not None
+        self._by_token = reading.reasons or (reading is not PLAIN and scored)
+        self.adapter_state: AdapterState | None = None
+
+    @classmethod
+    def start(
+        cls,
+        engine: EngineClient,
+        text: Text,
+        plan: GenerationPlan,
+        requests: Sequence[EngineRequest],
+        metrics: Metrics,
+        *,
+        continues: bool,
+    ) -> Generation:
+        """Hands all sequences to the engine, or none. Raises what `submit` raises."""
+        choices: list[_Choice] = []
+        num_top = plan.request.wanted_logprobs
+        scored = num_top is not None
+        echoes = [
+            Echo(spelling, prompt, scored=scored, num_top=num_top)
+            for spelling, prompt in zip(plan.echoes, plan.prompts, strict=False)
+        ]
+        streams = engine.submit(*requests)
+        try:
+            for index, stream in enumerate(streams):
+                stops = text.stream(
+                    plan.request.stop,
+                    min_tokens=stream.request.sampling.min_tokens,
+                    continues=continues,
+                    by_token=scored,
+                    shown=plan.reading.shown,
+                )
+                echo = echoes[index // plan.n] if echoes else None
+                choices.append(_Choice(index, stream, stops, plan.reading.parser(), time.monotonic(), echo))
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return cls(plan, choices, metrics)
+
+    async def next(self) -> list[Delta]:
+        """What came since the last call, of at least one choice (perhaps no whole character yet); empty once
+        all have ended. A sequence that failed raises ApiError, at the call after the one that returned its last
+        text. A cancelled call loses nothing."""
+        while True:
+            self.check()
+            live = self._live()
+            if not live:
+                return []
+            events = await self._events(live)
+            if deltas := [delta for choice, event in events for delta in self._take(choice, event)]:
+                return deltas
+
+    def _live(self) -> Sequence[_Choice]:
+        """Those to wait for. Embeddings are wanted whole, and there may be thousands: one after the other."""
+        if self._plan.request.pooling is None:
+            return [choice for choice in self._choices if not choice.shown_all]
+        while self._num_ended < len(self._choices) and self._choices[self._num_ended].shown_all:
+            self._num_ended += 1
+        return self._choices[self._num_ended : self._num_ended + 1]
+
+    def check(self) -> None:
+        """Raises ApiError if a sequence has failed."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def _events(self, live: Sequence[_Choice]) -> list[tuple[_Choice, TokenEvent]]:
+        if len(live) == 1 and live[0].read is None:
+            return [(live[0], await anext(live[0].stream))]
+        for choice in live:
+            if choice.read is None:
+                choice.read = asyncio.ensure_future(anext(choice.stream))
+        reads = [choice.read for choice in live if choice.read is not None]
+        await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+        events = []
+        for choice in live:
+            if choice.read is not None and choice.read.done():
+                events.append((choice, choice.read.result()))
+                choice.read = None
+        return events
+
+    def _take(self, choice: _Choice, event: TokenEvent) -> list[Delta]:
+        if self.adapter_state is None:
+            self.adapter_state = event.adapter_state
+        if event.finish_reason is not None:
+            choice.terminal = event
+            if event.finish_reason == "error":
+                self._failure = from_engine(event.error)
+            elif event.finish_reason == "abort":
+                message = "The server ended this request early. Please try again."
+                self._failure = ApiError("engine_restarting", message)
+        if event.token_ids:
+            self._measure(choice, len(event.token_ids))
+        echoed = self._echo(choice, event)
+        if self._plan.request.wanted_logprobs is not None and event.scores is not None:
+            rows = () if event.scores.output is None else event.scores.output.rows()
+            choice.unshown.extend(zip(event.token_ids, rows, strict=True))
+        if self._by_token and len(event.token_ids) > 1:
+            deltas = self._deltas_by_token(choice, event)
+        else:
+            deltas = [self._delta(choice, event, event.token_ids)]
+        if choice.echo is None or choice.echo.complete:
+            return [*echoed, *deltas]
+        choice.held += deltas
+        return echoed
+
+    def _deltas_by_token(self, choice: _Choice, event: TokenEvent) -> list[Delta]:
+        """One for each of the event's tokens, up to the end of a stop string."""
+        deltas: list[Delta] = []
+        last = len(event.token_ids) - 1
+        for index, token_id in enumerate(event.token_ids):
+            deltas.append(self._delta(choice, event, (token_id,), is_first=index == 0, is_last=index == last))
+            if choice.text.finished_by_stop is not None:
+                break
+        return deltas
+
+    def _delta(
+        self,
+        choice: _Choice,
+        event: TokenEvent,
+        token_ids: tuple[int, ...],
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+    ) -> Delta:
+        """What these tokens of the event add."""
+        before = choice.text.num_tokens
+        shown = choice.text.push(token_ids, stop_token_id=event.stop_token_id if is_last else None)
+        text, by_stop, starts = shown.text, shown.finished_by_stop, shown.tokens
+        has_ended = is_last and event.finish_reason is not None
+        if has_ended:
+            rest = choice.text.finish()
+            text, by_stop, starts = text + rest.text, rest.finished_by_stop, starts + rest.tokens
+        choice.num_chars += len(text)
+        if has_ended and by_stop is None and event.stop_token_id is not None and self._tells_of_ends:
+            starts = (*starts, choice.num_chars)
+        if by_stop is not None:
+            choice.finish_reason = "stop"
+            choice.stream.abort()
+        elif has_ended and event.finish_reason in ("stop", "length"):
+            choice.finish_reason = event.finish_reason
+        fields, num_tokens = self._plan.request, choice.text.num_tokens
+        parts = choice.parser.push(text)
+        if choice.parser.in_reasoning:
+            choice.num_reasoning = num_tokens
+        if has_ended or by_stop is not None:
+            parts += choice.parser.finish()
+        tells_prompt = is_first and fields.prompt_logprobs is not None and event.scores is not None
+        return Delta(
+            choice.index,
+            parts,
+            self._told_reason(choice),
+            self._scored(choice, starts),
+            num_tokens,
+            token_ids[: num_tokens - before] if fields.return_token_ids else (),
+            event.scores.prompt if tells_prompt and event.scores is not None else None,
+            by_stop,
+            choice.num_reasoning,
+            event.pooled,
+        )
+
+    def _told_reason(self, choice: _Choice) -> Literal["stop", "length", "tool_calls"] | None:
+        """How the answer says that the choice ended."""
+        called = choice.parser.num_calls and self._plan.reading.calls_end
+        return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason
+
+    @property
+    def _tells_of_ends(self) -> bool:
+        """Whether log probabilities hold the token that ends an answer: in completions, as OpenAI's and vLLM's do.
+        Who cuts an echo's list by the number of tokens asked for, as lm-eval does, would lose one of the prompt."""
+        return isinstance(self._plan.request, CompletionRequest)
+
+    def _echo(self, choice: _Choice, event: TokenEvent) -> list[Delta]:
+        """What this event of one choice lets be told of the prompt, in all choices that share it. The first of them
+        brings its log probabilities; what the others say meanwhile is held."""
+        echo = choice.echo
+        if echo is None or choice.echoed:
+            return []
+        if self._plan.request.wanted_logprobs is None:
+            choice.echoed = True
+            return [Delta(choice.index, (TextPart(echo.take(None)[0]),))]
+        if choice.index % self._plan.n:
+            return []
+        text, tokens = echo.take(None if event.scores is None else event.scores.prompt)
+        deltas: list[Delta] = []
+        for other in self._choices[choice.index : choice.index + self._plan.n]:
+            deltas.append(Delta(other.index, (TextPart(text),), tokens=tokens))
+            if echo.complete:
+                deltas += other.held
+                other.held.clear()
+        choice.echoed = echo.complete
+        return deltas
+
+    def _scored(self, choice: _Choice, starts: Sequence[int]) -> tuple[ScoredToken, ...] | None:
+        """The next tokens of a choice, whose texts begin there."""
+        if self._plan.request.wanted_logprobs is None:
+            return None
+        offset = 0 if choice.echo is None else len(choice.echo)
+        scored = []
+        for start in starts:
+            token_id, (logprob, top) = choice.unshown.popleft()
+            if self._plan.request.logprob_token_ids is not None:
+                # The token itself, and then those that are named, in their order.
+                top = ((token_id, logprob), *(entry for entry in top if entry[0] != token_id))
+            scored.append(ScoredToken(token_id, logprob, top, offset + start))
+        return tuple(scored)
+
+    def _measure(self, choice: _Choice, num_tokens: int) -> None:
+        now = time.monotonic()
+        if choice.last_token is None:
+            choice.first_token = now
+            self._metrics.first_token(now - choice.started)
+            num_tokens -= 1
+        if num_tokens:
+            self._metrics.next_tokens(now - (choice.last_token or now), num_tokens)
+        choice.last_token = now
+
+    async def cut(self) -> None:
+        """End what still runs."""
+        for choice in self._choices:
+            choice.stream.abort()
+        await self.last_events()
+
+    async def last_events(self, timeout_s: float = LAST_EVENT_S) -> None:
+        """Wait for the terminal events of sequences that were aborted, so that usage is the engine's own."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(self._last_event(choice) for choice in self._choices))
+
+    async def _last_event(self, choice: _Choice) -> None:
+        read, choice.read = choice.read, None
+        if read is not None:
+            read.cancel()
+            await asyncio.wait([read])
+            if not read.cancelled() and read.exception() is None and read.result().finish_reason is not None:
+                choice.terminal = read.result()
+        while choice.terminal is None:
+            try:
+                event = await anext(choice.stream)
+            except StopAsyncIteration:
+                return
+            if event.finish_reason is not None:
+                choice.terminal = event
+
+    def usage(self) -> Usage:
+        """Of the whole request: a prompt counts once, however many choices it has; tokens count up to the one
+        that completed a stop string."""
+        # Of a prompt's choices the first may have been refused, and another begun.
+        of_prompts = self._choices_by_prompt()
+        return Usage(
+            sum(max(choice.prompt_tokens for choice in choices) for choices in of_prompts),
+            sum(choice.completion_tokens for choice in self._choices),
+            sum(choices[0].cached_tokens for choices in of_prompts),
+        )
+
+    def _choices_by_prompt(self) -> list[Sequence[_Choice]]:
+        n = self._plan.n
+        return [self._choices[start : start + n] for start in range(0, len(self._choices), n)]
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        """Of the whole request, "length" if any choice was cut; None if not every one came to a proper end."""
+        reasons = {choice.finish_reason for choice in self._choices}
+        if None in reasons:
+            return None
+        return "length" if "length" in reasons else "stop"
+
+    @property
+    def queue_s(self) -> float:
+        """What the sequence waited for the engine that waited longest; of those whose end is known."""
+        timings = [choice.terminal.timing for choice in self._choices if choice.terminal is not None]
+        return max((timing.queue_s for timing in timings if timing is not None), default=0.0)
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When the first token of all came here, by `time.monotonic`."""
+        return min((c.first_token for c in self._choices if c.first_token is not None), default=None)
+
+    def sequence_ends(self) -> list[SequenceEnd]:
+        """Of each choice, once closed."""
+        return [
+            SequenceEnd(
+                _reason(choice),
+                choice.prompt_tokens,
+                choice.cached_tokens,
+                choice.completion_tokens,
+                choice.terminal.timing if choice.terminal is not None else None,
+                choice.terminal.error.code if choice.terminal is not None and choice.terminal.error else None,
+            )
+            for choice in self._choices
+        ]
+
+    async def close(self, tenant_id: str) -> None:
+        """Abort what still runs, wait a moment for its end, and count each sequence once."""
+        if self._closed:
+            return
+        self._closed = True
+        for choice in self._choices:
+            choice.stream.abort()
+        await self.last_events(SETTLE_S)
+        now = time.monotonic()
+        for choice in self._choices:
+            self._metrics.sequence_ended(
+                tenant_id,
+                _reason(choice),
+                prompt_tokens=choice.prompt_tokens,
+                completion_tokens=choice.completion_tokens,
+                cached_tokens=choice.cached_tokens,
+                max_tokens=choice.stream.request.sampling.max_tokens,
+                seconds=(choice.last_token or now) - choice.started,
+                timing=choice.terminal.timing if choice.terminal is not None else None,
+            )
+        for choices in self._choices_by_prompt():
+            self._metrics.prompt_ended(
+                n=self._plan.n, longest=max(choice.completion_tokens for choice in choices)
+            )
+
+
+def _reason(choice: _Choice) -> FinishReason:
+    if choice.finish_reason is not None:
+        return choice.finish_reason
+    ended = choice.terminal.finish_reason if choice.terminal is not None else None
+    return "error" if ended == "error" else "abort"

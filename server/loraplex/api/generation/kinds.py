@@ -1,0 +1,281 @@
+"""What differs between the routes that generate: the request, its prompt, and the shape of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from pydantic import BaseModel
+from starlette.types import Scope
+
+from loraplex.api.anthropic.answers import MessagesAnswer
+from loraplex.api.anthropic.headers import KEY_HEADER, check_version
+from loraplex.api.anthropic.schemas import MessagesChat, MessagesRequest
+from loraplex.api.anthropic.schemas import to_chat as messages_to_chat
+from loraplex.api.deps import Text
+from loraplex.api.embeddings.answers import EmbeddingsAnswer
+from loraplex.api.embeddings.schemas import (
+    EmbeddingsRequest,
+    PromptsToEmbed,
+    check_model,
+    room_of,
+    to_prompts,
+)
+from loraplex.api.errors import ApiError
+from loraplex.api.generation.planning import GenerationPlan
+from loraplex.api.generation.tool_use import (
+    PLAIN,
+    Reading,
+    check_effort,
+    check_format,
+    read_chat,
+)
+from loraplex.api.openai.chat_format import ChatFormat
+from loraplex.api.openai.delta import Delta
+from loraplex.api.openai.formats import Asked, CompletionFormat, WholeChoice
+from loraplex.api.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
+from loraplex.api.responses.answers import ResponsesAnswer
+from loraplex.api.responses.schemas import ResponsesChat, ResponsesRequest
+from loraplex.api.responses.schemas import to_chat as responses_to_chat
+from loraplex.engine.reports import EngineInfo
+from loraplex.engine.types import Usage
+from loraplex.serving.output.formats import OutputFormats
+from loraplex.serving.text.processor import Spelling
+
+Request = ChatRequest | CompletionRequest
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Tokens, the texts that answers begin with where they repeat their prompt, and how answers are read."""
+
+    token_ids: Sequence[Sequence[int]]
+    echoes: Sequence[Spelling] = ()
+    reading: Reading = PLAIN
+
+
+class Answer(Protocol):
+    """Writes one answer when it is whole."""
+
+    def add(self, choice: WholeChoice, delta: Delta) -> None: ...
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes: ...
+
+
+@runtime_checkable
+class StreamedAnswer(Answer, Protocol):
+    """Writes one answer, whole or while it comes: of a route whose requests may say `stream`."""
+
+    @property
+    def end(self) -> bytes:
+        """What ends each stream, also one that failed."""
+        ...
+
+    def opening(self, num_choices: int) -> bytes:
+        """Sent before any text."""
+        ...
+
+    def delta(self, delta: Delta) -> bytes: ...
+    def closing(self, usage: Usage) -> bytes:
+        """Sent after the last text, before `end`."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The same, of a stream that fails after its first byte."""
+        ...
+
+
+@dataclass(frozen=True)
+class AnswerTo:
+    """What answers are made for. `created` in seconds since the epoch; `label` is the request's id as its client knows
+    it. Each of `prompts` has `n` choices, and room for that number of `max_tokens` in each."""
+
+    id: str
+    label: str
+    created: int
+    request: Request
+    prompts: Sequence[Sequence[int]]
+    max_tokens: Sequence[int]
+    n: int
+    logprobs: ChatLogprobs | CompletionLogprobs
+    prompt_logprobs: PromptLogprobs
+
+
+def _itself(request: Any) -> Request:
+    assert isinstance(request, ChatRequest | CompletionRequest)
+    return request
+
+
+def _any_head(scope: Scope) -> None:
+    """Whatever the headers say."""
+
+
+def _any_model(request: Request, info: EngineInfo) -> None:
+    """Every model can answer it."""
+
+
+def _kept_logprobs(plan: GenerationPlan, info: EngineInfo) -> int:
+    return 0 if plan.request.stream else plan.max_logprobs
+
+
+def _kept_of_streams_too(plan: GenerationPlan, info: EngineInfo) -> int:
+    return plan.max_logprobs
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of one route. `schema` checks the body, and `request` makes of it what the route asks for. `source` is the field
+    that holds the prompt; `continues`: the answer goes on where the prompt's text ended. `tokenise` stops at a prompt
+    that fills the context of that number of tokens: it is refused, whatever the others are. It gets the formats of the
+    version that answers. `kept` is the room that an answer takes here until it is sent, in log probabilities.
+    `check_model` raises ApiError (400) for what the model cannot answer. `key_header` is a header that may
+    hold the key, beside Authorization. `check_head` raises ApiError (400) for headers that the route does not take."""
+
+    schema: type[BaseModel]
+    tokenise: Callable[[Text, Request, int, OutputFormats], Prompts]
+    answer: Callable[[AnswerTo], Answer]
+    logprobs: type[ChatLogprobs] | type[CompletionLogprobs]
+    path: str
+    id_prefix: str
+    source: str
+    continues: bool = False
+    request: Callable[[Any], Request] = _itself
+    kept: Callable[[GenerationPlan, EngineInfo], int] = _kept_logprobs
+    check_model: Callable[[Request, EngineInfo], None] = _any_model
+    key_header: str | None = None
+    check_head: Callable[[Scope], None] = _any_head
+
+
+def chat_tokens(text: Text, request: Request, _: int, formats: OutputFormats) -> Prompts:
+    assert isinstance(request, ChatRequest)
+    check_format(request, formats)
+    messages = [message.for_template() for message in request.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    effort = request.reasoning_effort
+    if effort is not None and not text.knows_effort(with_tools=bool(tools)):
+        check_effort(request)
+        effort = None
+    token_ids = text.encode_chat(messages, tools or None, tool_format=formats.tools, effort=effort)
+    opened = formats.reasoning is not None and text.opens_reasoning(token_ids, formats.reasoning)
+    return Prompts([token_ids], reading=read_chat(request, formats, text, in_reasoning=opened))
+
+
+def prompt_tokens(text: Text, request: Request, max_model_len: int, _: OutputFormats) -> Prompts:
+    assert isinstance(request, CompletionRequest)
+    prompts: list[Sequence[int]] = []
+    echoes: list[Spelling] = []
+    for prompt in request.prompts:
+        written = prompt if isinstance(prompt, str) else None
+        prompts.append(prompt if not isinstance(prompt, str) else text.encode(prompt))
+        if len(prompts[-1]) + (request.max_tokens != 0) > max_model_len:
+            break
+        if request.echo:
+            echoes.append(text.spell(prompts[-1], written))
+    return Prompts(prompts, echoes)
+
+
+def _chat_answer(to: AnswerTo) -> Answer:
+    asked = Asked.of(to.request, to.prompts, to.n)
+    return ChatFormat(to.id, to.created, to.request.model, to.logprobs, asked, to.prompt_logprobs)
+
+
+def _completion_answer(to: AnswerTo) -> Answer:
+    asked = Asked.of(to.request, to.prompts, to.n)
+    return CompletionFormat(to.id, to.created, to.request.model, to.logprobs, asked, to.prompt_logprobs)
+
+
+CHAT = Kind(
+    ChatRequest, chat_tokens, _chat_answer, ChatLogprobs, "/v1/chat/completions", "chatcmpl-", "messages"
+)
+COMPLETION = Kind(
+    CompletionRequest,
+    prompt_tokens,
+    _completion_answer,
+    CompletionLogprobs,
+    "/v1/completions",
+    "cmpl-",
+    "prompt",
+    continues=True,
+)
+
+
+def _responses_answer(to: AnswerTo) -> Answer:
+    assert isinstance(to.request, ResponsesChat)
+    assert isinstance(to.logprobs, ChatLogprobs)
+    return ResponsesAnswer(to.id, to.created, to.request.asked, to.logprobs)
+
+
+RESPONSES = Kind(
+    ResponsesRequest,
+    chat_tokens,
+    _responses_answer,
+    ChatLogprobs,
+    "/v1/responses",
+    "resp_",
+    "input",
+    request=responses_to_chat,
+    kept=_kept_of_streams_too,
+)
+
+
+def _messages_answer(to: AnswerTo) -> Answer:
+    assert isinstance(to.request, MessagesChat)
+    assert isinstance(to.request.asked, MessagesRequest)
+    return MessagesAnswer(to.id, to.request.asked, len(to.prompts[0]), to.max_tokens[0], to.label)
+
+
+MESSAGES = Kind(
+    MessagesRequest,
+    chat_tokens,
+    _messages_answer,
+    ChatLogprobs,
+    "/v1/messages",
+    "msg_",
+    "messages",
+    request=messages_to_chat,
+    key_header=KEY_HEADER,
+    check_head=check_version,
+)
+
+
+def input_tokens(text: Text, request: Request, max_model_len: int, _: OutputFormats) -> Prompts:
+    assert isinstance(request, PromptsToEmbed)
+    special = request.asked.add_special_tokens is not False
+    prompts: list[Sequence[int]] = []
+    for prompt in request.prompts:
+        prompts.append(
+            prompt if not isinstance(prompt, str) else text.encode(prompt, add_special_tokens=special)
+        )
+        if len(prompts[-1]) > max_model_len:
+            break
+    return Prompts(prompts)
+
+
+def _embeddings_answer(to: AnswerTo) -> Answer:
+    assert isinstance(to.request, PromptsToEmbed)
+    return EmbeddingsAnswer(to.request.asked)
+
+
+def _check_embeddings(request: Request, info: EngineInfo) -> None:
+    assert isinstance(request, PromptsToEmbed)
+    check_model(request.asked, info)
+
+
+def _kept_embeddings(plan: GenerationPlan, info: EngineInfo) -> int:
+    assert isinstance(plan.request, PromptsToEmbed)
+    return room_of(plan.request.asked, info)
+
+
+EMBEDDINGS = Kind(
+    EmbeddingsRequest,
+    input_tokens,
+    _embeddings_answer,
+    CompletionLogprobs,
+    "/v1/embeddings",
+    "embd-",
+    "prompt",
+    request=to_prompts,
+    kept=_kept_embeddings,
+    check_model=_check_embeddings,
+)

@@ -1,0 +1,84 @@
+"""How much of the API process one tenant may take at a time, so that its requests do not delay others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+import anyio
+import anyio.to_thread
+
+from loraplex.api.errors import ApiError
+from loraplex.serving.fair_share import FairShare
+
+T = TypeVar("T")
+
+
+class TenantCapacity:
+    """Requests in flight and log probabilities of answers that are kept until they are whole, shared as `FairShare`
+    does, and threads. No tenant has more than half of the threads at a time."""
+
+    def __init__(self, *, max_in_flight: int, max_kept_logprobs: int, threads: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._in_flight = FairShare()
+        self._max_kept_logprobs = max_kept_logprobs
+        self._kept_logprobs = FairShare()
+        self._threads = anyio.CapacityLimiter(threads)
+        self._share = max(1, threads // 2)
+        self._of_tenant: WeakValueDictionary[str, anyio.CapacityLimiter] = WeakValueDictionary()
+
+    @contextmanager
+    def request(self, tenant_id: str) -> Iterator[None]:
+        """Around the whole of a request. Raises ApiError (503)."""
+        if not self._in_flight.acquire(tenant_id, self._max_in_flight):
+            held = self._in_flight.held(tenant_id)
+            message = f"The server has too many requests at once, {held} of them yours. Please try again."
+            is_own = self._in_flight.is_beyond_share(tenant_id, self._max_in_flight)
+            raise ApiError("server_overloaded", message, is_own=is_own)
+        try:
+            yield
+        finally:
+            self._in_flight.release(tenant_id)
+
+    @contextmanager
+    def kept_logprobs(self, tenant_id: str, number: int) -> Iterator[None]:
+        """Around making and reading an answer that is not streamed and may have `number` log probabilities. Raises
+        ApiError (503)."""
+        if number and not self._kept_logprobs.acquire(tenant_id, self._max_kept_logprobs, number):
+            held = self._kept_logprobs.held(tenant_id)
+            message = (
+                f"The server has too many numbers to keep for answers at once, {held} of them yours. Please try again, "
+                'ask for fewer tokens, likely tokens or inputs, or say "stream": true where text is generated.'
+            )
+            is_own = self._kept_logprobs.is_beyond_share(tenant_id, self._max_kept_logprobs, number)
+            raise ApiError("server_overloaded", message, is_own=is_own)
+        try:
+            yield
+        finally:
+            if number:
+                self._kept_logprobs.release(tenant_id, number)
+
+    async def in_thread(self, tenant_id: str, function: Callable[..., T], *args: object) -> T:
+        """`function(*args)` in a worker thread, in its tenant's turn. A cancelled caller does not wait for its end."""
+        limiter = self._of_tenant.get(tenant_id)
+        if limiter is None:
+            limiter = self._of_tenant[tenant_id] = anyio.CapacityLimiter(self._share)
+        scope = anyio.CancelScope()
+
+        async def run() -> T:
+            with scope:
+                async with limiter:
+                    return await anyio.to_thread.run_sync(function, *args, limiter=self._threads)
+            raise asyncio.CancelledError
+
+        running = asyncio.create_task(run())
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # What has begun in a thread cannot be ended: nobody waits for it any more, and the thread stays counted.
+            scope.cancel()
+            running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            raise

@@ -1,0 +1,102 @@
+"""The grammar of answers that may call tools, where calls must be made, must fit, or are limited to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loraplex.api.deps import Text
+from loraplex.api.errors import ApiError, invalid
+from loraplex.api.openai.schemas import ChatRequest
+from loraplex.api.openai.structured_output.constraint import Constraint, constraint_of
+from loraplex.api.openai.tools import Tool
+from loraplex.http.text import printable
+from loraplex.serving.errors import GrammarRefused
+from loraplex.serving.grammar.schema_rules import locate
+from loraplex.serving.output.formats import OutputFormats
+from loraplex.serving.output.grammar import ANY_OBJECT, OfferedTool, ToolGrammar, ToolRefused
+
+MAX_REASON = 400
+MAX_PLACE = 200
+
+
+@dataclass(frozen=True)
+class ToolConstraint:
+    """One grammar for all of it. `answer` is what answers without calls must follow."""
+
+    text: str
+    tools: Sequence[Tool]
+    answer: Constraint | None = None
+
+    def refusal(self, error: GrammarRefused) -> ApiError:
+        """The 400 for a grammar that was refused: it names the schema, if that is known."""
+        for index, tool in enumerate(self.tools):
+            named = isinstance(error, ToolRefused) and error.name == tool.function.name
+            place, reason = locate(tool.function.parameters or {}, error.message)
+            if place or named:
+                return _refused(f"tools[{index}].function.parameters", error.path or place, reason)
+        if self.answer is not None and (not self.tools or locate(self.answer.schema or {}, error.message)[0]):
+            return self.answer.refusal(error)
+        return _refused("tools", "", error.message)
+
+
+def tool_constraint(
+    request: ChatRequest, formats: OutputFormats, text: Text, *, in_reasoning: bool
+) -> ToolConstraint | None:
+    """None where calls are free, or there are none, and the answer's form is none of its business. Raises ApiError
+    (400)."""
+    choice, form = request.chosen_tools, request.form_field
+    _check_form(request, in_reasoning=in_reasoning)
+    tools = [tool for tool in request.tools or () if tool.function.name in choice.names]
+    strict = any(tool.function.strict for tool in tools)
+    single = choice.named or request.parallel_tool_calls is False
+    if not tools and not (form and in_reasoning):
+        return None
+    if tools and not (choice.called or strict or single or form):
+        return None
+    answer = None
+    if form is not None and not choice.called:
+        answer = constraint_of(request.response_format, None)
+    grammar = ToolGrammar(
+        None if formats.tools is None else (formats.tools, text.notation(formats.tools)),
+        [
+            OfferedTool(f.name, f.parameters, fits=choice.called or bool(f.strict))
+            for f in (tool.function for tool in tools)
+        ],
+        text.control_id,
+        called=choice.called,
+        single=single,
+        answer=None if answer is None else _schema(answer),
+        # An answer of a form thinks only where the prompt makes it.
+        reasoning=formats.reasoning if tools or in_reasoning else None,
+        in_reasoning=in_reasoning,
+    )
+    constraint = ToolConstraint("", tools, answer)
+    try:
+        return ToolConstraint(grammar.text(), tools, answer)
+    except GrammarRefused as error:
+        raise constraint.refusal(error) from error
+
+
+def _schema(answer: Constraint) -> Any:
+    return ANY_OBJECT if answer.schema is None else answer.schema
+
+
+def _check_form(request: ChatRequest, *, in_reasoning: bool) -> None:
+    if request.structured_outputs is None:
+        return
+    field = "structured_outputs"
+    if request.chosen_tools.names:
+        message = f'\'{field}\' is only supported with "tool_choice": "none" where there are tools.'
+        raise invalid(field, message, "unsupported_field")
+    if in_reasoning:
+        message = f"'{field}' is not supported here: this model's template begins each answer with reasoning."
+        raise invalid(field, message, "unsupported_field")
+
+
+def _refused(field: str, path: str, reason: str) -> ApiError:
+    where = printable(f"{field}.{path}" if path and not path.startswith("[") else f"{field}{path}", MAX_PLACE)
+    return invalid(
+        where, f"'{where}' cannot be used: {printable(' '.join(reason.split()), MAX_REASON).rstrip('.')}."
+    )

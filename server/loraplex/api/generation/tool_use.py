@@ -1,0 +1,82 @@
+"""What the tools of a chat ask of its answer, in the formats of the version that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loraplex.api.deps import Text
+from loraplex.api.errors import invalid
+from loraplex.api.generation.tool_constraint import ToolConstraint, tool_constraint
+from loraplex.api.openai.schemas import ChatRequest
+from loraplex.http.text import printable
+from loraplex.serving.output.format_parser import FormatParser
+from loraplex.serving.output.formats import OutputFormats
+from loraplex.serving.output.parser import OutputParser, PlainParser
+from loraplex.serving.output.writing import new_call_id
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the text of each choice is read. `shown`: special tokens that have a text in it. `calls_end`: a choice with
+    calls ends for the reason "tool_calls". `reasons`: there may be reasoning. `constraint`, not checked yet: what the
+    grammar of the answers says."""
+
+    parser: Callable[[], OutputParser] = PlainParser
+    shown: frozenset[str] = frozenset()
+    calls_end: bool = True
+    reasons: bool = False
+    constraint: ToolConstraint | None = None
+
+
+PLAIN = Reading()
+
+
+def check_format(request: ChatRequest, formats: OutputFormats) -> None:
+    """Raises ApiError (400) where tools may be called, and the model has no format for calls."""
+    if request.chosen_tools.names and formats.tools is None:
+        raise invalid(
+            "tools",
+            f'\'{printable(request.model)}\' has no format for calls of tools. Ask with "tool_choice": "none", or '
+            "serve it with a tool format.",
+            "unsupported_field",
+        )
+
+
+def check_effort(request: ChatRequest) -> None:
+    """For a model whose chat template knows no effort. Raises ApiError (400) where the effort is more than a hint."""
+    if request.reasoning_effort != "none" and not request.EFFORT_IS_A_HINT:
+        raise invalid(
+            "reasoning_effort",
+            f"The chat template of '{printable(request.model)}' knows no 'reasoning_effort'; leave it out.",
+            "unsupported_field",
+        )
+
+
+def read_chat(request: ChatRequest, formats: OutputFormats, text: Text, *, in_reasoning: bool) -> Reading:
+    """`in_reasoning`: the prompt has opened it. Raises ApiError (400) for what no grammar can keep an answer to."""
+    choice = request.chosen_tools
+    tools, reasoning = formats.tools, formats.reasoning
+    constraint = tool_constraint(request, formats, text, in_reasoning=in_reasoning)
+    if not choice.names:
+        tools = None
+    if tools is None and reasoning is None:
+        return PLAIN
+    notations = () if tools is None else tools.notations
+    if tools is not None and constraint is not None:
+        notations = tools.under_grammar(text.notation(tools))
+
+    def parser() -> FormatParser:
+        return FormatParser(
+            notations,
+            choice.names,
+            lambda: "" if tools is None else new_call_id(tools),
+            reasoning,
+            in_reasoning,
+            streams=constraint is not None,
+        )
+
+    shown = frozenset[str]()
+    for found in (tools, reasoning):
+        shown |= found.markers if found is not None else shown
+    return Reading(parser, shown, not choice.named, reasoning is not None, constraint)

@@ -1,0 +1,81 @@
+"""One request's line in the usage ledger: opened when the request is accepted, closed when its answer is complete."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+
+from loraplex.api.context import DataContext
+from loraplex.api.deps import Ledger
+from loraplex.api.errors import from_exception
+from loraplex.api.generation.generation import Generation
+from loraplex.api.generation.planning import GenerationPlan
+from loraplex.control.types import Principal, ResolvedModel
+from loraplex.control.usage.records import BASE, CANCELLED, Accepted
+from loraplex.http.errors import ClientGone
+
+
+class UsageEntry:
+    """Made by `open`, ended by `close`; only the first `close` counts."""
+
+    def __init__(self, ledger: Ledger, accepted: Accepted, arrived: float) -> None:
+        self._ledger = ledger
+        self._accepted = accepted
+        self._arrived = arrived
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        ledger: Ledger,
+        context: DataContext,
+        principal: Principal,
+        model: ResolvedModel,
+        plan: GenerationPlan,
+        endpoint: str,
+    ) -> UsageEntry:
+        """Raises JournalFull (503): what could not be accounted for does not run."""
+        adapter = model.adapter
+        accepted = Accepted(
+            id=context.internal_id,
+            at=datetime.now(UTC),
+            tenant_id=principal.tenant_id or "",
+            key_id=principal.key_id or "",
+            adapter=BASE if adapter is None else adapter.name,
+            version=0 if adapter is None else adapter.version,
+            digest="" if adapter is None else adapter.digest,
+            endpoint=endpoint,
+            streamed=bool(plan.request.stream),
+            n=plan.num_choices,
+        )
+        ledger.accept(accepted)
+        return cls(ledger, accepted, context.started)
+
+    async def close(self, generation: Generation | None, outcome: str | None = None) -> None:
+        """Returns when the row can't be lost any more. `outcome` is how it ended where it did not come to its proper
+        end, and None where it did."""
+        if self._closed:
+            return
+        self._closed = True
+        usage = None if generation is None else generation.usage()
+        first = None if generation is None else generation.first_token_at
+        proper = None if generation is None else generation.finish_reason
+        await self._ledger.end(
+            self._accepted.ended(
+                datetime.now(UTC),
+                outcome or proper or CANCELLED,
+                prompt_tokens=0 if usage is None else usage.prompt_tokens,
+                cached_tokens=0 if usage is None else usage.cached_tokens,
+                completion_tokens=0 if usage is None else usage.completion_tokens,
+                queue_s=0.0 if generation is None else generation.queue_s,
+                first_token_s=None if first is None else first - self._arrived,
+                total_s=time.monotonic() - self._arrived,
+            )
+        )
+
+
+def outcome_of(error: BaseException) -> str:
+    """What the ledger calls the end of a request that this ended."""
+    if isinstance(error, Exception) and not isinstance(error, ClientGone):
+        return from_exception(error).code
+    return CANCELLED

@@ -1,0 +1,13 @@
+"""Prometheus metrics of a server.
+
+- `Metrics`: the instruments, in `api_metrics`. `Scraper`: the text of one scrape.
+- `engine_metrics`: figures that the engine reports, as an `EngineSnapshot`. `limiter_metrics`: limits that servers
+  share. `background_metrics`: background tasks. `disk_metrics`: what is left of the disks.
+- `label_sets`: how many tenants and adapters have labels of their own.
+"""
+
+from loraplex.api.metrics.api_metrics import LimitsOutcome, Metrics, adapter_label
+from loraplex.api.metrics.engine_metrics import EngineSnapshot
+from loraplex.api.metrics.scraper import Scraper
+
+__all__ = ["EngineSnapshot", "LimitsOutcome", "Metrics", "Scraper", "adapter_label"]

@@ -1,0 +1,36 @@
+"""What a choice of an answer gained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from loraplex.api.openai.logprobs import ScoredToken
+from loraplex.engine.logprobs import Logprobs
+from loraplex.serving.output.parts import Part, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Parts of one choice that may be shown now, and how the choice ended if it did. A choice that ends with calls of
+    tools has the reason "tool_calls". `tokens` are those whose text came with the parts, of every kind; None where
+    their log probabilities were not asked for. `num_tokens`: how many the choice has by now; `token_ids`: those that
+    came, shown or not, and `prompt`: log probabilities of the prompt's next tokens, where these were asked for.
+    `stop_string`: the one that ended the choice. `num_reasoning`: how many of its tokens are reasoning so far.
+    `pooled`: the hidden states of the prompt that were asked for, float32 [C], little-endian."""
+
+    index: int
+    parts: tuple[Part, ...] = ()
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    tokens: tuple[ScoredToken, ...] | None = None
+    num_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    prompt: Logprobs | None = None
+    stop_string: str | None = None
+    num_reasoning: int = 0
+    pooled: bytes | None = None
+
+    @property
+    def text(self) -> str:
+        """Without reasoning and calls."""
+        return text_of(self.parts)

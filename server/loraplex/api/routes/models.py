@@ -1,0 +1,63 @@
+"""`/v1/models`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+
+from loraplex.api.context import context_of
+from loraplex.api.deps import ApiServices
+from loraplex.api.documents import refused
+from loraplex.api.errors import ApiError
+from loraplex.api.openai.models import Model, ModelList
+from loraplex.api.route import Caller, DataRoute, Services
+from loraplex.control.types import ModelCard
+
+MAX_NAME = 512
+
+router = APIRouter(route_class=DataRoute)
+
+
+@router.get("/v1/models", operation_id="listModels")
+async def list_models(caller: Caller, services: Services) -> ModelList:
+    """What this key may use."""
+    cards = await services.resolver.list_models(caller)
+    return ModelList(object="list", data=[_model(card, services) for card in cards])
+
+
+@router.get("/v1/models/{id:path}", operation_id="getModel", responses=refused(404))
+async def get_model(
+    name: Annotated[str, Path(alias="id")], caller: Caller, services: Services, request: Request
+) -> Model:
+    """One of them, by any of its names."""
+    context_of(request.scope).model = name
+    if not 0 < len(name) <= MAX_NAME:
+        message = "The model does not exist or you do not have access to it."
+        raise ApiError("model_not_found", message, param="model")
+    model = await services.resolver.resolve(caller, name)
+    adapter = model.adapter
+    base = services.served_model_name
+    listed = {card.id: card for card in await services.resolver.list_models(caller)}
+    card = listed.get(name)
+    if card is None:  # a version, or `BASE:NAME`
+        released = listed.get(adapter.name if adapter is not None else base)
+        created = released.created if released is not None else 0
+        root, parent = (adapter.digest, base) if adapter is not None else (base, None)
+        card = ModelCard(name, created, root, parent, model.serving)
+    return _model(card, services)
+
+
+def _model(card: ModelCard, services: ApiServices) -> Model:
+    formats = services.formats.of_version(card.serving.tool_format, card.serving.reasoning_format)
+    return Model(
+        id=card.id,
+        object="model",
+        created=card.created,
+        owned_by="loraplex",
+        root=card.root,
+        parent=card.parent,
+        max_model_len=services.max_model_len,
+        tool_format="none" if formats.tools is None else formats.tools.name,
+        reasoning_format="none" if formats.reasoning is None else formats.reasoning.name,
+    )

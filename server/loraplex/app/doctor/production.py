@@ -1,0 +1,157 @@
+"""Checks of a machine beside what the settings want of it: from facts to findings."""
+
+from __future__ import annotations
+
+from loraplex.app.doctor.findings import Finding, fail, ok, warn
+from loraplex.app.doctor.machine import Disk, Machine
+from loraplex.app.ports.connections import RESERVED_FILES
+from loraplex.app.settings import Settings
+
+GIB = 1 << 30
+_PROCESS_BYTES = GIB
+_SLOW_SYNC_S = 0.1
+_NETWORK = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre"}
+)
+_VOLATILE = frozenset({"tmpfs", "ramfs", "overlay"})
+SKEW_WARN_S, SKEW_FAIL_S = 2.0, 60.0
+
+
+def check_memory(settings: Settings, machine: Machine) -> Finding:
+    """On a GPU only what is in host memory counts: the device's own is sized at the start."""
+    pools = {"adapter_cpu_memory": settings.adapter_cpu_memory}
+    if settings.device == "cpu":
+        pools |= {"kv_cache_memory": settings.kv_cache_memory, "adapter_memory": settings.adapter_memory}
+    wanted = sum(pools.values())
+    found = f"{_gib(machine.memory_available)} of {_gib(machine.memory_total)} free"
+    chosen = [name for name, size in pools.items() if not size]
+    if chosen and not wanted:
+        found += "; pools are chosen at the start from what is free then"
+    elif wanted:
+        found += f"; the settings want {_gib(wanted)} for pools, beside the model's weights"
+    if wanted + _PROCESS_BYTES > machine.memory_total:
+        return fail(found, "lower --kv-cache-memory, --adapter-memory or --adapter-cpu-memory, or add memory")
+    if wanted + _PROCESS_BYTES > machine.memory_available:
+        return warn(
+            found, "stop what else runs here, or lower the pools; a server that runs has its pools already"
+        )
+    return ok(found)
+
+
+def check_data_dir(settings: Settings, disk: Disk, *, held: bool) -> Finding:
+    """The journal and the database are in it."""
+    wanted = settings.usage_journal_size + GIB
+    found = f"{disk.path}, {_place(disk)}"
+    if held:
+        found += ", in use by a running server"
+    if disk.obstacle:
+        return fail(disk.obstacle, "choose another with --data-dir, or give it to the server's user")
+    if disk.free < wanted:
+        return fail(
+            found, f"make room: {_gib(wanted)} are wanted, for usage (--usage-journal-size) and the database"
+        )
+    if disk.file_system in _NETWORK:
+        return warn(
+            found, "use a local disk: locks and syncs of a network's are its server's, and SQLite needs both"
+        )
+    if disk.file_system in _VOLATILE:
+        return warn(
+            found, "mount a volume here: what is on this file system is lost with the machine or container"
+        )
+    if disk.sync_s is not None and disk.sync_s > _SLOW_SYNC_S:
+        return warn(found, "use a faster disk: each change and each batch of usage waits for a sync")
+    return ok(found)
+
+
+def check_store(settings: Settings, store: tuple[Disk, ...]) -> Finding:
+    """An upload is written into one folder, synced, and renamed into the other."""
+    staging, kept = store
+    wanted = 2 * settings.max_adapter_upload
+    found = f"{kept.path.parent}, {_place(kept)}"
+    obstacle = staging.obstacle or kept.obstacle
+    if obstacle:
+        return fail(obstacle, "give it to the server's user, or choose another with --artifact-url")
+    if staging.device != kept.device:
+        return fail(
+            f"{staging.path} and {kept.path} are on two file systems",
+            "mount one volume over both: an upload is renamed from the first to the second",
+        )
+    if kept.free < wanted:
+        return warn(
+            found,
+            f"make room: {_gib(wanted)} are wanted for an upload (--max-adapter-upload) and its archive",
+        )
+    if kept.file_system in _VOLATILE:
+        return warn(found, "mount a volume here: adapters are lost with the machine or container")
+    return ok(found)
+
+
+def check_open_files(settings: Settings, machine: Machine) -> Finding:
+    """The server raises its own limit as far as it may; each request has a connection."""
+    wanted = settings.max_waiting + settings.max_num_seqs + RESERVED_FILES
+    if machine.open_files is None:
+        return ok("no limit")
+    found = f"at most {machine.open_files}; {wanted} for --max-waiting, --max-num-seqs and the server itself"
+    if machine.open_files < wanted:
+        remedy = "raise it (LimitNOFILE of systemd, ulimit -Hn), or lower --max-waiting"
+        return (fail if machine.open_files < 2 * RESERVED_FILES else warn)(found, remedy)
+    return ok(found)
+
+
+def check_huge_pages(machine: Machine) -> Finding:
+    """The engine asks for them itself, for its pools in host memory (madvise)."""
+    if machine.huge_pages == "never":
+        return warn(
+            "transparent huge pages are off", "write madvise to /sys/kernel/mm/transparent_hugepage/enabled"
+        )
+    return ok(f"transparent: {machine.huge_pages}" if machine.huge_pages else "this kernel has none")
+
+
+def check_time_sync(machine: Machine) -> Finding:
+    if machine.clock_synchronised is None:
+        return ok("unknown: the kernel does not tell")
+    if not machine.clock_synchronised:
+        return warn(
+            "the kernel says that this clock is not synchronised",
+            "run chrony, systemd-timesyncd or the host's own: keys end and budgets begin by the clock",
+        )
+    return ok("the kernel says that this clock is synchronised")
+
+
+def check_secrets(settings: Settings, machine: Machine) -> Finding:
+    open_to_others = [file for file in machine.secrets if file.mode & 0o077]
+    foreign = [file for file in machine.secrets if not file.is_own]
+    given = [name for name in ("admin_token", "key_pepper") if getattr(settings, name)]
+    if open_to_others:
+        listed = ", ".join(f"{file.path} has mode {file.mode:04o}" for file in open_to_others)
+        return fail(
+            listed,
+            f"chmod 600 {' '.join(str(file.path) for file in open_to_others)}; rotate what others may have read",
+        )
+    if foreign:
+        listed = ", ".join(str(file.path) for file in foreign)
+        return warn(f"{listed}: of another user", "run this as the server's user, or chown them to it")
+    found = ", ".join(file.path.name for file in machine.secrets) or "none yet: made at the first start"
+    if given:
+        found += f"; {' and '.join(given)} by settings"
+    return ok(found)
+
+
+def check_skew(skew_s: float) -> Finding:
+    """`skew_s`: the other clock less this machine's."""
+    found = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
+    if abs(skew_s) < 0.05:
+        found = "as this machine's"
+    remedy = "synchronise the clocks of both machines"
+    if abs(skew_s) > SKEW_FAIL_S:
+        return fail(found, remedy)
+    return warn(found, remedy) if abs(skew_s) > SKEW_WARN_S else ok(found)
+
+
+def _place(disk: Disk) -> str:
+    synced = "" if disk.sync_s is None else f", a sync takes {disk.sync_s * 1e3:.0f} ms"
+    return f"{_gib(disk.free)} free on {disk.file_system or 'an unknown file system'}{synced}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

@@ -1,0 +1,104 @@
+"""Doctor's checks of torch, in a process of its own: importing torch would cost doctor's own process its memory, and
+each process that does so a second or two."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Settings by their names; `model_dir` None where there is no model to look at."""
+
+    device: str
+    dtype: str
+    kernels: str
+    threads: int
+    max_model_len: int
+    model_dir: str | None
+
+
+class Answers:
+    """The results for "torch", "kernels" and "model". The process runs at the first call."""
+
+    def __init__(self, questions: Questions) -> None:
+        self._questions = questions
+        self._found: dict[str, dict[str, str]] | None = None
+
+    def __getitem__(self, name: str) -> str:
+        """Raises OSError with what is wrong."""
+        if self._found is None:
+            self._found = _ask(self._questions)
+        answer = self._found[name]
+        if "wrong" in answer:
+            raise OSError(answer["wrong"])
+        return answer["ok"]
+
+
+def _ask(questions: Questions) -> dict[str, dict[str, str]]:
+    command = [sys.executable, "-m", "loraplex.app.doctor.torch_checks", json.dumps(asdict(questions))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - a module of ours
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["torch cannot be imported"])[-1]
+        return {name: {"wrong": reason} for name in ("torch", "kernels", "model")}
+    found: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _answer(questions: Questions) -> dict[str, dict[str, str]]:
+    checks = {
+        "torch": _torch,
+        "kernels": lambda: _kernels(questions),
+        "model": lambda: _model(questions),
+    }
+    return {name: _told(check) for name, check in checks.items()}
+
+
+def _told(check: Callable[[], str]) -> dict[str, str]:
+    from loraplex.adapters.errors import LoraplexError
+
+    try:
+        return {"ok": check()}
+    except LoraplexError as error:
+        return {"wrong": error.message}
+    except Exception as error:  # the doctor reports every failure
+        return {"wrong": traceback.format_exception_only(error)[-1].strip()}
+
+
+def _torch() -> str:
+    from importlib.metadata import version
+
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    capability = torch.backends.cpu.get_cpu_capability()
+    versions = f"{torch.__version__}, transformers {version('transformers')}"
+    return f"{versions}, device {device} ({capability})"
+
+
+def _kernels(questions: Questions) -> str:
+    from loraplex.engine.kernel_report import describe_kernels
+
+    return describe_kernels(questions.kernels, questions.device, questions.threads)
+
+
+def _model(questions: Questions) -> str:
+    from loraplex.engine.build import resolve_kernels
+    from loraplex.engine.model.loading import examine_dtype, examine_model
+
+    if questions.model_dir is None:
+        return ""
+    model_dir = Path(questions.model_dir)
+    kind = examine_model(model_dir, questions.max_model_len)
+    device, _ = resolve_kernels(questions.device, "torch")
+    return f"{kind}, {examine_dtype(model_dir, questions.dtype, device)}"
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answer(Questions(**json.loads(sys.argv[1])))))

@@ -1,0 +1,103 @@
+"""Tables for people, JSON for programs, and nothing from a server that a terminal would obey."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a completion, or an answer as JSON, needs no tables
+    from rich.table import Table
+
+PIPE_WIDTH = 100
+"""Columns of a table that no terminal shows."""
+
+
+def printable(text: str) -> str:
+    """`text` without control characters except line ends and tabs: what a model or an upload wrote must not move
+    the cursor, set the title or answer for the user."""
+    return "".join(c for c in text if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160))
+
+
+def cell(value: Any) -> str:
+    """One value for a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(cell(v) for v in value) or "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={cell(v)}" for k, v in value.items() if v is not None) or "-"
+    return printable(str(value))
+
+
+def moment(time: str | None) -> str | None:
+    """An RFC 3339 time in UTC, to the second, for a table: it may be wrapped between its day and its hour."""
+    if time is None or len(time) < len("2030-01-31T00:00:00Z"):
+        return time
+    return f"{time[:10]} {time[11:19]}Z"
+
+
+def size(num_bytes: int | None) -> str:
+    """Bytes for people, in powers of ten."""
+    if num_bytes is None:
+        return "-"
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+class Output:
+    """Where a command writes its result."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+
+    def json(self, data: Any) -> None:
+        sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+    def line(self, text: str) -> None:
+        sys.stdout.write(printable(text) + "\n")
+
+    def note(self, text: str) -> None:
+        """Words beside the result, on stderr."""
+        sys.stderr.write(printable(text) + "\n")
+
+    def table(
+        self, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, unbroken: Collection[str] = ()
+    ) -> None:
+        """`unbroken` names the columns whose short values stay on one line, such as ids."""
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        table = Table(*(Column(name, no_wrap=name in unbroken) for name in columns))
+        for row in rows:
+            table.add_row(*(Text(cell(value)) for value in row))
+        self.render(table)
+
+    def fields(self, data: dict[str, Any]) -> None:
+        """One record, a line a field."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(show_header=False, box=None)
+        for name, value in data.items():
+            table.add_row(Text(name, "bold"), Text(cell(value)))
+        self.render(table)
+
+    def render(self, *tables: Table) -> None:
+        """In the terminal's width; in a pipe without lines, in `PIPE_WIDTH` columns. Long values wrap."""
+        from rich.console import Console
+
+        console = Console(file=sys.stdout)
+        if not console.is_terminal:
+            console = Console(file=sys.stdout, width=PIPE_WIDTH)
+        for table in tables:
+            for column in table.columns:
+                column.overflow = "fold"
+            if not console.is_terminal:
+                table.box = None
+            console.print(table)

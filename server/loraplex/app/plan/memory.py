@@ -1,0 +1,229 @@
+"""How a device's memory is divided: by the functions that a start of the server calls."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.adapters.errors import LoraplexError
+from loraplex.app.plan.devices import MIB, Device
+from loraplex.engine.build import step_tokens
+from loraplex.engine.config import BLOCK_SIZE, EngineConfig
+from loraplex.engine.execution.kv_cache import KVSize, block_bytes, size_kv_cache
+from loraplex.engine.model.outline import ModelOutline
+from loraplex.engine.sizing import (
+    MAX_SLOTS,
+    adapter_pages,
+    arena_bytes,
+    arena_size,
+    host_budget,
+)
+from loraplex.kernels.lora.site_groups import HEAD
+
+RESERVES = {"cuda": 1536 * MIB, "cpu": 1024 * MIB}
+"""An allowance, not a computation: on a GPU the CUDA context, the libraries' workspaces and the CUDA graphs; on a CPU
+the processes with their libraries."""
+_SCORED_BYTES = 64 * MIB
+_CONTEXTS = tuple(512 << step for step in range(10))
+
+
+class PlanDoesNotFit(LoraplexError):
+    """The message says what does not fit, and what would."""
+
+    code = "plan_does_not_fit"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the operator asks for. `sites` empty: every linear of a layer. Sizes in tokens; 0: chosen."""
+
+    adapters: int
+    rank: int
+    sites: tuple[str, ...] = ()
+    context: int = 1024
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sizes in bytes. `resident` adapters of the wanted rank fit on the device, `in_host` in host memory. `places` are
+    (context length, sequences that run at once)."""
+
+    wanted: Wanted
+    sites: tuple[str, ...]
+    weights: int
+    reserve: int
+    activations: int
+    arena: int
+    arena_pages: int
+    page: int
+    adapter: int
+    resident: int
+    in_host: int
+    kv: int
+    kv_blocks: int
+    block: int
+    max_model_len: int
+    total: int
+    free: int
+    places: tuple[tuple[int, int], ...]
+    settings: dict[str, str | int] = field(default_factory=dict)
+
+
+def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: int | None) -> Plan:
+    """`host_free`: host memory behind the weights and the processes, None where it is not known. Raises PlanDoesNotFit
+    and what a start raises: KVMemoryTooSmall, SequenceTooLong, AdapterMemoryTooSmall."""
+    target = torch.device(device.kind)
+    config = EngineConfig(
+        model_path="", artifact_dir="", device=device.kind, max_num_seqs=wanted.max_num_seqs
+    )
+    layout = ArenaLayout(
+        model.site_groups,
+        model.num_layers,
+        model.dtype,
+        max_rank=_max_rank(wanted),
+        head=model.head_group,
+    )
+    sites = _sites(model, layout, wanted)
+    adapter = adapter_pages(layout, wanted.rank, sites) * layout.page_bytes
+    if wanted.adapters > MAX_SLOTS:
+        raise PlanDoesNotFit(
+            f"{wanted.adapters} adapters: at most {MAX_SLOTS} are on a device at a time. The others of a larger "
+            "catalog wait in host memory and on the disk: plan for those that are asked for within a few seconds."
+        )
+    reserve, weights = RESERVES[device.kind], model.weight_bytes
+    activations = _activations(model, step_tokens(config, target), wanted.max_num_seqs)
+    free = device.memory - reserve - weights
+    if free <= activations:
+        raise PlanDoesNotFit(
+            f"the weights take {_gib(weights)}, and {device.name} has {_gib(device.memory)}, of them "
+            f"{_gib(reserve + activations)} for the rest of a server: a device of at least "
+            f"{_gib(weights + reserve + activations + adapter + block_bytes(model.shape, model.dtype))} is needed."
+        )
+    budget = _whole_mib(max(wanted.adapters * adapter, layout.smallest_full_bytes), layout.page_bytes)
+    pages, slots = arena_size(budget, layout)
+    arena = arena_bytes(pages, layout)
+    size, kv_budget = _kv_size(model, wanted, target, free - arena, device, activations, adapter)
+    host = (
+        None if host_free is None else _whole_mib(max(host_budget(host_free), layout.smallest_full_bytes), 1)
+    )
+    block = block_bytes(model.shape, model.dtype)
+    settings: dict[str, str | int] = {
+        "device": device.kind,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "adapter_memory": f"{budget // MIB}MiB",
+        "kv_cache_memory": f"{kv_budget // MIB}MiB",
+        "max_num_seqs": wanted.max_num_seqs,
+        "max_adapter_rank": _max_rank(wanted),
+    }
+    if host is not None:
+        settings["adapter_cpu_memory"] = f"{host // MIB}MiB"
+    if wanted.max_model_len:
+        settings["max_model_len"] = wanted.max_model_len
+    kv = size.num_blocks * block
+    return Plan(
+        wanted=wanted,
+        sites=sites,
+        weights=weights,
+        reserve=reserve,
+        activations=activations,
+        arena=arena,
+        arena_pages=pages,
+        page=layout.page_bytes,
+        adapter=adapter,
+        resident=min(pages * layout.page_bytes // adapter, slots),
+        in_host=0 if host is None else host // adapter,
+        kv=kv,
+        kv_blocks=size.num_blocks,
+        block=block,
+        max_model_len=size.max_model_len,
+        total=device.memory,
+        free=free - arena - kv - activations,
+        places=_places(size, wanted.max_num_seqs),
+        settings=settings,
+    )
+
+
+def _kv_size(
+    model: ModelOutline,
+    wanted: Wanted,
+    target: torch.device,
+    kv_free: int,
+    device: Device,
+    activations: int,
+    adapter: int,
+) -> tuple[KVSize, int]:
+    """What a start would choose of `kv_free` bytes, less where the activations need more than that leaves; and the
+    setting, in whole MiB, that gives it."""
+    needed = -(-max(wanted.context, wanted.max_model_len) // BLOCK_SIZE) * block_bytes(
+        model.shape, model.dtype
+    )
+    if kv_free - activations < needed:
+        fewer = wanted.adapters - math.ceil((needed - kv_free + activations) / adapter)
+        remedy = f"{fewer} adapters of rank {wanted.rank} fit" if fewer > 0 else "a shorter --context may fit"
+        raise PlanDoesNotFit(
+            f"{wanted.adapters} adapters of rank {wanted.rank} take {_gib(wanted.adapters * adapter)}, and leave "
+            f"{_gib(max(0, kv_free - activations))} of {device.name}'s {_gib(device.memory)} for the KV cache; one "
+            f"sequence of {max(wanted.context, wanted.max_model_len)} tokens needs {_gib(needed)}: {remedy}."
+        )
+
+    def sized(budget: int) -> KVSize:
+        return size_kv_cache(
+            model.shape,
+            model.dtype,
+            target,
+            kv_cache_memory=budget,
+            max_model_len=wanted.max_model_len,
+            max_num_seqs=wanted.max_num_seqs,
+            available=kv_free,
+        )
+
+    block = block_bytes(model.shape, model.dtype)
+    chosen = min(sized(0).num_blocks * block, kv_free - activations)
+    budget = chosen // MIB * MIB
+    return sized(budget), budget
+
+
+def _sites(model: ModelOutline, layout: ArenaLayout, wanted: Wanted) -> tuple[str, ...]:
+    known = layout.site_names
+    if not wanted.sites:
+        return tuple(site for site in known if site != HEAD)
+    unknown = [site for site in wanted.sites if site not in known]
+    if unknown:
+        raise PlanDoesNotFit(
+            f"--target-modules {','.join(unknown)}: a {model.model_type} has {', '.join(known)}."
+        )
+    return wanted.sites
+
+
+def _max_rank(wanted: Wanted) -> int:
+    return max(64, wanted.rank)
+
+
+def _activations(model: ModelOutline, tokens: int, sequences: int) -> int:
+    """An estimate of the largest step's tensors: a layer's, and the logits with what the sampler makes of them."""
+    layer = tokens * (6 * model.hidden_size + 3 * model.inner_size) * model.dtype.itemsize
+    logits = sequences * model.shape.vocab_size * (model.dtype.itemsize + 2 * 4)
+    return layer + logits + _SCORED_BYTES
+
+
+def _places(size: KVSize, max_num_seqs: int) -> tuple[tuple[int, int], ...]:
+    contexts = [length for length in _CONTEXTS if length < size.max_model_len]
+    return tuple(
+        (length, min(max_num_seqs, size.num_blocks // -(-length // BLOCK_SIZE)))
+        for length in (*contexts, size.max_model_len)
+    )
+
+
+def _whole_mib(num_bytes: int, unit: int) -> int:
+    """At least `num_bytes`, in whole MiB and whole units (a power of two)."""
+    step = max(MIB, unit)
+    return -(-num_bytes // step) * step
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"

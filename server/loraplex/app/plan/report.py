@@ -1,0 +1,69 @@
+"""A plan for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loraplex.app.output import Output
+from loraplex.app.plan.devices import Device
+from loraplex.app.plan.memory import Plan
+from loraplex.app.plan.speed import FORMULA, Speed
+
+_ESTIMATE = "an estimate: bytes over the device's bandwidth, without launches, host and sampling."
+_NOT_MEASURED = "No figure of this server has been measured on a GPU."
+
+
+def print_plan(
+    out: Output, device: Device, settings: Mapping[str, object], plan: Plan, speeds: tuple[Speed, ...]
+) -> None:
+    """Memory by use, places, speed, settings."""
+    wanted = plan.wanted
+    whose = "free here" if device.kind == "cpu" else "in all"
+    out.line(f"{settings['model']} on {device.name}: {_size(device.memory)} {whose}\n")
+    reserve = "processes and libraries" if device.kind == "cpu" else "CUDA context, libraries, CUDA graphs"
+    rows = [
+        ("weights", plan.weights, ""),
+        ("adapters", plan.arena, f"{plan.arena_pages} pages of {_size(plan.page)}"),
+        ("KV cache", plan.kv, f"{plan.kv_blocks} blocks of 16 tokens, {_size(plan.block)} each"),
+        ("activations, logits", plan.activations, "estimated"),
+        (reserve, plan.reserve, "an allowance"),
+        ("free", plan.free, ""),
+    ]
+    for name, num_bytes, note in rows:
+        out.line(f"  {name:<38}{_size(num_bytes):>11}  {note}".rstrip())
+    out.line(
+        f"\nadapters: {_size(plan.adapter)} each at rank {wanted.rank} on {', '.join(plan.sites)}; "
+        f"{plan.resident} fit on the device" + (f", {plan.in_host} in host memory" if plan.in_host else "")
+    )
+    out.line(f"longest sequence: {plan.max_model_len} tokens\nsequences at once, each of")
+    for length, places in plan.places:
+        out.line(f"  {length:>7} tokens: {places:>4}")
+    _print_speed(out, device, speeds)
+    out.line("\nsettings to start with:\n")
+    for name, value in settings.items():
+        out.line(f"LORAPLEX_{name.upper()}={value}")
+    out.line("\nas values of the chart:\n")
+    if device.kind == "cuda":
+        out.line("gpu:\n  enabled: true")
+    out.line("settings:")
+    for name, value in settings.items():
+        out.line(f"  {name}: {value}")
+
+
+def _print_speed(out: Output, device: Device, speeds: tuple[Speed, ...]) -> None:
+    if not speeds:
+        out.line("\nspeed: not estimated, since the bandwidth is not known; give --bandwidth in GB/s")
+        return
+    out.line(f"\ndecoding, {_ESTIMATE}{' ' + _NOT_MEASURED if device.kind == 'cuda' else ''}")
+    out.line(f"  {FORMULA}   (docs/performance.md)")
+    for speed in speeds:
+        out.line(
+            f"  {speed.rows:>4} sequences at {speed.context} tokens, {speed.adapters:>3} adapters: "
+            f"{speed.step_s * 1e3:8.2f} ms a step, {speed.tokens_per_s:8.0f} tokens/s"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    if abs(num_bytes) >= 1 << 30:
+        return f"{num_bytes / (1 << 30):.2f} GiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB" if abs(num_bytes) >= 1 << 20 else f"{num_bytes / 1024:.0f} KiB"

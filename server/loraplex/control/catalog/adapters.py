@@ -1,0 +1,413 @@
+"""Adapters and their versions: admitted once, immutable, deleted when no version has them any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import structlog
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.errors import AdapterRefused, ArtifactUnreadable, LoraplexError
+from loraplex.adapters.spec import AdapterSpec, BaseSpec
+from loraplex.adapters.store.artifact_store import Staging
+from loraplex.adapters.store.fault_points import FaultPoint
+from loraplex.adapters.store.files import disk_failures_named, open_regular
+from loraplex.control import rules
+from loraplex.control.artifacts import Artifacts, lost_pins
+from loraplex.control.audit.recorder import LOCAL, Actor, record
+from loraplex.control.catalog.quota import check_quota, upload_room
+from loraplex.control.catalog.releases import add_release, current_release, release_shown
+from loraplex.control.catalog.staged import UploadRoom
+from loraplex.control.catalog.versions import (
+    count_living,
+    no_adapter,
+    require_living,
+    require_version,
+    version_info,
+    version_number,
+    version_target,
+)
+from loraplex.control.db.clock import database_now
+from loraplex.control.db.database import Database
+from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion, Tenant
+from loraplex.control.errors import Conflict, TenantNotFound
+from loraplex.control.tenancy.tenants import require_tenant, tenant_target
+from loraplex.control.types import (
+    AS_THE_BASE,
+    AdapterInfo,
+    Page,
+    ReleaseTarget,
+    Removal,
+    Serving,
+    VersionInfo,
+    VersionState,
+)
+
+MAX_LOGGED = 20
+"""Versions that one log line names."""
+
+log = structlog.get_logger("loraplex")
+
+
+class Catalog:
+    """All calls are synchronous and atomic. `base` is the model that is served; `served_name` its name, which no
+    adapter may take. Changes are recorded with the actor, `by`."""
+
+    def __init__(
+        self,
+        database: Database,
+        artifacts: Artifacts,
+        base: BaseSpec,
+        *,
+        served_name: str,
+        max_rank: int,
+    ) -> None:
+        self._database = database
+        self._artifacts = artifacts
+        self._base = base
+        self._served_name = served_name
+        self._max_rank = max_rank
+
+    def check_upload(self, tenant_id: str, name: str) -> UploadRoom | None:
+        """What can be refused before a byte is read, and what the quota leaves for those that come (None: it bounds
+        nothing). Raises InvalidValue, TenantNotFound, AdapterRefused."""
+        rules.check_adapter_name(name)
+        if name == self._served_name:
+            raise AdapterRefused("name_reserved", f"'{name}' is the name of the base model; choose another.")
+        with self._database.read() as session:
+            tenant = require_tenant(session, tenant_id)
+            limits = rules.read_limits(tenant.limits)
+            check_quota(session, limits, tenant_id, name, 0)
+            return upload_room(session, limits, tenant_id, name)
+
+    def admit(
+        self,
+        tenant_id: str,
+        name: str,
+        staging: Staging,
+        *,
+        serving: Serving = AS_THE_BASE,
+        by: Actor = LOCAL,
+    ) -> tuple[VersionInfo, bool]:
+        """Make a version of an upload's two files; whether it is new. The same bytes again within a name, to be served
+        alike, are the version that has them; where the stored ones are lost or damaged, they take their place.
+
+        The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
+        next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed and what
+        `check_upload` raises; then nothing of the upload is kept.
+        """
+        self.check_upload(tenant_id, name)
+        spec = inspect_adapter(
+            staging.config_path, staging.tensors_path, self._base, max_rank=self._max_rank, deep=True
+        )
+        fault = self._artifacts.store.fault
+        # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
+        with disk_failures_named():
+            for path in (staging.config_path, staging.tensors_path):
+                with open_regular(path) as file:
+                    fault(FaultPoint.FLUSH_STAGED, path)
+                    os.fsync(file.fileno())
+        try:
+            with self._artifacts.examined(spec.digest) as examined:
+                self._artifacts.store.commit(staging, spec.digest, examined)
+                with self._database.write() as session:
+                    self._artifacts.check_stored(spec.digest)
+                    admitted = self._record(session, tenant_id, name, spec, serving, by)
+                    _note_upload(session, by, *admitted)
+                    fault(FaultPoint.COMMIT_VERSION)
+        except BaseException:
+            # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
+            with contextlib.suppress(LoraplexError, OSError):
+                self._artifacts.remove_unused([spec.digest])
+            # Or damaged ones were to be replaced, and went before the good ones came.
+            with contextlib.suppress(LoraplexError, OSError):
+                self.mark_damaged(spec.digest)
+            raise
+        fault(FaultPoint.VERSION_COMMITTED)
+        return admitted
+
+    def _record(
+        self, session: Session, tenant_id: str, name: str, spec: AdapterSpec, serving: Serving, by: Actor
+    ) -> tuple[VersionInfo, bool]:
+        """Of bytes that are published: the version that stands for them."""
+        tenant = session.get(Tenant, tenant_id, with_for_update=True)
+        if tenant is None:
+            raise TenantNotFound(f"There is no tenant '{tenant_id}'.")
+        for row in session.scalars(
+            select(AdapterVersion).where(
+                AdapterVersion.digest == spec.digest, AdapterVersion.state == "corrupt"
+            )
+        ):
+            # The store has just got, or proven, good bytes; they are those of other names and tenants too.
+            row.state = self._state_of(row)
+        known = session.scalars(
+            select(AdapterVersion).where(
+                AdapterVersion.tenant_id == tenant_id,
+                AdapterVersion.name == name,
+                AdapterVersion.digest == spec.digest,
+                AdapterVersion.base_fingerprint == self._base.fingerprint,
+                AdapterVersion.tool_format.is_not_distinct_from(serving.tool_format),
+                AdapterVersion.reasoning_format.is_not_distinct_from(serving.reasoning_format),
+                LIVING,
+            )
+        ).first()
+        if known is not None:
+            return version_info(known), False
+        check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
+        return version_info(self._add_version(session, tenant_id, name, spec, serving, by)), True
+
+    def _add_version(
+        self, session: Session, tenant_id: str, name: str, spec: AdapterSpec, serving: Serving, by: Actor
+    ) -> AdapterVersion:
+        now = database_now(session)
+        adapter = session.get(Adapter, (tenant_id, name))
+        if adapter is None:
+            adapter = Adapter(tenant_id=tenant_id, name=name, last_number=0, created_at=now)
+            session.add(adapter)
+        adapter.last_number += 1
+        session.flush()
+        row = AdapterVersion(
+            tenant_id=tenant_id,
+            name=name,
+            number=adapter.last_number,
+            digest=spec.digest,
+            state="ready",
+            rank=spec.rank,
+            targets=list(spec.targets),
+            bytes=spec.num_bytes,
+            report=spec.report,
+            base_fingerprint=self._base.fingerprint,
+            pinned=False,
+            created_at=now,
+            tool_format=serving.tool_format,
+            reasoning_format=serving.reasoning_format,
+        )
+        session.add(row)
+        session.flush()
+        release = current_release(session, tenant_id, name)
+        if release is None or not release.targets:
+            # The first version serves at once; later ones wait for a release.
+            all_of_it = (ReleaseTarget(f"v{row.number}", 100),)
+            add_release(session, tenant_id, name, all_of_it, "none", origin="upload", by=by)
+        return row
+
+    def get_adapter(self, tenant_id: str, name: str) -> AdapterInfo:
+        with self._database.read() as session:
+            require_tenant(session, tenant_id)
+            adapter = session.get(Adapter, (tenant_id, name))
+            living = count_living(session, tenant_id, name)
+            if adapter is None or not living:
+                raise no_adapter(tenant_id, name)
+            return AdapterInfo(tenant_id, name, adapter.last_number, living, adapter.created_at)
+
+    def list_adapters(
+        self, tenant_id: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
+    ) -> Page[AdapterInfo]:
+        """By name; names without a living version are left out."""
+        after = rules.read_cursor(cursor)
+        query = (
+            select(Adapter, func.count(AdapterVersion.number))
+            .join(
+                AdapterVersion,
+                (AdapterVersion.tenant_id == Adapter.tenant_id) & (AdapterVersion.name == Adapter.name),
+            )
+            .where(Adapter.tenant_id == tenant_id, LIVING)
+            .group_by(Adapter.tenant_id, Adapter.name)
+            .order_by(Adapter.name)
+            .limit(rules.check_page_limit(limit) + 1)
+        )
+        if after is not None:
+            query = query.where(Adapter.name > after)
+        with self._database.read() as session:
+            require_tenant(session, tenant_id)
+            found = [
+                AdapterInfo(tenant_id, row.name, row.last_number, count, row.created_at)
+                for row, count in session.execute(query).all()
+            ]
+        return rules.make_page(found, limit, lambda info: info.name, lambda info: info)
+
+    def get_version(self, tenant_id: str, name: str, version: str) -> VersionInfo:
+        with self._database.read() as session:
+            return version_info(require_version(session, tenant_id, name, version))
+
+    def get_living(self, tenant_id: str, name: str, version: str) -> VersionInfo:
+        """As `get_version`; one that was deleted raises VersionNotFound."""
+        with self._database.read() as session:
+            return version_info(require_living(session, tenant_id, name, version))
+
+    def list_versions(
+        self, tenant_id: str, name: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
+    ) -> Page[VersionInfo]:
+        """By number, deleted ones too."""
+        after = rules.read_cursor(cursor)
+        query = (
+            select(AdapterVersion)
+            .where(AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name)
+            .order_by(AdapterVersion.number)
+            .limit(rules.check_page_limit(limit) + 1)
+        )
+        if after is not None:
+            if version_number(after) < 0:
+                raise rules.InvalidCursor("The cursor is not one that this list gave.", param="cursor")
+            query = query.where(AdapterVersion.number > version_number(after))
+        with self._database.read() as session:
+            require_tenant(session, tenant_id)
+            if session.get(Adapter, (tenant_id, name)) is None:
+                raise no_adapter(tenant_id, name)
+            rows = session.scalars(query).all()
+            return rules.make_page(rows, limit, lambda row: f"v{row.number}", version_info)
+
+    def set_pin(
+        self, tenant_id: str, name: str, version: str, pinned: bool, *, by: Actor = LOCAL
+    ) -> VersionInfo:
+        """Record whether the version is kept on the device; the caller informs the engine."""
+        with self._database.write() as session:
+            row = require_living(session, tenant_id, name, version)
+            record(
+                session,
+                by,
+                "version.pin" if pinned else "version.unpin",
+                f"{version_target(tenant_id, name, version)}/pin",
+                tenant_id=tenant_id,
+                before={"pinned": row.pinned},
+                after={"pinned": pinned},
+            )
+            row.pinned = pinned
+            return version_info(row)
+
+    def pinned(self) -> list[VersionInfo]:
+        """Every version that must be pinned after the engine's start."""
+        with self._database.read() as session:
+            query = select(AdapterVersion).where(AdapterVersion.pinned, AdapterVersion.state == "ready")
+            return [version_info(row) for row in session.scalars(query)]
+
+    def delete_version(self, tenant_id: str, name: str, version: str, *, by: Actor = LOCAL) -> Removal:
+        """A released version goes only as the last one of its name: to delete it earlier would silently change
+        what the name answers. Raises Conflict."""
+        with self._artifacts.lock:
+            with self._database.write() as session:
+                row = require_living(session, tenant_id, name, version)
+                release = current_release(session, tenant_id, name)
+                released = release is not None and any(t.version == version for t in release.targets)
+                if released and count_living(session, tenant_id, name) > 1:
+                    raise Conflict(
+                        f"{name}@{version} is released: release another version first, or delete the adapter.",
+                        param="version",
+                    )
+                if released:
+                    add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
+                digest = row.digest
+                before = {"digest": digest, "state": row.state, "pinned": row.pinned, "released": released}
+                target = version_target(tenant_id, name, version)
+                record(session, by, "version.delete", target, tenant_id=tenant_id, before=before)
+                pinned = [digest] if row.pinned else []
+                row.state, row.pinned = "deleted", False
+                unpinned = lost_pins(session, pinned)
+                self._artifacts.store.fault(FaultPoint.COMMIT_REMOVAL)
+            self._artifacts.store.fault(FaultPoint.REMOVAL_COMMITTED)
+            return self._artifacts.remove_unused([digest], unpinned)
+
+    def delete_adapter(self, tenant_id: str, name: str, *, by: Actor = LOCAL) -> Removal:
+        """All versions of a name. What runs finishes; the name's numbers are not used again."""
+        with self._artifacts.lock:
+            with self._database.write() as session:
+                require_tenant(session, tenant_id)
+                rows = session.scalars(
+                    select(AdapterVersion).where(
+                        AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING
+                    )
+                ).all()
+                if not rows:
+                    raise no_adapter(tenant_id, name)
+                digests = [row.digest for row in rows]
+                before = {
+                    "versions": {f"v{row.number}": row.digest for row in rows},
+                    "release": release_shown(current_release(session, tenant_id, name)),
+                }
+                target = f"{tenant_target(tenant_id)}/adapters/{name}"
+                record(session, by, "adapter.delete", target, tenant_id=tenant_id, before=before)
+                pinned = [row.digest for row in rows if row.pinned]
+                for row in rows:
+                    row.state, row.pinned = "deleted", False
+                unpinned = lost_pins(session, pinned)
+                add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
+                self._artifacts.store.fault(FaultPoint.COMMIT_REMOVAL)
+            self._artifacts.store.fault(FaultPoint.REMOVAL_COMMITTED)
+            return self._artifacts.remove_unused(digests, unpinned)
+
+    def mark_damaged(self, digest: str) -> bool:
+        """Verify bytes that were reported damaged or lost. Then every living version that has them, of
+        whatever name or tenant, is `corrupt` from now on. Uploading the same bytes again heals them all.
+
+        Raises ArtifactUnreadable where the bytes cannot be read at the moment.
+        """
+        with self._artifacts.examined(digest) as examined:
+            if examined.damage is None:
+                return False
+            if isinstance(examined.damage, ArtifactUnreadable):
+                raise examined.damage
+            reason = examined.damage.message
+            with self._database.write() as session:
+                query = select(AdapterVersion).where(AdapterVersion.digest == digest, LIVING)
+                found = [row for row in session.scalars(query) if row.state != "corrupt"]
+                for row in found:
+                    row.state = "corrupt"
+                self._artifacts.store.fault(FaultPoint.MARK_CORRUPT)
+                versions = [f"{row.tenant_id}/{row.name}@v{row.number}" for row in found]
+        if versions:
+            log.error(
+                "artifact_damaged",
+                digest=digest,
+                num_versions=len(versions),
+                versions=versions[:MAX_LOGGED],
+                reason=reason,
+            )
+        return True
+
+    def reconcile(self) -> None:
+        """At the start: versions made for another base are `incompatible` while this one is served, and `ready`
+        again when theirs is. Those whose bytes the store lacks are `corrupt`, and those that were `corrupt` stay so
+        unless their bytes are good again, for which they are hashed."""
+        with self._artifacts.lock:
+            damaged = {digest for digest in self._corrupt() if not self._is_whole(digest)}
+            with self._database.write() as session:
+                # Now, and not before: another server may have committed an upload just now.
+                whole = set(self._artifacts.store.digests()) - damaged
+                for row in session.scalars(select(AdapterVersion).where(LIVING)):
+                    row.state = self._state_of(row) if row.digest in whole else "corrupt"
+
+    def _corrupt(self) -> set[str]:
+        with self._database.read() as session:
+            query = select(AdapterVersion.digest).where(AdapterVersion.state == "corrupt").distinct()
+            return set(session.scalars(query))
+
+    def _is_whole(self, digest: str) -> bool:
+        try:
+            self._artifacts.store.verify(digest)
+        except LoraplexError:
+            return False
+        return True
+
+    def _state_of(self, row: AdapterVersion) -> VersionState:
+        """Of a living version whose bytes are there."""
+        return "ready" if row.base_fingerprint == self._base.fingerprint else "incompatible"
+
+
+def _note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool) -> None:
+    """The same bytes again are an act too: they may have healed what was damaged."""
+    shown = {
+        "version": info.version,
+        "digest": info.digest,
+        "bytes": info.bytes,
+        "rank": info.rank,
+        "state": info.state,
+        "is_new": is_new,
+        "tool_format": info.serving.tool_format,
+        "reasoning_format": info.serving.reasoning_format,
+        "release": release_shown(current_release(session, info.tenant_id, info.name)),
+    }
+    target = f"{tenant_target(info.tenant_id)}/adapters/{info.name}/versions"
+    record(session, by, "version.upload", target, tenant_id=info.tenant_id, after=shown)

@@ -1,0 +1,32 @@
+"""The versions of all tenants in one list, for the operator's view of the cache."""
+
+from __future__ import annotations
+
+from sqlalchemy import select, tuple_
+
+from loraplex.control import rules
+from loraplex.control.catalog.versions import version_info
+from loraplex.control.db.database import Database
+from loraplex.control.db.tables import LIVING, AdapterVersion
+from loraplex.control.rules import InvalidCursor
+from loraplex.control.types import Page, VersionInfo
+
+
+def list_all_versions(database: Database, limit: int, cursor: str | None) -> Page[VersionInfo]:
+    """Living versions by tenant, name and number. Raises InvalidCursor."""
+    key = (AdapterVersion.tenant_id, AdapterVersion.name, AdapterVersion.number)
+    query = select(AdapterVersion).where(LIVING).order_by(*key).limit(limit + 1)
+    after = rules.read_cursor(cursor)
+    if after is not None:
+        tenant, name, number = _read_key(after)
+        query = query.where(tuple_(*key) > tuple_(tenant, name, number))
+    with database.read() as session:
+        rows = session.scalars(query).all()
+        return rules.make_page(rows, limit, lambda r: f"{r.tenant_id}/{r.name}/{r.number}", version_info)
+
+
+def _read_key(after: str) -> tuple[str, str, int]:
+    parts = after.split("/")
+    if len(parts) != 3 or not parts[2].isascii() or not parts[2].isdigit() or len(parts[2]) > 9:
+        raise InvalidCursor("The cursor is not one that this list gave.", param="cursor")
+    return parts[0], parts[1], int(parts[2])

@@ -1,0 +1,49 @@
+"""How many adapters a tenant may have, and how many bytes of them."""
+
+from __future__ import annotations
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.control.catalog.staged import UploadRoom
+from loraplex.control.db.tables import LIVING, AdapterVersion
+from loraplex.control.types import Limits
+
+
+def check_quota(session: Session, limits: Limits, tenant_id: str, name: str, num_bytes: int) -> None:
+    """Whether the tenant may have a version of `name` with `num_bytes` more. Raises AdapterRefused."""
+    living = (AdapterVersion.tenant_id == tenant_id, LIVING)
+    if limits.max_adapters is not None:
+        others = session.scalar(
+            select(func.count(AdapterVersion.name.distinct())).where(*living, AdapterVersion.name != name)
+        )
+        if (others or 0) >= limits.max_adapters:
+            raise AdapterRefused(
+                "quota_exceeded",
+                f"The tenant may have {limits.max_adapters} adapters and has them; delete one first.",
+            )
+    if limits.max_adapter_bytes is not None:
+        used = _used(session, tenant_id)
+        if used + num_bytes > limits.max_adapter_bytes:
+            raise AdapterRefused(
+                "quota_exceeded",
+                f"The tenant may keep {limits.max_adapter_bytes} bytes of adapters; {used} are in use and this "
+                f"upload has {num_bytes}. Delete versions first.",
+            )
+
+
+def upload_room(session: Session, limits: Limits, tenant_id: str, name: str) -> UploadRoom | None:
+    """The bytes that an upload to `name` may stage now; None without a limit."""
+    if limits.max_adapter_bytes is None:
+        return None
+    same = (AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING)
+    known = session.scalar(select(func.max(AdapterVersion.bytes)).where(*same)) or 0
+    left = max(0, limits.max_adapter_bytes - _used(session, tenant_id))
+    return UploadRoom(limits.max_adapter_bytes, left, known)
+
+
+def _used(session: Session, tenant_id: str) -> int:
+    """Bytes of the tenant's living versions."""
+    query = select(func.sum(AdapterVersion.bytes)).where(AdapterVersion.tenant_id == tenant_id, LIVING)
+    return session.scalar(query) or 0

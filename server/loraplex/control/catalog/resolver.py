@@ -1,0 +1,197 @@
+"""Resolves a request's `model`: the base, or one version of one of the caller's adapters."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import select
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.control.catalog.releases import current_releases
+from loraplex.control.catalog.versions import version_number
+from loraplex.control.db.database import Database
+from loraplex.control.db.read_through import DEFAULT_STALENESS_S, ReadThrough
+from loraplex.control.db.tables import LIVING, AdapterVersion
+from loraplex.control.errors import AdapterUnavailable, ModelNotAllowed, ModelNotFound
+from loraplex.control.types import ModelCard, Principal, ReleaseInfo, ResolvedModel, Serving
+
+MIN_DIGEST_CHARS = 12
+_HEX = frozenset("0123456789abcdef")
+_REMEDY = {
+    "corrupt": "its stored bytes are damaged or lost; upload the same files again",
+    "incompatible": "it was made for another base model; upload one made for this one, and release it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """As much of a version as a request needs; its report stays in the database."""
+
+    ref: AdapterRef
+    state: str
+    created_at: datetime
+    serving: Serving
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """A name as the database had it: its living versions by number, and its release."""
+
+    versions: Mapping[int, _Version]
+    release: ReleaseInfo | None
+
+
+class Resolver:
+    """Answers from memory: at most `ttl_s` behind the database, not at all behind changes of this process, and
+    `staleness_s` more while the database cannot be reached. The adapters of at most `capacity` tenants are
+    remembered."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        served_name: str,
+        started_at: int,
+        ttl_s: float = 2.0,
+        capacity: int = 2_000,
+        staleness_s: float = DEFAULT_STALENESS_S,
+        clock: Callable[[], float] = time.monotonic,
+        random_source: random.Random | None = None,
+    ) -> None:
+        self._database = database
+        self._served_name = served_name
+        self._started_at = started_at
+        self._random = random_source or random.Random()  # noqa: S311 - spreads traffic, keeps no secret
+        self._tenants: ReadThrough[str, Mapping[str, _Adapter]] = ReadThrough(
+            database, ttl_s=ttl_s, capacity=capacity, staleness_s=staleness_s, clock=clock
+        )
+
+    async def resolve(self, principal: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
+        """`user` is the request's own label of its end user, for releases that are sticky by it.
+
+        Raises ModelNotFound, ModelNotAllowed, AdapterUnavailable, DatabaseUnavailable.
+        """
+        if model == self._served_name:
+            self._check_allowed(principal, model, model)
+            return ResolvedModel(model, None)
+        spelled = model.removeprefix(self._served_name + ":")
+        name, _, selector = spelled.partition("@")
+        adapter = (await self._adapters(principal)).get(name)
+        if adapter is None or model.endswith("@"):
+            raise _not_found(model)
+        version = _select(adapter, selector) if selector else self._released(principal, name, adapter, user)
+        if version is None:
+            raise _not_found(model)
+        self._check_allowed(principal, model, name, spelled)
+        if version.state != "ready":
+            raise AdapterUnavailable(
+                f"{name}@v{version.ref.version} is {version.state} and cannot be served: {_REMEDY[version.state]}.",
+                param="model",
+            )
+        return ResolvedModel(model, version.ref, version.serving)
+
+    async def list_models(self, principal: Principal) -> list[ModelCard]:
+        """The models of this key: the base, then the released adapters by name."""
+        cards = [ModelCard(self._served_name, self._started_at, self._served_name, None)]
+        for name, adapter in sorted((await self._adapters(principal)).items()):
+            release = adapter.release
+            weights = (
+                {} if release is None else {int(t.version[1:]): t.weight for t in release.targets if t.weight}
+            )
+            served = [adapter.versions[number] for number in weights if number in adapter.versions]
+            served = [version for version in served if version.state == "ready"]
+            if served:
+                best = max(served, key=lambda version: weights[version.ref.version])
+                created = int(best.created_at.timestamp())
+                cards.append(ModelCard(name, created, best.ref.digest, self._served_name, best.serving))
+        return [card for card in cards if self._is_allowed(principal, card.id)]
+
+    def _is_allowed(self, principal: Principal, *names: str) -> bool:
+        """A key's `models` may spell an adapter with the base's name before it or without, as requests may."""
+        models = principal.models
+        if models is None:
+            return True
+        return any(name in models or f"{self._served_name}:{name}" in models for name in names)
+
+    def _check_allowed(self, principal: Principal, model: str, *names: str) -> None:
+        if not self._is_allowed(principal, *names):
+            raise ModelNotAllowed(f"This API key may not use the model '{model[:200]}'.", param="model")
+
+    def _released(
+        self, principal: Principal, name: str, adapter: _Adapter, user: str | None
+    ) -> _Version | None:
+        release = adapter.release
+        if release is None:
+            return None
+        found = [(adapter.versions.get(int(t.version[1:])), t.weight) for t in release.targets]
+        targets = [(version, weight) for version, weight in found if version is not None and weight > 0]
+        # What is damaged keeps its share, and answers that it is: traffic must not move to another version unseen.
+        ready = [pair for pair in targets if pair[0].state != "incompatible"] or targets
+        if not ready:
+            return None
+        caller = {"user": user or principal.key_id, "key": principal.key_id, "none": None}[release.sticky]
+        if caller is None:
+            point = self._random.random()
+        else:
+            label = f"{principal.tenant_id}/{name}/{caller}".encode("utf-8", "surrogatepass")
+            point = int.from_bytes(hashlib.sha256(label).digest()[:8], "big") / 2**64
+        point *= sum(weight for _, weight in ready)
+        for version, weight in ready:
+            point -= weight
+            if point < 0:
+                return version
+        return ready[-1][0]
+
+    async def _adapters(self, principal: Principal) -> Mapping[str, _Adapter]:
+        tenant_id = principal.tenant_id
+        if tenant_id is None:
+            return {}
+        return await self._tenants.get(tenant_id, self._read, tenant_id) or {}
+
+    def _read(self, tenant_id: str) -> Mapping[str, _Adapter]:
+        found: dict[str, dict[int, _Version]] = {}
+        of = AdapterVersion
+        query = (
+            select(
+                of.name,
+                of.number,
+                of.digest,
+                of.rank,
+                of.state,
+                of.created_at,
+                of.tool_format,
+                of.reasoning_format,
+            )
+            .where(of.tenant_id == tenant_id, LIVING)
+            .order_by(of.name, of.number)
+        )
+        with self._database.read() as session:
+            for name, number, digest, rank, state, created_at, *formats in session.execute(query):
+                ref = AdapterRef(tenant_id, name, number, digest, rank)
+                found.setdefault(name, {})[number] = _Version(ref, state, created_at, Serving(*formats))
+            releases = current_releases(session, tenant_id)
+        return {name: _Adapter(versions, releases.get(name)) for name, versions in found.items()}
+
+
+def _select(adapter: _Adapter, selector: str) -> _Version | None:
+    """A version by `vN` or by at least 12 characters of its digest, `sha256:…`."""
+    if selector.startswith("v"):
+        return adapter.versions.get(version_number(selector))
+    prefix = selector.removeprefix("sha256:")
+    if prefix == selector or not MIN_DIGEST_CHARS <= len(prefix) <= 64 or not _HEX.issuperset(prefix):
+        return None
+    matches = [version for version in adapter.versions.values() if version.ref.digest.startswith(prefix)]
+    ready = [version for version in matches if version.state == "ready"]
+    chosen = ready or matches
+    return chosen[-1] if len({version.ref.digest for version in chosen}) == 1 else None
+
+
+def _not_found(model: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"The model '{model[:200]}' does not exist or you do not have access to it.", param="model"
+    )

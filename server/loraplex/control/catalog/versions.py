@@ -1,0 +1,74 @@
+"""Versions by their names, and their rows as values."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion
+from loraplex.control.errors import AdapterNotFound, VersionNotFound
+from loraplex.control.tenancy.tenants import require_tenant, tenant_target
+from loraplex.control.types import Serving, VersionInfo, VersionState
+
+
+def version_info(row: AdapterVersion) -> VersionInfo:
+    return VersionInfo(
+        tenant_id=row.tenant_id,
+        name=row.name,
+        number=row.number,
+        digest=row.digest,
+        state=cast(VersionState, row.state),
+        rank=row.rank,
+        targets=tuple(row.targets),
+        bytes=row.bytes,
+        report=row.report,
+        base_fingerprint=row.base_fingerprint,
+        pinned=row.pinned,
+        created_at=row.created_at,
+        serving=Serving(row.tool_format, row.reasoning_format),
+    )
+
+
+def version_target(tenant_id: str, name: str, version: str) -> str:
+    """Its name in the audit log."""
+    return f"{tenant_target(tenant_id)}/adapters/{name}/versions/{version}"
+
+
+def count_living(session: Session, tenant_id: str, name: str) -> int:
+    query = select(func.count()).where(
+        AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING
+    )
+    return session.scalar(query) or 0
+
+
+def version_number(version: str) -> int:
+    """The number that a version's name has; -1 for any other text. Each number has one name: "v01" is not v1."""
+    digits = version.removeprefix("v")
+    if digits == version or not digits.isascii() or not digits.isdigit() or len(digits) > 9:
+        return -1
+    return -1 if digits.startswith("0") else int(digits)
+
+
+def require_version(session: Session, tenant_id: str, name: str, version: str) -> AdapterVersion:
+    """Deleted ones too. Raises TenantNotFound, AdapterNotFound, VersionNotFound."""
+    require_tenant(session, tenant_id)
+    if session.get(Adapter, (tenant_id, name)) is None:
+        raise no_adapter(tenant_id, name)
+    row = session.get(AdapterVersion, (tenant_id, name, version_number(version)))
+    if row is None:
+        raise VersionNotFound(f"'{name}' has no version '{version[:40]}'; versions are named v1, v2, …")
+    return row
+
+
+def require_living(session: Session, tenant_id: str, name: str, version: str) -> AdapterVersion:
+    """Raises as `require_version`, and VersionNotFound for one that was deleted."""
+    row = require_version(session, tenant_id, name, version)
+    if row.state == "deleted":
+        raise VersionNotFound(f"{name}@{version} is deleted.")
+    return row
+
+
+def no_adapter(tenant_id: str, name: str) -> AdapterNotFound:
+    return AdapterNotFound(f"The tenant '{tenant_id}' has no adapter '{name[:80]}'.")

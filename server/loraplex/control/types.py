@@ -1,0 +1,296 @@
+"""Types that the control plane returns to the HTTP layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from loraplex.adapters.ref import AdapterRef
+
+Scope = Literal["inference", "adapters:read", "adapters:write", "usage:read"]
+Sticky = Literal["user", "key", "none"]
+BudgetPeriod = Literal["hour", "day", "month", "forever"]
+T = TypeVar("T")
+BUDGET_PERIODS: tuple[BudgetPeriod, ...] = ("hour", "day", "month", "forever")
+SCOPES: tuple[Scope, ...] = ("inference", "adapters:read", "adapters:write", "usage:read")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Caps on a tenant, a key or the server; None is no cap. Bytes, tokens or counts as named. `token_budget` is for
+    each `budget_period` of the calendar in UTC; they are set both or neither. `max_sequences`: running and waiting
+    ones of all requests together."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrency: int | None = None
+    max_sequences: int | None = None
+    max_output_tokens: int | None = None
+    token_budget: int | None = None
+    budget_period: BudgetPeriod | None = None
+    max_adapters: int | None = None
+    max_adapter_bytes: int | None = None
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """The caller. `tenant_id` and `key_id` are None for the admin token alone, which may do everything
+    on the admin plane and nothing on the data plane. `models` None: all of the tenant's."""
+
+    tenant_id: str | None
+    key_id: str | None
+    scopes: frozenset[str]
+    models: frozenset[str] | None = None
+    weight: float = 1.0
+    is_admin: bool = False
+    key_limits: Limits = NO_LIMITS
+    tenant_limits: Limits = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How a version writes calls of tools and reasoning, by the names of formats. None: as the base model does."""
+
+    tool_format: str | None = None
+    reasoning_format: str | None = None
+
+
+AS_THE_BASE = Serving()
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """The model behind a `model` field. `adapter` None is the base model."""
+
+    requested: str
+    adapter: AdapterRef | None
+    serving: Serving = AS_THE_BASE
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A row of /v1/models. `root` is the digest of the released version (the base's own name for base)."""
+
+    id: str
+    created: int
+    root: str
+    parent: str | None
+    serving: Serving = AS_THE_BASE
+
+
+@dataclass(frozen=True, slots=True)
+class LimitWindow:
+    """One window as it stands after a decision, for x-ratelimit-* headers. `reset_s`: seconds until full."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+LimitOwner = Literal["key", "tenant", "server"]
+LimitKind = Literal["requests", "tokens", "concurrency", "sequences", "budget"]
+"""Requests and tokens a minute, requests and sequences at a time, tokens a period."""
+
+
+class ReachedLimit(NamedTuple):
+    """The limit that an answer with 429 names."""
+
+    owner: LimitOwner
+    kind: LimitKind
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a limiter reports about a plan that it admitted: of each kind of window the one with the least left; and the
+    seconds after which its rates would let the same plan pass once more."""
+
+    requests: LimitWindow | None
+    tokens: LimitWindow | None
+    again_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that its rates let in and that was charged to them; settled once by `request_id`, which is its internal
+    id. `again_at`: when they would admit another one, on the clock of the limiter that admitted it."""
+
+    request_id: str
+    requests: LimitWindow | None = None
+    again_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A share of the other limits that an admitted request reserved; it is settled with its admission."""
+
+    requests: LimitWindow | None = None
+    tokens: LimitWindow | None = None
+    max_output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetState:
+    """A token budget in its current period, whose end is None where there is none. `spent`: by requests that ended, as
+    far as servers have reported; `held`: kept by servers for running and coming requests. Tokens."""
+
+    limit: int
+    period: BudgetPeriod
+    starts_at: datetime
+    ends_at: datetime | None
+    spent: int
+    held: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantInfo:
+    """`budget` None: the tenant has none."""
+
+    id: str
+    display_name: str | None
+    weight: float
+    limits: Limits
+    created_at: datetime
+    budget: BudgetState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """A key without its secret. `previous_valid_until`: the rotated secret works until then. `last_used_at` is up to
+    a minute old."""
+
+    id: str
+    tenant_id: str
+    name: str | None
+    scopes: tuple[str, ...]
+    models: tuple[str, ...] | None
+    limits: Limits
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    previous_valid_until: datetime | None
+    last_used_at: datetime | None
+    budget: BudgetState | None = None
+
+
+VersionState = Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted"]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """One immutable version. `bytes` is the size of the two uploaded files."""
+
+    tenant_id: str
+    name: str
+    number: int
+    digest: str
+    state: VersionState
+    rank: int
+    targets: tuple[str, ...]
+    bytes: int
+    report: dict[str, Any]
+    base_fingerprint: str
+    pinned: bool
+    created_at: datetime
+    serving: Serving = AS_THE_BASE
+
+    @property
+    def version(self) -> str:
+        return f"v{self.number}"
+
+    def ref(self) -> AdapterRef:
+        return AdapterRef(self.tenant_id, self.name, self.number, self.digest, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """`latest` is the newest version's number, deleted ones counted; `num_versions` counts the living."""
+
+    tenant_id: str
+    name: str
+    latest: int
+    num_versions: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseTarget:
+    version: str
+    weight: int
+
+
+ReleaseOrigin = Literal["upload", "set", "promote", "rollback", "delete"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseInfo:
+    """Which versions a bare name means, in parts of the weights' sum. `sticky`: what keeps a caller on one.
+
+    `origin` is the act that made the revision: `upload` is of a name's first version, `delete` of its last one. A
+    rollback `restores` an earlier revision, which is itself no rollback. `actor` and `actor_key_id` name the caller, as
+    in the audit log. All of these are None where they were not recorded."""
+
+    tenant_id: str
+    name: str
+    revision: int
+    targets: tuple[ReleaseTarget, ...]
+    sticky: Sticky
+    created_at: datetime
+    origin: ReleaseOrigin | None = None
+    restores: int | None = None
+    actor: Literal["admin", "key", "local"] | None = None
+    actor_key_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRevision:
+    """An earlier release that a rollback passed over; `reason` completes a sentence, for example "v2 is deleted"."""
+
+    revision: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackInfo:
+    """The release that is in force after a rollback."""
+
+    release: ReleaseInfo
+    skipped: tuple[SkippedRevision, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """A page of a list; `next_cursor` None means that it was the last."""
+
+    items: tuple[T, ...]
+    next_cursor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """The work that a deletion leaves: `digests` that no version has any more, to be evicted from the engine, and of
+    those that others have too the ones that were `unpinned`: no version that is left is pinned with them."""
+
+    digests: tuple[str, ...]
+    unpinned: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRemoval(Removal):
+    """The data that was deleted with a tenant, and the data that is kept. `num_bytes` is of `digests`;
+    `num_shared_artifacts` are those that other tenants have too; `num_texts` counts the free texts that were erased
+    from the audit log. The ledger's rows since `usage_since` stay (None: there are none)."""
+
+    tenant_id: str
+    num_keys: int
+    num_adapters: int
+    num_versions: int
+    num_bytes: int
+    num_texts: int
+    num_shared_artifacts: int
+    num_audit_rows: int
+    usage_since: datetime | None

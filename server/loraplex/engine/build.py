@@ -1,0 +1,295 @@
+"""From an `EngineConfig` to an engine that runs: the one place where the parts are put together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.cache.adapter_cache import AdapterCache
+from loraplex.adapters.device.arena import AdapterArena
+from loraplex.adapters.device.host_image import HostImage
+from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.adapters.device.transport import ThreadedTransport
+from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.store.artifact_store import ArtifactStore
+from loraplex.engine.config import BLOCK_SIZE, EngineConfig, SchedulerConfig
+from loraplex.engine.core.engine_core import EngineCore
+from loraplex.engine.execution.executor import Executor
+from loraplex.engine.execution.inputs import Recorder, StepLimits
+from loraplex.engine.execution.kv_cache import WatchedKVCache, available_memory, block_bytes, size_kv_cache
+from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.execution.threads import set_threads
+from loraplex.engine.grammar.masks import MaskMaker
+from loraplex.engine.grammar.matchers import GrammarMatchers
+from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer
+from loraplex.engine.grammar.vocabulary import GrammarVocabulary
+from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.model.base import Model
+from loraplex.engine.model.fused import FusedDecoder
+from loraplex.engine.model.loading import eos_token_ids, load_model
+from loraplex.engine.model.plans import KeptPlans
+from loraplex.engine.reports import EngineInfo
+from loraplex.engine.sampling.sampler import make_sampler
+from loraplex.engine.sizing import adapter_budget, arena_size, host_budget, require_room
+from loraplex.kernels.backend import (
+    Backend,
+    BackendUnavailable,
+    best_backend,
+    describe_failure,
+    obstacle_to,
+    resolve_backend,
+)
+
+_log = logging.getLogger(__name__)
+LOADER_THREADS = 2
+_MAX_SCORED_BYTES = 64 << 20
+"""Of a step's logits that are kept for the log probabilities of prompts, as float32."""
+
+
+class DeviceUnavailable(LoraplexError):
+    """The device that was asked for is not there, or can't run the kernels that were."""
+
+    code = "device_unavailable"
+
+
+class _CompilationFailed(Exception):
+    """The kernels cannot be compiled for this processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """A core that is ready for its step thread. `close` ends its worker and loader threads."""
+
+    core: EngineCore
+    info: EngineInfo
+    heartbeat: StepHeartbeat
+    runner: ModelRunner
+    transport: ThreadedTransport
+    grammars: GrammarMatchers
+
+    def close(self) -> None:
+        self.grammars.close()
+        self.transport.close()
+        self.runner.close()
+
+
+def build_engine(
+    config: EngineConfig,
+    wake: Callable[[], None],
+    on_stage: Callable[[str], None] = lambda stage: None,
+    *,
+    wrap_model: Callable[[Model], Model] | None = None,
+    recorder: Recorder | None = None,
+) -> BuiltEngine:
+    """Load the base model, size the KV cache and the arena, and put an engine around them.
+
+    `wake` is called from loader threads when the core should look again, `on_stage` with what is done now where that
+    takes long. `wrap_model` may put something around the model, for example a recorder of its logits. `recorder`
+    records decoding steps where the model's kernels allow it; CUDA graphs do on a GPU unless another one is given.
+    Raises LoraplexError with what is wrong and what to do.
+    """
+    set_threads(config.num_threads)
+    device, backend = resolve_kernels(config.device, config.kernels)
+    if config.kernels == "auto" and backend == "torch":
+        _tell_fallback(obstacle_to(best_backend(device), device) or "")
+    # On a CPU all parallel work is the worker's: each thread that does any gets a team of threads of its own, and where
+    # teams have more threads than there are cores OpenMP puts them to sleep between any two operations.
+    executor = Executor()
+    try:
+        try:
+            return _build(config, wake, on_stage, executor, device, backend, wrap_model, recorder)
+        except _CompilationFailed as error:
+            if config.kernels != "auto":
+                raise DeviceUnavailable(
+                    f"--kernels {config.kernels}: {error}; choose auto or torch"
+                ) from error
+            _tell_fallback(str(error))
+        plain = replace(config, kernels="torch")
+        return _build(plain, wake, on_stage, executor, device, "torch", wrap_model, recorder)
+    except BaseException:
+        executor.close()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    wake: Callable[[], None],
+    on_stage: Callable[[str], None],
+    executor: Executor,
+    device: torch.device,
+    backend: Backend,
+    wrap_model: Callable[[Model], Model] | None,
+    recorder: Recorder | None,
+) -> BuiltEngine:
+    model_dir = Path(config.model_path)
+    base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
+    plans = None if config.plan_dir is None else KeptPlans(Path(config.plan_dir))
+    model = executor.submit(
+        lambda: load_model(
+            model_dir,
+            device,
+            config.dtype,
+            max_model_len=config.max_model_len,
+            kernels=config.kernels,
+            plans=plans,
+        )
+    ).result()
+    layout = ArenaLayout(
+        model.site_groups,
+        model.num_layers,
+        model.dtype,
+        max_rank=config.max_adapter_rank,
+        head=model.head_group,
+    )
+    num_pages, num_slots = arena_size(
+        config.adapter_memory or adapter_budget(available_memory(device), device.type), layout
+    )
+    host_bytes = config.adapter_cpu_memory or host_budget(available_memory(torch.device("cpu")))
+    require_room("--adapter-cpu-memory", host_bytes, layout)
+    arena = executor.submit(
+        lambda: AdapterArena(layout, num_pages, num_slots, device, kernels=config.kernels)
+    ).result()
+    if backend == "numba":
+        from loraplex.kernels import numba_warm_up  # takes a second to import
+        from loraplex.kernels.numba_runtime.cache import KERNELS
+
+        kind = str(model.dtype).removeprefix("torch.")
+        if not KERNELS.is_compiled(kind):
+            on_stage("compiling kernels for this processor (once, 10 to 20 s)")
+        compiling = executor.submit(lambda: KERNELS.compile(kind, lambda: numba_warm_up.warm_up(model.dtype)))
+        try:
+            compiling.result()
+        except Exception as error:  # of any kind: what is compiled depends on the processor
+            raise _CompilationFailed(describe_failure("numba", error)) from error
+        on_stage("loading")
+    size = size_kv_cache(
+        model.shape,
+        model.dtype,
+        device,
+        kv_cache_memory=config.kv_cache_memory,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )
+    heartbeat = StepHeartbeat()
+    kv = executor.submit(
+        lambda: WatchedKVCache(model.shape, size.num_blocks, model.dtype, device, heartbeat)
+    ).result()
+    transport = ThreadedTransport(
+        ArtifactStore(Path(config.artifact_dir)), base, arena, wake=wake, threads=LOADER_THREADS
+    )
+    max_step_tokens = step_tokens(config, device)
+    cache: AdapterCache[HostImage] = AdapterCache(
+        transport=transport,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        host_bytes=host_bytes,
+        load_timeout_s=config.adapter_load_timeout,
+        clock=time.monotonic,
+        max_loads=LOADER_THREADS,
+    )
+    eos_ids = eos_token_ids(model_dir)
+    served = model if wrap_model is None else wrap_model(model)
+    inputs = None
+    if model.attention_needs is not None:
+        # Triton need not be there where it does not run.
+        from loraplex.engine.execution.cuda_graphs import prepare_inputs
+
+        max_blocks = -(-size.max_model_len // BLOCK_SIZE)
+        limits = StepLimits(max_step_tokens, config.max_num_seqs, max_blocks)
+        inputs = prepare_inputs(served, model.attention_needs, kv, arena, limits, recorder)
+    sampler = make_sampler(
+        backend, vocab_size=model.shape.vocab_size, max_rows=config.max_num_seqs, device=device
+    )
+    vocab_size = model.shape.vocab_size
+    grammars = GrammarMatchers(
+        lambda: GrammarVocabulary(load_grammar_tokenizer(model_dir, eos_ids), vocab_size), wake
+    )
+    masks = MaskMaker(grammars, vocab_size)
+    runner = ModelRunner(
+        served, kv, executor, eos_ids=eos_ids, lora=arena, inputs=inputs, sampler=sampler, masks=masks
+    )
+    if inputs is not None:
+        from loraplex.engine.execution.warm_up import warm_up
+
+        warm_up(runner, inputs)
+    core = EngineCore(
+        SchedulerConfig(
+            num_blocks=size.num_blocks,
+            max_model_len=size.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_step_tokens,
+            max_waiting=config.max_waiting,
+            max_scored_tokens=max(1, _MAX_SCORED_BYTES // (4 * model.shape.vocab_size)),
+            lookahead=_lookahead(config, device),
+        ),
+        runner,
+        cache,
+        eos_ids=eos_ids,
+        clock=time.monotonic,
+        heartbeat=heartbeat,
+        grammars=grammars,
+    )
+    info = EngineInfo(
+        model_name=config.model_name or model_dir.name,
+        architecture=base.model_type,
+        max_model_len=size.max_model_len,
+        vocab_size=model.shape.vocab_size,
+        eos_ids=tuple(sorted(eos_ids)),
+        device=str(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=size.num_blocks,
+        kv_bytes=size.num_blocks * block_bytes(model.shape, model.dtype),
+        arena_page_bytes=layout.page_bytes,
+        arena_pages=num_pages,
+        adapter_cpu_bytes=host_bytes,
+        max_adapter_rank=config.max_adapter_rank,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        max_num_batched_tokens=max_step_tokens,
+        decoder="fused" if isinstance(model, FusedDecoder) else "transformers",
+        base_fingerprint=base.fingerprint,
+        sites=layout.site_names,
+        hidden_size=model.hidden_size,
+    )
+    return BuiltEngine(core, info, heartbeat, runner, transport, grammars)
+
+
+def resolve_kernels(device: str, kernels: str) -> tuple[torch.device, Backend]:
+    """Where and with which kernels an engine runs that is asked for these. Raises DeviceUnavailable."""
+    found = _device(device)
+    try:
+        return found, resolve_backend(kernels, found)
+    except BackendUnavailable as error:
+        raise DeviceUnavailable(f"--kernels {kernels}: {error}") from error
+
+
+def _tell_fallback(reason: str) -> None:
+    _log.warning("torch's kernels are used, which are slower: %s", reason)
+
+
+def _device(asked: str) -> torch.device:
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise DeviceUnavailable("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
+    return torch.device(asked)
+
+
+def step_tokens(config: EngineConfig, device: torch.device) -> int:
+    """Tokens of a step. A CPU computes a prompt as fast in smaller chunks, and all other sequences' next tokens wait
+    for a whole chunk: 0.4 s for 512 tokens of a small model."""
+    return config.max_num_batched_tokens or (512 if device.type == "cuda" else 256)
+
+
+def _lookahead(config: EngineConfig, device: torch.device) -> Literal[0, 1]:
+    if config.lookahead == -1:
+        return 1 if device.type == "cuda" else 0
+    return config.lookahead

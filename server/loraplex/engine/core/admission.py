@@ -1,0 +1,83 @@
+"""Checks of a request before it enters the engine."""
+
+from __future__ import annotations
+
+import math
+
+from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.logprobs import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
+from loraplex.engine.scheduling.block_needs import blocks_for
+from loraplex.engine.types import EngineError, EngineRequest
+
+MAX_TOKEN_ID = 2**31 - 1
+MAX_GRAMMAR_CHARS = 1 << 20
+"""Of a grammar's text."""
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
+"""Beyond these limits the sums of service per weight would lose single tokens."""
+
+
+def check_request(
+    request: EngineRequest, config: SchedulerConfig, num_waiting: int, *, takes_grammars: bool
+) -> EngineError | None:
+    """The error if this request can never be served, or not now; None if it can.
+
+    The API checks most of this before. Here it protects the scheduler's invariants.
+    """
+    num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
+    if num_prompt == 0 or max_tokens < 0:
+        return EngineError(
+            "internal_error", "a request needs at least one prompt token, and 0 or more to generate"
+        )
+    if min(request.prompt_ids) < 0 or max(request.prompt_ids) > MAX_TOKEN_ID:
+        return EngineError("internal_error", f"a prompt token is not within 0 … {MAX_TOKEN_ID}")
+    for asked in (request.sampling.logprobs, request.sampling.prompt_logprobs):
+        if asked is not None and not 0 <= asked <= MAX_TOP_LOGPROBS:
+            return EngineError(
+                "internal_error", f"{asked} log probabilities a token, not within 0 … {MAX_TOP_LOGPROBS}"
+            )
+    if request.pooling is not None and (
+        max_tokens or request.grammar is not None or request.sampling.prompt_logprobs is not None
+    ):
+        return EngineError("internal_error", "a request that is pooled samples nothing and scores nothing")
+    named = request.sampling.logprob_token_ids
+    if named and (
+        request.sampling.logprobs is None
+        or len(named) > MAX_LOGPROB_TOKEN_IDS
+        or not 0 <= min(named) <= max(named) <= MAX_TOKEN_ID
+    ):
+        return EngineError(
+            "internal_error",
+            f"logprob_token_ids takes at most {MAX_LOGPROB_TOKEN_IDS} token ids, and needs logprobs",
+        )
+    if request.grammar is not None and (not takes_grammars or len(request.grammar) > MAX_GRAMMAR_CHARS):
+        return EngineError(
+            "grammar_failed",
+            f"a grammar of {len(request.grammar)} characters; at most {MAX_GRAMMAR_CHARS} are taken"
+            if takes_grammars
+            else "this engine takes no grammars",
+        )
+    if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
+        return EngineError(
+            "internal_error",
+            f"the tenant's weight is {request.weight}, not within {MIN_WEIGHT:g} … {MAX_WEIGHT:g}",
+        )
+    if request.deadline is not None and not math.isfinite(request.deadline):
+        return EngineError("internal_error", f"the deadline is {request.deadline}, not a number of seconds")
+    if num_prompt + max_tokens > config.max_model_len:
+        return EngineError(
+            "context_length_exceeded",
+            f"{num_prompt} prompt tokens and up to {max_tokens} to generate exceed the context of "
+            f"{config.max_model_len} tokens",
+        )
+    needed = blocks_for(num_prompt + max(0, max_tokens - 1))  # the last token is sampled, but never computed
+    if needed > config.num_blocks:
+        return EngineError(
+            "context_length_exceeded",
+            f"{num_prompt} prompt tokens and up to {max_tokens} to generate need {needed} KV blocks, which exceeds the "
+            f"available context size: the pool has {config.num_blocks}",
+        )
+    if num_waiting >= config.max_waiting:
+        return EngineError(
+            "server_overloaded", f"{config.max_waiting} requests are waiting already; try again later"
+        )
+    return None

@@ -1,0 +1,297 @@
+"""The engine's heart: requests in, steps of the runner, token events out.
+
+`EngineCore` belongs to one thread, the step thread, and has no torch in it. It keeps three promises:
+every request ends in exactly one terminal event; what a request held (blocks, leases, its place in the queue) comes
+back in the same step in which it ends; and nothing that one request or one step does wrong reaches another request.
+
+Its parts: the `scheduler` says what is computed next, `steps` sees each step through, `answers` has the requests and
+what they are told. Here is what drives them: `add`, `abort` and `step`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from loraplex.adapters.cache.adapter_cache import AdapterCache
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.core.admission import check_request
+from loraplex.engine.core.in_flight import InFlightSteps, Runner
+from loraplex.engine.core.request_tracker import RequestTracker
+from loraplex.engine.core.stats import cache_entries, engine_stats
+from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.reports import CacheEntry, EngineStats
+from loraplex.engine.scheduling.scheduler import Scheduler
+from loraplex.engine.scheduling.step_budget import StepBudget
+from loraplex.engine.types import (
+    AdapterState,
+    EngineError,
+    EngineRequest,
+    Sequence,
+    SequenceState,
+    TokenEvent,
+)
+
+
+class GrammarSource(Protocol):
+    """What builds the matchers of requests with a grammar: `engine.grammar.matchers.GrammarMatchers`."""
+
+    def open(self, request_id: str, tenant_id: str, text: str) -> bool: ...
+    def take_built(self) -> list[tuple[str, str | None]]: ...
+    def next_timeout_s(self) -> float | None: ...
+    def close_request(self, request_id: str) -> None: ...
+
+
+class EngineCore:
+    """One engine: a scheduler, a runner and a cache of adapters.
+
+    `eos_ids` end a sequence unless it ignores them. `clock` gives seconds; all deadlines are by it. `heartbeat` is
+    marked at every step. `grammars` builds matchers: a request waits for its own outside of the queue, and holds nobody
+    else back. Without it, requests with a grammar are refused. A request that cannot be served raises nothing:
+    `add_request` leaves its refusal for the next `step` to return.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: Runner,
+        cache: AdapterCache[Any],
+        *,
+        eos_ids: frozenset[int],
+        clock: Callable[[], float],
+        heartbeat: StepHeartbeat | None = None,
+        grammars: GrammarSource | None = None,
+    ) -> None:
+        self._config = config
+        self._grammars = grammars
+        self._cache = cache
+        self._clock = clock
+        self._scheduler = Scheduler(config, cache)
+        self._tracker = RequestTracker(
+            self._scheduler, cache, eos_ids=eos_ids, clock=clock, on_end=self._close_grammar
+        )
+        self._step_budget = StepBudget(config.max_num_batched_tokens)
+        self._in_flight = InFlightSteps(
+            runner,
+            cache,
+            self._scheduler,
+            self._tracker,
+            self._step_budget,
+            heartbeat=heartbeat or StepHeartbeat(clock),
+            clock=clock,
+        )
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._num_added = 0
+        self._at_rest = False  # the last step did nothing, and found that nothing had happened
+        self._moves = 0
+
+    def step(self) -> list[TokenEvent]:
+        """One iteration: poll loads and deadlines, plan, submit, collect. With lookahead 1 the collected step is the
+        previous one, so that the device works while the host plans. Raises DeviceLost: the engine cannot go on then."""
+        now = self._clock()
+        self._cache.poll()
+        self._take_matchers(now)
+        self._expire(now)
+        moving = self._step_budget.pause_s(now) <= 0 and self._move(now)
+        events = self._tracker.take_events()
+        self._at_rest = self._cache_is_still() and not (moving or events)
+        return events
+
+    def _move(self, now: float) -> bool:
+        """Plan, submit, collect. False if there was nothing to do."""
+        plan = self._scheduler.plan(now, self._step_budget.limit)
+        self._fail_unavailable()
+        in_flight = self._in_flight
+        moving = bool(plan.scheduled or plan.loads or in_flight)
+        submitted = bool(plan.scheduled) and in_flight.submit(plan)
+        if in_flight and (len(in_flight) > self._config.lookahead or not submitted):
+            in_flight.collect()
+        return moving
+
+    def _take_matchers(self, now: float) -> None:
+        """Release the requests whose matchers were built, and end those whose grammars cannot be."""
+        if self._grammars is None:
+            return
+        for request_id, error in self._grammars.take_built():
+            seq = self._tracker.live[request_id]
+            if error is None:
+                self._scheduler.release(seq, now)
+            else:
+                self._tracker.blame_grammar(seq, error)
+
+    def _close_grammar(self, request_id: str) -> None:
+        if self._grammars is not None:
+            self._grammars.close_request(request_id)
+
+    def _cache_is_still(self) -> bool:
+        """No load and no copy has ended since the last call. If one has, another pass may succeed where the last did
+        not: the cache protects a newly loaded adapter from eviction for one pass."""
+        usage = self._cache.usage()
+        moves, self._moves = self._moves, usage.loads + usage.copies + usage.load_failures
+        return moves == self._moves
+
+    # Requests.
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Accept a request, or refuse it by a terminal event of the next `step`. Never raises for bad input."""
+        now = self._clock()
+        if request.request_id in self._tracker.live:
+            error = EngineError("internal_error", f"request id {request.request_id} is in step already")
+            self._tracker.refuse(request, error, duplicate=True)
+            return
+        refusal = check_request(
+            request,
+            self._config,
+            self._scheduler.num_waiting,
+            takes_grammars=self._grammars is not None,
+        )
+        if refusal is not None and refusal.code == "server_overloaded":
+            held = {tenant: requests for tenant, requests, _ in self._scheduler.queue.tenants()}
+            if self._shed_for(request.tenant_id, held):
+                refusal = None
+            else:
+                refusal = replace(refusal, is_own=request.tenant_id in held)
+        if refusal is not None:
+            self._tracker.refuse(request, refusal)
+            return
+        self._num_added += 1
+        seq = Sequence(request, now, self._num_added, list(request.prompt_ids))
+        if request.deadline is not None:
+            seq.deadline_at = now + request.deadline
+            heapq.heappush(self._deadlines, (seq.deadline_at, seq.order, seq))
+        self._tracker.open(seq)
+        hold = False
+        if request.grammar is not None and self._grammars is not None:
+            hold = not self._grammars.open(request.request_id, request.tenant_id, request.grammar)
+        self._scheduler.add_sequence(seq, hold=hold)
+
+    def abort(self, request_id: str) -> None:
+        """End a request with finish_reason "abort"; it holds nothing any more when this returns. An id that is
+        not in step is ignored."""
+        seq = self._tracker.live.get(request_id)
+        if seq is not None:
+            self._tracker.end(seq, "abort")
+
+    def set_weight(self, tenant_id: str, weight: float) -> None:
+        """A tenant's share (above 0) is another from now on. Ignored for one without a request here: its next one
+        brings it."""
+        self._scheduler.queue.set_weight(tenant_id, weight)
+
+    def _shed_for(self, tenant_id: str, held: Mapping[str, int]) -> bool:
+        """In a full queue, where tenants hold `held`, end the newest waiting request of the tenant that has most, if
+        that one has at least two more than `tenant_id`: no tenant can fill the queue against the others. False if there
+        is none."""
+        waiting = [s for s in self._tracker.live.values() if s.first_scheduled is None]
+        victim = max(waiting, key=lambda s: (held[s.request.tenant_id], s.order), default=None)
+        if victim is None or held[victim.request.tenant_id] < held.get(tenant_id, 0) + 2:
+            return False
+        message = (
+            f"{self._config.max_waiting} requests are waiting, and most of them are yours; try again later"
+        )
+        error = EngineError("server_overloaded", message, is_own=True)
+        self._tracker.end(victim, "error", error=error)
+        return True
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, seq = heapq.heappop(self._deadlines)
+            if seq.state is not SequenceState.FINISHED:
+                self._tracker.error(
+                    seq, "deadline_exceeded", f"not finished within {seq.request.deadline:g} s"
+                )
+        if len(self._deadlines) > 2 * len(self._tracker.live) + 64:
+            # Requests with long deadlines end long before them: don't keep every one of them until then.
+            self._deadlines = [d for d in self._deadlines if d[2].state is not SequenceState.FINISHED]
+            heapq.heapify(self._deadlines)
+
+    def _fail_unavailable(self) -> None:
+        failed, self._scheduler.failed = self._scheduler.failed, []
+        for seq, message in failed:
+            self._tracker.error(seq, "adapter_unavailable", message)
+
+    # What others may know.
+
+    @property
+    def has_work(self) -> bool:
+        """Some request has not ended, a step is in step, or events wait to be returned."""
+        return bool(self._tracker.live or self._in_flight or self._tracker.has_events)
+
+    @property
+    def num_waiting_for_adapter(self) -> int:
+        return self._scheduler.num_waiting_for_adapter
+
+    def idle_s(self) -> float | None:
+        """0 if a step can do something at once; else the seconds until the next deadline or time-out; None if
+        there is none, and only a new request, an abort or a finished load can change anything."""
+        scheduler, now = self._scheduler, self._clock()
+        pause_s = self._step_budget.pause_s(now)
+        if self._tracker.has_events or self._in_flight:
+            return 0.0
+        if pause_s <= 0 and (
+            scheduler.running
+            or scheduler.queue.num_ready
+            or (scheduler.num_waiting_for_adapter and not self._at_rest)
+        ):
+            return 0.0
+        while self._deadlines and self._deadlines[0][2].state is SequenceState.FINISHED:
+            heapq.heappop(self._deadlines)
+        times = [self._deadlines[0][0] - now] if self._deadlines else []
+        if pause_s > 0 and self._tracker.live:
+            times.append(pause_s)
+        if (timeout := self._cache.next_timeout_s()) is not None:
+            times.append(timeout)
+        if self._grammars is not None and (timeout := self._grammars.next_timeout_s()) is not None:
+            times.append(timeout)
+        return max(0.0, min(times)) if times else None
+
+    def stats(self) -> EngineStats:
+        """Gauges of this moment and counters since the start."""
+        return replace(
+            engine_stats(self._scheduler, self._cache, self._tracker.live.values()),
+            num_steps=self._in_flight.num_steps,
+            steps_by_tokens=self._in_flight.step_tokens.steps,
+            num_step_tokens=self._in_flight.step_tokens.total,
+            num_out_of_memory=self._step_budget.num_ran_out,
+            prompt_tokens=self._tracker.prompt_tokens,
+            generation_tokens=self._tracker.generation_tokens,
+        )
+
+    # The adapter cache belongs to the step thread as well: this is how others reach it.
+
+    def cache_entries(self) -> list[CacheEntry]:
+        return cache_entries(self._cache, self._clock())
+
+    def residency(self) -> dict[str, AdapterState]:
+        """The versions on the device or in host memory."""
+        return self._cache.residency()
+
+    def take_damaged(self) -> tuple[str, ...]:
+        """The versions whose stored bytes loads have found damaged or lost since this was last called."""
+        return self._cache.take_damaged()
+
+    def pin(self, ref: AdapterRef) -> None:
+        """Raises PinRefused where it can never fit."""
+        self._cache.pin(ref)
+
+    def unpin(self, digest: str) -> None:
+        self._cache.unpin(digest)
+
+    def drop(self, digest: str) -> None:
+        self._cache.drop(digest)
+
+    def prefetch(self, ref: AdapterRef) -> None:
+        self._cache.prefetch(ref)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every request is in exactly one place, and every block, every lease and
+        every place in the queue belongs to one that has not ended. For tests: costs O(blocks + requests)."""
+        self._scheduler.check_integrity(self._tracker.live.values())
+        assert len(self._in_flight) <= self._config.lookahead, "a step was left uncollected"
+        leases = self._in_flight.leases
+        leases += [lease for lease in self._scheduler.running.values() if lease is not None]
+        held = {id(lease) for lease in leases}
+        assert len(held) == len(leases) == self._cache.usage().num_leases, "a lease is lost or held twice"
+        self._cache.check_integrity()

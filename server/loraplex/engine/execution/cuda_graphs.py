@@ -1,0 +1,123 @@
+"""Decoding steps recorded once and replayed: on a GPU as CUDA graphs, which take one launch instead of hundreds.
+
+A recorded pass reads everything that differs between steps from fixed places in memory (`packed`), so that it serves
+any sequences and any adapters. There is one for each of a few numbers of rows, with adapters and without; a step with
+fewer rows has rows of padding, which write nothing that anybody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from loraplex.adapters.device.arena import AdapterArena
+from loraplex.engine.execution.inputs import Recorder, StepLimits
+from loraplex.engine.execution.packed_inputs import PackedSource
+from loraplex.engine.model.base import AttentionNeeds, ForwardBatch, KVCache, Model
+from loraplex.kernels.lora.overlap import Lane, OverlappedLora
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def graph_sizes(max_sequences: int) -> tuple[int, ...]:
+    """Numbers of rows that decoding is captured for, if `max_sequences` sequences are served at a time."""
+    sizes = [size for size in _SIZES if size < max_sequences]
+    return (*sizes, max_sequences) if max_sequences <= _SIZES[-1] else tuple(sizes)
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory: only one runs at a time, and what it returns is valid until the
+    next one runs."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        # Once beforehand: kernels are compiled and libraries prepare themselves, which can't be recorded.
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy adapters meanwhile, on streams of their own.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            answer = work()
+        self._pool = self._pool or graph.pool()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return answer
+
+        return replay
+
+
+def prepare_inputs(
+    model: Model,
+    needs: AttentionNeeds,
+    kv: KVCache,
+    arena: AdapterArena | None,
+    limits: StepLimits,
+    recorder: Recorder | None,
+) -> PackedSource:
+    """Where the steps of a model begin whose kernels take lists of work, its decoding steps recorded: by `recorder`, as
+    CUDA graphs on a GPU where there is none given, elsewhere not at all."""
+    if recorder is None and model.device.type == "cuda":
+        recorder = CudaRecorder()
+    source = PackedSource(
+        needs,
+        model.dtype,
+        model.device,
+        limits,
+        lora=None if arena is None else arena.device_lora(limits.max_rows, limits.max_sequences),
+        sizes=() if recorder is None else graph_sizes(limits.max_sequences),
+    )
+    if recorder is not None:
+        record_decoding(model, kv, source, recorder)
+    return source
+
+
+@torch.inference_mode()
+def record_decoding(
+    model: Model, kv: KVCache, source: PackedSource, recorder: Recorder, *, lane: Lane | None = None
+) -> None:
+    """Record a pass of `model` for each of the sizes of `source`, and give it to it. While no step is in flight. With
+    a `lane`, the adapters' A sides run on it, beside the base's products.
+
+    The largest goes first: the others fit into the memory that it takes.
+    """
+    for size in sorted(source.layouts, reverse=True):
+        rows, attention = source.empty_batch(size)
+        every_row = torch.arange(size, device=source.device)
+        no_blocks = torch.empty(0, dtype=torch.int64, device=source.device)
+        batch = ForwardBatch(
+            token_ids=rows["token_ids"],
+            positions=rows["positions"],
+            attention=attention,
+            fresh_blocks=no_blocks,
+            logits_rows=every_row,
+            kv=kv,
+        )
+        batches = [batch]
+        if source.lora is not None:
+            layers, head = source.recorded_adapters(size)
+            beside = None if lane is None else OverlappedLora(layers, lane)
+            batches.append(
+                replace(
+                    batch,
+                    lora=beside or layers,
+                    head_lora=head,
+                    begin_lora=None if beside is None else beside.start_shrink,
+                )
+            )
+        variants = tuple(recorder.record(partial(model.forward, found)) for found in batches)
+        source.replays[size] = partial(_replay, variants)
+    source.replays = dict(sorted(source.replays.items()))
+
+
+def _replay(variants: Sequence[Callable[[], torch.Tensor]], with_adapters: bool) -> torch.Tensor:
+    return variants[with_adapters]()

@@ -1,0 +1,151 @@
+"""How a step's numbers come to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.host_to_device import HostToDevice
+from loraplex.engine.model.base import LoraPass
+from loraplex.kernels.attention.dispatch import build_attention_batch
+from loraplex.kernels.ops import LayOut
+
+MAX_GATHER_BYTES = 64 << 20
+"""Bound of a decode gather's K and V of one layer, unless one sequence alone needs more."""
+
+Segments = Sequence[tuple[int, int, int]]
+
+
+class LoraSource(Protocol):
+    """Where a step's adapters come from: the adapter arena."""
+
+    def lora_pass(self, segments: Segments, num_rows: int) -> LoraPass | None:
+        """The adapters of a step's rows; segments are (slot, first_row, num_rows), base rows on none."""
+        ...
+
+    def head_pass(self, segments: Segments, num_rows: int) -> LoraPass | None:
+        """Their changes of the head, for the rows whose logits are wanted."""
+        ...
+
+
+class StepInputs(HostToDevice, Protocol):
+    """The inputs of one step, which the planning thread fills and the worker sends."""
+
+    def rows(self, name: str, values: Sequence[int]) -> torch.Tensor:
+        """One number a row: [T] int64. Where a recorded pass is to be replayed, as long as that one is, with zeros
+        behind the step's own rows."""
+        ...
+
+    def attention(
+        self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> Any:
+        """The input of the model's attention for a batch: sequence i has the next num_rows[i] rows, seq_lens[i]
+        positions at its end and the blocks block_tables[i]."""
+        ...
+
+    def adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
+        """See `LoraSource.lora_pass`."""
+        ...
+
+    def head_adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
+        """See `LoraSource.head_pass`."""
+        ...
+
+    def send(self) -> None:
+        """Queue the copies. For the worker, before anything that reads them."""
+        ...
+
+    def replay(self, with_adapters: bool) -> torch.Tensor | None:
+        """For the worker: run the recorded pass that the step is laid out for, and return its logits, a row for each
+        of its rows. None where there is none, and the model must be run."""
+        ...
+
+
+class Recorder(Protocol):
+    """Makes something that can be replayed of work that is queued on a device."""
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Returns a function that does the same work again over the same memory, and returns what `work` returned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step. `max_blocks`: KV blocks of one sequence."""
+
+    max_rows: int
+    max_sequences: int
+    max_blocks: int
+
+
+class PlainInputs:
+    """A tensor each, copied as it is made: what a CPU wants, where nothing is copied, and what runs anywhere."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        layer_block_bytes: int,
+        lora: LoraSource | None,
+        lay_out: LayOut | None = None,
+    ) -> None:
+        """`layer_block_bytes`: the size of one KV block of one layer. `lay_out`: of the model's attention, where it
+        has one of its own."""
+        self._device = device
+        self._lay_out = lay_out
+        self._max_gather_blocks = max(1, MAX_GATHER_BYTES // layer_block_bytes)
+        self._lora = lora
+
+    def ints(self, values: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
+        return self._tensor(values, torch.int64)
+
+    def floats(self, values: Sequence[float]) -> torch.Tensor:
+        return self._tensor(values, torch.float32)
+
+    def doubles(self, values: Sequence[float]) -> torch.Tensor:
+        return self._tensor(values, torch.float64)
+
+    def rows(self, name: str, values: Sequence[int]) -> torch.Tensor:
+        return self._tensor(values, torch.int64)
+
+    def attention(
+        self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> Any:
+        if self._lay_out is not None:
+            return self._lay_out(num_rows, seq_lens, block_tables)
+        return build_attention_batch(
+            num_rows,
+            seq_lens,
+            block_tables,
+            block_size=BLOCK_SIZE,
+            max_gather_blocks=self._max_gather_blocks,
+            device=self._device,
+        )
+
+    def adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
+        return self._source(segments).lora_pass(segments, num_rows) if segments else None
+
+    def head_adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
+        return self._source(segments).head_pass(segments, num_rows) if segments else None
+
+    def send(self) -> None:
+        """There is nothing left to do."""
+
+    def replay(self, with_adapters: bool) -> None:
+        return None
+
+    def _source(self, segments: Segments) -> LoraSource:
+        if self._lora is None:
+            raise RuntimeError(f"a row names adapter slot {segments[0][0]}, and this runner has no adapters")
+        return self._lora
+
+    def _tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        made = (
+            torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
+        )
+        return made.to(self._device, non_blocking=True)

@@ -1,0 +1,137 @@
+"""The number of KV blocks that fit into memory, and a KV cache that marks the heartbeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.execution.control_groups import ControlGroups
+from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.model.base import KVCache, ModelShape
+
+_CPU_FRACTION = 0.3
+_CPU_LIMIT = 4 << 30
+_CUDA_FRACTION = 0.85
+"""Of what is free once the weights are loaded. The rest is for activations and adapters."""
+
+
+class SequenceTooLong(LoraplexError):
+    """The model was not made for sequences that long."""
+
+    code = "sequence_too_long"
+
+
+class KVMemoryTooSmall(LoraplexError):
+    """The KV cache can't hold what was asked for."""
+
+    code = "kv_memory_too_small"
+
+
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """The sizes of cache and scheduler."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+class WatchedKVCache(KVCache):
+    """A KV cache that leaves a sign of life for each layer: whatever decoder runs, it turns to every layer's KV once a
+    pass. (On a GPU, that is when the layer's work is queued.)"""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        heartbeat: StepHeartbeat,
+    ) -> None:
+        super().__init__(shape, num_blocks, dtype, device)
+        self._heartbeat = heartbeat
+
+    def layer(self, index: int) -> torch.Tensor:
+        self._heartbeat.mark()
+        return super().layer(index)
+
+
+def block_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    """Bytes of one block of 16 positions over all layers, K and V."""
+    return BLOCK_SIZE * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+
+def size_kv_cache(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    kv_cache_memory: int = 0,
+    max_model_len: int = 0,
+    max_num_seqs: int = 64,
+    available: int | None = None,
+) -> KVSize:
+    """The number of blocks for `kv_cache_memory` bytes (0: chosen from what is available, `available` bytes if
+    given), never more than `max_num_seqs` sequences can use.
+
+    `max_model_len` 0 means what the model's positions and the memory allow. Raises KVMemoryTooSmall where one
+    sequence of an asked `max_model_len` does not fit, and where not even one block does; SequenceTooLong for an
+    asked length beyond what the model was made for.
+    """
+    if max_model_len > shape.max_positions:
+        raise SequenceTooLong(
+            f"max_model_len {max_model_len} is beyond the {shape.max_positions} positions of the model; lower it"
+        )
+    one = block_bytes(shape, dtype)
+    budget = kv_cache_memory or _choose_budget(device, available)
+    num_blocks = budget // one
+    wanted = max_model_len or shape.max_positions
+    per_sequence = -(-wanted // BLOCK_SIZE)
+    too_small = num_blocks < per_sequence if max_model_len else num_blocks < 1
+    if too_small:
+        need = per_sequence if max_model_len else 1
+        origin = "kv_cache_memory" if kv_cache_memory else "the memory that is free for it"
+        remedy = "raise kv_cache_memory" if kv_cache_memory else "free memory, or set kv_cache_memory"
+        raise KVMemoryTooSmall(
+            f"the KV cache has room for {num_blocks * BLOCK_SIZE} tokens ({origin}: {_mib(budget)}), a sequence "
+            f"of {need * BLOCK_SIZE} needs {_mib(need * one)}; {remedy}"
+            + (" or lower max_model_len" if max_model_len else "")
+        )
+    return KVSize(min(num_blocks, max_num_seqs * per_sequence), min(wanted, num_blocks * BLOCK_SIZE))
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that may still be taken on a device; on the CPU, by the machine and by the limits of this process's
+    control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    limits = (_mem_available(), ControlGroups().free_memory())
+    known = [value for value in limits if value is not None]
+    if not known:
+        raise KVMemoryTooSmall("the free memory of this machine is unknown; set kv_cache_memory")
+    return min(known)
+
+
+def _choose_budget(device: torch.device, available: int | None) -> int:
+    free = available_memory(device) if available is None else available
+    if device.type == "cuda":
+        return int(free * _CUDA_FRACTION)
+    return min(int(free * _CPU_FRACTION), _CPU_LIMIT)
+
+
+def _mem_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB"

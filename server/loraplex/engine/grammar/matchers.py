@@ -1,0 +1,273 @@
+"""The matchers of requests, built while the requests wait.
+
+A few threads build them, one at a time each, tenants in turns: a tenant with many or large grammars delays another's by
+one build. Equal texts are built once; each request gets a copy, which shares nothing with others. llguidance builds
+without the interpreter lock, and cannot be interrupted: a build that takes too long fails its requests, and another
+thread takes the place of the one that is stuck.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from llguidance import LLMatcher
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.grammar.tokenizer import new_matcher
+from loraplex.engine.grammar.vocabulary import GrammarVocabulary
+
+_log = logging.getLogger(__name__)
+
+BUILD_THREADS = 2
+MAX_STUCK = 4
+"""Threads that are replaced when they are stuck. After that no grammar is built."""
+BUILD_TIMEOUT_S = 30.0
+"""Of one build. The API's checker has built each grammar in less."""
+MAX_KEPT = 64
+MAX_KEPT_CHARS = 4 << 20
+"""Grammars that are kept after their last request, and their texts' length together."""
+
+
+@dataclass(eq=False)
+class SequenceMatcher:
+    """How far one sequence's tokens have been matched. For one thread at a time.
+
+    `known` are the output tokens that the engine has collected; they only grow. `_fed` is what `inner` has consumed: of
+    these the first `_sure` are known ones. A token behind them was sampled by a step that was not collected when it was
+    fed, and may come out as another one if that step is computed again.
+    """
+
+    inner: LLMatcher
+    known: list[int] = field(default_factory=list)
+    _fed: list[int] = field(default_factory=list)
+    _sure: int = 0
+
+    def move_to(self, count: int, token: int | None = None) -> str | None:
+        """Consume the first `count` known tokens, and then `token`; take back all others. Returns what is wrong, if
+        anything: then the matcher is of no use any more."""
+        wanted = self.known[self._sure : count] if token is None else [*self.known[self._sure : count], token]
+        fed, same = self._fed, 0
+        behind = fed[self._sure :]
+        while same < min(len(behind), len(wanted)) and behind[same] == wanted[same]:
+            same += 1
+        surplus = len(behind) - same
+        if surplus and not self.inner.rollback(surplus):
+            return self._error("a token cannot be taken back")
+        del fed[self._sure + same :]
+        for new in wanted[same:]:
+            fed.append(new)
+            if not self.inner.consume_token(new):
+                return self._error(f"token {new} is not one that the grammar allows")
+        self._sure = count
+        return None
+
+    def _error(self, otherwise: str) -> str:
+        return reason_of(self.inner) or otherwise
+
+
+@dataclass(eq=False)
+class _Build:
+    text: str
+    requests: list[str] = field(default_factory=list)
+    begun: float | None = None
+
+
+class GrammarMatchers:
+    """`load` reads the tokenizer, in a thread and once; it may raise LoraplexError. `wake` is called from threads when
+    `take_built` has news. Everything else belongs to the step thread."""
+
+    def __init__(
+        self,
+        load: Callable[[], GrammarVocabulary],
+        wake: Callable[[], None],
+        *,
+        build: Callable[[GrammarVocabulary, str], LLMatcher] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._load = load
+        self._wake = wake
+        self._build = build or build_matcher
+        self._clock = clock
+        self._vocabulary: GrammarVocabulary | LoraplexError | None = None
+        self._loading = threading.Lock()
+        self._changed = threading.Condition()
+        # Under the condition's lock.
+        self._queue: OrderedDict[str, deque[_Build]] = OrderedDict()  # by tenant, in turns
+        self._builds: dict[str, _Build] = {}  # by text: queued, or being built
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._ended: list[tuple[str, str | None]] = []
+        self._matchers: dict[str, SequenceMatcher] = {}
+        self._waiting: dict[str, _Build] = {}  # by request
+        self._num_free = 0  # threads that are not stuck
+        self._num_stuck = 0
+        self._closed = False
+        for _ in range(BUILD_THREADS):
+            self._start_thread()
+
+    # The step thread.
+
+    @property
+    def vocabulary(self) -> GrammarVocabulary:
+        """There is one as soon as any matcher is built."""
+        assert isinstance(self._vocabulary, GrammarVocabulary)
+        return self._vocabulary
+
+    def open(self, request_id: str, tenant_id: str, text: str) -> bool:
+        """Whether the request's matcher is there already. Else `take_built` says when it is, or why it will not be."""
+        with self._changed:
+            kept = self._kept.get(text)
+            if kept is not None:
+                self._kept.move_to_end(text)
+                self._matchers[request_id] = SequenceMatcher(kept.deep_copy())
+                return True
+            if not self._num_free:
+                self._ended.append((request_id, "too many grammars before it took too long to build"))
+                return False
+            build = self._builds.setdefault(text, _Build(text))
+            build.requests.append(request_id)
+            self._waiting[request_id] = build
+            if build.begun is None:
+                # Another tenant may have queued it already, far behind others of its own.
+                queued = self._queue.setdefault(tenant_id, deque())
+                if build not in queued:
+                    queued.append(build)
+                self._changed.notify()
+            return False
+
+    def take_built(self) -> list[tuple[str, str | None]]:
+        """The requests whose wait has ended since the last call, and why they cannot be served, where that is so."""
+        with self._changed:
+            self._expire()
+            ended, self._ended = self._ended, []
+            return ended
+
+    def next_timeout_s(self) -> float | None:
+        """Seconds until `take_built` may have news by time alone."""
+        with self._changed:
+            begun = [build.begun for build in self._builds.values() if build.begun is not None]
+        return max(0.0, min(begun) + BUILD_TIMEOUT_S - self._clock()) if begun else None
+
+    def matcher(self, request_id: str) -> SequenceMatcher:
+        """Of a request whose wait has ended well, and that was not closed."""
+        return self._matchers[request_id]
+
+    def close_request(self, request_id: str) -> None:
+        """A request has ended, whatever it had."""
+        with self._changed:
+            self._matchers.pop(request_id, None)
+            build = self._waiting.pop(request_id, None)
+            if build is not None:
+                build.requests.remove(request_id)
+            self._ended = [(other, error) for other, error in self._ended if other != request_id]
+
+    def close(self) -> None:
+        """End the threads, as soon as they are done with what they build."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _expire(self) -> None:
+        latest = self._clock() - BUILD_TIMEOUT_S
+        late = [b for b in self._builds.values() if b.begun is not None and b.begun <= latest]
+        for build in late:
+            _log.error(
+                "a grammar of %d characters is still being built after %g s", len(build.text), BUILD_TIMEOUT_S
+            )
+            self._end(build, f"the grammar was not built within {BUILD_TIMEOUT_S:g} s; make it simpler")
+            self._num_free -= 1
+            self._num_stuck += 1
+            if self._num_stuck <= MAX_STUCK:
+                self._start_thread()
+
+    def _end(self, build: _Build, error: str | None) -> None:
+        del self._builds[build.text]
+        for request_id in build.requests:
+            del self._waiting[request_id]
+            self._ended.append((request_id, error))
+
+    # The threads.
+
+    def _start_thread(self) -> None:
+        self._num_free += 1
+        threading.Thread(target=self._serve, name="grammar-build", daemon=True).start()
+
+    def _serve(self) -> None:
+        self._load_once()
+        while (build := self._next()) is not None:
+            outcome = self._try(build.text)
+            with self._changed:
+                if isinstance(outcome, LLMatcher):
+                    self._keep(build.text, outcome)
+                if self._builds.get(build.text) is not build:
+                    # It took too long, and has ended all the same.
+                    self._num_stuck -= 1
+                    if self._num_free == BUILD_THREADS:
+                        return
+                    self._num_free += 1
+                    continue
+                if isinstance(outcome, LLMatcher):
+                    for request_id in build.requests:
+                        self._matchers[request_id] = SequenceMatcher(outcome.deep_copy())
+                self._end(build, outcome if isinstance(outcome, str) else None)
+            self._wake()
+
+    def _next(self) -> _Build | None:
+        """The next build, begun; None at the end."""
+        with self._changed:
+            while not self._closed:
+                for tenant_id in list(self._queue):
+                    queued = self._queue.pop(tenant_id)
+                    build = queued.popleft()
+                    if queued:
+                        self._queue[tenant_id] = queued  # last in turn now
+                    if build.begun is None and self._builds.get(build.text) is build:
+                        if build.requests:
+                            build.begun = self._clock()
+                            return build
+                        del self._builds[build.text]
+                if not self._queue:
+                    self._changed.wait()
+        return None
+
+    def _try(self, text: str) -> LLMatcher | str:
+        """A matcher, or what is wrong with the grammar."""
+        if isinstance(self._vocabulary, LoraplexError):
+            return self._vocabulary.message
+        try:
+            matcher = self._build(self.vocabulary, text)
+            return reason_of(matcher) or matcher
+        except Exception as error:  # a Rust library's
+            _log.exception("a grammar of %d characters could not be built", len(text))
+            return f"{type(error).__name__}: {error}"
+
+    def _load_once(self) -> None:
+        with self._loading:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = self._load()
+                except LoraplexError as error:
+                    _log.warning("%s", error)
+                    self._vocabulary = error
+
+    def _keep(self, text: str, matcher: LLMatcher) -> None:
+        self._kept[text] = matcher
+        while len(self._kept) > MAX_KEPT or sum(map(len, self._kept)) > MAX_KEPT_CHARS:
+            self._kept.popitem(last=False)
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """What is wrong with a grammar, or with its use, in one line; empty if nothing is."""
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+
+
+def build_matcher(vocabulary: GrammarVocabulary, text: str) -> LLMatcher:
+    """The matcher, with what its first mask takes computed: no step waits for that."""
+    matcher = new_matcher(vocabulary.tokenizer, text)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher

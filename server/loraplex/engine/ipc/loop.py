@@ -1,0 +1,338 @@
+"""The step thread's loop, the same in an engine process and in a test's own process. No torch.
+
+    commands (any thread) → inbox → [ step thread: apply, core.step() ] → outbox → (IO thread or event loop)
+
+Only the step thread touches the core. The outbox never blocks it: while no client reads, the events of a request
+are merged into one, so that the outbox holds at most `max_tokens` ids for each request that the core admitted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, assert_never
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.ipc import protocol as wire
+from loraplex.engine.logprobs import Scores, join_scores
+from loraplex.engine.reports import EngineInfo
+from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
+
+RESIDENCY_INTERVAL_S = 0.05
+"""How stale a client's view of residency may be while steps pass."""
+ABORT_GRACE_S = 2.0
+"""For the aborts at the end of a drain to take effect."""
+POLL_WHILE_WAITING_S = 1.0
+"""Upper bound on a sleep with work at hand, should a wake-up be lost."""
+
+
+class CoreLike(wire.Operations, Protocol):
+    """The interface of `EngineCore` for the loop: the handlers of the commands, and what drives it. Called by the step
+    thread alone."""
+
+    @property
+    def has_work(self) -> bool:
+        """Some request has not ended, or events wait to be returned by `step`."""
+        ...
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Refusals (queue full, too long, …) are terminal events of the next step."""
+        ...
+
+    def step(self) -> Sequence[TokenEvent]:
+        """Also called when there is no work, so that loads move on; then it costs next to nothing."""
+        ...
+
+    def idle_s(self) -> float | None:
+        """After a step: 0 if the next one can do something at once, else the seconds until time alone gives
+        it something to do (a deadline, a time-out), None if only a command or a wake-up can."""
+        ...
+
+    def residency(self) -> dict[str, AdapterState]:
+        """The versions on the device or in host memory; all others are cold."""
+        ...
+
+    def take_damaged(self) -> tuple[str, ...]:
+        """The versions whose stored bytes loads have found damaged since this was last called."""
+        ...
+
+
+class BuiltEngineLike(Protocol):
+    """The result of `build_engine`."""
+
+    @property
+    def core(self) -> CoreLike: ...
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def heartbeat(self) -> StepHeartbeat:
+        """Where the core and its runner leave signs of life; the loop adds its own."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Build = Callable[[Callable[[], None]], BuiltEngineLike]
+"""Builds the engine; gets the function by which loader threads wake the step thread."""
+Log = Callable[..., None]
+"""log(event, level="info", **fields): one structured line."""
+
+
+class Outbox:
+    """Events on their way out, merged by request until they are taken. Thread-safe; `put` never blocks."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._control: deque[wire.Event] = deque()
+        self._states: dict[str, AdapterState] = {}
+        self._tokens: dict[str, tuple[list[int], list[Scores], TokenEvent]] = {}
+
+    def put(self, event: wire.Event) -> None:
+        with self._lock:
+            if isinstance(event, wire.Events):
+                for item in event.events:
+                    self._merge(item)
+            elif isinstance(event, wire.ResidencyChanged):
+                self._states.update(event.states)
+            else:
+                self._control.append(event)
+        self._notify()
+
+    def take_events(self) -> list[wire.Event]:
+        """Everything that waits, oldest control message first."""
+        with self._lock:
+            taken: list[wire.Event] = list(self._control)
+            self._control.clear()
+            states, self._states = self._states, {}
+            tokens, self._tokens = self._tokens, {}
+        if states:
+            taken.append(wire.ResidencyChanged(states))
+        if tokens:
+            taken.append(
+                wire.Events(
+                    tuple(
+                        last
+                        if len(ids) == len(last.token_ids) and len(scores) == (last.scores is not None)
+                        else replace(last, token_ids=tuple(ids), scores=join_scores(scores))
+                        for ids, scores, last in tokens.values()
+                    )
+                )
+            )
+        return taken
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that wait."""
+        with self._lock:
+            return sum(len(ids) for ids, _, _ in self._tokens.values())
+
+    def _merge(self, event: TokenEvent) -> None:
+        waiting = self._tokens.get(event.request_id)
+        if waiting is None:
+            scores = [] if event.scores is None else [event.scores]
+            self._tokens[event.request_id] = (list(event.token_ids), scores, event)
+            return
+        ids, scores, first = waiting
+        ids += event.token_ids
+        if event.scores is not None:
+            scores.append(event.scores)
+        if event.adapter_state is None and first.adapter_state is not None:
+            event = replace(event, adapter_state=first.adapter_state)
+        self._tokens[event.request_id] = (ids, scores, event)
+
+
+class EngineLoop:
+    """Builds an engine and steps it in the thread that calls `run`, until it is shut down or fails.
+
+    `post`, `wake` and `stop` may be called from any thread. `run` returns the exit status: 0 after a clean
+    shutdown, 1 after a failure in a step, 3 where the engine could not be built; `Fatal` has said why.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        emit: Callable[[wire.Event], None],
+        log: Log,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._build = build
+        self._emit = emit
+        self._log = log
+        self._clock = clock
+        self._condition = threading.Condition()
+        self._inbox: deque[wire.Command] = deque()
+        self._woken = False
+        self._draining = False
+        self._drain_until: float | None = None
+        self._aborted_rest = False
+        self._live: set[str] = set()
+        self._states: dict[str, AdapterState] = {}
+        self._states_at = float("-inf")
+        self._heartbeat: StepHeartbeat | None = None
+
+    # From any thread.
+
+    def heartbeat(self) -> wire.Heartbeat:
+        """How the threads that compute are. Nothing stalls that has not been built yet."""
+        if self._heartbeat is None:
+            return wire.Heartbeat(0.0, 0.0, unusual=False)
+        vitals = self._heartbeat.vitals()
+        return wire.Heartbeat(vitals.stalled_s, vitals.longest_s, vitals.unusual)
+
+    def post(self, command: wire.Command) -> None:
+        with self._condition:
+            self._inbox.append(command)
+            self._condition.notify()
+
+    def wake(self) -> None:
+        """Something happened that the next step should see, for example a finished load."""
+        with self._condition:
+            self._woken = True
+            self._condition.notify()
+
+    def stop(self) -> None:
+        """End at once: abort what runs, and return from `run`."""
+        self.post(wire.Shutdown(0.0))
+
+    # The step thread.
+
+    def run(self) -> int:
+        started = self._clock()
+        try:
+            engine = self._build(self.wake)
+        except Exception as error:
+            expected = isinstance(error, LoraplexError)
+            self._log("engine_start_failed", level="error", error=_one_line(error), exc_info=not expected)
+            self._emit(wire.Fatal(_one_line(error)))
+            return 3
+        try:
+            self._log("engine_ready", seconds=round(self._clock() - started, 3))
+            self._emit(wire.Ready(engine.info))
+            self._heartbeat = engine.heartbeat
+            return self._run(engine.core, engine.heartbeat)
+        except Exception as error:
+            self._log("engine_failed", level="error", error=_one_line(error), exc_info=True)
+            self._emit(wire.Fatal(f"the engine failed in a step: {_one_line(error)}"))
+            return 1
+        finally:
+            engine.heartbeat.rest()
+            try:
+                engine.close()
+            except Exception as error:
+                self._log("engine_close_failed", level="error", error=_one_line(error), exc_info=True)
+
+    def _run(self, core: CoreLike, heartbeat: StepHeartbeat) -> int:
+        while True:
+            heartbeat.work()
+            for command in self._drain_inbox():
+                self._apply(core, command)
+            if self._draining and self._drain(core):
+                return 0
+            self._publish(core.step())
+            if damaged := core.take_damaged():
+                self._emit(wire.Damaged(damaged))
+            self._publish_residency(core)
+            self._sleep(core, heartbeat)
+
+    def _drain_inbox(self) -> list[wire.Command]:
+        with self._condition:
+            commands = list(self._inbox)
+            self._inbox.clear()
+            self._woken = False
+        return commands
+
+    def _sleep(self, core: CoreLike, heartbeat: StepHeartbeat) -> None:
+        """Sleep until the core, a command or a wake-up has work for the next step."""
+        timeout = core.idle_s()
+        if timeout is not None and timeout <= 0:
+            return
+        if core.has_work:
+            timeout = POLL_WHILE_WAITING_S if timeout is None else min(timeout, POLL_WHILE_WAITING_S)
+        elif self._draining:
+            return
+        if self._drain_until is not None:
+            left = max(0.0, self._drain_until - self._clock())
+            timeout = left if timeout is None else min(timeout, left)
+        with self._condition:
+            if not self._inbox and not self._woken:
+                heartbeat.rest()
+                self._condition.wait(timeout)
+
+    def _apply(self, core: CoreLike, command: wire.Command) -> None:
+        match command:
+            case wire.Add(request):
+                self._add(core, request)
+            case wire.Shutdown(drain_s):
+                until = self._clock() + drain_s
+                self._drain_until = until if self._drain_until is None else min(until, self._drain_until)
+                self._draining = True
+            case wire.Notification():
+                command.run(core)
+            case wire.Call():
+                try:
+                    answer: wire.Event = command.run(core)
+                except LoraplexError as error:
+                    answer = wire.Done(command.call, error.message)
+                self._emit(answer)
+            case _:
+                assert_never(command)
+
+    def _add(self, core: CoreLike, request: EngineRequest) -> None:
+        if self._draining:
+            error = EngineError("draining", "the engine is shutting down")
+            self._publish([TokenEvent(request.request_id, finish_reason="error", error=error)])
+            return
+        if request.request_id in self._live:
+            self._log("duplicate_request_id", level="warning", request_id=request.request_id)
+            return
+        self._live.add(request.request_id)
+        core.add_request(request)
+
+    def _publish(self, events: Sequence[TokenEvent]) -> None:
+        if not events:
+            return
+        for event in events:
+            if event.finish_reason is not None:
+                self._live.discard(event.request_id)
+        self._emit(wire.Events(tuple(events)))
+
+    def _publish_residency(self, core: CoreLike) -> None:
+        now = self._clock()
+        if now - self._states_at < RESIDENCY_INTERVAL_S and core.has_work:
+            return
+        self._states_at = now
+        states = core.residency()
+        if states == self._states:
+            return
+        changed: dict[str, AdapterState] = {
+            digest: state for digest, state in states.items() if self._states.get(digest) != state
+        }
+        changed.update(dict.fromkeys(self._states.keys() - states.keys(), "cold"))
+        self._states = dict(states)
+        self._emit(wire.ResidencyChanged(changed))
+
+    def _drain(self, core: CoreLike) -> bool:
+        """True once nothing is left. What the drain's end finds running is aborted."""
+        if not core.has_work:
+            return True
+        if self._drain_until is not None and self._clock() >= self._drain_until:
+            if self._aborted_rest:
+                return True  # a step that does not end what was aborted: the client ends its streams itself
+            self._aborted_rest = True
+            self._drain_until = self._clock() + ABORT_GRACE_S
+            for request_id in sorted(self._live):
+                core.abort(request_id)
+        return False
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, LoraplexError):
+        text = f"{type(error).__name__}: {text}" if str(error) else text
+    return text[:2000]

@@ -1,0 +1,311 @@
+"""The protocol between an engine process and its client: msgpack frames over a Unix stream socket.
+
+A frame is a 4-byte big-endian length and as many bytes of msgpack: one tagged struct of `Command` (client to
+engine) or `Event` (engine to client). Both sides refuse a frame above `MAX_FRAME_BYTES` before they hold it
+in memory. Values are plain data, decoded against the types below; nothing that is read can execute.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.types import AdapterState, EngineRequest, TokenEvent
+
+MAX_FRAME_BYTES = 32 * 1024 * 1024
+"""Above any legal frame: a prompt of a million tokens takes 5 MB."""
+
+HEARTBEAT_INTERVAL_S = 1.0
+
+_LENGTH = struct.Struct(">I")
+HEADER_BYTES = _LENGTH.size
+
+
+class ProtocolError(Exception):
+    """The other side broke the framing, or sent something that is not one of its messages."""
+
+
+class FrameTooLarge(ProtocolError):
+    """A frame above `MAX_FRAME_BYTES`."""
+
+
+# Answers: engine to client, one for each `Call`.
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """`call` is the number of the `Call` that it answers."""
+
+    call: int
+
+
+class Stats(Answer, frozen=True, tag=True):
+    stats: EngineStats
+
+
+class Cache(Answer, frozen=True, tag=True):
+    entries: tuple[CacheEntry, ...]
+
+
+class Pong(Answer, frozen=True, tag=True):
+    pass
+
+
+class Done(Answer, frozen=True, tag=True):
+    """The answer of a call that returns nothing, and of every call that fails: `error` says why."""
+
+    error: str | None = None
+
+
+# Commands: client to engine. One class a command: its name is the command's, its fields are the arguments, the type
+# argument of `Call` is the answer, and `run` calls the handler in `EngineCore`. A new command needs its class, a place
+# in `Command` and its handler. `EngineSession.call`, the socket and the loop know no command by name, except `Add` and
+# `Shutdown`.
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+
+class Operations(Protocol):
+    """The handlers of the commands, which `EngineCore` has. The step thread alone calls them."""
+
+    def abort(self, request_id: str) -> None:
+        """Its terminal event comes with the next step; an unknown id is ignored."""
+        ...
+
+    def pin(self, ref: AdapterRef) -> None:
+        """Raises LoraplexError where it can never fit."""
+        ...
+
+    def unpin(self, digest: str) -> None: ...
+    def drop(self, digest: str) -> None: ...
+    def prefetch(self, ref: AdapterRef) -> None: ...
+    def set_weight(self, tenant_id: str, weight: float) -> None:
+        """A tenant without a request is ignored."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+    def cache_entries(self) -> Sequence[CacheEntry]: ...
+
+
+class Notification(msgspec.Struct, frozen=True, tag=True):
+    """A command without an answer."""
+
+    def run(self, core: Operations) -> None:
+        raise NotImplementedError
+
+
+class Call(msgspec.Struct, Generic[AnswerT], frozen=True, tag=True):
+    """A command with an answer. The client numbers its calls."""
+
+    call: int
+
+    def run(self, core: Operations) -> AnswerT:
+        """A LoraplexError becomes the answer `Done` with its message."""
+        raise NotImplementedError
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """Serve this request. Run by `EngineLoop`, which refuses it during a shutdown."""
+
+    request: EngineRequest
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Take nothing new, finish what runs within `drain_s` seconds, abort the rest, and exit with 0. Run by
+    `EngineLoop`."""
+
+    drain_s: float = 0.0
+
+
+class Abort(Notification, frozen=True, tag=True):
+    request_ids: tuple[str, ...]
+
+    def run(self, core: Operations) -> None:
+        for request_id in self.request_ids:
+            core.abort(request_id)
+
+
+class Prefetch(Notification, frozen=True, tag=True):
+    """Begin to load these versions to the device, as room allows."""
+
+    refs: tuple[AdapterRef, ...]
+
+    def run(self, core: Operations) -> None:
+        for ref in self.refs:
+            core.prefetch(ref)
+
+
+class SetWeights(Notification, frozen=True, tag=True):
+    """Change these tenants' weights, also for requests that wait or run."""
+
+    weights: dict[str, float]
+
+    def run(self, core: Operations) -> None:
+        for tenant_id, weight in self.weights.items():
+            core.set_weight(tenant_id, weight)
+
+
+class Pin(Call[Done], frozen=True, tag=True):
+    """Keep this version on the device from now on; load it if it is not there."""
+
+    ref: AdapterRef
+
+    def run(self, core: Operations) -> Done:
+        core.pin(self.ref)
+        return Done(self.call)
+
+
+class Unpin(Call[Done], frozen=True, tag=True):
+    digest: str
+
+    def run(self, core: Operations) -> Done:
+        core.unpin(self.digest)
+        return Done(self.call)
+
+
+class Drop(Call[Done], frozen=True, tag=True):
+    """Forget this version as soon as nothing that runs uses it."""
+
+    digest: str
+
+    def run(self, core: Operations) -> Done:
+        core.drop(self.digest)
+        return Done(self.call)
+
+
+class GetStats(Call[Stats], frozen=True, tag=True):
+    def run(self, core: Operations) -> Stats:
+        return Stats(self.call, core.stats())
+
+
+class GetCache(Call[Cache], frozen=True, tag=True):
+    def run(self, core: Operations) -> Cache:
+        return Cache(self.call, tuple(core.cache_entries()))
+
+
+class Ping(Call[Pong], frozen=True, tag=True):
+    """Answered by the step thread, so that an answer shows that steps still pass."""
+
+    def run(self, core: Operations) -> Pong:
+        return Pong(self.call)
+
+
+Command = Add | Shutdown | Abort | Prefetch | SetWeights | Pin | Unpin | Drop | GetStats | GetCache | Ping
+
+
+# Events: engine to client.
+
+
+class Starting(msgspec.Struct, frozen=True, tag=True):
+    """Sent every second or so until `Ready` or `Fatal`."""
+
+    stage: str
+    elapsed_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    info: EngineInfo
+
+
+class Events(msgspec.Struct, frozen=True, tag=True):
+    """The events of one step, or of several, merged by request, where the client was slow to read."""
+
+    events: tuple[TokenEvent, ...]
+
+
+class ResidencyChanged(msgspec.Struct, frozen=True, tag=True):
+    """New states by digest; "cold" means neither on the device nor in host memory."""
+
+    states: dict[str, AdapterState]
+
+
+class Damaged(msgspec.Struct, frozen=True, tag=True):
+    """Loads found the stored bytes of these versions damaged or lost; requests that waited for them have ended."""
+
+    digests: tuple[str, ...]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sent by the main thread every `HEARTBEAT_INTERVAL_S` from `Ready` on, unless earlier events still wait to be
+    read. The heartbeat of the compute threads: see `heartbeat.Vitals`."""
+
+    stalled_s: float
+    longest_s: float
+    unusual: bool
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot go on and exits. One line, for the operator."""
+
+    message: str
+
+
+Event = (
+    Starting | Ready | Events | ResidencyChanged | Damaged | Stats | Cache | Done | Pong | Heartbeat | Fatal
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode_frame(message: Command | Event) -> bytes:
+    """One message as a frame. Raises FrameTooLarge."""
+    buffer = bytearray(HEADER_BYTES)
+    _encoder.encode_into(message, buffer, HEADER_BYTES)
+    length = len(buffer) - HEADER_BYTES
+    if length > MAX_FRAME_BYTES:
+        raise FrameTooLarge(f"a frame of {length} bytes is above the limit of {MAX_FRAME_BYTES}")
+    _LENGTH.pack_into(buffer, 0, length)
+    return bytes(buffer)
+
+
+def frame_length(header: bytes | bytearray) -> int:
+    """The payload's length from a frame's first 4 bytes. Raises FrameTooLarge."""
+    (length,) = _LENGTH.unpack(header)
+    if length > MAX_FRAME_BYTES:
+        raise FrameTooLarge(f"a frame of {length} bytes is above the limit of {MAX_FRAME_BYTES}")
+    return int(length)
+
+
+def decode_command(payload: bytes | bytearray | memoryview) -> Command:
+    """Raises ProtocolError where the payload is no command."""
+    try:
+        return _command_decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a command: {error}") from error
+
+
+def decode_event(payload: bytes | bytearray | memoryview) -> Event:
+    """Raises ProtocolError where the payload is no event."""
+    try:
+        return _event_decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not an event: {error}") from error
+
+
+class FrameReader:
+    """Cuts a byte stream into payloads. Holds at most one incomplete frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads that `data` completes. Raises FrameTooLarge on the header alone."""
+        self._buffer += data
+        payloads = []
+        position = 0
+        while len(self._buffer) - position >= HEADER_BYTES:
+            start = position + HEADER_BYTES
+            end = start + frame_length(self._buffer[position:start])
+            if len(self._buffer) < end:
+                break
+            payloads.append(bytes(self._buffer[start:end]))
+            position = end
+        if position:
+            del self._buffer[:position]
+        return payloads

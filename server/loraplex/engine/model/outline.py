@@ -1,0 +1,124 @@
+"""A model without its weights: its sizes, as the server's own code for loading derives them from the config alone."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loraplex.engine.model.base import ModelShape, ModelUnsupported
+from loraplex.engine.model.family import decoder_spec, is_fused
+from loraplex.engine.model.fused import fused_decoder
+from loraplex.engine.model.loading import model_shape, read_model_config, serving_dtype
+from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
+from loraplex.kernels.backend import resolve_backend
+from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.ops import resolve_ops
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """`weight_bytes` are all weights in memory; `step_bytes` those that a decoding step reads once: all but the
+    embedding, where it reads a row for each token. `hidden_size` and `inner_size` are the widths of a layer."""
+
+    model_type: str
+    shape: ModelShape
+    site_groups: tuple[SiteGroup, ...]
+    head_group: SiteGroup | None
+    dtype: torch.dtype
+    weight_bytes: int
+    step_bytes: int
+    hidden_size: int
+    inner_size: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.shape.num_layers
+
+
+def outline_model(
+    model_dir: Path, device: torch.device, dtype: str, *, max_model_len: int = 0
+) -> ModelOutline:
+    """From config.json alone, for a server on `device`, which need not be here. Raises ModelUnsupported."""
+    config, part = read_model_config(model_dir)
+    chosen = serving_dtype(config, dtype, device)
+    if is_fused(part.config.model_type):
+        spec = decoder_spec(part.config, part.raw, max_model_len)
+        source = _CountedTensors(has_head=not spec.tied)
+        decoder = fused_decoder(source, spec, chosen, _META)
+        embed = spec.vocab_size * spec.hidden_size * chosen.itemsize
+        # Where weights are packed, the head is a copy of the embeddings that it is tied to.
+        copied = embed if spec.tied and _packs(device, chosen) else 0
+        return ModelOutline(
+            model_type=spec.model_type,
+            shape=decoder.shape,
+            site_groups=decoder.site_groups,
+            head_group=decoder.head_group,
+            dtype=chosen,
+            weight_bytes=source.num_bytes + copied,
+            step_bytes=source.num_bytes - (0 if spec.tied else embed),
+            hidden_size=spec.hidden_size,
+            inner_size=spec.intermediate_size,
+        )
+    return _wrapped_outline(config, chosen)
+
+
+def _packs(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cpu":
+        return False
+    weight = torch.zeros(64, 64, dtype=dtype)
+    return resolve_ops(resolve_backend("auto", device)).pack_weight(weight) is not weight
+
+
+class _CountedTensors:
+    """A checkpoint's tensors without values. Each weight is read once: the bytes are those of the model."""
+
+    def __init__(self, *, has_head: bool) -> None:
+        self.num_bytes = 0
+        self._has_head = has_head
+
+    def __contains__(self, name: str) -> bool:
+        return name == "model.embed_tokens.weight" or (self._has_head and name == "lm_head.weight")
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        self.num_bytes += out.nbytes
+
+
+def _wrapped_outline(config: Any, dtype: torch.dtype) -> ModelOutline:
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    shape = model_shape(config)
+    try:
+        with _META:
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=False,
+            )
+    except (KeyError, ValueError, RuntimeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelUnsupported(f"transformers cannot lay out this {config.model_type}: {reason}") from error
+    decoder = TransformersDecoder(model.eval(), shape)
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is None or head.weight is embedding.weight
+    text = config.get_text_config()
+    return ModelOutline(
+        model_type=config.model_type,
+        shape=shape,
+        site_groups=decoder.site_groups,
+        head_group=decoder.head_group,
+        dtype=dtype,
+        weight_bytes=total,
+        step_bytes=total - (0 if is_tied else embedding.weight.nbytes),
+        hidden_size=text.hidden_size,
+        inner_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+    )

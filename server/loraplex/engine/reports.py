@@ -1,0 +1,110 @@
+"""Reports of an engine: its sizes at the start, its gauges and counters, its adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.types import AdapterState
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+"""The sizes by which `EngineStats` counts steps: the bounds of vLLM's vllm:iteration_tokens_total."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The properties of a started engine. Sizes in bytes, tokens, blocks or pages as named."""
+
+    model_name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    device: str
+    dtype: str
+    block_size: int
+    num_kv_blocks: int
+    kv_bytes: int
+    arena_page_bytes: int
+    arena_pages: int
+    adapter_cpu_bytes: int
+    max_adapter_rank: int
+    max_num_seqs: int
+    max_waiting: int
+    max_num_batched_tokens: int = 0
+    decoder: str = ""
+    """Which implementation runs the model: "fused" or "transformers"."""
+    base_fingerprint: str = ""
+    sites: tuple[str, ...] = ()
+    """Module names that adapters may target, for example "q_proj"."""
+    hidden_size: int | None = None
+    """Numbers in an embedding; None where the model gives none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """One tenant's share as the fair queue sees it. `counter` is its virtual token counter."""
+
+    running: int = 0
+    waiting: int = 0
+    counter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges of this moment and counters since the engine process began. Prefix-cache figures in tokens."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_for_grammar: int = 0
+    """Those of them whose grammar is being built."""
+    num_kv_blocks: int = 0
+    num_kv_blocks_used: int = 0
+    num_preemptions: int = 0
+    num_out_of_memory: int = 0
+    """Steps that did not fit into the device's memory."""
+    num_steps: int = 0
+    steps_by_tokens: tuple[int, ...] = ()
+    """Steps that were computed, by tokens: of up to each of `STEP_TOKENS`, and above the bound before it; last, of
+    more than all. A step's tokens are the prompt tokens that it computes and the output tokens that it draws."""
+    num_step_tokens: int = 0
+    """The tokens of those steps."""
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_arena_pages: int = 0
+    num_arena_pages_used: int = 0
+    host_bytes: int = 0
+    host_bytes_used: int = 0
+    num_leases: int = 0
+    num_adapter_slots: int = 0
+    num_adapter_slots_used: int = 0
+    adapter_loads: int = 0
+    """Adapters read from the disk, and those copied to the device, since the engine process began."""
+    adapter_copies: int = 0
+    adapter_load_failures: int = 0
+    device_evictions: int = 0
+    """Adapters evicted from the device, and from host memory, to make room for others."""
+    host_evictions: int = 0
+    running_adapters: tuple[str, ...] = ()
+    """Digests of the adapters with a running sequence."""
+    waiting_adapters: tuple[str, ...] = ()
+    tenants: dict[str, TenantStats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """Where one adapter version is. `state` is hot (device), warm (host memory) or cold (disk only);
+    `load_seconds` is the last load's time by stage; `idle_s` is the time since its last use, None if never."""
+
+    ref: AdapterRef
+    state: AdapterState
+    loading: bool = False
+    pinned: bool = False
+    leases: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    idle_s: float | None = None
+    load_seconds: dict[str, float] = field(default_factory=dict)
+    error: str | None = None

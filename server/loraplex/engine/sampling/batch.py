@@ -1,0 +1,242 @@
+"""The sampling parameters of a step's rows, gathered on the planning thread before the rows can change."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.engine.host_to_device import HostToDevice
+from loraplex.engine.sampling.noise import uniform
+from loraplex.engine.types import SamplingParams, ScheduledSequence
+from loraplex.engine.types import Sequence as EngineSequence
+from loraplex.kernels.sampling.types import SampleRows
+
+MIN_TEMPERATURE = 1e-20
+"""Below it float32 would divide by zero. The largest logit has won long before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """For P of the sampled rows: `rows` [P]; `repetition`, `presence`, `frequency` [P, 1] float32; `context` and
+    `outputs`: flat indices p·V + token of every token of the sequence, and of every output token, as often as it
+    occurs. `pending` [≤ P] are the p whose newest output token is known to the device alone."""
+
+    rows: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    context: torch.Tensor
+    outputs: torch.Tensor
+    pending: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """For F of the sampled rows, positions `index` [F] among them: `top_k` [F, 1] int64 (the vocabulary's size where it
+    is off) and `top_p` [F, 1] float64. `depths` is top_k on the host, where it decides how far a row must be sorted."""
+
+    index: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    depths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """For the R sampled rows that are not greedy: `rows` [R] int64, `temperature` [R, 1] float32, `uniform` [R, 1]
+    float64 in [0, 1), `min_p` [R, 1] float32 or None where no row has one."""
+
+    rows: torch.Tensor
+    temperature: torch.Tensor
+    uniform: torch.Tensor
+    min_p: torch.Tensor | None
+    ranking: Ranking | None
+
+
+@dataclass(frozen=True, slots=True)
+class AskedScores:
+    """For the L sampled rows whose log probabilities are wanted: `rows` [L] int64 and the same as `sampled` on the
+    host, `num_top` how many of the most likely tokens each wants, `lists` which tokens it wants instead, if it names
+    any. `listed` [L, M] int64 are these with zeros behind them; None where no row names any."""
+
+    rows: torch.Tensor
+    sampled: tuple[int, ...]
+    num_top: tuple[int, ...]
+    lists: tuple[tuple[int, ...], ...]
+    listed: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """One step's S sampled rows; a part is None where no row needs it. Flat indices are s·V + token. `rows`: the same
+    for drawing in Triton, instead of `penalties`, `bias`, `banned` and `draws`."""
+
+    num_rows: int
+    penalties: Penalties | None = None
+    bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    banned: torch.Tensor | None = None
+    draws: Draws | None = None
+    scores: AskedScores | None = None
+    rows: SampleRows | None = None
+
+
+class TokenHistory:
+    """The tokens of sequences as integer arrays, grown from step to step instead of converted again. For the
+    planning thread alone."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, array[int]] = {}
+
+    def tokens(self, seq: EngineSequence) -> NDArray[np.int64]:
+        """[len(seq.token_ids)]: a copy. A sequence only ever grows."""
+        known = self._known.setdefault(seq.request_id, array("q"))
+        known.extend(seq.token_ids[len(known) :])
+        return np.array(known, dtype=np.int64)
+
+    def retain_requests(self, request_ids: Iterable[str]) -> None:
+        """Forget all others."""
+        if self._known:
+            keep = set(request_ids)
+            self._known = {k: v for k, v in self._known.items() if k in keep}
+
+
+def build_sampling_batch(
+    rows: Sequence[ScheduledSequence],
+    *,
+    vocab_size: int,
+    eos_ids: frozenset[int],
+    history: TokenHistory,
+    upload: HostToDevice,
+) -> SamplingBatch:
+    """`rows` are the slices that sample, in the order of the logits. Token ids beyond the vocabulary are passed
+    over: they can neither occur nor be sampled."""
+    history.retain_requests(row.seq.request_id for row in rows)
+    return SamplingBatch(
+        num_rows=len(rows),
+        penalties=_penalties(rows, vocab_size, history, upload),
+        bias=_bias(rows, vocab_size, upload),
+        banned=_banned(rows, vocab_size, eos_ids, upload),
+        draws=_draws(rows, vocab_size, upload),
+        scores=asked_scores(rows, vocab_size, upload),
+    )
+
+
+def has_penalty(p: SamplingParams) -> bool:
+    """Whether any token that occurred counts for the next."""
+    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+
+
+def _penalties(
+    rows: Sequence[ScheduledSequence], vocab_size: int, history: TokenHistory, upload: HostToDevice
+) -> Penalties | None:
+    chosen = [(s, row) for s, row in enumerate(rows) if has_penalty(row.seq.request.sampling)]
+    if not chosen:
+        return None
+    context: list[NDArray[np.int64]] = []
+    outputs: list[NDArray[np.int64]] = []
+    for p, (_, row) in enumerate(chosen):
+        tokens = history.tokens(row.seq)
+        answer = tokens[row.seq.num_prompt :]
+        for found, into in ((tokens, context), (answer, outputs)):
+            into.append(found[(found >= 0) & (found < vocab_size)] + p * vocab_size)
+    params = [row.seq.request.sampling for _, row in chosen]
+    pending = [p for p, (_, row) in enumerate(chosen) if row.pending_input]
+    return Penalties(
+        rows=upload.ints([s for s, _ in chosen]),
+        repetition=upload.floats([p.repetition_penalty for p in params])[:, None],
+        presence=upload.floats([p.presence_penalty for p in params])[:, None],
+        frequency=upload.floats([p.frequency_penalty for p in params])[:, None],
+        context=upload.ints(np.concatenate(context)),
+        outputs=upload.ints(np.concatenate(outputs)),
+        pending=upload.ints(pending),
+    )
+
+
+def _bias(
+    rows: Sequence[ScheduledSequence], vocab_size: int, upload: HostToDevice
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    indices: list[int] = []
+    values: list[float] = []
+    for s, row in enumerate(rows):
+        for token, value in row.seq.request.sampling.logit_bias:
+            if 0 <= token < vocab_size:
+                indices.append(s * vocab_size + token)
+                values.append(value)
+    if not indices:
+        return None
+    return upload.ints(indices), upload.floats(values)
+
+
+def _banned(
+    rows: Sequence[ScheduledSequence], vocab_size: int, eos_ids: frozenset[int], upload: HostToDevice
+) -> torch.Tensor | None:
+    indices = [
+        s * vocab_size + token
+        for s, row in enumerate(rows)
+        for token in barred_tokens(row, vocab_size, eos_ids)
+    ]
+    return upload.ints(indices) if indices else None
+
+
+def barred_tokens(row: ScheduledSequence, vocab_size: int, eos_ids: frozenset[int]) -> list[int]:
+    """The tokens that would end a row before its `min_tokens`, in ascending order. A row with a grammar has them barred
+    by its mask, unless the grammar allows nothing else."""
+    params = row.seq.request.sampling
+    if row.output_index >= params.min_tokens or row.seq.request.grammar is not None:
+        return []
+    ends = set(params.stop_token_ids) if params.ignore_eos else eos_ids.union(params.stop_token_ids)
+    return sorted(token for token in ends if 0 <= token < vocab_size)
+
+
+def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, upload: HostToDevice) -> Draws | None:
+    chosen = [(s, row) for s, row in enumerate(rows) if row.seq.request.sampling.temperature > 0.0]
+    if not chosen:
+        return None
+    params = [row.seq.request.sampling for _, row in chosen]
+    noise = [uniform(p.seed, p.choice, row.output_index) for p, (_, row) in zip(params, chosen, strict=True)]
+    ranked = [r for r, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
+    ranking = None
+    if ranked:
+        depths = tuple(params[r].top_k if 0 < params[r].top_k < vocab_size else vocab_size for r in ranked)
+        top_p = upload.doubles([params[r].top_p for r in ranked])
+        ranking = Ranking(upload.ints(ranked), upload.ints(depths)[:, None], top_p[:, None], depths)
+    return Draws(
+        rows=upload.ints([s for s, _ in chosen]),
+        temperature=upload.floats([p.temperature for p in params])[:, None],
+        uniform=upload.doubles(noise)[:, None],
+        min_p=upload.floats([p.min_p for p in params])[:, None]
+        if any(p.min_p > 0.0 for p in params)
+        else None,
+        ranking=ranking,
+    )
+
+
+def asked_scores(
+    rows: Sequence[ScheduledSequence], vocab_size: int, upload: HostToDevice
+) -> AskedScores | None:
+    """The rows whose log probabilities were requested, if any. A row that names a token beyond the vocabulary has
+    failed."""
+    asked = [(s, row.seq.request.sampling) for s, row in enumerate(rows)]
+    chosen = {s: sampling for s, sampling in asked if sampling.logprobs is not None}
+    if not chosen:
+        return None
+    lists = tuple(sampling.logprob_token_ids for sampling in chosen.values())
+    longest = max(map(len, lists))
+    listed = None
+    if longest:
+        padded = [
+            min(token, vocab_size - 1) for ids in lists for token in (*ids, *(0,) * (longest - len(ids)))
+        ]
+        listed = upload.ints(padded).view(len(lists), longest)
+    return AskedScores(
+        upload.ints(list(chosen)),
+        tuple(chosen),
+        tuple(0 if p.logprob_token_ids else p.logprobs or 0 for p in chosen.values()),
+        lists,
+        listed,
+    )

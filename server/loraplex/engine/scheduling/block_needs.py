@@ -1,0 +1,31 @@
+"""How many KV blocks sequences need."""
+
+from __future__ import annotations
+
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.types import Sequence
+
+_GROWTH = 1
+"""Blocks that are reserved for the growth of each running sequence before another one starts."""
+
+
+def blocks_for(num_tokens: int) -> int:
+    """How many blocks hold `num_tokens` positions."""
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def blocks_missing(seq: Sequence) -> int:
+    """Blocks that a running sequence still needs for the tokens that it has."""
+    return max(0, blocks_for(seq.num_tokens) - len(seq.block_ids))
+
+
+def reserved_blocks(seq: Sequence) -> int:
+    """Blocks that a running sequence still needs for its tokens, and one more if it may outgrow them. Without that
+    reserve a request could start in blocks that others are about to need; it would be preempted some steps later, and
+    its work lost."""
+    # Called for every running sequence in every step that may admit a request.
+    missing, room = 0, len(seq.block_ids) * BLOCK_SIZE
+    if room < len(seq.token_ids) + seq.num_pending:
+        missing = blocks_missing(seq)
+        room += missing * BLOCK_SIZE
+    return missing + _GROWTH if seq.most_computed > room else missing

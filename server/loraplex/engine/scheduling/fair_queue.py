@@ -1,0 +1,247 @@
+"""Which tenant is served next: weighted virtual token counters.
+
+Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2 with weights: every tenant has a
+counter of the service that it got, in units over its weight, and the waiting tenant with the least goes next. A tenant
+that comes back is lifted to the least counter among the waiting tenants, so that absence earns no credit. While no
+tenant waits, it is lifted to the largest counter: use of idle capacity creates no debt. (The paper lifts to the counter
+of the last tenant that left the queue.)
+
+A request whose adapter is not on the device cannot run and is no backlog. Its tenant comes back to the queue when the
+adapter is loaded.
+
+Between two tenants that both keep waiting, the served units per weight never drift apart by more than 2·max(largest
+charged prompt, dearest output token · tokens in the batch). Counters are per tenant: more keys, adapters or requests
+never give a larger share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from loraplex.engine.scheduling.tenant_heap import Entry, Tenant, TenantHeap, TenantLane
+from loraplex.engine.types import Sequence
+
+
+class FairQueue:
+    """Weighted fair queueing by tenant.
+
+    A request enters, is pushed, removed when it starts (and pushed again when it is preempted) or ends, and leaves.
+    Choosing, starting and charging cost O(log tenants). `open` and `close` cost O(log tenants) for each tenant that
+    waits for the adapter, independent of the number of requests.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._entries: dict[Sequence, Entry] = {}
+        self._open: set[str] = set()
+        self._lanes: dict[str, dict[Tenant, TenantLane]] = {}  # by adapter, the lanes that are not empty
+        self._order = TenantHeap()  # tenants with a backlog
+        self._idle = TenantHeap()  # tenants without a request
+        self._active = 0
+        self._num_ready = 0
+        self._floor = (
+            0.0  # the highest counter that the least served tenant has reached: no tenant is lifted to less
+        )
+        self._most = 0.0  # the highest counter
+
+    def __len__(self) -> int:
+        """Requests in the queue, ready or not."""
+        return len(self._entries)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._entries
+
+    @property
+    def num_ready(self) -> int:
+        """Ready requests: they do not wait for an adapter."""
+        return self._num_ready
+
+    def is_ready(self, seq: Sequence) -> bool:
+        """Whether a request in the queue is ready."""
+        return self._entries[seq].lane.is_open
+
+    def lane(self, seq: Sequence) -> TenantLane:
+        """The lane of a request in the queue."""
+        return self._entries[seq].lane
+
+    # Lives of requests.
+
+    def enter(self, seq: Sequence) -> None:
+        """A request was added. Its weight (above 0) is its tenant's weight from now on."""
+        tenant_id, weight = seq.request.tenant_id, seq.request.weight
+        tenant = self._tenants.get(tenant_id)
+        if tenant is None:
+            tenant = self._tenants[tenant_id] = Tenant(tenant_id, weight)
+        elif tenant.requests == 0:
+            self._idle.drop(tenant)
+        tenant.requests += 1
+        self._active += 1
+        tenant.weight = weight
+
+    def leave(self, seq: Sequence) -> None:
+        """A request has ended. A tenant without requests is removed as soon as its counter has no effect."""
+        assert seq not in self._entries, f"request {seq.request_id} ended inside the queue"
+        tenant = self._tenants[seq.request.tenant_id]
+        tenant.requests -= 1
+        self._active -= 1
+        if self._active == 0:
+            # No request waits or runs: there is no competition in which an old debt could matter.
+            self._tenants.clear()
+            self._idle.clear()
+            self._floor = self._most = 0.0
+        elif tenant.requests == 0:
+            self._idle.put(tenant)
+            self._drop_idle()
+        elif tenant in self._order:
+            self._order.holds_less(tenant)
+
+    def push(self, seq: Sequence) -> TenantLane:
+        """Put an entered request into its lane: preempted requests first, then by priority, then by arrival."""
+        assert seq not in self._entries, f"request {seq.request_id} is in the queue already"
+        request = seq.request
+        tenant = self._tenants[request.tenant_id]
+        digest = None if request.adapter is None else request.adapter.digest
+        lane = tenant.lanes.get(digest)
+        if lane is None:
+            is_open = digest is None or digest in self._open
+            lane = tenant.lanes[digest] = TenantLane(request.tenant_id, request.adapter, is_open)
+            if digest is not None:
+                self._lanes.setdefault(digest, {})[tenant] = lane
+        if tenant.ready == 0 and (lane.is_open or tenant.queued == 0):
+            self._lift(tenant)
+        key = (seq.epoch == 0, -request.priority, seq.order)
+        entry = self._entries[seq] = lane.push_request(key, seq)
+        tenant.queued += 1
+        if lane.is_open:
+            self._add_ready(tenant, 1)
+            if lane.first() is entry:
+                tenant.stand(lane)
+        if seq.epoch and tenant in self._order:  # it was preempted
+            self._order.holds_less(tenant)
+        return lane
+
+    def remove(self, seq: Sequence) -> TenantLane:
+        """Remove a sequence from the queue. Returns its lane."""
+        entry = self._entries.pop(seq)
+        lane = entry.lane
+        tenant = self._tenants[seq.request.tenant_id]
+        lane.remove_entry(entry)
+        tenant.queued -= 1
+        if lane.is_open:
+            self._add_ready(tenant, -1)
+        if lane.size == 0:
+            digest = None if lane.ref is None else lane.ref.digest
+            del tenant.lanes[digest]
+            if digest is not None:
+                self._lanes[digest].pop(tenant)
+                if not self._lanes[digest]:
+                    del self._lanes[digest]
+        return lane
+
+    def charge(self, seq: Sequence, units: float) -> None:
+        """Charge service to the tenant of a request in the engine."""
+        tenant = self._tenants[seq.request.tenant_id]
+        tenant.charged += units / tenant.weight
+        self._most = max(self._most, tenant.charged)
+
+    # Adapters and weights.
+
+    def lanes(self, digest: str) -> Iterable[TenantLane]:
+        """The lanes of requests on this adapter."""
+        return self._lanes.get(digest, {}).values()
+
+    def open(self, digest: str) -> None:
+        """This adapter is on the device and schedulable: its requests are ready from now on."""
+        self._open.add(digest)
+        for tenant, lane in self._lanes.get(digest, {}).items():
+            if tenant.ready == 0:
+                self._lift(tenant)
+            lane.is_open = True
+            self._add_ready(tenant, lane.size)
+            tenant.stand(lane)
+
+    def close(self, digest: str) -> None:
+        """This adapter is not schedulable: its requests are not ready. At the start all adapters are closed."""
+        self._open.remove(digest)
+        for tenant, lane in self._lanes.get(digest, {}).items():
+            lane.is_open = False
+            self._add_ready(tenant, -lane.size)
+
+    def set_weight(self, tenant_id: str, weight: float) -> None:
+        """Change a tenant's weight. Does nothing for a tenant without a request in the engine."""
+        tenant = self._tenants.get(tenant_id)
+        if tenant is not None and tenant.requests:
+            tenant.weight = weight
+
+    # Choosing.
+
+    def head(self) -> Sequence | None:
+        """The next ready request: the first of the least served tenant."""
+        tenant = self._order.least()
+        return None if tenant is None else tenant.head()
+
+    def counter(self, tenant_id: str) -> float:
+        """Service per weight, relative to the other tenants' counters. 0 for an unknown tenant."""
+        tenant = self._tenants.get(tenant_id)
+        return 0.0 if tenant is None else tenant.charged
+
+    def is_backlogged(self, tenant_id: str) -> bool:
+        """Whether a tenant with a request in the engine has a ready request in the queue."""
+        return self._tenants[tenant_id].ready > 0
+
+    def weight(self, tenant_id: str) -> float:
+        """The weight of a tenant with a request in the engine."""
+        return self._tenants[tenant_id].weight
+
+    def tenants(self) -> list[tuple[str, int, float]]:
+        """(tenant, requests in the engine, counter) of every tenant that has a request in the engine."""
+        return [(t.tenant_id, t.requests, t.charged) for t in self._tenants.values() if t.requests]
+
+    def _add_ready(self, tenant: Tenant, count: int) -> None:
+        backlogged = tenant.ready > 0
+        tenant.ready += count
+        self._num_ready += count
+        if backlogged == (tenant.ready > 0):
+            return
+        if backlogged:
+            self._order.drop(tenant)
+        else:
+            self._order.put(tenant)
+
+    def _least_level(self) -> float:
+        least = self._order.least()
+        if least is None:
+            return self._most
+        self._floor = max(self._floor, least.charged)
+        return self._floor
+
+    def _lift(self, tenant: Tenant) -> None:
+        tenant.charged = max(tenant.charged, self._least_level())
+
+    def _drop_idle(self) -> None:
+        # At or below the floor the next lift would overwrite the counter: dropping it changes nothing. A counter above
+        # the floor is a debt and is kept, so that leaving and coming back does not clear it.
+        self._least_level()
+        while (tenant := self._idle.least()) is not None and tenant.charged <= self._floor:
+            self._idle.drop(tenant)
+            del self._tenants[tenant.tenant_id]
+
+    def check_integrity(self, alive: dict[str, int], queued: set[Sequence]) -> None:
+        """Raise AssertionError unless the counts match the engine's: `alive` requests per tenant, and the `queued`
+        sequences."""
+        requests = {t.tenant_id: t.requests for t in self._tenants.values() if t.requests}
+        assert requests == alive, f"the fair queue knows of {requests}, the engine of {alive}"
+        assert self._entries.keys() == queued, "the fair queue holds other requests than the engine thinks"
+        assert self._num_ready == sum(self.is_ready(seq) for seq in queued), (
+            "those that could run are miscounted"
+        )
+        for tenant in self._tenants.values():
+            lanes = tenant.lanes.values()
+            where = f"tenant {tenant.tenant_id}"
+            assert tenant.queued == sum(lane.size for lane in lanes), f"{where}: a lane is miscounted"
+            assert tenant.ready == sum(lane.size for lane in lanes if lane.is_open), f"{where}: its backlog"
+            assert all(lane.is_open == (d is None or d in self._open) for d, lane in tenant.lanes.items()), (
+                where
+            )
+            assert (tenant in self._order) == (tenant.ready > 0), f"{where}: wrongly (not) backlogged"
+            assert (tenant in self._idle) == (tenant.requests == 0), f"{where}: wrongly (not) idle"

@@ -1,0 +1,53 @@
+"""The names of KV blocks' contents.
+
+A full block is named by a link of a SHA-256 chain: the chain is rooted at its namespace, (tenant, adapter digest
+or base), and every link is the hash of the one before and of the block's own token ids. So a link names all
+tokens from position 0 up to the block's end. (Hash-chained block names: vLLM, "Automatic Prefix Caching".)
+
+The namespace is part of the key itself, beside the hash. Two tenants can't come to one block even if SHA-256
+were broken, and a version is its digest: a new version of an adapter never meets KV of the old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence as Row
+
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.types import BlockKey, EngineRequest, Namespace, Sequence
+
+
+def namespace(request: EngineRequest) -> Namespace:
+    """The key of requests that may share KV with this one: the same tenant, on the same adapter version (None: on
+    base)."""
+    return request.tenant_id, None if request.adapter is None else request.adapter.digest
+
+
+def root_link(space: Namespace) -> bytes:
+    """The chain's start. Each part goes in with its length before it, so that no two namespaces spell the same
+    bytes; the base is the absent part, not an empty name."""
+    sha = hashlib.sha256()
+    for part in space:
+        raw = b"" if part is None else part.encode("utf-8", "surrogatepass")
+        sha.update(b"-" if part is None else len(raw).to_bytes(8, "little"))
+        sha.update(raw)
+    return sha.digest()
+
+
+def next_link(link: bytes, token_ids: Row[int]) -> bytes:
+    """The link of the block that holds `token_ids` (BLOCK_SIZE of them, each below 2**32)."""
+    return hashlib.sha256(link + array("I", token_ids).tobytes()).digest()
+
+
+def extend_keys(seq: Sequence) -> list[BlockKey]:
+    """Name every block that `seq.token_ids` fill by now; what was named before is kept. Returns all keys."""
+    keys = seq.block_keys
+    full = len(seq.token_ids) // BLOCK_SIZE
+    if len(keys) < full:
+        space = keys[-1][0] if keys else namespace(seq.request)
+        link = keys[-1][1] if keys else root_link(space)
+        for start in range(len(keys) * BLOCK_SIZE, full * BLOCK_SIZE, BLOCK_SIZE):
+            link = next_link(link, seq.token_ids[start : start + BLOCK_SIZE])
+            keys.append((space, link))
+    return keys

@@ -1,0 +1,416 @@
+"""Which tokens are computed next. A function of its state, of the reported events and of the time
+passed in: no clock of its own, no thread, no torch.
+
+There are no phases. A sequence has tokens, and some of them are computed; every plan computes more of the rest. A
+chunked prompt, a prompt with a cached prefix, a decoding sequence and one that restarts after a preemption differ only
+in the number of tokens that are not computed yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from math import inf
+from typing import Any
+
+from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
+from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
+from loraplex.engine.scheduling import prefix_keys
+from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
+from loraplex.engine.scheduling.block_needs import blocks_for, blocks_missing, reserved_blocks
+from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.scheduling.draft import Draft, pool_start
+from loraplex.engine.scheduling.fair_queue import FairQueue
+from loraplex.engine.scheduling.integrity import check_places
+from loraplex.engine.scheduling.preemption import TenantShares, choose_victims, preemption_order
+from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
+
+
+class Scheduler:
+    """Owns the queue, the running sequences, the KV blocks and the sequences' leases.
+
+    The core reports events (`add_sequence`, `finish`, `computed`, `delivered`) and asks for the next step (`plan`). An
+    added sequence is either held, running or queued until `finish`. The `queue` chooses the next request, `adapters`
+    the adapters to load, and `preemption` the sequences to preempt.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: AdapterCache[Any]) -> None:
+        self._cache = cache
+        self._max_tokens = config.max_num_batched_tokens
+        # Every running sequence must get a token into every step, or decodes could crowd each other out.
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._max_scored = config.max_scored_tokens
+        self._charges = config.charges
+        self.blocks = BlockManager(config.num_blocks)
+        self.queue = FairQueue()
+        self.adapters = AdapterScheduler(
+            cache,
+            self.queue,
+            aging_s=config.adapter_wait_aging_s,
+            load_charge=config.charges.load_per_rank,
+        )
+        self.running: dict[Sequence, Lease | None] = {}  # in the order of admission
+        self.held: set[Sequence] = set()
+        self.failed: list[tuple[Sequence, str]] = []
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._loading: dict[str, None] = {}  # by the last plan
+        self._step_id = 0
+        self._failed_claim: tuple[Sequence | None, int, int] = (None, 0, 0)  # see _claim_would_fail_again
+        self._num_changes = 0  # of the set of running sequences
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not started, or were preempted."""
+        return len(self.queue) + len(self.held)
+
+    @property
+    def num_waiting_for_adapter(self) -> int:
+        """Waiting sequences whose adapter is not schedulable now."""
+        return len(self.queue) - self.queue.num_ready
+
+    def add_sequence(self, seq: Sequence, *, hold: bool = False) -> None:
+        """With `hold`, it waits outside of the queue until `release`, and is no backlog of its tenant."""
+        self.queue.enter(seq)
+        if hold:
+            self.held.add(seq)
+        else:
+            self._enqueue(seq, seq.arrival)
+
+    def release(self, seq: Sequence, now: float) -> None:
+        """A held sequence may be scheduled from now on."""
+        self.held.remove(seq)
+        self._enqueue(seq, now)
+
+    def finish(self, seq: Sequence, *, spoilt: bool = False) -> None:
+        """Remove a sequence and release its blocks and lease. With `spoilt`, none of its KV is found in the prefix
+        cache again.
+
+        Its blocks may be allocated again while a step that uses them is in flight. Steps run in the order of
+        submission: that step has read and written them before a later one uses them. Its writes cannot be found under a
+        wrong key either: a block is registered only for steps that were collected while its sequence held it, and the
+        position in flight is after those.
+        """
+        if spoilt:
+            self.blocks.disown(seq.block_keys)
+        if seq in self.running:
+            self._stop(seq)
+        elif seq in self.queue:
+            self.adapters.request_left(self.queue.remove(seq))
+        else:
+            self.held.discard(seq)
+        seq.state = SequenceState.FINISHED
+        self.queue.leave(seq)
+
+    def computed(self, scheduled: ScheduledSequence) -> None:
+        """A slice was computed and collected: register the blocks that it filled in the prefix cache.
+
+        Not if the sequence was preempted since: its blocks may belong to another sequence by then, and hold other
+        content.
+        """
+        seq = scheduled.seq
+        if seq.state is not SequenceState.RUNNING or scheduled.epoch != seq.epoch:
+            return
+        first, end = scheduled.start // BLOCK_SIZE, (scheduled.start + scheduled.num_tokens) // BLOCK_SIZE
+        if first < end:
+            keys = prefix_keys.extend_keys(seq)
+            for index in range(first, end):
+                self.blocks.register(scheduled.block_ids[index], keys[index])
+
+    def roll_back(self, rows: Iterable[ScheduledSequence]) -> None:
+        """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks,
+        and sample the same tokens."""
+        for row in rows:
+            seq = row.seq
+            seq.num_pending = 0
+            if seq.state is SequenceState.RUNNING and seq.epoch == row.epoch:
+                seq.num_computed = min(seq.num_computed, row.start)
+
+    def delivered(self, seq: Sequence, num_tokens: int) -> None:
+        """Output tokens have been sampled: charge them."""
+        self._charge(seq, num_tokens * self._charges.decode)
+
+    def plan(self, now: float, max_tokens: int | None = None) -> StepPlan:
+        """The next step, of at most `max_tokens` (None: as configured); its `scheduled` is empty if nothing can be
+        computed now. Sequences whose adapter cannot be loaded are put into `failed`; the caller ends them."""
+        budget = self._max_tokens if max_tokens is None else max_tokens
+        draft = Draft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
+        self._cache.begin_pass()
+        self._shrink_batch(draft)
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for seq in self.running:
+            lag = len(seq.token_ids) + seq.num_pending - seq.num_computed
+            if lag == 1:
+                decoding.append(seq)
+            elif lag > 1:
+                prefilling.append(seq)
+        self._preempt_for_head(draft, decoding, prefilling)
+        yielded = len(draft.preempted)
+        self._schedule_running(draft, decoding)
+        pending = self.adapters.step(now, self.running)
+        for digest, message in pending.failed.items():
+            self.failed += [(seq, message) for lane in self.queue.lanes(digest) for seq in lane.sequences()]
+        # Prompts are computed in the order of counters, new ones and those begun before alike.
+        for seq in sorted(prefilling, key=self._counter):
+            if len(draft.preempted) == yielded:
+                self._admit(draft, before=self._counter(seq))
+            self._schedule_running(draft, [seq])
+        if len(draft.preempted) == yielded:  # else new requests would take the blocks that were just freed
+            self._admit(draft)
+        loads = tuple(digest for digest in pending.loading if digest not in self._loading)
+        self._loading = pending.loading
+        self._step_id += 1
+        return StepPlan(self._step_id, tuple(draft.scheduled.values()), tuple(draft.preempted), loads)
+
+    def _counter(self, seq: Sequence) -> float:
+        return self.queue.counter(seq.request.tenant_id)
+
+    def _shrink_batch(self, draft: Draft) -> None:
+        """Steps have become smaller, and fewer sequences may run: preempt the excess."""
+        excess = len(self.running) - draft.max_running
+        if excess > 0:
+            victims = [seq for seq in self.running if not seq.all_sampled]
+            for seq in preemption_order(victims, self._shares())[:excess]:
+                self._preempt(draft, seq)
+
+    def _preempt_for_head(self, draft: Draft, decoding: list[Sequence], prefilling: list[Sequence]) -> None:
+        """Preempt sequences of tenants with a larger share, if the head of the queue lacks a place or blocks. Preempt
+        none if that would not be enough, or if sequences before the head use up the step."""
+        head = self.queue.head()
+        if head is None or head.num_pending or self._claim_would_fail_again(head):
+            return
+        level = self._counter(head)
+        before = sum(seq.num_tokens - seq.num_computed for seq in prefilling if self._counter(seq) <= level)
+        if len(decoding) + before >= draft.budget:
+            return
+        missing = self._blocks_short(head, sum(map(reserved_blocks, self.running)), self._cached_prefix(head))
+        places = len(self.running) + 1 - draft.max_running
+        if missing <= 0 and places <= 0:
+            return
+        given_up: Counter[int] = Counter()
+
+        def is_enough(victim: Sequence) -> bool:
+            nonlocal missing, places
+            missing -= self.blocks.num_freed(victim.block_ids, given_up) + reserved_blocks(victim)
+            places -= 1
+            return missing <= 0 and places <= 0
+
+        # A victim of a less served tenant with a backlog would be the head again. A tenant without one is lifted to the
+        # head's level.
+        others = [seq for seq in self.running if not seq.all_sampled]
+        victims = [
+            seq
+            for seq in others
+            if self._counter(seq) >= level or not self.queue.is_backlogged(seq.request.tenant_id)
+        ]
+        chosen = choose_victims(head, blocks_for(head.num_tokens), victims, self._shares(), is_enough)
+        if not chosen and len(victims) == len(others):
+            self._failed_claim = (head, self._num_changes, self._step_id)
+        for victim in chosen:
+            self._preempt(draft, victim)
+
+    def _claim_would_fail_again(self, head: Sequence) -> bool:
+        """Preemption for this head has failed, and since then no sequence has started, stopped or outgrown a block."""
+        failed, starts, step_id = self._failed_claim
+        return failed is head and starts == self._num_changes and self._step_id - step_id < BLOCK_SIZE
+
+    def _shares(self) -> TenantShares:
+        return TenantShares(self.running, self._max_running, self.blocks.num_blocks, self.queue.weight)
+
+    def _schedule_running(self, draft: Draft, behind: list[Sequence]) -> None:
+        behind = [seq for seq in behind if seq.state is SequenceState.RUNNING]
+        free = self.blocks.num_free
+        if free < len(behind) and free < sum(blocks_missing(seq) for seq in behind):
+            # Blocks run short, and a scheduled sequence cannot be a victim any more: schedule the last in the
+            # preemption order first.
+            behind = preemption_order(behind, self._shares())[::-1]
+        for seq in behind:
+            if draft.budget == 0:
+                return
+            if (
+                seq.state is SequenceState.RUNNING and not seq.all_sampled
+            ):  # it may have been preempted for another
+                self._schedule(draft, seq)
+
+    def _schedule(self, draft: Draft, seq: Sequence) -> None:
+        # Runs for every sequence of every step: work that decoding does not need is skipped.
+        request, token_ids, start = seq.request, seq.token_ids, seq.num_computed
+        num_prompt, num_known = len(request.prompt_ids), len(token_ids)
+        num_tokens = num_known + seq.num_pending
+        scores = request.sampling.prompt_logprobs is not None and seq.num_scored < seq.num_to_score
+        count = min(num_tokens - start, draft.budget)
+        if scores:
+            # One at least, so that every scheduled sequence advances.
+            count = min(count, max(1, draft.score_budget))
+        end = start + count
+        if end > len(seq.block_ids) * BLOCK_SIZE:
+            missing = blocks_for(end) - len(seq.block_ids)
+            if missing > self.blocks.num_free and not self._preempt_for_blocks(draft, seq, missing):
+                return
+            seq.block_ids += tuple(self.blocks.allocate(missing))
+        pending = end > num_known
+        assert not pending or count == 1, "only a sequence's newest token can be missing on the host"
+        samples = end == num_tokens and request.sampling.max_tokens > 0
+        score_start = start
+        targets: tuple[int, ...] = ()
+        if scores:
+            # Recomputed after a preemption, a position has been scored already.
+            score_start = max(start, seq.num_scored)
+            targets = tuple(token_ids[score_start + 1 : min(end, seq.num_to_score) + 1])
+            draft.score_budget -= len(targets)
+        draft.budget -= count
+        draft.scheduled[seq] = ScheduledSequence(
+            seq,
+            seq.epoch,
+            start,
+            count,
+            (0,) if pending else (token_ids[start],) if count == 1 else tuple(token_ids[start:end]),
+            seq.block_ids,
+            seq.slot,
+            samples,
+            pending,
+            num_tokens - num_prompt,
+            score_start,
+            targets,
+            None if seq.pooled is None else pool_start(seq, start, end),
+        )
+        if seq.first_scheduled is None:
+            seq.first_scheduled = draft.now
+        if seq.num_charged < num_prompt:
+            self._charge_prompt(seq, end, self._charges.prefill)
+        seq.num_computed = end
+        seq.num_pending += samples
+
+    def _preempt_for_blocks(self, draft: Draft, seq: Sequence, missing: int) -> bool:
+        """Preempt until `missing` blocks are free. False if `seq` itself was preempted, or must skip this step.
+
+        No order of victims can livelock: blocks run short only because a sequence decoded 16 more tokens, tokens are
+        never lost, and their number is bounded.
+        """
+        while missing > self.blocks.num_free:
+            victims = [s for s in self.running if s not in draft.scheduled and not s.all_sampled]
+            shares = self._shares()
+            victim = preemption_order(victims, shares)[0]
+            if victim is seq and len(victims) + len(draft.scheduled) < len(self.running):
+                return False  # another's last token is in flight: its blocks become free when it is collected
+            if victim is seq and preemption_order([seq, *draft.scheduled], shares)[0] is not seq:
+                return False  # a scheduled sequence is before it, and is preempted when a decoding one needs blocks
+            self._preempt(draft, victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, draft: Draft, seq: Sequence) -> None:
+        """Put a running sequence back into the queue, before its tenant's others, to be computed again.
+
+        A token that a step in flight samples for it stays valid: that step was submitted while the blocks and the
+        adapter's slot belonged to the sequence, and no later step affects it. It is collected before the next plan, so
+        that the sequence never resumes with a token missing.
+        """
+        self._stop(seq)
+        seq.state = SequenceState.WAITING
+        seq.num_computed = 0
+        seq.epoch += 1
+        self._enqueue(seq, draft.now)
+        self.num_preemptions += 1
+        draft.preempted.append(seq.request_id)
+
+    def _enqueue(self, seq: Sequence, now: float) -> None:
+        self.adapters.request_joined(self.queue.push(seq), now)
+
+    def _stop(self, seq: Sequence) -> None:
+        lease = self.running.pop(seq)
+        self._num_changes += 1
+        self.blocks.release(seq.block_ids)
+        seq.block_ids = ()
+        seq.slot = -1
+        if lease is not None:
+            self._cache.release(lease)
+
+    def _admit(self, draft: Draft, before: float = inf) -> None:
+        """Start waiting sequences in fair order, of tenants with a counter below `before`, while budget, places and
+        blocks last.
+
+        A sequence that waits for its adapter is skipped. One that waits for blocks is not: smaller ones behind it would
+        starve it.
+        """
+        reserved = -1
+        while draft.budget:
+            seq = self.queue.head()
+            if seq is None or self._counter(seq) >= before:
+                return
+            if seq.num_pending or seq.request_id in draft.preempted:
+                return  # its tokens in flight are collected before it resumes
+            if reserved < 0 and len(self.running) < draft.max_running:
+                reserved = sum(map(reserved_blocks, self.running))
+            if len(self.running) == draft.max_running or not self._start(draft, seq, reserved):
+                return
+            reserved += reserved_blocks(seq)
+
+    def _start(self, draft: Draft, seq: Sequence, reserved: int) -> bool:
+        """Give a waiting sequence its lease, the blocks of its cached prefix, and its first slice. False if its tokens
+        do not all fit beside the `reserved` blocks of running sequences."""
+        assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
+        found = self._cached_prefix(seq)
+        if self._blocks_short(seq, reserved, found) > 0:
+            return False
+        lane = self.queue.remove(seq)
+        self.adapters.request_left(lane, started=True)
+        lease = None
+        if (ref := seq.request.adapter) is not None:
+            # It is on the device; this marks its use, and revokes a deletion of an older name.
+            self._cache.request(ref)
+            lease = self._cache.acquire(ref.digest)
+        self.running[seq] = lease
+        self._num_changes += 1
+        seq.state = SequenceState.RUNNING
+        seq.slot = -1 if lease is None else lease.slot
+        self.blocks.share(found)
+        seq.block_ids = tuple(found)
+        seq.num_computed = len(found) * BLOCK_SIZE
+        if seq.epoch == 0:
+            seq.adapter_opened = lane.opened
+            seq.num_cached = seq.num_computed
+            self.prefix_queries += seq.num_prompt
+            self.prefix_hits += seq.num_cached
+        self._charge_prompt(seq, seq.num_computed, self._charges.cached)
+        self._schedule(draft, seq)
+        return True
+
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
+        """Blocks of the prefix cache that hold the beginning of a waiting sequence."""
+        # The last token is always computed: its logits are needed, and logits are not cached.
+        findable = (seq.num_tokens - 1) // BLOCK_SIZE
+        if seq.num_scored < seq.num_to_score:
+            # Positions that are still to be scored are computed again for the same reason.
+            findable = seq.num_scored // BLOCK_SIZE
+        elif seq.request.pooling == "mean" and seq.pooled is not None:
+            # No hidden state is cached either. Those that were added before a preemption are not needed again.
+            findable = min(findable, seq.pooled.num_positions // BLOCK_SIZE)
+        return self.blocks.lookup(prefix_keys.extend_keys(seq)[:findable])
+
+    def _blocks_short(self, seq: Sequence, reserved: int, found: list[int]) -> int:
+        """The number of blocks, if above 0, that a waiting sequence lacks to start beside the reserved ones."""
+        room = self.blocks.num_free - self.blocks.num_idle(found) - reserved
+        return blocks_for(seq.num_tokens) - len(found) - room
+
+    def _charge_prompt(self, seq: Sequence, end: int, cost: float) -> None:
+        """Charge the prompt's positions up to `end` that were not charged yet."""
+        end = min(end, seq.num_prompt)
+        if end > seq.num_charged:
+            count, seq.num_charged = end - seq.num_charged, end
+            self._charge(seq, count * cost)
+
+    def _charge(self, seq: Sequence, units: float) -> None:
+        """Charge `units` of work on the base model, times the price of the sequence's adapter."""
+        adapter = seq.request.adapter
+        self.queue.charge(seq, units if adapter is None else units * self._charges.price(adapter.rank))
+
+    def check_integrity(self, live: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless exactly the `live` sequences are here, each either held, running or queued, with
+        the blocks and lanes that this takes."""
+        queued = check_places(live, self.running, self.queue, self.held)
+        self.adapters.check_integrity(self.queue.lane(seq) for seq in queued)
+        self.blocks.check_integrity([seq.block_ids for seq in self.running])

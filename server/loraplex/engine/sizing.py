@@ -1,0 +1,63 @@
+"""How a start divides memory between adapters and the KV cache. `loraplex plan` calls the same functions."""
+
+from __future__ import annotations
+
+import math
+
+from loraplex.adapters.device.layout import ArenaLayout, SiteKey, place_tiles
+from loraplex.adapters.errors import LoraplexError
+from loraplex.kernels.lora.dispatch import CHUNK
+from loraplex.kernels.lora.site_groups import HEAD
+
+MAX_SLOTS = 1024
+MAX_ADAPTER_CPU_MEMORY = 4 << 30
+_ADAPTER_FRACTION = 0.1
+_MAX_ADAPTER_MEMORY = {"cpu": 1 << 30, "cuda": 16 << 30}
+
+
+class AdapterMemoryTooSmall(LoraplexError):
+    """The memory for adapters cannot hold even a small one."""
+
+    code = "adapter_memory_too_small"
+
+
+def adapter_budget(free: int, device_type: str) -> int:
+    """Bytes for adapters on the device where no setting says: of `free` bytes behind the weights."""
+    return min(int(free * _ADAPTER_FRACTION), _MAX_ADAPTER_MEMORY[device_type])
+
+
+def host_budget(free: int) -> int:
+    """Bytes for adapters in host memory where no setting says."""
+    return min(int(free * _ADAPTER_FRACTION), MAX_ADAPTER_CPU_MEMORY)
+
+
+def arena_size(budget: int, layout: ArenaLayout) -> tuple[int, int]:
+    """(pages, slots) of `budget` bytes. Raises AdapterMemoryTooSmall."""
+    num_pages = budget // layout.page_bytes
+    require_room("--adapter-memory", num_pages * layout.page_bytes, layout)
+    return num_pages, min(num_pages, MAX_SLOTS)
+
+
+def arena_bytes(num_pages: int, layout: ArenaLayout) -> int:
+    """Device memory of an arena: one page more than it has for adapters, of zeros."""
+    return (num_pages + 1) * layout.page_bytes
+
+
+def adapter_pages(layout: ArenaLayout, rank: int, sites: tuple[str, ...]) -> int:
+    """Pages of an adapter of this rank on these sites of every layer, without DoRA's vectors."""
+    keys = [
+        SiteKey(layer, site, rank, False)
+        for site in sites
+        for layer in range(1 if site == HEAD else layout.num_layers)
+    ]
+    return place_tiles([tile.num_bytes for tile in layout.tiles(keys)], layout.page_bytes)[1]
+
+
+def require_room(option: str, num_bytes: int, layout: ArenaLayout) -> None:
+    """For the smallest adapter that changes every site. A larger one is refused when it is asked for."""
+    needed = layout.smallest_full_bytes
+    if num_bytes < needed:
+        raise AdapterMemoryTooSmall(
+            f"{option}: {num_bytes / (1 << 20):.1f} MiB, in whole pages of {layout.page_bytes >> 10} KiB, cannot hold "
+            f"even an adapter of rank {CHUNK} on every site; at least {math.ceil(needed / (1 << 20))} MiB are needed"
+        )

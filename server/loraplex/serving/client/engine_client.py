@@ -1,0 +1,183 @@
+"""The engine as the API sees it: submit a request, read its events, abort it.
+
+Two implementations pass one conformance suite: `SocketEngineClient` (an engine process, supervised) and
+`InProcessEngineClient` (the same loop in a thread). All methods belong to one event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, Self
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.logprobs import Scores, join_scores
+from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.types import (
+    AdapterState,
+    EngineError,
+    EngineRequest,
+    ErrorCode,
+    TokenEvent,
+)
+
+
+class RequestStream:
+    """The events of one request, for one reader: `async for event in stream`.
+
+    Ends after the terminal event (the one with `finish_reason`). There is exactly one, whatever happens
+    to the engine. While the reader is slow, token events are merged into one, so that the buffer holds
+    at most the request's `max_tokens` ids, and the log probabilities that it asked for. A cancelled read loses
+    nothing. As a context manager it aborts the request on the way out if it has not ended.
+    """
+
+    def __init__(self, request: EngineRequest, on_abort: Callable[[str], None]) -> None:
+        self.request = request
+        self._on_abort = on_abort
+        self._arrived = asyncio.Event()
+        self._token_ids: list[int] = []
+        self._scores: list[Scores] = []
+        self._adapter_state: AdapterState | None = None
+        self._terminal: TokenEvent | None = None
+        self._pending = False  # something has been put that was not read
+        self._closed = False  # the terminal event has been put
+        self._ended = False  # the terminal event has been read
+        self._aborted = False
+        self.num_received = 0
+        """Tokens that the engine has sent, read or not."""
+
+    # The reader's side.
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._ended:
+            raise StopAsyncIteration
+        while not self._pending:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._take()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """Ask the engine to end this request; it then ends with its terminal event like any other. Does
+        nothing when it has ended or was aborted before."""
+        if self._closed or self._aborted:
+            return
+        self._aborted = True
+        self._on_abort(self.request.request_id)
+
+    @property
+    def finished(self) -> bool:
+        """The terminal event has arrived, though perhaps it has not been read."""
+        return self._closed
+
+    @property
+    def aborted(self) -> bool:
+        """The reader's side has asked for the end."""
+        return self._aborted
+
+    # The client's side.
+
+    def put(self, event: TokenEvent) -> None:
+        """Called by the client on the event loop's thread. What follows a terminal event is ignored."""
+        if self._closed:
+            return
+        self._token_ids += event.token_ids
+        self.num_received += len(event.token_ids)
+        if event.scores is not None:
+            self._scores.append(event.scores)
+        if self._adapter_state is None:
+            self._adapter_state = event.adapter_state
+        if event.finish_reason is not None:
+            self._terminal = event
+            self._closed = True
+        self._pending = True
+        self._arrived.set()
+
+    def _take(self) -> TokenEvent:
+        token_ids, state, terminal = tuple(self._token_ids), self._adapter_state, self._terminal
+        scores = join_scores(self._scores)
+        self._token_ids.clear()
+        self._scores.clear()
+        self._adapter_state = None
+        self._pending = False
+        if terminal is None:
+            return TokenEvent(self.request.request_id, token_ids, adapter_state=state, scores=scores)
+        self._ended = True
+        return replace(terminal, token_ids=token_ids, adapter_state=state, scores=scores)
+
+
+class EngineClient(Protocol):
+    """The interface of an engine for the API. `info` is known once `start` has returned, and stays readable while the
+    engine is being replaced; `healthy` says whether requests are taken now; `unhealthy_reason` why not."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def unhealthy_reason(self) -> str | None: ...
+    @property
+    def num_restarts(self) -> int: ...
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        ...
+
+    async def start(self) -> None:
+        """Returns when the engine can take requests. Raises EngineStartError with one clear line."""
+        ...
+
+    async def close(self, *, drain_s: float = 0) -> None:
+        """Take nothing new, let what runs finish within `drain_s` seconds, end the rest, stop the engine."""
+        ...
+
+    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
+        """All of these requests of one tenant, or none. Raises EngineOverloaded at the bound on requests in flight,
+        EngineUnavailable (EngineDraining) where no engine takes requests, ValueError for an id that is live already."""
+        ...
+
+    def adapter_state(self, digest: str) -> AdapterState:
+        """Where the version was a moment ago; a hint. The truth is in a request's first event."""
+        ...
+
+    async def stats(self) -> EngineStats: ...
+    async def cache(self) -> list[CacheEntry]: ...
+    async def pin(self, ref: AdapterRef) -> None:
+        """Keep this version on the device; it comes back after a restart. Raises ServingError where the
+        engine refuses. Returns when the engine has noted it, which may be before it is loaded."""
+        ...
+
+    async def unpin(self, digest: str) -> None: ...
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        """A hint that these versions will be asked for, the first of them first: bring them nearer as far as there is
+        room without evicting any. Says nothing of what came of it; nothing does where no engine is up."""
+        ...
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """By the tenants with a request that has not ended, the weight that the engine serves them at."""
+        ...
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """From now on the engine serves these tenants at these weights, also what it has of them already."""
+        ...
+
+    async def drop(self, digest: str) -> None:
+        """Forget a version that was deleted; what runs on it finishes."""
+        ...
+
+
+def error_event(
+    request_id: str, code: ErrorCode, message: str, retry_after_s: float | None = None
+) -> TokenEvent:
+    """The terminal event of a request that failed."""
+    return TokenEvent(request_id, finish_reason="error", error=EngineError(code, message, retry_after_s))

@@ -1,0 +1,291 @@
+"""The engine client without its transport: live streams, calls that wait for an answer, residency."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.ipc import protocol as wire
+from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
+from loraplex.serving.client.engine_client import RequestStream, error_event
+from loraplex.serving.errors import EngineOverloaded, EngineUnavailable, ServingError
+from loraplex.serving.fair_share import FairShare
+
+CALL_TIMEOUT_S = 10.0
+MAX_KNOWN_REFS = 4096
+
+ArgsP = ParamSpec("ArgsP")
+AnswerT = TypeVar("AnswerT", bound=wire.Answer)
+
+
+class EngineSession(ABC):
+    """An `EngineClient` without its transport: a subclass adds one.
+
+    It implements `_send`, calls `_dispatch` for each event that arrives and `_fail` when the engine is gone, on
+    the event loop's thread. `on_damaged` hears of versions whose stored bytes the engine found damaged or lost. Calls
+    raise EngineUnavailable while the transport is not `healthy`; notifications do nothing then.
+    """
+
+    def __init__(self, on_damaged: Callable[[tuple[str, ...]], None]) -> None:
+        self._on_damaged = on_damaged
+        self._info: EngineInfo | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._fair_share = FairShare()
+        self._weights: dict[str, float] = {}
+        self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._shared: dict[type, asyncio.Future[wire.Answer]] = {}
+        self._next_call = 0
+        self._states: dict[str, AdapterState] = {}
+        self._refs: OrderedDict[str, AdapterRef] = OrderedDict()
+        self._pins: dict[str, AdapterRef] = {}
+        self._draining = False
+        self._num_served = 0  # requests that came to a proper end
+
+    # The transport.
+
+    @property
+    @abstractmethod
+    def healthy(self) -> bool: ...
+
+    @abstractmethod
+    def _send(self, command: wire.Command) -> None:
+        """Pass it on, without blocking. A command that no engine can take goes nowhere."""
+
+    @abstractmethod
+    def _unavailable(self) -> EngineUnavailable:
+        """Why it is not healthy, as the answer to a call."""
+
+    def _check(self) -> None:
+        if not self.healthy:
+            raise self._unavailable()
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineUnavailable("the engine has not been started")
+        return self._info
+
+    # Requests.
+
+    @property
+    def num_live(self) -> int:
+        return len(self._streams)
+
+    def _submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
+        """All of one tenant. Room for all of them is taken before the first is sent."""
+        self._check()
+        # Twice what the engine takes: one tenant, who may have half, can fill it, and another still comes in. Whom to
+        # refuse in a full queue is the engine's to say.
+        max_inflight = 2 * (self.info.max_waiting + self.info.max_num_seqs)
+        tenant_id = requests[0].tenant_id
+        for request in requests:
+            if request.request_id in self._streams:
+                raise ValueError(f"request id {request.request_id} is live already")
+        if not self._fair_share.acquire(tenant_id, max_inflight, len(requests)):
+            held = self._fair_share.held(tenant_id)
+            raise EngineOverloaded(
+                f"the engine has {len(self._streams)} sequences in flight, {held} of them yours, and takes no "
+                f"{len(requests)} more of them now",
+                is_own=self._fair_share.is_beyond_share(tenant_id, max_inflight, len(requests)),
+            )
+        streams: list[RequestStream] = []
+        for request in requests:
+            try:
+                self._send(wire.Add(request))
+            except BaseException:
+                self._fair_share.release(tenant_id, len(requests) - len(streams))
+                for stream in streams:
+                    stream.abort()
+                raise
+            streams.append(RequestStream(request, self._abort))
+            self._streams[request.request_id] = streams[-1]
+            self._weights[tenant_id] = request.weight
+            if request.adapter is not None:
+                self._know(request.adapter)
+        return streams
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return dict(self._weights)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        live = {tenant_id: weight for tenant_id, weight in weights.items() if tenant_id in self._weights}
+        if live and self.healthy:
+            self._weights |= live
+            self._send(wire.SetWeights(live))
+
+    def _give_back(self, tenant_id: str) -> None:
+        """One of its requests has ended."""
+        self._fair_share.release(tenant_id)
+        if not self._fair_share.held(tenant_id):
+            del self._weights[tenant_id]
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._streams:
+            self._send(wire.Abort((request_id,)))
+
+    # Adapters.
+
+    def adapter_state(self, digest: str) -> AdapterState:
+        return self._states.get(digest, "cold")
+
+    async def pin(self, ref: AdapterRef) -> None:
+        await self.call(wire.Pin, ref)
+        self._pins[ref.digest] = ref
+        self._know(ref)
+
+    async def unpin(self, digest: str) -> None:
+        """An engine that is away comes back without the pin; EngineUnavailable is raised all the same."""
+        self._pins.pop(digest, None)
+        await self.call(wire.Unpin, digest)
+
+    async def drop(self, digest: str) -> None:
+        """As `unpin`."""
+        self._pins.pop(digest, None)
+        self._check()
+        self._refs.pop(digest, None)
+        await self.call(wire.Drop, digest)
+
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        if not refs or not self.healthy:
+            return
+        for ref in reversed(refs):
+            self._know(ref)
+        self._send(wire.Prefetch(tuple(refs)))
+
+    def _hot_refs(self, also: tuple[AdapterRef, ...] = ()) -> tuple[AdapterRef, ...]:
+        """The versions on the device, and those of `also` that have not been dropped, that are not pinned; the most
+        recently used first."""
+        wanted = {ref.digest for ref in also}
+        return tuple(
+            ref
+            for digest, ref in reversed(self._refs.items())
+            if (self._states.get(digest) == "hot" or digest in wanted) and digest not in self._pins
+        )
+
+    def _restore(self, hot: tuple[AdapterRef, ...]) -> None:
+        """Ask a new engine for what the old one had: the pins, then the versions that were hot."""
+        for ref in self._pins.values():
+            self._next_call += 1
+            self._send(wire.Pin(self._next_call, ref))
+        if hot:
+            self._send(wire.Prefetch(hot))
+
+    def _know(self, ref: AdapterRef) -> None:
+        self._refs[ref.digest] = ref
+        self._refs.move_to_end(ref.digest)
+        while len(self._refs) > MAX_KNOWN_REFS:
+            self._refs.popitem(last=False)
+
+    # Calls.
+
+    async def call(
+        self,
+        command: Callable[Concatenate[int, ArgsP], wire.Call[AnswerT]],
+        *args: ArgsP.args,
+        **kwargs: ArgsP.kwargs,
+    ) -> AnswerT:
+        """Have the engine run a command of the protocol's table with these arguments. Raises ServingError where the
+        engine refuses, EngineUnavailable where it does not answer."""
+        self._check()
+        return cast(AnswerT, await self._wait(self._begin(lambda call: command(call, *args, **kwargs))))
+
+    async def _ask(self, question: type[wire.Call[AnswerT]]) -> AnswerT:
+        """A call without arguments, one at a time: a caller that arrives meanwhile shares its answer."""
+        self._check()
+        future = self._shared.get(question)
+        if future is None:
+            future = self._shared[question] = self._begin(question)
+            future.add_done_callback(lambda _: self._shared.pop(question, None))
+        return cast(AnswerT, await self._wait(future))
+
+    async def stats(self) -> EngineStats:
+        return (await self._ask(wire.GetStats)).stats
+
+    async def cache(self) -> list[CacheEntry]:
+        return list((await self._ask(wire.GetCache)).entries)
+
+    async def ping(self) -> None:
+        """Returns when the step thread has answered between two steps."""
+        await self.call(wire.Ping)
+
+    def _begin(self, make: Callable[[int], wire.Call[AnswerT]]) -> asyncio.Future[wire.Answer]:
+        self._next_call += 1
+        call = self._next_call
+        self._send(cast(wire.Command, make(call)))  # a test holds that every call is in the table
+        future: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        future.add_done_callback(lambda _: self._calls.pop(call, None))
+        return future
+
+    async def _wait(self, future: asyncio.Future[wire.Answer]) -> wire.Answer:
+        await asyncio.wait([future], timeout=CALL_TIMEOUT_S)  # does not cancel it: others may share it
+        if not future.done():
+            future.set_exception(EngineUnavailable(f"the engine did not answer within {CALL_TIMEOUT_S:g} s"))
+        answer = future.result()
+        if isinstance(answer, wire.Done) and answer.error is not None:
+            raise ServingError(answer.error)
+        return answer
+
+    # What the transport calls.
+
+    def _dispatch(self, event: wire.Event) -> None:
+        match event:
+            case wire.Events(events):
+                for item in events:
+                    self._deliver(item)
+            case wire.ResidencyChanged(states):
+                for digest, state in states.items():
+                    if state == "cold":
+                        self._states.pop(digest, None)
+                    else:
+                        self._states[digest] = state
+            case wire.Damaged(digests):
+                self._on_damaged(digests)
+            case wire.Answer():
+                future = self._calls.get(event.call)
+                if future is not None and not future.done():
+                    future.set_result(event)
+            case wire.Starting() | wire.Ready() | wire.Heartbeat() | wire.Fatal():
+                pass  # the transport's own affair
+
+    def _deliver(self, event: TokenEvent) -> None:
+        stream = self._streams.get(event.request_id)
+        if stream is None or event.duplicate:
+            return
+        if event.finish_reason is not None:
+            del self._streams[event.request_id]
+            self._num_served += event.finish_reason in ("stop", "length")
+            self._give_back(stream.request.tenant_id)
+            if self._was_cut(event, stream):
+                code: ErrorCode = "draining" if self._draining else "engine_restarting"
+                error = EngineError(code, "the engine shut down before the request ended")
+                event = replace(event, finish_reason="error", error=error)
+        stream.put(event)
+
+    @staticmethod
+    def _was_cut(event: TokenEvent, stream: RequestStream) -> bool:
+        """The engine was stopped from outside."""
+        if event.finish_reason == "abort":
+            return not stream.aborted
+        return event.error is not None and event.error.code == "draining"
+
+    def _fail(self, code: ErrorCode, message: str, retry_after_s: float | None = None) -> int:
+        """The engine is gone: end every live stream and every call with this error, forget residency.
+        Returns the number of streams that ended."""
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
+            self._give_back(stream.request.tenant_id)
+            stream.put(error_event(request_id, code, message, retry_after_s))
+        for future in list(self._calls.values()):
+            if not future.done():
+                future.set_exception(EngineUnavailable(message))
+                future.exception()  # the waiter may have been cancelled: then there is no error to report
+        self._states.clear()
+        return len(streams)

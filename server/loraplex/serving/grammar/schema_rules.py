@@ -1,0 +1,148 @@
+"""What is checked of a JSON schema before llguidance sees it, and where in it the reason of a refusal stands.
+
+llguidance judges the keywords: it refuses what it cannot enforce. Here are the limits that it does not have, the one
+rule that it accepts and does not enforce, and the way from its message to a place in the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from loraplex.serving.errors import GrammarRefused
+
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_SCHEMA_DEPTH = 64
+"""Levels of objects and arrays of the schema itself."""
+
+_ONE = (
+    "additionalProperties",
+    "items",
+    "additionalItems",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+)
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+_Path = tuple["_Path", str | int] | None
+"""From the inside out, because a written one for each of many nested schemas would take the square of their size."""
+
+_UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])")
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
+
+
+def check_schema(schema: Any) -> None:
+    """Raises GrammarRefused for a schema that is too large or too deep, or that holds what would be accepted and not
+    enforced."""
+    if schema is True:
+        return
+    if not isinstance(schema, dict):
+        reason = "no text fits the schema 'false'" if schema is False else "a schema must be an object"
+        raise GrammarRefused(reason)
+    size = len(json.dumps(schema, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace"))
+    if size > MAX_SCHEMA_BYTES:
+        raise GrammarRefused(f"the schema has {size} bytes; at most {MAX_SCHEMA_BYTES} are allowed")
+    _check_depth(schema)
+    if "x-guidance" in schema:
+        raise GrammarRefused("the keyword 'x-guidance' is not supported", "x-guidance")
+    if "draft-03" in str(schema.get("$schema")):
+        raise GrammarRefused("JSON Schema is supported from draft 4 on", "$schema")
+    for path, node in _subschemas(schema):
+        _check_node(path, node)
+
+
+def locate(schema: Any, reason: str) -> tuple[str, str]:
+    """Where in the schema llguidance's `reason` to refuse it stands ("" where that is not known), and the reason in
+    words for its author."""
+    if found := _UNKNOWN_KEYWORDS.search(reason):
+        keywords = _listed(found[1])
+        for path, node in _subschemas(schema):
+            for keyword in keywords:
+                if keyword in node:
+                    return _written((path, keyword)), f"the keyword '{keyword}' is not supported"
+    if found := _UNKNOWN_FORMAT.search(reason):
+        for path, node in _subschemas(schema):
+            if node.get("format") == found[1]:
+                return _written((path, "format")), f"the format '{found[1]}' is not supported"
+    if "oneOf" in reason:
+        where = [path for path, node in _subschemas(schema) if "oneOf" in node]
+        why = "'oneOf' is only supported where no value can fit two of its schemas; use 'anyOf'"
+        return _written((where[0], "oneOf")) if len(where) == 1 else "", why
+    if "min/maxProperties" in reason:
+        for path, node in _subschemas(schema):
+            for keyword in ("minProperties", "maxProperties"):
+                if keyword in node and isinstance(node.get("properties"), dict):
+                    why = f"'{keyword}' is only supported where all of 'properties' are required"
+                    return _written((path, keyword)), why
+    for path, node in _subschemas(schema):
+        pattern = node.get("pattern")
+        if isinstance(pattern, str) and len(pattern) > 1 and pattern in reason:
+            return _written((path, "pattern")), reason
+    return "", reason
+
+
+def _check_depth(schema: Any) -> None:
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [item for value in level for item in _items(value) if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise GrammarRefused(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+
+
+def _items(value: Any) -> Iterator[Any]:
+    return iter(value.values() if isinstance(value, dict) else value)
+
+
+def _check_node(path: _Path, node: Mapping[str, Any]) -> None:
+    least, required = node.get("minProperties"), node.get("required")
+    if isinstance(least, int | float):
+        named = len({key for key in required if isinstance(key, str)}) if isinstance(required, list) else 0
+        if least - named > 1:
+            # The keys of additional properties may repeat; those of an object count once.
+            why = f"'minProperties' is only supported up to one more than 'required' names ({named + 1} here)"
+            raise GrammarRefused(why, _written((path, "minProperties")))
+    reference = node.get("$ref")
+    if isinstance(reference, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", reference) and "$id" not in node:
+        why = "'$ref' must point into this schema: others are not fetched"
+        raise GrammarRefused(why, _written((path, "$ref")))
+
+
+def _subschemas(schema: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
+    """Each schema in the schema, with its path."""
+    open_: list[tuple[_Path, Any]] = [(None, schema)]
+    while open_:
+        path, node = open_.pop()
+        if not isinstance(node, dict):
+            continue
+        yield path, node
+        inner: list[tuple[_Path, Any]] = [((path, name), node[name]) for name in _ONE if name in node]
+        for name in _MAPS:
+            if isinstance(named := node.get(name), dict):
+                inner += [(((path, name), key), value) for key, value in named.items()]
+        for name in _LISTS:
+            if isinstance(listed := node.get(name), list):
+                inner += [(((path, name), index), value) for index, value in enumerate(listed)]
+        open_ += reversed(inner)
+
+
+def _written(path: _Path) -> str:
+    keys: list[str] = []
+    while path is not None:
+        path, key = path
+        keys.append(f"[{key}]" if isinstance(key, int) else f".{key}")
+    return "".join(reversed(keys)).removeprefix(".")
+
+
+def _listed(text: str) -> list[str]:
+    try:
+        return [str(item) for item in json.loads(text)]
+    except ValueError:
+        return []

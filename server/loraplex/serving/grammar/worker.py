@@ -1,0 +1,195 @@
+"""The process that checks grammars: `python -m loraplex.serving.grammar.worker FD`, FD one end of a Unix socket.
+
+It loads the model's tokenizer once and then forks for each grammar. llguidance's own limits do not bound what building
+one costs, so the fork has limits of the kernel: CPU time, time and memory. One that passes them dies; this process
+never builds any, and so has nothing to lose. It ends with the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import resource
+import selectors
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+from llguidance import LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from loraplex.engine.grammar.tokenizer import GrammarsUnsupported, load_grammar_tokenizer, new_matcher
+from loraplex.serving.grammar.messages import HEADER, Check, Checked, Outcome, Start, Started, frame
+
+WALKED_TOKENS = 32
+"""Tokens sampled from the grammar by way of trial: a grammar that builds quickly may have slow masks, or none."""
+MAX_REASON = 600
+NICENESS = 10
+"""The engine goes first."""
+PIPE_READ = 1 << 16
+_NO_TEXT = "NoExtension"
+_NOT_VERBOSE = "\n<non-verbose/>"
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    server = socket.socket(fileno=int(sys.argv[1]))
+    with contextlib.suppress(EOFError, ConnectionError):
+        start = msgspec.msgpack.decode(_read(server), type=Start)
+        try:
+            tokenizer = load_grammar_tokenizer(Path(start.model_dir), start.eos_ids)
+        except GrammarsUnsupported as error:
+            server.sendall(frame(Started(error.message[:MAX_REASON])))
+            return
+        server.sendall(frame(Started()))
+        _Forks(server, start, tokenizer).serve()
+
+
+class _Forks:
+    """One fork for each check that is under way; the server says how many that may be."""
+
+    def __init__(self, server: socket.socket, start: Start, tokenizer: LLTokenizer) -> None:
+        self._server = server
+        self._start = start
+        self._tokenizer = tokenizer
+        self._address_space = _address_space() + start.memory
+        self._selector = selectors.DefaultSelector()
+        self._forks: dict[int, tuple[int, int, bytearray]] = {}
+        """By pipe: the check, the process, what it wrote."""
+
+    def serve(self) -> None:
+        self._selector.register(self._server, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._server:
+                    self._fork(msgspec.msgpack.decode(_read(self._server), type=Check))
+                else:
+                    self._collect(key.fd)
+
+    def _fork(self, check: Check) -> None:
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(ours)
+                self._server.close()
+                # Rust writes of its last moments.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+                self._limit()
+                with open(theirs, "wb", closefd=False) as pipe:
+                    pipe.write(msgspec.msgpack.encode(_check(check, self._tokenizer)))
+            finally:
+                os._exit(0)
+        os.close(theirs)
+        self._forks[ours] = (check.id, pid, bytearray())
+        self._selector.register(ours, selectors.EVENT_READ)
+
+    def _limit(self) -> None:
+        start = self._start
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where the machine's memory runs out, this is to end first
+        resource.setrlimit(resource.RLIMIT_AS, (self._address_space, self._address_space))
+        signal.setitimer(signal.ITIMER_PROF, start.cpu_s)  # the signals end it at once: nobody handles them
+        signal.setitimer(signal.ITIMER_REAL, start.wall_s)
+
+    def _collect(self, pipe: int) -> None:
+        check_id, pid, written = self._forks[pipe]
+        data = os.read(pipe, PIPE_READ)
+        written += data
+        if data:
+            return
+        self._selector.unregister(pipe)
+        os.close(pipe)
+        del self._forks[pipe]
+        _, status, used = os.wait4(pid, 0)
+        cpu_s = used.ru_utime + used.ru_stime
+        if os.WIFEXITED(status) and written:
+            checked = msgspec.msgpack.decode(bytes(written), type=Checked)
+            self._server.sendall(frame(msgspec.structs.replace(checked, cpu_s=cpu_s)))
+        else:
+            self._server.sendall(frame(Checked(check_id, _cause(status), cpu_s=cpu_s)))
+
+
+def _cause(status: int) -> Outcome:
+    """What has ended a fork that did not answer."""
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if number in (signal.SIGPROF, signal.SIGXCPU):
+        return "too_slow"
+    return "timed_out" if number in (signal.SIGALRM, signal.SIGKILL) else "too_large"
+
+
+def _check(check: Check, tokenizer: LLTokenizer) -> Checked:
+    try:
+        text = _lark(check.text) if check.gbnf else check.text
+    except (RecursionError, MemoryError):
+        return Checked(check.id, "too_large")
+    except Exception as error:  # the library raises plain ones
+        return Checked(check.id, "refused", str(error)[:MAX_REASON])
+    if reason := _trial(text, tokenizer):
+        return Checked(check.id, "refused", reason)
+    return Checked(check.id, "accepted", text if check.gbnf else "")
+
+
+def _lark(text: str) -> str:
+    return msgspec.json.encode({"grammars": [{"lark_grammar": gbnf_to_lark(text)}]}).decode()
+
+
+def _trial(text: str, tokenizer: LLTokenizer) -> str:
+    """Builds the grammar and samples a few tokens from it. Returns why it is refused, "" where it is not."""
+    matcher = new_matcher(tokenizer, text)
+    chance = random.Random(0)  # noqa: S311 - the same verdict each time
+    for _ in range(WALKED_TOKENS):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or (token := _drawn(mask, chance)) is None:
+            break
+        # The end; or text that is spelled like such a token, which engines handle.
+        if tokenizer.is_special_token(token):
+            break
+        matcher.consume_token(token)
+    reason = str(matcher.get_error()) if matcher.is_error() else ""
+    if reason.startswith(_NO_TEXT) or (matcher.is_stopped() and not matcher.is_accepting() and not reason):
+        return "no text fits it"
+    return reason.split(_NOT_VERBOSE)[0][:MAX_REASON]
+
+
+def _drawn(mask: bytes, chance: random.Random) -> int | None:
+    """One of the tokens that the mask allows, none where it allows none."""
+    start = chance.randrange(len(mask))
+    for index in itertools.chain(range(start, len(mask)), range(start)):
+        if mask[index]:
+            bits = [bit for bit in range(8) if mask[index] >> bit & 1]
+            return index * 8 + chance.choice(bits)
+    return None
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _read(connection: socket.socket) -> bytes:
+    """The next frame. Raises EOFError."""
+    (length,) = HEADER.unpack(_exactly(connection, HEADER.size))
+    return _exactly(connection, length)
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = connection.recv(length - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""Between text and tokens on the API's side: the model's tokenizer and chat template, and streams of output text.
+
+Nothing here imports torch or transformers. Encoding takes its time, without the interpreter lock: call `encode` and
+`encode_chat` in a worker thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from loraplex.serving.errors import TemplateError, TextTooLong, TokenizerUnsupported
+from loraplex.serving.output.format_parser import FormatParser
+from loraplex.serving.output.formats import TOOL_FORMATS, Notation, ReasoningFormat, ToolFormat
+from loraplex.serving.output.parts import ReasoningPart, TextPart, merge_parts
+from loraplex.serving.output.writing import written_notation
+from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.controls import Controls, Marker, token_ids_of
+from loraplex.serving.text.detokenize import IncrementalDetokenizer, TextStream, TokenTable, build_token_table
+from loraplex.serving.text.tool_rendering import (
+    PROBE_TOOLS,
+    ToolRendering,
+    detect_reasoning_format,
+    detect_tool_format,
+    parsed_arguments,
+    probes,
+    reads_probe,
+    tool_rendering,
+    with_tools,
+)
+
+MAX_CHARS_PER_TOKEN = 32
+"""A generous mean: prose has about 4 characters a token, indented code up to 10."""
+MAX_DEPTH = 64
+_OPENING_TOKENS = 16
+"""At the end of a prompt, in which the opening of the reasoning stands if it does."""
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """`data` is what a token adds to the text, None for one that adds nothing. `text` is the same to be read, with
+    bytes that are no whole character as "\\xe2", or the name of a token that adds nothing."""
+
+    text: str
+    data: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """The text of a prompt, and for each of its tokens where its part begins and ends. That of a token which ends
+    inside a character ends behind the character."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+class TextProcessor:
+    """The tokenizer and the chat template of the model in `model_dir`.
+
+    `max_model_len` caps what is tokenised at all: a text of more than 32 characters for each token of the context
+    is refused by its length. Raises TokenizerUnsupported and TemplateError where the files are missing or of an
+    unknown kind. Safe to use from several threads.
+    """
+
+    def __init__(self, model_dir: str | Path, *, max_model_len: int) -> None:
+        path = Path(model_dir)
+        try:
+            raw = (path / "tokenizer.json").read_text("utf-8")
+            self._tokenizer: Tokenizer = Tokenizer.from_str(raw)
+            decoder = json.loads(raw).get("decoder")
+        except Exception as error:  # the library raises plain Exceptions
+            raise TokenizerUnsupported(f"cannot load {path / 'tokenizer.json'}: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._max_chars = max_model_len * MAX_CHARS_PER_TOKEN
+        added = self._tokenizer.get_added_tokens_decoder()
+        special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.table: TokenTable = build_token_table(
+            self._tokenizer.get_vocab(with_added_tokens=True), special_ids, decoder
+        )
+        self.special_ids = special_ids
+        self._written = {token_id: token.content for token_id, token in added.items()}
+        self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        config = _read_json(path / "tokenizer_config.json")
+        self._templates = {
+            name: ChatTemplate(source, _special_tokens(path, config))
+            for name, source in _template_sources(path, config).items()
+        }
+        self._added = frozenset(self._special_ids) | frozenset(self._written.values())
+        self._renderings: dict[tuple[str, str | None], ToolRendering] = {}
+        self._controls = {name: Controls(self._tokenizer, t) for name, t in self._templates.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have a text or a meaning; the model's own count may be padded beyond it."""
+        return len(self.table.token_bytes)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """A raw prompt's tokens. Control tokens written in it are control tokens: a client that sends a raw prompt
+        writes the template himself. Raises TextTooLong."""
+        self._check_length(len(text))
+        return token_ids_of(self._tokenizer, _encodable(text), add_special_tokens=add_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation as the template alone writes it. Raises TemplateError, TextTooLong."""
+        template = self._templates[self._template_for(tools)]
+        self._check_length(_text_length(messages) + _text_length(tools))
+        normal = template.normalize_messages(messages)
+        return template.render(normal, tools, add_generation_prompt=add_generation_prompt)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tool_format: ToolFormat | None = None,
+        effort: str | None = None,
+    ) -> list[int]:
+        """The conversation's tokens: those of the rendered text, but that no message can forge a control token.
+
+        What a message says may look like the template's own marks ("<|im_end|>") and would then end its turn and
+        begin another in the name of the system. So each control token in a string of the input is put between two
+        markers with an unguessable number before it is rendered. The rendered text is cut at them; what stands
+        between a pair is encoded as plain text, the rest as usual. A conversation without these strings is rendered
+        without a marker and encoded in one piece, exactly as transformers does it (whose
+        `sanitize_control_tokens` is the same idea, with fixed markers).
+
+        Calls, their results and tools are written in `tool_format` where the template does not write them itself;
+        without it the template alone decides what becomes of the tools. `effort` says how much the model is to think,
+        "none" not to; a template that `knows_effort` shows it. Raises TemplateError, TextTooLong.
+        """
+        name = self._template_for(tools)
+        template, controls = self._templates[name], self._controls[name]
+        self._check_length(_text_length(messages) + _text_length(tools))
+        normal = template.normalize_messages(messages)
+        marker = Marker()
+        marked_tools = None if tools is None else [controls.mark(dict(tool), marker) for tool in tools]
+
+        def render(rendering: ToolRendering | None) -> str:
+            given = normal
+            if rendering is not None and rendering.calls == "object":
+                given = parsed_arguments(normal)
+            told: list[dict[str, Any]] = [
+                {key: value if key == "role" else controls.mark(value, marker) for key, value in m.items()}
+                for m in given
+            ]
+            told_tools: Sequence[Mapping[str, Any]] | None = marked_tools
+            if rendering is not None:
+                chosen = tool_format or self._default_format(name)
+                told, told_tools = with_tools(told, marked_tools, chosen, rendering, self._added)
+            return template.render(
+                told, told_tools, add_generation_prompt=add_generation_prompt, effort=effort
+            )
+
+        rendering = None
+        calls = any(message.get("tool_calls") or message["role"] == "tool" for message in normal)
+        if calls or (tools and tool_format is not None):
+            rendering = self._rendering(name, tool_format)
+        try:
+            text = render(rendering)
+        except TemplateError:
+            if rendering is None or rendering.calls == "written" or not calls:
+                raise
+            text = render(replace(rendering, calls="written"))  # it may write only one call a turn
+        self._check_length(len(text) - marker.length_in(text))
+        if not marker.used:
+            return token_ids_of(self._tokenizer, _encodable(text))
+        return controls.encode(_encodable(text), marker)
+
+    def knows_effort(self, *, with_tools: bool) -> bool:
+        """Whether the chat template says how much the model is to think."""
+        return self._templates[self._template_for(PROBE_TOOLS if with_tools else None)].knows_effort
+
+    def _default_format(self, name: str) -> ToolFormat:
+        """In which calls of earlier turns are written for a model that makes none."""
+        return detect_tool_format(self._templates[name]) or TOOL_FORMATS["json"]
+
+    def _rendering(self, name: str, tool_format: ToolFormat | None) -> ToolRendering:
+        key = (name, None if tool_format is None else tool_format.name)
+        found = self._renderings.get(key)
+        if found is None:
+            found = tool_rendering(self._templates[name], tool_format or self._default_format(name))
+            if tool_format is None:
+                found = replace(found, lists_tools=True)
+            self._renderings[key] = found
+        return found
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """The one that the chat template writes, if it is clear."""
+        return (
+            detect_tool_format(self._templates[self._template_for(PROBE_TOOLS)]) if self._templates else None
+        )
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """The one that the chat template knows, if it is clear."""
+        return detect_reasoning_format(self._templates[self._template_for(None)]) if self._templates else None
+
+    def check_formats(self, tool_format: ToolFormat | None, reasoning: ReasoningFormat | None) -> None:
+        """Whether a call comes back as it was after a round trip: through the chat template, the tokenizer, the text of
+        the tokens and the format's parser; and so for reasoning, without the template. Raises TemplateError."""
+        if reasoning is not None:
+            ids = self.encode(f"{reasoning.opens}x{reasoning.closes}y", add_special_tokens=False)
+            parser = FormatParser((), frozenset(), str, reasoning)
+            text = self._read(ids, reasoning.markers)
+            if merge_parts([*parser.push(text), *parser.finish()]) != [ReasoningPart("x"), TextPart("y")]:
+                raise TemplateError(
+                    f"this model's tokenizer does not keep '{reasoning.opens}' as it is written"
+                )
+        if tool_format is not None:
+            turns = (
+                self.encode_chat(turn, PROBE_TOOLS, add_generation_prompt=False, tool_format=tool_format)
+                for turn in probes("text")
+            )
+            plain, text = (self._read(ids, tool_format.markers) for ids in turns)
+            if not reads_probe(tool_format, plain, text):
+                raise TemplateError(
+                    "a call does not come back as it was written after it has gone through this model's chat "
+                    "template and tokenizer"
+                )
+
+    def _read(self, token_ids: Sequence[int], shown: Collection[str]) -> str:
+        stream = self.stream(shown=shown)
+        return stream.push(token_ids).text + stream.finish().text
+
+    def notation(self, tool_format: ToolFormat) -> Notation:
+        """How this tokenizer's model writes calls in the format."""
+        return written_notation(tool_format, self._added)
+
+    def control_id(self, text: str) -> int | None:
+        """Of the special token that is written so."""
+        return self._special_ids.get(text)
+
+    def opens_reasoning(self, prompt_ids: Sequence[int], reasoning: ReasoningFormat) -> bool:
+        """Whether the prompt ends with what opens it."""
+        return self.spell(prompt_ids[-_OPENING_TOKENS:]).text.rstrip().endswith(reasoning.opens)
+
+    def stream(
+        self,
+        stops: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        continues: bool = False,
+        by_token: bool = False,
+        shown: Collection[str] = (),
+    ) -> TextStream:
+        """The text of one choice as its tokens come. `continues`: it goes on where the prompt's text ended, as a
+        completion does and a chat answer does not. `by_token`: pieces name the tokens that they complete. Of special
+        tokens only those have a text that are written as one of `shown`."""
+        ids = ((self._special_ids.get(content), content) for content in shown)
+        return TextStream(
+            self.table,
+            stops,
+            min_tokens=min_tokens,
+            continues=continues,
+            by_token=by_token,
+            shown={token_id: content.encode() for token_id, content in ids if token_id is not None},
+        )
+
+    def decode(self, token_ids: Sequence[int], *, continues: bool = False) -> str:
+        """The text of a whole output, special tokens left out."""
+        stream = self.stream(continues=continues)
+        return stream.push(token_ids).text + stream.finish().text
+
+    def token(self, token_id: int) -> TokenText:
+        """One token by itself, for log probabilities."""
+        if data := self.table[token_id]:
+            return TokenText(data.decode("utf-8", "backslashreplace"), data)
+        return TokenText(self._written.get(token_id, f"token_id:{token_id}"), None)
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it; "" for an id that it does not have."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def spell(self, token_ids: Sequence[int], written: str | None = None) -> Spelling:
+        """A prompt as its tokens have it. Control tokens are written out, except those that are not in the text that
+        they were made from, `written`: the tokenizer added them."""
+        written = None if written is None else _encodable(written)
+        detokenizer = IncrementalDetokenizer(self.table)
+        spans: list[tuple[int, int]] = []
+        parts: list[str] = []
+        length = 0
+        for token_id in token_ids:
+            text = detokenizer.push(token_id)
+            name = "" if self.table[token_id] else self._written.get(token_id, "")
+            if name:
+                text += detokenizer.finish()
+                if written is None or written.startswith(name, length + len(text)):
+                    text += name
+            parts.append(text)
+            spans.append((length, length + len(text) + detokenizer.in_character))
+            length += len(text)
+        return Spelling("".join(parts) + detokenizer.finish(), tuple(spans))
+
+    def _template_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        if not self._templates:
+            raise TemplateError("this model has no chat template; use /v1/completions")
+        if tools and "tool_use" in self._templates:
+            return "tool_use"
+        return "default" if "default" in self._templates else next(iter(self._templates))
+
+    def _check_length(self, num_chars: int) -> None:
+        if num_chars > self._max_chars:
+            raise TextTooLong(
+                f"This model's maximum context length is {self._max_chars // MAX_CHARS_PER_TOKEN} tokens. However, "
+                f"your prompt is too long: {num_chars} characters, more than the context can hold. Please shorten it."
+            )
+
+
+def _encodable(text: str) -> str:
+    """Lone surrogates (from "\\ud800" in JSON) are no characters and cannot be encoded: they read as U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _text_length(value: Any, depth: int = 0) -> int:
+    """Characters in all strings of a JSON value. Raises TemplateError for one that is nested too deeply."""
+    if depth > MAX_DEPTH:
+        raise TemplateError(f"messages are nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(key)) + _text_length(item, depth + 1) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return sum(_text_length(item, depth + 1) for item in value)
+    return 0
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise TokenizerUnsupported(f"{path} is not JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that templates know by name."""
+    tokens = {}
+    for source in (_read_json(path / "special_tokens_map.json"), config):
+        for name in NAMED_TOKENS:
+            value = source.get(name)
+            content = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(content, str):
+                tokens[name] = content
+    return tokens
+
+
+def _template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name, from the first place that has one, in the order of transformers."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return {"default": file.read_text("utf-8")}
+    value = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        return {
+            str(item["name"]): str(item["template"])
+            for item in value
+            if isinstance(item, Mapping) and "name" in item and "template" in item
+        }
+    return {}

@@ -1,0 +1,161 @@
+"""Archives: the two files come out; what is damaged, ambiguous or too large is refused."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import random
+import struct
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.adapters.archive.sink import MAX_ENTRIES
+from support.adapters.archives import CONFIG, CONTENT, MAKERS, TENSORS, Box, Files, make_tar, make_zip
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    """A folder tree in which only `dest` may change."""
+    box = Box(tmp_path)
+    yield box
+    box.check_outside()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("folder", ["", "./", "my-adapter/", "./my-adapter/"])
+def test_the_two_files_come_out(box: Box, maker: str, folder: str) -> None:
+    files = {folder + name: content for name, content in CONTENT.items()}
+    files |= {
+        folder + "README.md": b"# hi",
+        folder + "runs/checkpoint-5/" + CONFIG: b"other",
+        "__MACOSX/._x": b"x",
+    }
+    assert box.extract(MAKERS[maker](files)) == CONTENT
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in box.dest.iterdir())
+
+
+def test_the_programs_people_pack_with(box: Box) -> None:
+    source = box.dest / "x"
+    source.mkdir()
+    for name, content in CONTENT.items():
+        (source / name).write_bytes(content)
+    made = subprocess.run(
+        ["tar", "-C", str(box.dest), "-czf", "-", "x"], check=True, capture_output=True
+    ).stdout
+    for path in source.iterdir():
+        path.unlink()
+    source.rmdir()
+    assert box.extract(made) == CONTENT
+
+
+@pytest.mark.parametrize("fmt", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_long_names_of_other_files_do_not_disturb(box: Box, fmt: int) -> None:
+    files = {"x" * 300 + "/" + "y" * 300: b"z"} | CONTENT | {"é" * 80: b"w"}
+    assert box.extract(make_tar(files, fmt=fmt)) == CONTENT
+
+
+def test_a_folder_name_that_needs_a_long_header(box: Box) -> None:
+    for fmt in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        files = {"f" * 120 + "/" + name: content for name, content in CONTENT.items()}
+        assert box.extract(make_tar(files, fmt=fmt)) == CONTENT
+
+
+def test_zip64_and_streamed_zips(box: Box) -> None:
+    out = io.BytesIO()
+
+    class Unseekable(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            return out.write(data)
+
+    with zipfile.ZipFile(Unseekable(), "w", zipfile.ZIP_DEFLATED) as archive:  # type: ignore[arg-type]
+        for name, content in CONTENT.items():
+            with archive.open(name, "w", force_zip64=True) as member:
+                member.write(content)
+    assert box.extract(out.getvalue()) == CONTENT
+
+
+def test_a_zip64_directory(box: Box) -> None:
+    plain = make_zip(CONTENT)
+    end = plain.rfind(b"PK\x05\x06")
+    count, length, start = struct.unpack_from("<HLL", plain, end + 10)
+    end64 = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, length, start)
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, end, 1)
+    tail = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    assert box.extract(plain[:end] + end64 + locator + tail) == CONTENT
+    lying = struct.pack("<4sLQL", b"PK\x06\x07", 0, 2**63, 1)
+    assert box.refusal(plain[:end] + end64 + lying + tail).code == "bad_archive"
+
+
+def test_many_gzip_members_and_zero_padding(box: Box) -> None:
+    tar = make_tar(CONTENT)
+    parts = [gzip.compress(tar[i : i + 9999]) for i in range(0, len(tar), 9999)]
+    assert box.extract(b"".join(parts) + bytes(70_000)) == CONTENT
+    assert box.refusal(b"".join(parts) + b"garbage").code == "bad_archive"
+    assert "members" in box.refusal(gzip.compress(b"") * 70_000).message
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(
+    ("files", "code"),
+    [
+        ({}, "bad_archive"),
+        ({"README.md": b"x"}, "bad_archive"),
+        ({CONFIG: b"{}"}, "bad_archive"),
+        ({TENSORS: b"x"}, "bad_archive"),
+        ({CONFIG: b"", TENSORS: b"x"}, "bad_archive"),
+        ({CONFIG: b"{}", "adapter_model.bin": b"\x80\x04"}, "not_safetensors"),
+        ({"x/" + CONFIG: b"{}", "x/adapter_model.pt": b"\x80\x04"}, "not_safetensors"),
+        ({"a/b/" + name: content for name, content in CONTENT.items()}, "bad_archive"),
+        ({"a/" + CONFIG: b"{}", "b/" + TENSORS: b"x"}, "bad_archive"),
+        ({CONFIG: b"{}", "b/" + TENSORS: b"x"}, "bad_archive"),
+        (CONTENT | {"b/" + CONFIG: b"{}"}, "bad_archive"),
+        (CONTENT | {"./" + CONFIG: b"{}"}, "bad_archive"),
+        (CONTENT | {"README": b"1", "./README": b"2"}, "bad_archive"),
+        ({"/" + name: content for name, content in CONTENT.items()}, "bad_archive"),
+        ({"../" + name: content for name, content in CONTENT.items()}, "bad_archive"),
+        ({"a/../" + name: content for name, content in CONTENT.items()}, "bad_archive"),
+        (CONTENT | {"../../etc/passwd": b"x"}, "bad_archive"),
+        (CONTENT | {"..\\..\\evil": b"x"}, "bad_archive"),
+        (CONTENT | {"C:\\evil": b"x"}, "bad_archive"),
+        (CONTENT | {f"f{i}": b"" for i in range(MAX_ENTRIES)}, "bad_archive"),
+    ],
+)
+def test_refused_whatever_the_kind(box: Box, maker: str, files: Files, code: str) -> None:
+    assert box.refusal(MAKERS[maker](files)).code == code
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_more_bytes_than_allowed(box: Box, maker: str) -> None:
+    total = sum(map(len, CONTENT.values()))
+    assert box.extract(MAKERS[maker](CONTENT), limit=total) == CONTENT
+    assert box.refusal(MAKERS[maker](CONTENT), limit=total - 1).code == "too_large"
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_cut_anywhere_it_is_refused(box: Box, maker: str) -> None:
+    whole = MAKERS[maker](CONTENT)
+    rng = random.Random(1)
+    for cut in {
+        0,
+        1,
+        3,
+        4,
+        100,
+        511,
+        512,
+        513,
+        len(whole) - 1,
+        *(rng.randrange(len(whole)) for _ in range(20)),
+    }:
+        if maker.startswith("tar (") and not any(whole[cut:]) and whole[cut - 512 : cut] == bytes(512):
+            continue  # a tar ends with its first empty block; what follows is padding
+        box.refusal(whole[:cut])

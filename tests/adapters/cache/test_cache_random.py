@@ -1,0 +1,197 @@
+"""Random histories of the cache: loads that fail, hang and come late, pins, deletions, tiny memory.
+
+After every move: the cache's own integrity; and every leased adapter is read through its slot and pages, which must
+hold its own bytes and nobody else's.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import pytest
+
+from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease, LeaseError, PinRefused, Residency
+from support.adapters.cache_fakes import PAGE_BYTES, FakeClock, FakeImage, HandTransport, make_ref
+
+
+class History:
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.refs = [make_ref(f"d{i}") for i in range(rng.randint(2, 9))]
+        num_pages = rng.randint(1, 8)
+        sizes = {ref.digest: rng.choice([1, 1, 2, 3, num_pages, num_pages + 1]) for ref in self.refs}
+        self.clock = FakeClock()
+        self.transport = HandTransport(num_pages, sizes)
+        self.host_bytes = rng.choice([0, 2, 5, 100]) * PAGE_BYTES
+        self.cache: AdapterCache[FakeImage] = AdapterCache(
+            transport=self.transport,
+            num_pages=num_pages,
+            num_slots=rng.randint(1, 5),
+            host_bytes=self.host_bytes,
+            load_timeout_s=10.0,
+            clock=self.clock,
+            max_loads=rng.randint(1, 3),
+        )
+        self.leases: list[tuple[Lease, tuple[int, ...]]] = []
+        self.ready: set[str] = set()
+        self.moves = [
+            (self.step, 6),
+            (self.acquire, 5),
+            (self.release, 4),
+            (self.finish_load, 4),
+            (self.finish_copy, 4),
+            (self.pass_time, 1),
+            (self.pin, 0.3),
+            (self.unpin, 0.6),
+            (self.drop, 0.3),
+            (self.prefetch, 0.3),
+            (self.release_twice, 0.3),
+        ]
+
+    def run(self, length: int) -> None:
+        moves, weights = zip(*self.moves, strict=True)
+        for _ in range(length):
+            self.rng.choices(moves, weights)[0]()
+            self.check()
+        self.wind_down()
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        for lease, pages in self.leases:
+            assert self.transport.read(lease.slot, pages) == {lease.digest}
+        writing = {page for copy in self.transport.copies for page in copy.pages}
+        assert not writing & {page for _, pages in self.leases for page in pages}
+
+    # Moves.
+
+    def step(self) -> None:
+        self.clock.now += 0.01
+        self.ready.clear()
+        self.cache.poll()
+        self.cache.check_integrity()
+        images = sum(entry.host_bytes for entry in self.cache.entries() if not entry.loading)
+        largest = PAGE_BYTES * max(self.transport.sizes.values())
+        assert images <= max(self.host_bytes, largest), (
+            "more in host memory than its share, or one that passes"
+        )
+        self.cache.begin_pass()
+        for ref in self.rng.sample(self.refs, self.rng.randint(0, len(self.refs))):
+            residency = self.cache.request(ref)
+            if residency is Residency.READY:
+                self.ready.add(ref.digest)
+            elif residency is Residency.FAILED:
+                assert self.cache.failure(ref.digest)
+            assert (self.cache.state(ref.digest) == "hot") == (residency is Residency.READY)
+        for digest in self.ready:
+            assert self.cache.state(digest) == "hot", "evicted in the pass that was told it is ready"
+
+    def acquire(self) -> None:
+        for digest in sorted(self.ready):
+            if self.cache.state(digest) == "hot" and self.rng.random() < 0.5:
+                lease = self.cache.acquire(digest)
+                self.leases.append((lease, self.transport.where[lease.slot]))
+
+    def release(self) -> None:
+        if self.leases:
+            lease, _ = self.leases.pop(self.rng.randrange(len(self.leases)))
+            self.cache.release(lease)
+
+    def release_twice(self) -> None:
+        if self.leases:
+            lease, _ = self.leases.pop()
+            self.cache.release(lease)
+            with pytest.raises(LeaseError):
+                self.cache.release(lease)
+
+    def finish_load(self) -> None:
+        if self.transport.loads:
+            move = self.rng.choice(self.transport.loads)
+            self.transport.finish_load(move.digest, error="broken" if self.rng.random() < 0.15 else None)
+
+    def finish_copy(self) -> None:
+        if self.transport.copies:
+            move = self.rng.choice(self.transport.copies)
+            self.transport.finish_copy(move.digest, error="broken" if self.rng.random() < 0.1 else None)
+
+    def pass_time(self) -> None:
+        self.clock.now += self.rng.choice([0.5, 2.0, 11.0])
+
+    def pin(self) -> None:
+        with suppress(PinRefused):
+            self.cache.pin(self.rng.choice(self.refs))
+
+    def unpin(self) -> None:
+        self.cache.unpin(self.rng.choice(self.refs).digest)
+
+    def drop(self) -> None:
+        self.cache.drop(self.rng.choice(self.refs).digest)
+
+    def prefetch(self) -> None:
+        self.cache.prefetch(self.rng.choice(self.refs))
+
+    # The end.
+
+    def wind_down(self) -> None:
+        """With all leases back, nothing pinned and a transport that works, each adapter that can fit gets to the
+        device in a bounded number of steps; with all dropped, nothing is left."""
+        for lease, _ in self.leases:
+            self.cache.release(lease)
+        self.leases.clear()
+        for ref in self.refs:
+            self.cache.unpin(ref.digest)
+        self._settle()
+        self.cache.poll()
+        for ref in self.refs:
+            self._bring(ref)
+            self.cache.drop(ref.digest)
+        for ref in self.refs:
+            self.cache.drop(ref.digest)
+        self._settle()
+        self.cache.poll()
+        self.cache.check_integrity()
+        usage = self.cache.usage()
+        assert (usage.num_pages_used, usage.num_slots_used, usage.host_bytes_used) == (0, 0, 0)
+        assert self.cache.entries() == ()
+
+    def _bring(self, ref: object) -> None:
+        self.clock.now += 31
+        answers = []
+        for _ in range(20):
+            self._settle()
+            self.clock.now += 0.01
+            self.cache.poll()
+            self.cache.begin_pass()
+            answers.append(self.cache.request(ref))  # type: ignore[arg-type]
+            self.check()
+            if answers[-1] in (Residency.READY, Residency.FAILED):
+                break
+        fits = self.transport.sizes[ref.digest] <= len(self.transport.pages)  # type: ignore[attr-defined]
+        assert answers[-1] is (Residency.READY if fits else Residency.FAILED), answers
+
+    def _settle(self) -> None:
+        while self.transport.loads:
+            self.transport.finish_load()
+        while self.transport.copies:
+            self.transport.finish_copy()
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_random_histories(block: int) -> None:
+    for seed in range(block * 50, block * 50 + 50):
+        try:
+            History(seed).run(150)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("block", range(20))
+def test_many_random_histories(block: int) -> None:
+    for seed in range(1000 + block * 500, 1000 + block * 500 + 500):
+        try:
+            History(seed).run(300)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise

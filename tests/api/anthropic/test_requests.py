@@ -1,0 +1,264 @@
+"""What a request to /v1/messages becomes, and what is refused by name. The messages are those that the chat template
+gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraplex.api.anthropic.schemas import CountRequest, MessagesRequest
+from loraplex.api.errors import ApiError
+from loraplex.api.openai.parsing import parse_request
+from loraplex.api.sealed import seal
+
+ADD = {"name": "add", "input_schema": {"type": "object"}}
+HI = {"role": "user", "content": "hi"}
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+def asked(**fields: Any) -> MessagesRequest:
+    return parse_request(MessagesRequest, {"model": "m", "max_tokens": 9, "messages": [HI], **fields})
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in asked(**fields).for_chat().items() if value is not None}
+
+
+def refused(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        asked(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def text(said: str, **others: Any) -> dict[str, Any]:
+    return {"type": "text", "text": said, **others}
+
+
+def test_a_conversation_with_tools() -> None:
+    given = [
+        {"role": "user", "content": [text("a"), text("b", **CACHED)]},
+        {"role": "user", "content": "c"},
+        {"role": "system", "content": [text("From now on: short.", **CACHED)]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "anything"},
+                text("I add."),
+                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1, "b": "ü"}},
+                {"type": "tool_use", "id": "t2", "name": "add", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "2", **CACHED},
+                {"type": "tool_result", "tool_use_id": "t2", "content": [text("no")], "is_error": True},
+                {"type": "tool_result", "tool_use_id": "t3"},
+                text("Go on."),
+            ],
+        },
+    ]
+    fields = chat(messages=given, system=[text("Be brief."), text("Be kind.", **CACHED)])
+    assert fields["messages"] == [
+        {"role": "system", "content": "Be brief.\nBe kind."},
+        {"role": "user", "content": "a\nb\nc"},
+        {"role": "system", "content": "From now on: short."},
+        {
+            "role": "assistant",
+            "reasoning": "Hm.",
+            "content": "I add.",
+            "tool_calls": [
+                {"id": "t1", "type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":"ü"}'}},
+                {"id": "t2", "type": "function", "function": {"name": "add", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "2"},
+        {"role": "tool", "tool_call_id": "t2", "content": "Error: no"},
+        {"role": "tool", "tool_call_id": "t3", "content": ""},
+        {"role": "user", "content": "Go on."},
+    ]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "thinking", "thinking": "Hm.", "signature": "somebody's"},
+        {"type": "thinking", "thinking": "", "signature": seal("Hm.")},
+        {"type": "redacted_thinking", "data": seal("Hm.")},
+    ],
+)
+def test_thinking_comes_back(block: dict[str, Any]) -> None:
+    messages = chat(messages=[HI, {"role": "assistant", "content": [block, text("4")]}, HI])["messages"]
+    assert messages[1] == {"role": "assistant", "reasoning": "Hm.", "content": "4"}
+
+
+def test_sampling_has_the_names_of_chat() -> None:
+    fields = chat(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        seed=7,
+        stop_sequences=["x", "y", "x"],
+        stream=True,
+        metadata={"user_id": "u"},
+        output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+        thinking={"type": "adaptive", "display": "omitted"},
+        service_tier="auto",
+        cache_control={"type": "ephemeral"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    )
+    del fields["messages"]
+    assert fields == {
+        "model": "m",
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "seed": 7,
+        "logit_bias": {},
+        "stop": ["x", "y"],
+        "stream": True,
+        "user": "u",
+        "reasoning_effort": "low",
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+        },
+    }
+    assert chat(thinking={"type": "disabled"})["reasoning_effort"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("choice", "becomes", "parallel"),
+    [
+        (None, "auto", True),
+        ({"type": "auto"}, "auto", True),
+        ({"type": "auto", "disable_parallel_tool_use": True}, "auto", False),
+        ({"type": "any", "disable_parallel_tool_use": False}, "required", True),
+        ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}, True),
+        ({"type": "none"}, "none", True),
+    ],
+)
+def test_choices(choice: Any, becomes: Any, parallel: bool) -> None:
+    tool = {**ADD, "description": "Adds.", "strict": True, "type": "custom", "eager_input_streaming": True}
+    fields = chat(tools=[tool], tool_choice=choice)
+    assert fields["tools"] == [
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "parameters": {"type": "object"},
+                "description": "Adds.",
+                "strict": True,
+            },
+        }
+    ]
+    assert (fields["tool_choice"], fields["parallel_tool_calls"]) == (becomes, parallel)
+
+
+def test_a_deferred_tool_is_offered_once_a_result_names_it() -> None:
+    tools = [{**ADD, "name": "later", "defer_loading": True}, {**ADD, "name": "search"}]
+    assert [tool["function"]["name"] for tool in chat(tools=tools)["tools"]] == ["search"]
+    assert asked(tools=tools).told("tools[0].function.parameters.type") == "tools[1].input_schema.type"
+    found = {
+        "type": "tool_result",
+        "tool_use_id": "t",
+        "content": [{"type": "tool_reference", "tool_name": "later"}],
+    }
+    fields = chat(tools=tools, messages=[HI, {"role": "user", "content": [found]}])
+    assert [tool["function"]["name"] for tool in fields["tools"]] == ["later", "search"]
+    assert "later" in fields["messages"][-1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "code"),
+    [
+        ({"max_tokens": None}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [HI, {"role": "assistant", "content": "The"}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported_field"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].type",
+            "unsupported_field",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "messages[0].content[0].type",
+            "unsupported_field",
+        ),
+        (
+            {"messages": [HI, {"role": "assistant", "content": [{"type": "server_tool_use"}]}, HI]},
+            "messages[1].content[0].type",
+            "unsupported_field",
+        ),
+        (
+            {
+                "messages": [
+                    HI,
+                    {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+                    HI,
+                ]
+            },
+            "messages[1].content[0].data",
+            "unsupported_field",
+        ),
+        (
+            {
+                "messages": [
+                    HI,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "thinking", "thinking": "", "signature": "x"}],
+                    },
+                    HI,
+                ]
+            },
+            "messages[1].content[0].signature",
+            "unsupported_field",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type", "unsupported_field"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", "unsupported_field"),
+        ({"tools": [{"name": "add"}]}, "tools[0].input_schema", "invalid_value"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}},
+            "tool_choice.name",
+            "invalid_value",
+        ),
+        ({"tools": [ADD], "tool_choice": {"type": "maybe"}}, "tool_choice.type", "unsupported_field"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type", "unsupported_field"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "invalid_value"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits[0].type",
+            "unsupported_field",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": {"value": 1}}]}},
+            "context_management.edits[0].keep",
+            "invalid_value",
+        ),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "unsupported_field"),
+        ({"container": "c"}, "container", "unsupported_field"),
+        ({"speed": "fast"}, "speed", "unsupported_field"),
+        ({"nobody": 1}, "nobody", "unsupported_field"),
+        ({"stop_sequences": ["x" * 257]}, "stop_sequences[0]", "invalid_value"),
+        ({"top_k": -2}, "top_k", "invalid_value"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, Any], field: str, code: str) -> None:
+    error = refused(**fields)
+    assert (error.param, error.code) == (field, code)
+    assert error.message.endswith(".")
+
+
+def test_counting_needs_no_length_and_takes_any_last_message() -> None:
+    given = {"model": "m", "messages": [HI, {"role": "assistant", "content": "The"}]}
+    assert parse_request(CountRequest, given).for_chat()["messages"][1]["content"] == "The"
+    with pytest.raises(ApiError) as caught:
+        parse_request(CountRequest, given | {"max_tokens": 5})
+    assert caught.value.param == "max_tokens"

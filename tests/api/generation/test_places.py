@@ -1,0 +1,100 @@
+"""What one tenant does to the others inside the API process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from loraplex.api.generation import endpoints
+from loraplex.api.generation.tenant_capacity import TenantCapacity
+from loraplex.api.openai.parsing import parse_request
+from loraplex.serving.text.processor import TextProcessor
+from support.http.data_plane import BASE, MAX_MODEL_LEN, running_data_plane
+from support.models.byte_tokenizer import write_byte_tokenizer
+
+KEY = {"Authorization": "Bearer lpx_acme"}
+
+
+async def test_a_tenant_has_half_of_the_threads() -> None:
+    capacity = TenantCapacity(max_in_flight=100, max_kept_logprobs=0, threads=4)
+    gate = threading.Event()
+    running: list[str] = []
+
+    def work(tenant: str) -> None:
+        running.append(tenant)
+        gate.wait(10)
+
+    async def until(count: int) -> None:
+        with anyio.fail_after(10):
+            while len(running) < count:
+                await anyio.sleep(0.001)
+
+    async with anyio.create_task_group() as tasks:
+        try:
+            for _ in range(10):
+                tasks.start_soon(capacity.in_thread, "greedy", work, "greedy")
+            await until(2)
+            for _ in range(2):
+                tasks.start_soon(capacity.in_thread, "late", work, "late")
+            await until(4)
+            assert sorted(running) == ["greedy", "greedy", "late", "late"]
+        finally:
+            gate.set()
+    assert len(running) == 12
+
+
+class CountingText(TextProcessor):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_encoded = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.num_encoded += 1
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_prompts_behind_one_that_is_too_long_are_not_tokenised(tmp_path: Path) -> None:
+    text = CountingText(write_byte_tokenizer(tmp_path / "text"), max_model_len=MAX_MODEL_LEN)
+    with running_data_plane(tmp_path / "model", text=text) as plane:
+        long = "a" * MAX_MODEL_LEN
+        body = {"model": BASE, "prompt": ["fits", long, long, long, long], "max_tokens": 1}
+        answer = plane.http.post(f"{plane.url}/v1/completions", json=body, headers=KEY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert text.num_encoded == 2
+
+
+def test_a_large_body_is_checked_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked_in: list[int] = []
+
+    def parse_here(*args: Any) -> Any:
+        checked_in.append(threading.get_ident())
+        return parse_request(*args)
+
+    monkeypatch.setattr(endpoints, "parse_request", parse_here)
+    with running_data_plane(tmp_path / "model", max_body=16 << 20) as plane:
+        loop_thread = plane.on_loop(threading.get_ident)
+        for num_messages in (1, 30):
+            parts = [{"type": "text", "text": ""}] * 1024
+            body = {"model": BASE, "messages": [{"role": "user", "content": parts}] * num_messages}
+            plane.http.post(f"{plane.url}/v1/chat/completions", json=body, headers=KEY).raise_for_status()
+        assert [thread == loop_thread for thread in checked_in] == [True, False]
+
+
+@pytest.mark.slow
+def test_tokenising_leaves_the_interpreter_to_others(real_model_dir: Path) -> None:
+    text = TextProcessor(real_model_dir, max_model_len=8192)
+    worker = threading.Thread(target=lambda: [text.encode("ab cd" * 50_000) for _ in range(3)])
+    turns = 0
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.0001)
+        turns += 1
+    # With the lock held, there would be a turn or two between the calls.
+    assert turns > 50

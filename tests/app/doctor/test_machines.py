@@ -1,0 +1,164 @@
+"""`loraplex doctor` on five made machines: the whole of what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loraplex.app.doctor.checks import checks_of, report
+from loraplex.app.doctor.machine import Disk, Machine, Port, SecretFile
+from loraplex.app.output import Output
+from loraplex.app.settings import Settings
+from loraplex.migrations.run import upgrade
+from support.servers.postgres import postgres_server
+from support.servers.redis_server import RedisServer, redis_server
+
+GIB = 1 << 30
+DATA = Path("/srv/data")
+
+
+class Torch(dict[str, str]):
+    """What torch answers; OSError where an answer is missing."""
+
+    def __missing__(self, name: str) -> str:
+        raise OSError(f"no {name}: torch cannot be imported")
+
+
+CPU_TORCH = Torch(
+    torch="2.13.0, transformers 5.0, device cpu (AVX512)", kernels="numba for sapphirerapids, 8 threads"
+)
+GPU_TORCH = Torch(torch="2.13.0, transformers 5.0, device NVIDIA L40S (AVX2)", kernels="triton")
+
+
+def expected(name: str) -> str:
+    """The whole output, as it was reviewed."""
+    return (Path(__file__).parent / "machines" / f"{name}.txt").read_text()
+
+
+def disk(name: str, **facts: object) -> Disk:
+    path = DATA / name
+    return replace(Disk(path, path, 200 * GIB, "ext4", 1, sync_s=0.002), **facts)  # type: ignore[arg-type]
+
+
+GOOD = Machine(
+    python="3.12.1 on x86_64, 8 cores",
+    memory_total=64 * GIB,
+    memory_available=60 * GIB,
+    open_files=524288,
+    huge_pages="madvise",
+    clock_synchronised=True,
+    data=disk(""),
+    store=(disk("artifacts/staging"), disk("artifacts/sha256")),
+    secrets=(SecretFile(DATA / "key-pepper", 0o600, True), SecretFile(DATA / "admin-token", 0o600, True)),
+    data_port=Port("0.0.0.0:8000"),
+    admin_port=Port("127.0.0.1:8001"),
+)
+
+
+def said(
+    capsys: pytest.CaptureFixture[str],
+    machine: Machine,
+    torch: Mapping[str, str],
+    tmp_path: Path,
+    **settings: object,
+) -> tuple[int, str]:
+    """The exit code and the output, with what differs from run to run replaced."""
+    given = Settings.model_validate({"data_dir": tmp_path / "data", **settings})
+    code = report(checks_of(given, machine, torch), Output(False))
+    text = capsys.readouterr().out
+    text = re.sub(r"(SQLite|PostgreSQL|Redis) \d[\d.]*", r"\1 VERSION", text)
+    text = re.sub(r"127\.0\.0\.1:\d{5}", "HOST", text).replace(str(tmp_path), "TMP")
+    text = re.sub(r"test_\d+", "NAME", text)
+    assert not (tmp_path / "data").exists(), "doctor made the data directory"
+    return code, text
+
+
+def test_a_good_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert said(capsys, GOOD, CPU_TORCH, tmp_path) == (0, expected("good"))
+
+
+def test_a_gpu_server_that_runs_on_postgres_and_redis(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    url = postgres_server().create_database()
+    upgrade(url)
+    machine = replace(
+        GOOD,
+        is_held=True,
+        data_port=Port("0.0.0.0:8000", "Address already in use", is_in_use=True),
+        admin_port=Port("127.0.0.1:8001", "Address already in use", is_in_use=True),
+    )
+    options = {
+        "database_url": url,
+        "redis_url": redis_server().url,
+        "device": "cuda",
+        "adapter_memory": 30 * GIB,
+    }
+    assert said(capsys, machine, GPU_TORCH, tmp_path, **options) == (0, expected("server"))
+
+
+def test_a_careless_container(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine = replace(
+        GOOD,
+        memory_total=4 * GIB,
+        memory_available=3 * GIB,
+        open_files=1024,
+        huge_pages="never",
+        clock_synchronised=False,
+        data=disk("", file_system="overlay", sync_s=None),
+        store=tuple(
+            disk(name, file_system="overlay", sync_s=None)
+            for name in ("artifacts/staging", "artifacts/sha256")
+        ),
+        secrets=(),
+    )
+    options = {"device": "cpu", "kv_cache_memory": 4 * GIB}
+    assert said(capsys, machine, CPU_TORCH, tmp_path, **options) == (1, expected("container"))
+
+
+def test_a_machine_before_an_upgrade(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """An older schema, a Redis that evicts, a data directory on NFS, a pepper that others can read, a slow disk."""
+    url = postgres_server().create_database()
+    upgrade(url, "0005")
+    machine = replace(
+        GOOD,
+        memory_available=2 * GIB,
+        data=disk("", file_system="nfs4", sync_s=0.03),
+        store=(disk("artifacts/staging", free=GIB), disk("artifacts/sha256", free=GIB)),
+        secrets=(
+            SecretFile(DATA / "key-pepper", 0o644, True),
+            SecretFile(DATA / "admin-token", 0o600, False),
+        ),
+        clock_synchronised=None,
+    )
+    redis = RedisServer(**{"maxmemory-policy": "allkeys-lru"})
+    try:
+        options = {"database_url": url, "redis_url": redis.url, "device": "cpu", "adapter_memory": 2 * GIB}
+        assert said(capsys, machine, CPU_TORCH, tmp_path, **options) == (1, expected("upgrade"))
+    finally:
+        redis.close()
+
+
+def test_a_machine_where_all_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine = replace(
+        GOOD,
+        memory_total=GIB,
+        memory_available=GIB,
+        open_files=64,
+        data=disk("", obstacle="/srv cannot be written by this user", sync_s=None),
+        store=(disk("artifacts/staging"), disk("artifacts/sha256", device=2)),
+        data_port=Port("0.0.0.0:8000", "Address already in use", is_in_use=True),
+        admin_port=Port("10.1.2.3:8001", "Cannot assign requested address"),
+    )
+    options = {
+        "database_url": "postgresql://loraplex:hunter2@127.0.0.1:1/loraplex",
+        "redis_url": "redis://:hunter2@127.0.0.1:1/0",
+        "adapter_cpu_memory": 2 * GIB,
+    }
+    code, text = said(capsys, machine, Torch(), tmp_path, **options)
+    assert (code, text) == (1, expected("wrong"))
+    assert "hunter2" not in text

@@ -1,0 +1,250 @@
+"""What a stranger can hold of a server without a key: nothing for long, and nothing without a bound."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from loraplex.app.ports.connections import Bounds, ConnectionTable, bounded_protocol, raise_open_files
+from support.http.api_server import RunningServer, serve_app
+from support.waiting import eventually
+
+BIG_ANSWER = 48 << 20
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers the body's length; /big answers much, /early before it has read the body, /headers its headers."""
+    size, more = 0, scope["path"] != "/early"
+    while more:
+        message = await receive()
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    headers = b",".join(name for name, _ in scope["headers"])
+    body = {"/big": bytes(BIG_ANSWER), "/headers": headers}.get(scope["path"], b"%d" % size)
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]}
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextmanager
+def serve(
+    bounds: Bounds | None = None, *, limit: int = 1000, keep_alive: int = 60
+) -> Iterator[tuple[RunningServer, ConnectionTable]]:
+    table = ConnectionTable(limit)
+    with serve_app(echo, http=bounded_protocol(table, bounds), timeout_keep_alive=keep_alive) as server:
+        yield server, table
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serve() as (running, _):
+        yield running
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Up to the end, or a reset."""
+    data = b""
+    try:
+        while chunk := sock.recv(1 << 16):
+            data += chunk
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def exchange(sock: socket.socket, request: bytes, answer: bytes) -> None:
+    """Send, and read until `answer` has come."""
+    sock.sendall(request)
+    data = b""
+    while not data.endswith(answer):
+        chunk = sock.recv(1 << 16)
+        assert chunk, f"the connection ended after {data!r}"
+        data += chunk
+
+
+def flood(sock: socket.socket, chunk: bytes, at_most: int) -> int:
+    """Send `chunk` over and over until the other side has had enough; bytes sent."""
+    sent = 0
+    try:
+        while sent < at_most:
+            sock.sendall(chunk)
+            sent += len(chunk)
+    except OSError:
+        pass
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("beginning", "rest"),
+    [
+        (HEAD + b"X-Endless: ", b"a" * 65536),
+        (HEAD, b"a: b\r\n" * 8192),
+        (b"GET /", b"a" * 65536),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"a" * 65536),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 8192),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Endless: ", b"a" * 65536),
+        (b"", b"GET /wait HTTP/1.1\r\nContent-Length: 9\r\n\r\n" * 1000),
+        (b"", HEAD + b"\r\n" + (HEAD + b"\r\n") * 2000),
+    ],
+    ids=["a header", "headers", "a URL", "a chunk's header", "trailers", "a trailer", "bodies", "requests"],
+)
+def test_nothing_endless_is_read(server: RunningServer, beginning: bytes, rest: bytes) -> None:
+    sock = server.connect()
+    sock.sendall(beginning)
+    # Beyond the bound only what the kernel's buffers hold goes out.
+    assert flood(sock, rest, 256 << 20) < 64 << 20
+    read_all(sock)
+    exchange(server.connect(), HEAD + b"\r\n", b"\r\n\r\n0")
+
+
+def test_a_large_head_is_told_so(server: RunningServer) -> None:
+    sock = server.connect()
+    sock.sendall(HEAD + b"".join(b"x-%d: y\r\n" % n for n in range(200)))
+    assert read_all(sock).startswith(b"HTTP/1.1 431 ")
+
+
+def test_requests_within_the_bounds_pass(server: RunningServer) -> None:
+    sock = server.connect()
+    head = HEAD + b"".join(b"x-%d: y\r\n" % n for n in range(100)) + b"y: " + b"z" * 20000 + b"\r\n"
+    for _ in range(3):
+        exchange(sock, head + b"\r\n", b"\r\n\r\n0")
+    body = b"b" * (5 << 20)
+    exchange(
+        sock,
+        HEAD.replace(b"GET", b"POST") + b"Content-Length: %d\r\n\r\n" % len(body) + body,
+        b"\r\n\r\n5242880",
+    )
+    chunks = b"".join(b"1;name=value\r\nc\r\n" for _ in range(20000))
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    exchange(sock, head + chunks + b"0\r\nTrailer: t\r\n\r\n", b"\r\n\r\n20000")
+    exchange(sock, (HEAD + b"\r\n") * 4, b"\r\n\r\n0")
+
+
+def test_a_trailer_is_no_header(server: RunningServer) -> None:
+    sock = server.connect()
+    request = b"POST /headers HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nAuthorization: x\r\n\r\n"
+    exchange(sock, request, b"\r\n\r\ntransfer-encoding")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", HEAD, HEAD + b"\r\n" + HEAD],
+    ids=["nothing", "half a head", "half a second head"],
+)
+def test_a_head_has_its_time(sent: bytes) -> None:
+    with serve(Bounds(head_s=0.2)) as (server, table):
+        sock = server.connect()
+        sock.sendall(sent)
+        read_all(sock)
+        eventually(lambda: len(table) == 0)
+
+
+def test_an_empty_line_does_not_keep_a_connection() -> None:
+    with serve(Bounds(head_s=0.2)) as (server, table):
+        sock = server.connect()
+        exchange(sock, HEAD + b"\r\n", b"\r\n\r\n0")
+        sock.sendall(b"\r\n")
+        eventually(lambda: len(table) == 0)
+
+
+def test_a_head_that_drips_has_no_more_time() -> None:
+    with serve(Bounds(head_s=0.3)) as (server, table):
+        sock = server.connect()
+        sock.sendall(HEAD)
+        sock.settimeout(0.02)
+        ended = False
+        for _ in range(100):
+            try:
+                sock.sendall(b"a: b\r\n")
+                ended = sock.recv(1) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                ended = True
+            if ended:
+                break
+        assert ended
+        eventually(lambda: len(table) == 0)
+
+
+def test_a_body_takes_the_time_that_its_reader_gives_it() -> None:
+    with serve(Bounds(head_s=0.1)) as (server, _):
+        sock = server.connect()
+        sock.sendall(b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\na")
+        sock.settimeout(0.4)
+        with pytest.raises(TimeoutError):
+            sock.recv(1)
+        exchange(sock, b"b", b"\r\n\r\n2")
+
+
+def test_rest_of_a_refused_body_is_bounded() -> None:
+    with serve(Bounds(head_s=0.2)) as (server, table):
+        sock = server.connect()
+        sock.sendall(b"POST /early HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\na")
+        eventually(lambda: flood(sock, b"a" * 1000, 1000) == 0)
+        eventually(lambda: len(table) == 0)
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_an_answer_that_nobody_reads_is_dropped(close: bool) -> None:
+    with serve(Bounds(linger_s=0.1), keep_alive=0) as (server, table):
+        sock = server.connect(receive_buffer=2048)
+        sock.sendall(b"GET /big HTTP/1.1\r\n" + (b"Connection: close\r\n" if close else b"") + b"\r\n")
+        eventually(lambda: len(table) == 0)
+        assert len(read_all(sock)) < BIG_ANSWER
+
+
+def test_an_answer_that_is_read_slowly_comes_whole() -> None:
+    with serve(Bounds(linger_s=0.3), keep_alive=0) as (server, _):
+        sock = server.connect(receive_buffer=65536)
+        sock.sendall(b"GET /big HTTP/1.1\r\nConnection: close\r\n\r\n")
+        size = 0
+        while chunk := sock.recv(1 << 20):
+            size += len(chunk)
+        assert size > BIG_ANSWER
+
+
+def test_idle_connections_keep_no_client_out() -> None:
+    with serve(limit=8) as (server, table):
+        busy = server.connect()
+        busy.sendall(b"POST / HTTP/1.1\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        assert busy.recv(100).startswith(b"HTTP/1.1 100")
+        held = [server.connect() for _ in range(50)]
+        eventually(lambda: len(table) == 8)
+        for _ in range(20):
+            exchange(server.connect(), HEAD + b"\r\n", b"\r\n\r\n0")
+        exchange(busy, b"ab", b"\r\n\r\n2")
+        assert read_all(held[0]) == b""
+
+
+def test_a_full_server_of_busy_connections_refuses_at_once() -> None:
+    with serve(limit=2) as (server, table):
+        busy = [server.connect() for _ in range(2)]
+        for sock in busy:
+            sock.sendall(b"POST / HTTP/1.1\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+            assert sock.recv(100).startswith(b"HTTP/1.1 100")
+        assert read_all(server.connect()) == b""
+        for sock in busy:
+            exchange(sock, b"ab", b"\r\n\r\n2")
+        newest = server.connect()
+        exchange(newest, HEAD + b"\r\n", b"\r\n\r\n0")
+        assert len(table) == 2
+
+
+def test_all_file_descriptors_that_may_be_had_are_taken() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+        connections = raise_open_files()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == hard or soft == 1 << 20
+        assert 64 <= connections <= max(64, soft - 512)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

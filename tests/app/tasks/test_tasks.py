@@ -1,0 +1,54 @@
+"""No task of the event loop can end without notice: it is supervised, or something waits for it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from support.servers.live_server import REPOSITORY
+
+PORTIONS = ("server", "adapters", "kernels", "admin", "migrations")
+MAKERS = ("create_task", "ensure_future")
+NOT_SUPERVISED = {
+    "BackgroundTasks.start": "the supervisor",
+    "Budgets._refreshed": "requests wait for what it does; it gives each of them the failure",
+    "RedisLink._connect": "calls wait for what it reads; it gives each of them the failure, and logs a bug",
+    "SocketEngineClient._on_lost": "supervises the engine by rules of its own; its end is logged",
+    "GrammarChecker._begin_start": "requests wait for it; it gives each of them the failure",
+    "GrammarChecker._verdict": "waited for, by every request with the same text",
+    "GrammarProcess.__init__": "its end is the loss of the process, which every request that waits is told",
+    "Listening.__init__": "the server waits for it, and ends with an error where it ends",
+    "_serve_on": "waited for",
+    "_drain": "waited for",
+    "_StopSignals.first_task": "waited for",
+    "_StopSignals.second_task": "waited for",
+    "Generation._events": "waited for",
+    "TenantCapacity.in_thread": "waited for, until its request is cancelled",
+}
+"""Where tasks are made, and why their failure is noticed."""
+
+
+def makers(node: ast.AST, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """The function that makes a task, and what it calls for that. A task group is no task: it waits for its own."""
+    for child in ast.iter_child_nodes(node):
+        inner = path
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            inner = (*path, child.name)
+        if (
+            isinstance(child, ast.Call)
+            and isinstance(child.func, ast.Attribute)
+            and child.func.attr in MAKERS
+        ):
+            yield ".".join(path), child.func.attr
+        yield from makers(child, inner)
+
+
+def test_every_task_is_supervised_or_waited_for() -> None:
+    found = {
+        name
+        for portion in PORTIONS
+        for source in (REPOSITORY / portion).rglob("*.py")
+        if "bench" not in source.parts
+        for name, _ in makers(ast.parse(source.read_text()))
+    }
+    assert found == set(NOT_SUPERVISED)

@@ -1,0 +1,88 @@
+"""Values that Helm refuses, and what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.chart.helm import NEEDED, SEVERAL, Helm, merged
+
+pytestmark = pytest.mark.slow
+
+MONITORED = {"serviceMonitor": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"keyThatIsNot": 1}, "keyThatIsNot"),
+        ({"settings": {"max_seqs": 1}}, "max_seqs"),
+        ({"settings": {"database_url": "postgresql://user:secret@host/name"}}, "database_url"),
+        ({"settings": {"max_num_seqs": "many"}}, "max_num_seqs"),
+        ({"replicas": "two"}, "replicas"),
+    ],
+)
+def test_the_schema_is_asked(helms: list[Helm], values: dict[str, Any], said: str) -> None:
+    for helm in helms:
+        message = helm.refusal(NEEDED, values)
+        assert said in message
+        assert "secret@" not in message
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"image": {"repository": ""}}, "image.repository is needed"),
+        ({"settings": {"model": ""}}, "settings.model is needed"),
+        ({"settings": {"port": 8001}}, "settings.port and settings.admin_port are the same"),
+        (
+            {"replicas": 2},
+            "set secrets.databaseUrl.existingSecret, secrets.redisUrl.existingSecret, "
+            "secrets.keyPepper.existingSecret, secrets.adminToken.existingSecret, artifacts.shared, or replicas: 1",
+        ),
+        (
+            merged(MONITORED, {"autoscaling": {"provider": "hpa"}}),
+            "more than one replica needs PostgreSQL, Redis",
+        ),
+        (
+            merged(SEVERAL, {"replicas": 2, "secrets": {"databaseUrl": {"existingSecret": ""}}}),
+            "set secrets.databaseUrl.existingSecret, or replicas: 1",
+        ),
+        (merged(SEVERAL, {"replicas": 2, "artifacts": {"shared": False}}), "set artifacts.shared, or"),
+        (
+            merged(SEVERAL, {"replicas": 2, "persistence": {"existingClaim": "old"}}),
+            "persistence.existingClaim is for one replica",
+        ),
+        (
+            {"artifacts": {"shared": True}, "settings": {"artifact_url": "file:///elsewhere"}},
+            "settings.artifact_url is not on the volume of artifacts.shared",
+        ),
+        ({"gpu": {"enabled": True}, "settings": {"device": "cpu"}}, "settings.device is cpu"),
+        ({"settings": {"device": "cuda"}}, "set gpu.enabled"),
+        ({"ingress": {"enabled": True}}, "ingress.enabled needs ingress.hosts"),
+        ({"httpRoute": {"enabled": True}}, "httpRoute.enabled needs httpRoute.parentRefs"),
+        ({"autoscaling": {"minReplicas": 5}}, "autoscaling.minReplicas is larger"),
+        (
+            merged(SEVERAL, MONITORED, {"autoscaling": {"provider": "keda"}}),
+            "needs autoscaling.keda.prometheusUrl",
+        ),
+        (merged(SEVERAL, {"autoscaling": {"provider": "hpa"}}), "autoscaling needs serviceMonitor.enabled"),
+        (merged(MONITORED, {"prometheusRule": {"enabled": True}}), "needs prometheusRule.runbookUrl"),
+        (
+            {"prometheusRule": {"enabled": True, "runbookUrl": "https://example.com/{alert}"}},
+            "prometheusRule.enabled needs serviceMonitor.enabled",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_together(helm: Helm, values: dict[str, Any], said: str) -> None:
+    assert said in helm.refusal(NEEDED, values)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_one_replica_needs_nothing_more(helm: Helm, replicas: int) -> None:
+    assert helm.template(NEEDED, {"replicas": replicas}).one("StatefulSet")["spec"]["replicas"] == replicas
+
+
+def test_a_chart_around_it_may_give_global_values(helm: Helm) -> None:
+    assert helm.template(NEEDED, {"global": {"registry": "x"}}).objects == helm.template(NEEDED).objects

@@ -1,0 +1,184 @@
+"""Tenants: checked, paged, changed in part, deleted with all that is theirs and nothing that is not."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from loraplex.control.db.tables import Usage, UsageDay
+from loraplex.control.errors import Conflict, InvalidValue, TenantIdRetired, TenantNotFound
+from loraplex.control.rules import InvalidCursor
+from loraplex.control.types import Limits
+from support.control.plane import ControlPlane, digests
+from support.control.usage import AT, by_id, ended, rows_of
+
+
+def test_a_tenant_is_kept_as_it_was_made(plane: ControlPlane) -> None:
+    limits = {
+        "requests_per_minute": 60,
+        "tokens_per_minute": 10_000,
+        "max_concurrency": 4,
+        "max_sequences": 16,
+        "max_output_tokens": 512,
+        "max_adapters": 3,
+        "max_adapter_bytes": 1 << 40,
+        "token_budget": 10**9,
+        "budget_period": "month",
+    }
+    made = plane.tenants.create("zeta-9", display_name="Zeta, 9 ü", weight=0.5, limits=limits)
+    known = {name: value for name, value in limits.items() if value is not None}
+    assert made.limits == Limits(**known)
+    assert (made.id, made.display_name, made.weight) == ("zeta-9", "Zeta, 9 ü", 0.5)
+    assert made.created_at.tzinfo is not None
+    again = ControlPlane(plane.root)
+    assert again.tenants.get("zeta-9") == made
+    again.close()
+
+
+@pytest.mark.parametrize("tenant_id", ["a", "0", "a-", "a" * 63, "acme-eu-1"])
+def test_ids_that_pass(plane: ControlPlane, tenant_id: str) -> None:
+    assert plane.tenants.create(tenant_id).id == tenant_id
+
+
+@pytest.mark.parametrize(
+    "tenant_id", ["", "-a", "A", "a" * 64, "a.b", "a_b", "a b", "a/b", "é", "a\n", "../a", "a\x00", "²"]
+)
+def test_ids_that_do_not(plane: ControlPlane, tenant_id: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        plane.tenants.create(tenant_id)
+    assert caught.value.param == "id"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"weight": 0}, "weight"),
+        ({"weight": -1.0}, "weight"),
+        ({"weight": math.inf}, "weight"),
+        ({"weight": math.nan}, "weight"),
+        ({"weight": 1e9}, "weight"),
+        ({"display_name": "x" * 201}, "display_name"),
+        ({"display_name": "a\x1b[2J"}, "display_name"),
+        ({"limits": {"requests_per_minute": 0}}, "limits.requests_per_minute"),
+        ({"limits": {"requests_per_minute": -5}}, "limits.requests_per_minute"),
+        ({"limits": {"requests_per_minute": 1.5}}, "limits.requests_per_minute"),
+        ({"limits": {"requests_per_minute": True}}, "limits.requests_per_minute"),
+        ({"limits": {"requests_per_minute": "60"}}, "limits.requests_per_minute"),
+        ({"limits": {"max_adapter_bytes": 2**80}}, "limits.max_adapter_bytes"),
+        ({"limits": {"token_budget": 1000}}, "limits.budget_period"),
+        ({"limits": {"token_budget": 0, "budget_period": "day"}}, "limits.token_budget"),
+        ({"limits": {"budget_period": "day"}}, "limits.token_budget"),
+        ({"limits": {"token_budget": 1000, "budget_period": "year"}}, "limits.budget_period"),
+        ({"limits": {"request_per_minute": 5}}, "limits"),
+    ],
+)
+def test_invalid_tenant_fields_are_named(plane: ControlPlane, options: dict[str, Any], param: str) -> None:
+    before = plane.tenants.get("acme")
+    with pytest.raises(InvalidValue) as caught:
+        plane.tenants.create("new", **options)
+    assert caught.value.param == param
+    with pytest.raises(InvalidValue):
+        plane.tenants.update("acme", options)
+    assert plane.tenants.get("acme") == before
+    with pytest.raises(TenantNotFound):
+        plane.tenants.get("new")
+
+
+def test_an_id_is_taken_once(plane: ControlPlane) -> None:
+    with pytest.raises(Conflict) as caught:
+        plane.tenants.create("acme", weight=7)
+    assert caught.value.code == "conflict"
+    assert plane.tenants.get("acme").weight == 1.0
+
+
+def test_a_change_touches_what_it_names_alone(plane: ControlPlane) -> None:
+    plane.tenants.update(
+        "acme",
+        {"display_name": "Acme", "weight": 2, "limits": {"max_concurrency": 4, "requests_per_minute": 9}},
+    )
+    changed = plane.tenants.update("acme", {"limits": {"max_concurrency": None, "max_adapters": 1}})
+    assert (changed.display_name, changed.weight) == ("Acme", 2.0)
+    assert changed.limits == Limits(requests_per_minute=9, max_adapters=1)
+    assert plane.tenants.update("acme", {"limits": None, "display_name": None}).limits == Limits()
+    assert plane.tenants.get("acme").display_name is None
+    assert plane.tenants.get("rival").limits == Limits()
+
+
+def test_all_are_listed_once_by_pages(plane: ControlPlane) -> None:
+    for number in range(10):
+        plane.tenants.create(f"t{number}")
+    seen: list[str] = []
+    page = plane.tenants.list(limit=5)
+    while True:
+        seen += [info.id for info in page.items]
+        if page.next_cursor is None:
+            break
+        page = plane.tenants.list(limit=5, cursor=page.next_cursor)
+    assert seen == ["acme", "rival", *[f"t{number}" for number in range(10)]]
+    assert plane.tenants.list(limit=12).next_cursor is None
+    for limit in (0, -1, 501):
+        with pytest.raises(InvalidValue):
+            plane.tenants.list(limit=limit)
+    for cursor in ("acme!", "%%%", "YQ", "/w==", "é"):
+        with pytest.raises(InvalidCursor):
+            plane.tenants.list(cursor=cursor)
+
+
+def test_a_tenant_goes_with_all_that_is_its_own(plane: ControlPlane) -> None:
+    own, shared = plane.add("acme", "own", seed=1), plane.add("acme", "shared", seed=2)
+    plane.add("rival", "shared", seed=2)
+    plane.keys.create("acme")
+    assert digests(plane.tenants.delete("acme")) == {own.digest}
+    assert plane.stored() == {shared.digest}
+    plane.check_integrity()
+    with pytest.raises(TenantNotFound):
+        plane.tenants.delete("acme")
+    assert plane.catalog.get_version("rival", "shared", "v1").state == "ready"
+
+
+def test_a_deletion_says_what_went_and_what_stays(plane: ControlPlane) -> None:
+    own = plane.add("acme", "own", seed=1)
+    plane.add("acme", "shared", seed=2)
+    plane.add("rival", "shared", seed=2)
+    plane.keys.create("acme", name="one")
+    plane.keys.revoke("acme", plane.keys.create("acme", name="two")[0].id)
+    plane.tenants.update("acme", {"display_name": "Acme"})
+    told = plane.tenants.delete("acme")
+    assert told.digests == (own.digest,)
+    assert (told.num_keys, told.num_adapters, told.num_versions) == (2, 2, 2)
+    assert (told.num_bytes, told.num_shared_artifacts) == (own.bytes, 1)
+    # Two names of keys, and the tenant's. Two uploads, two keys, a revocation, a change, and the deletion.
+    assert (told.num_texts, told.num_audit_rows) == (3, 7)
+    assert told.usage_since is None
+
+
+def test_usage_of_a_deleted_tenant_stays_billable(plane: ControlPlane) -> None:
+    rows = [
+        ended(at=AT),
+        ended(at=AT - timedelta(days=3)),
+        ended(at=AT - timedelta(days=9), tenant_id="rival"),
+    ]
+    with plane.database.write() as session:
+        session.add_all(Usage(**msgspec.structs.asdict(row)) for row in rows)
+    assert plane.tenants.delete("acme").usage_since == AT - timedelta(days=3)
+    assert rows_of(plane.database) == by_id(rows)
+    with plane.database.write() as session:
+        day = UsageDay(
+            at=AT - timedelta(days=40), tenant_id="rival", key_id="k", adapter="", version=0, status="stop"
+        )
+        day.requests = day.prompt_tokens = day.cached_tokens = day.completion_tokens = 1
+        session.add(day)
+    assert plane.tenants.delete("rival").usage_since == AT - timedelta(days=40)
+
+
+def test_the_id_of_a_deleted_tenant_is_not_given_again(plane: ControlPlane) -> None:
+    """Its usage is billed by its id, and must not become another tenant's."""
+    plane.tenants.delete("acme")
+    with pytest.raises(TenantIdRetired) as caught:
+        plane.tenants.create("acme")
+    assert (caught.value.code, caught.value.param) == ("tenant_id_retired", "id")
+    assert plane.tenants.create("acme-2").id == "acme-2"

@@ -1,0 +1,180 @@
+"""SIGKILL of the engine process: waiting clients get an error at once, the server stays, and the engine comes
+back as it was."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.servers.live_server import (
+    EXAMPLE_ADAPTERS,
+    EXAMPLES,
+    SERVED_NAME,
+    SMALL,
+    TINY_SIZES,
+    LiveServer,
+    checked,
+    wait_gone,
+    write_tiny_adapter,
+)
+from support.servers.live_streams import Streams
+
+pytestmark = pytest.mark.slow
+
+TOLD_WITHIN_S = 1.0
+
+
+def complete(server: LiveServer, key: str, model: str) -> httpx.Response:
+    with server.client(key) as client:
+        return client.post("/v1/completions", json={"model": model, "prompt": "a b", "max_tokens": 4})
+
+
+def wait_back(server: LiveServer, restarts: int) -> None:
+    """Until the engine is up again; meanwhile, the server answers."""
+
+    def back() -> bool:
+        assert server.get("/livez") == 200
+        assert server.get("/livez", admin=True) == 200
+        engine = server.engine()
+        return bool(engine["healthy"]) and engine["restarts"] == restarts
+
+    server.wait(back, timeout=240)
+    server.wait(lambda: server.get("/readyz") == 200)
+
+
+@pytest.fixture
+def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[LiveServer, str]]:
+    with LiveServer(tiny_model, tmp_path / "data", **TINY_SIZES) as server:
+        server.create_tenant("acme")
+        for seed, name in enumerate(("a", "b", "c")):
+            server.upload("acme", name, write_tiny_adapter(tmp_path / name, seed=seed))
+        yield server, server.create_key("acme")
+
+
+def test_streams_on_the_real_model_are_told_and_hot_adapters_come_back(
+    real_model_dir: Path, tmp_path: Path
+) -> None:
+    with LiveServer(real_model_dir, tmp_path / "data", served_model_name=SERVED_NAME, **SMALL) as server:
+        server.create_tenant("acme")
+        for name in EXAMPLES:
+            server.upload("acme", name, EXAMPLE_ADAPTERS / name)
+        key = server.create_key("acme")
+        models = [SERVED_NAME, *EXAMPLES] * 3
+        streams = Streams(server, key, models, max_tokens=2000)
+        streams.wait_until_all_run()
+        hot = server.residency()
+        assert hot == {f"{name}@v1": ["device", "host", "disk"] for name in EXAMPLES}
+
+        killed_at = time.monotonic()
+        wait_gone(server.kill_engine())
+        streams.join()
+        slowest = max(story.ended_at for story in streams.stories) - killed_at
+        print(f"\n{len(models)} streams told of the engine's death within {slowest:.3f} s")
+        assert slowest < TOLD_WITHIN_S
+        for story in streams.stories:
+            assert story.error["code"] == "engine_restarting"
+            assert story.error["type"] == "server_error"
+
+        refused = complete(server, key, "pirate")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_restarting"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert server.get("/readyz") == 503
+        assert server.get("/startupz") == 200
+        assert checked(server.client(key).get("/v1/models"))["data"]  # needs no engine
+
+        wait_back(server, 1)
+        print(f"engine back after {time.monotonic() - killed_at:.1f} s")
+        server.wait(lambda: server.residency() == hot)
+        for name in EXAMPLES:
+            answer = complete(server, key, name)
+            assert answer.status_code == 200
+            assert answer.headers["x-loraplex-adapter-state"] == "hot"
+        assert server.idle()
+
+
+def test_an_idle_engine_that_dies_comes_back_each_time(served: tuple[LiveServer, str]) -> None:
+    """Twice in a row; what was hot is hot again, what was pinned is pinned."""
+    server, key = served
+    checked(server.admin.put("tenants/acme/adapters/b/versions/v1/pin"))
+    expected = {name: complete_text(server, key, name) for name in ("a", "b", "tiny")}
+    for life in range(1, 3):
+        engine = server.kill_engine()
+        wait_gone(engine)
+        wait_back(server, life)
+        assert server.engine_pid() not in (None, engine)
+        server.wait(lambda: server.residency()["b@v1"] == ["device", "host", "disk"])
+        server.wait(lambda: server.residency()["a@v1"] == ["device", "host", "disk"])
+        assert {name: complete_text(server, key, name) for name in expected} == expected
+
+
+def has_restarted(server: LiveServer, times: int) -> bool:
+    return bool(server.engine()["restarts"] == times)
+
+
+def complete_text(server: LiveServer, key: str, model: str) -> str:
+    with server.client(key) as client:
+        body = {"model": model, "prompt": "one two", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        return str(checked(client.post("/v1/completions", json=body))["choices"][0]["text"])
+
+
+def test_crash_loops_end_in_a_server_that_says_so(served: tuple[LiveServer, str]) -> None:
+    """The fifth death within five minutes is the last: 503 with the reason, not a loop that burns the machine."""
+    server, key = served
+    for life in range(1, 5):
+        server.kill_engine()
+        server.wait(partial(has_restarted, server, life), timeout=60)
+        server.wait(lambda: server.engine_pid() is not None)
+    server.wait(lambda: server.engine()["healthy"], timeout=240)
+    server.kill_engine()
+    server.wait(lambda: len(server.logged("engine_gave_up")) == 1)
+    assert "died 5 times" in server.engine()["unhealthy_reason"]
+    refused = complete(server, key, "a")
+    assert refused.status_code == 503
+    assert "died 5 times" in refused.json()["error"]["message"]
+    assert server.get("/livez") == 200
+    assert server.get("/readyz") == 503
+    assert (
+        server.upload("acme", "d", write_tiny_adapter(server.data_dir.parent / "d", seed=9))["version"]
+        == "v1"
+    )
+    assert server.stop() == 0
+
+
+def test_requests_that_wait_or_are_on_their_way_are_told_too(served: tuple[LiveServer, str]) -> None:
+    """Unstreamed requests get HTTP 503; none hangs, none becomes a 500."""
+    server, key = served
+    answers: list[httpx.Response] = []
+    stop = threading.Event()
+
+    def hammer(model: str) -> None:
+        with server.client(key) as client:
+            while not stop.is_set():
+                body = {"model": model, "prompt": "one", "max_tokens": 3000, "ignore_eos": True}
+                answers.append(client.post("/v1/completions", json=body))
+
+    with ThreadPoolExecutor(12) as pool:
+        futures = [pool.submit(hammer, model) for model in ["a", "b", "c", "tiny"] * 3]
+        server.wait(lambda: server.stats()["num_running"] >= 8)
+        killed_at = time.monotonic()
+        server.kill_engine()
+        server.wait(lambda: len(answers) >= 12)
+        told_after = time.monotonic() - killed_at
+        server.wait(lambda: len(answers) >= 40)
+        stop.set()
+        for future in futures:
+            future.result(120)
+    assert told_after < 2 * TOLD_WITHIN_S  # each has seen one answer, most of them the error
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(refused) >= 12
+    assert {answer.status_code for answer in refused} == {503}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    wait_back(server, 1)
+    server.wait(server.idle)

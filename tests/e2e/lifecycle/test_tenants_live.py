@@ -1,0 +1,209 @@
+"""What an operator and a tenant do to adapters, releases and keys while the server runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.servers.live_server import ADAPTER_FILES, LiveServer, Shop, checked, write_tiny_adapter
+from support.servers.live_streams import Streams
+
+pytestmark = pytest.mark.slow
+
+_NUMBERS = itertools.count()
+
+
+@dataclass
+class Tenant:
+    """A tenant of the shared server, with a key that may infer."""
+
+    server: LiveServer
+    id: str
+    key: str
+    root: Path
+
+    def folder(self, seed: int) -> Path:
+        return write_tiny_adapter(self.root / str(seed), seed=seed)
+
+    def upload(self, name: str, seed: int) -> dict[str, Any]:
+        return self.server.upload(self.id, name, self.folder(seed))
+
+    def post(self, model: str, *, key: str | None = None, **fields: Any) -> httpx.Response:
+        body = {"model": model, "prompt": "one", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        with self.server.client(key or self.key) as client:
+            return client.post("/v1/completions", json={**body, **fields})
+
+    def say(self, model: str, **fields: Any) -> str:
+        return str(checked(self.post(model, **fields))["choices"][0]["text"])
+
+    def served(self, model: str) -> str:
+        answer = self.post(model, max_tokens=1)
+        assert answer.status_code == 200, answer.text
+        return answer.headers["x-loraplex-adapter"]
+
+    def models(self, key: str | None = None) -> list[str]:
+        with self.server.client(key or self.key) as client:
+            return [card["id"] for card in checked(client.get("/v1/models"))["data"]]
+
+    @property
+    def path(self) -> str:
+        return f"tenants/{self.id}"
+
+
+@pytest.fixture
+def tenant(tiny: Shop, tmp_path: Path) -> Iterator[Tenant]:
+    name = f"t{next(_NUMBERS)}"
+    tiny.server.create_tenant(name)
+    yield Tenant(tiny.server, name, tiny.server.create_key(name), tmp_path)
+    assert tiny.server.admin.delete(f"tenants/{name}").status_code == 200
+
+
+def test_a_second_version_takes_traffic_when_it_is_released(tenant: Tenant) -> None:
+    admin, release = tenant.server.admin, f"{tenant.path}/adapters/bot/release"
+    assert tenant.upload("bot", 1)["version"] == "v1"
+    first = tenant.say("bot")
+    assert tenant.upload("bot", 2)["version"] == "v2"
+    assert tenant.upload("bot", 1)["version"] == "v1"  # the same bytes
+    second = tenant.say("bot@v2")
+    assert first != second
+    assert tenant.say("bot") == first
+    assert tenant.served("bot") == "bot@v1"
+
+    checked(admin.put(release, json={"targets": [{"version": "v2", "weight": 1}]}))
+    assert tenant.say("bot") == second
+    checked(admin.post(f"{release}/rollback"))
+    assert tenant.say("bot") == first
+    promoted = checked(admin.post(f"{release}/promote"))
+    assert (
+        promoted["targets"] == [{"version": "v2", "weight": 1}] or promoted["targets"][0]["version"] == "v2"
+    )
+    assert tenant.say("bot") == second
+
+    shares = {"targets": [{"version": "v1", "weight": 1}, {"version": "v2", "weight": 1}]}
+    checked(admin.put(release, json=shares))
+    assert {tenant.served("bot") for _ in range(40)} == {"bot@v1", "bot@v2"}
+    checked(admin.put(release, json={**shares, "sticky": "user"}))
+    by_user = {user: {tenant.say("bot", user=user) for _ in range(3)} for user in map(str, range(12))}
+    assert all(len(said) == 1 for said in by_user.values())
+    assert set().union(*by_user.values()) == {first, second}
+
+
+def test_deleting_an_adapter_lets_what_runs_finish(tenant: Tenant) -> None:
+    tenant.upload("bot", 3)
+    expected = tenant.say("bot", max_tokens=400)[:200]
+    streams = Streams(tenant.server, tenant.key, ["bot", "bot"], max_tokens=4000)
+    streams.wait_until_all_run()
+    assert tenant.server.admin.delete(f"{tenant.path}/adapters/bot").status_code == 204
+    gone = tenant.post("bot")
+    assert gone.status_code == 404
+    assert gone.json()["error"]["code"] == "model_not_found"
+    assert not any(story.ended_at for story in streams.stories), "the streams were too short for this test"
+    assert tenant.models() == ["tiny"]
+    for story in streams.join(120):
+        assert story.finished
+        assert story.finish_reason == "length"
+        assert story.text[:200] == expected
+    tenant.server.wait(tenant.server.idle)
+    assert "bot@v1" not in tenant.server.residency()
+    # The name is free again, and stands for what is uploaded now.
+    assert tenant.upload("bot", 4)["version"] == "v2"
+    assert tenant.say("bot", max_tokens=400)[:200] != expected
+
+
+def test_unknown_and_foreign_names_answer_alike(tenant: Tenant, tiny: Shop) -> None:
+    """Adapter "a" is acme's."""
+    errors = []
+    for name in ("a", "z"):
+        answer = tenant.post(name)
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        errors.append(error | {"message": error["message"].replace(f"'{name}'", "X")})
+    assert errors[0] == errors[1]
+    digest = tiny.server.admin.get("tenants/acme/adapters/a/versions/v1").json()["digest"]
+    foreign = tenant.post(f"a@sha256:{digest.removeprefix('sha256:')[:16]}")
+    assert foreign.status_code == 404
+    assert tenant.models() == ["tiny"]
+    with tiny.client() as client:
+        assert client.get("/v1/models/a").status_code == 200
+    with tenant.server.client(tenant.key) as client:
+        assert client.get("/v1/models/a").status_code == 404
+
+
+def test_scopes_and_models_of_keys(tenant: Tenant) -> None:
+    tenant.upload("one", 5)
+    tenant.upload("two", 6)
+    narrow = tenant.server.create_key(tenant.id, models=["one"])
+    assert tenant.models(narrow) == ["one"]
+    assert tenant.post("one", key=narrow).status_code == 200
+    for model in ("two", "tiny"):
+        refused = tenant.post(model, key=narrow)
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "model_not_allowed"
+    reader = tenant.server.create_key(tenant.id, scopes=["adapters:read"])
+    refused = tenant.post("one", key=reader)
+    assert refused.status_code == 403
+    assert refused.json()["error"]["code"] == "insufficient_scope"
+    for wrong in (tenant.server.admin_token, "lpx_nobody", narrow[:-1]):
+        refused = tenant.post("one", key=wrong)
+        assert refused.status_code in (401, 403)
+    # Revoked: at once.
+    keys = checked(tenant.server.admin.get(f"{tenant.path}/keys"))["data"]
+    narrow_id = next(key["id"] for key in keys if key["models"] == ["one"])
+    assert tenant.server.admin.delete(f"{tenant.path}/keys/{narrow_id}").status_code in (200, 204)
+    assert tenant.post("one", key=narrow).status_code == 401
+    assert tenant.post("one").status_code == 200
+
+
+def test_a_tenant_manages_its_own_on_the_data_port(tenant: Tenant) -> None:
+    key = tenant.server.create_key(tenant.id, scopes=["inference", "adapters:read", "adapters:write"])
+    folder = tenant.folder(7)
+    files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
+    with tenant.server.client(key) as client:
+        mine = f"/admin/v1/{tenant.path}/adapters"
+        assert checked(client.post(f"{mine}/own/versions", files=files), 201)["state"] == "ready"
+        assert [row["name"] for row in checked(client.get(mine))["data"]] == ["own"]
+        assert checked(client.get(f"{mine}/own/release"))["targets"][0]["version"] == "v1"
+        assert tenant.served("own") == "own@v1"
+        foreign = client.get("/admin/v1/tenants/acme/adapters")
+        assert foreign.status_code in (403, 404)
+        assert foreign.headers["content-type"].startswith("application/problem+json")
+        for path in ("engine", "cache", "tenants", f"{tenant.path}/keys"):
+            assert client.get(f"/admin/v1/{path}").status_code in (403, 404), path
+        for path in ("/metrics", "/docs"):
+            assert client.get(path).status_code == 404, path
+        assert not any(
+            path.startswith("/admin/v1/engine") for path in client.get("/openapi.json").json()["paths"]
+        )
+    with tenant.server.client(tenant.key) as client:  # has no scope for it
+        assert client.post(f"{mine}/more/versions", files=files).status_code == 403
+    # Operators' routes are not the operators' by the port alone.
+    with tenant.server.client(tenant.server.admin_token) as client:
+        assert client.get("/admin/v1/engine").status_code in (403, 404)
+
+
+def test_the_cache_tells_where_versions_are(tenant: Tenant) -> None:
+    tenant.upload("bot", 8)
+    streams = Streams(tenant.server, tenant.key, ["bot"], max_tokens=3000)
+    streams.wait_until_all_run()
+    rows = checked(tenant.server.admin.get("cache", params={"limit": 100}))["data"]
+    (row,) = [row for row in rows if row["tenant_id"] == tenant.id]
+    assert row["residency"] == ["device", "host", "disk"]
+    assert row["leases"] == 1
+    assert row["device_bytes"] > 0
+    assert row["disk_bytes"] > 0
+    assert row["load_seconds"]
+    assert all(seconds >= 0 for seconds in row["load_seconds"].values())
+    engine = tenant.server.engine()
+    assert engine["live_requests"] >= 1
+    assert row["digest"] in engine["stats"]["running_adapters"]
+    assert engine["stats"]["tenants"][tenant.id]["running"] == 1
+    streams.join(60)
+    pin = f"{tenant.path}/adapters/bot/versions/v1/pin"
+    assert checked(tenant.server.admin.put(pin))["pinned"] is True
+    assert checked(tenant.server.admin.delete(pin))["pinned"] is False

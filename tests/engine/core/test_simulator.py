@@ -1,0 +1,59 @@
+"""Seeded histories of the whole engine core against its oracles (see `support.simulator.histories`)."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from support.simulator.histories import MIN_EVENTS, Summary, play, play_many
+
+SEEDS = 200
+CHUNK = 50
+SOAK_SEEDS = 10_000
+
+
+@functools.cache
+def played(start: int) -> Summary:
+    return play_many(range(start, start + CHUNK))
+
+
+@pytest.mark.parametrize("start", range(0, SEEDS, CHUNK))
+def test_histories_keep_every_promise(start: int) -> None:
+    total = played(start)
+    print(total)
+    assert total.histories == CHUNK
+    assert total.events >= CHUNK * MIN_EVENTS
+
+
+def test_the_histories_reach_what_they_are_for() -> None:
+    total = played(0)
+    wanted = {"stop", "length", "abort", "deadline_exceeded", "adapter_unavailable", "internal_error"}
+    wanted |= {"server_overloaded", "context_length_exceeded", "too_large", "adapter_not_finite"}
+    wanted |= {"grammar_failed"}
+    assert wanted <= total.endings.keys()
+    assert min(total.preemptions, total.prefix_hits, total.loads) > 0
+    assert min(total.out_of_memory, total.poisoned, total.cut_prompts) > 0
+    assert min(total.grammar_ends, total.held_for_grammar) > 0
+
+
+def test_a_seed_is_one_history() -> None:
+    assert play(11) == play(11)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_ten_thousand_histories() -> None:
+    chunks = [range(start, start + CHUNK) for start in range(0, SOAK_SEEDS, CHUNK)]
+    total = Summary()
+    with ProcessPoolExecutor(
+        max_workers=min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        for summary in pool.map(play_many, chunks):
+            total.add(summary)
+    print(total)
+    assert total.histories == SOAK_SEEDS
+    assert total.events >= SOAK_SEEDS * MIN_EVENTS

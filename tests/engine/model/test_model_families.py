@@ -1,0 +1,121 @@
+"""Families with windows, softcaps and packed linears through the whole engine: a sharded checkpoint, adapters by PEFT,
+prompts in chunks beside others' decodes, prefixes that are shared, and a pool so small that sequences start over."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.loading import TESTED, examine_model, load_model
+from support.adapters.tiny_adapters import save_adapters
+from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
+from support.models.checkpoints import FAMILIES, edit_config, save_tiny, save_tiny_gemma3_with_vision
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+OUTPUTS = 40
+
+
+@pytest.mark.parametrize(
+    "family", ["mistral-window", "qwen2-window", "phi3", "gemma2", "gemma3", "gemma3-vision"]
+)
+def test_tokens_are_those_of_transformers_and_peft(family, tmp_path):
+    options = FAMILIES[family.removesuffix("-vision")]
+    save = save_tiny_gemma3_with_vision if family.endswith("-vision") else save_tiny
+    base = save(tmp_path / "base", options, max_shard_size="20KB")
+    assert len(list(base.glob("*.safetensors"))) > 1
+    adapters = save_adapters(base, tmp_path)
+    engine = cramped_engine(base, tmp_path / "work", options, max_num_seqs=8)
+    answered = ask_mixed(engine, adapters, seed=family, requests=12, tokens=OUTPUTS)
+    stats = engine.core.stats()
+    engine.close()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits > 0
+    check_answers(answered, base, adapters)
+
+
+def with_text_config(**changes):
+    """Change fields of the text part's config."""
+
+    def change(path):
+        text = json.loads((path / "config.json").read_text())["text_config"]
+        edit_config(path, text_config=text | changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: edit_config(path, quantization_config={"quant_method": "gptq"}), "quantised"),
+        (with_text_config(quantization_config={"quant_method": "gptq"}), "quantised"),
+        (with_text_config(tie_word_embeddings=False), "tie_word_embeddings"),
+        (with_text_config(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (with_text_config(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (with_text_config(num_hidden_layers=2, layer_types=["full_attention"] * 2), r"layers\.2"),
+    ],
+)
+def test_a_text_part_that_means_something_else_is_refused(change, words, tmp_path):
+    path = save_tiny_gemma3_with_vision(tmp_path, FAMILIES["gemma3"])
+    load_model(path, "cpu")
+    change(path)
+    with pytest.raises(ModelUnsupported, match=words):
+        load_model(path, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "phi4_multimodal"}, "phi4_multimodal is multimodal"),
+        ({"model_type": "llava"}, "llava is multimodal"),
+        ({"model_type": "qwen2_vl"}, "qwen2_vl is multimodal"),
+        ({"model_type": "t5"}, "t5 is an encoder"),
+        ({"model_type": "phi3", "quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"model_type": "whisper"}, "encoder"),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        (
+            {"model_type": "gemma2", "layer_types": ["chunked_attention"] * 26},
+            "chunked_attention|layer_types",
+        ),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window"),
+        ({"model_type": "phi3", "lm_head_bias": True}, "lm_head_bias"),
+    ],
+)
+def test_unsupported_model_is_refused_in_one_line_before_any_weight_is_read(config, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for look in (examine_model, lambda path: load_model(path, "cpu")):
+        with pytest.raises(ModelUnsupported, match=words) as error:
+            look(tmp_path)
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "gemma2"}, "gemma2 on the fused decoder, up to 8192"),
+        ({"model_type": "phi3"}, "phi3 on the fused"),
+        ({"model_type": "starcoder2"}, "starcoder2 through transformers, tested"),
+        ({"model_type": "cohere"}, "compared"),
+    ],
+)
+def test_served_models_name_their_decoder(config, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert words in examine_model(tmp_path)
+
+
+def test_every_family_is_documented():
+    from loraplex.engine.model.family import is_fused
+
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|.*\|.*\|.*\|$", page.split("## Through")[0], re.MULTILINE)
+    fused = set(listed) - {"model_type", "gemma3"}  # the last by its text part
+    assert fused == {options["model_type"] for options in FAMILIES.values()}
+    assert all(is_fused(name) for name in fused)
+    tested = page.split("## Through transformers")[1].split(" are tested")[0]
+    assert set(re.findall(r"`(\w+)`", tested)) == TESTED

@@ -1,0 +1,79 @@
+"""Adapters in the arena, mixed with base rows in one forward pass, give what PEFT gives."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
+from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.device.arena import AdapterArena
+from loraplex.adapters.device.host_image import build_image
+from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.engine.model.loading import load_model
+from support.adapters.peft_zoo import PeftReference
+from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
+from support.models.checkpoints import FAMILIES, OTHERS, VOCAB, PagedRun, save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "llama-biases",
+        "mistral-window",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma2",
+        "gemma3",
+        "olmo2",
+        "granite",
+    ],
+)
+def test_mixed_batches_equal_peft(family, kernels, tmp_path):
+    base = save_tiny(tmp_path / "base", {**FAMILIES, **OTHERS}[family])
+    adapters = save_adapters(base, tmp_path, ADAPTERS | KINDS)
+    model = load_model(base, "cpu", "float32", kernels=kernels)
+    groups, head = model.site_groups, model.head_group
+    layout = ArenaLayout(groups, model.num_layers, model.dtype, max_rank=32, page_bytes=4096, head=head)
+    # In blocks of columns, the last one narrower.
+    assert len(layout.head.out_features) > 1
+    assert len(set(layout.head.out_features)) == 2
+    arena = AdapterArena(
+        layout, num_pages=512, num_slots=len(adapters), device=torch.device("cpu"), kernels=kernels
+    )
+    spec, used = load_base_spec(base), 0
+    weights = BaseWeights(spec)
+    for slot, path in enumerate(adapters.values()):
+        files = path / "adapter_config.json", path / "adapter_model.safetensors"
+        image = build_image(inspect_adapter(*files, spec, max_rank=32), files[1], layout, base=weights)
+        arena.write(image, slot, tuple(range(used, used + image.num_pages)))
+        used += image.num_pages
+
+    names = [None, *adapters, None, "all", "dora", "dora-head"]
+    slots = {name: slot for slot, name in enumerate(adapters)} | {None: -1}
+    rng = random.Random(family)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([9, 18, 35]))] for _ in names]
+    run = PagedRun(model, prompts)
+    while alive := [i for i, p in enumerate(prompts) if run.done[i] < len(p)]:
+        counts = {i: min(rng.choice([1, 4, 17]), len(prompts[i]) - run.done[i]) for i in alive}
+        segments, first = [], 0
+        for i, count in counts.items():
+            segments.append((slots[names[i]], first, count))
+            first += count
+        run.step(counts, arena.lora_pass(segments, first), arena.head_pass(segments, first))
+
+    reference = PeftReference(base, adapters, torch.float32)
+    for i, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+        want = reference.logits(name, prompt)
+        torch.testing.assert_close(
+            run.result(i), want, atol=5e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        if name is not None:
+            assert (want - reference.logits(None, prompt)).abs().max() > 0.1

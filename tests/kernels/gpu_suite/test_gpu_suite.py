@@ -1,0 +1,204 @@
+"""The GPU suite runs anywhere, tiny and interpreted; what crashes, hangs or is cut off loses nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.gpu import catalogue, lora, report
+from bench.gpu.profile import part_of
+from bench.gpu.suite import Suite
+from loraplex.adapters.device.layout import ArenaLayout, place_tiles
+from loraplex.kernels.lora.dispatch import CHUNK
+
+ROOT = Path(__file__).parents[3]
+PARTS = ("tests", "server", "adapters", "kernels")
+NOT_NEEDED = (
+    "msgspec", "gguf", "pydantic", "pydantic_settings", "starlette", "uvicorn", "uvloop", "sqlalchemy", "alembic",
+    "psycopg", "structlog", "prometheus_client", "python_multipart", "multipart",
+)  # fmt: skip
+"""What a machine with torch, triton and transformers alone lacks. (transformers uses psutil where it is.)"""
+QUICKLY = """
+from support.kernels.quick_interpreter import quicken_interpreter
+
+quicken_interpreter()
+"""
+
+
+def environment(*before: Path) -> dict[str, str]:
+    path = [str(part) for part in before] + [str(ROOT / part) for part in PARTS]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def suite(out: Path, cases: str, **options) -> tuple[Suite, list[str]]:
+    said: list[str] = []
+    made = Suite(
+        f"support.kernels.gpu_suite_cases:{cases}",
+        out,
+        **{"budget_s": 120, "lanes": 2, "commit": "abc", "environment": environment(), "say": said.append}
+        | options,
+    )
+    return made, said
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    out = tmp_path_factory.mktemp("broken")
+    made, said = suite(out, "cases")
+    assert not made.run()
+    return out, said
+
+
+def test_failing_case_leaves_other_results(broken):
+    out, said = broken
+    found = {line["case"]: line for line in lines(out)[1:]}
+    assert {key: line["status"] for key, line in found.items()} == {
+        "checks/right": "ok",
+        "checks/wrong": "wrong",
+        "checks/raises": "failed",
+        "steps/dies": "lost",
+        "steps/held": "ok",
+        "steps/hangs": "lost",
+        "steps/prints": "ok",
+        "steps/infinite": "ok",
+    }
+    assert len(said) == len(found)
+    assert "ValueError: out of | memory" in found["checks/raises"]["note"]
+    assert "exit status -9" in found["steps/dies"]["note"]
+    assert "no answer within 1 s" in found["steps/hangs"]["note"]
+    assert found["steps/infinite"]["rows"] == [{"rows": 3, "lora_to_base": "inf"}]
+
+
+def test_the_report_tells_all(broken):
+    out, _ = broken
+    told = (out / "results.md").read_text()
+    assert "cpu, interpreted" in told
+    assert "no time here says anything of a GPU" in told
+    assert "4 ok, 1 wrong, 1 failed, 2 lost, 0 not run" in told
+    assert "| b | **no** |" in told
+    assert "steps/hangs: lost, no answer within 1 s" in told
+    assert "out of \\| memory" in told
+    whole = json.loads((out / "results.json").read_text())
+    assert len(whole["results"]) == 8
+    assert whole["runs"][0]["identity"]["commit"] == "abc"
+
+
+def test_interrupted_run_counts_and_is_resumed(tmp_path):
+    now = 0.0
+
+    def say(line: str) -> None:
+        nonlocal now
+        now += 114 if "first" in line else 1
+
+    made, _ = suite(tmp_path, "slow_cases", budget_s=120, clock=lambda: now, say=say)
+    assert made.run()
+    assert [(line["case"], line["status"]) for line in lines(tmp_path)[1:]] == [
+        ("steps/first", "ok"),
+        ("steps/second", "cut"),
+    ]
+    assert (
+        "## Not run, for want of time\n\n- steps/second\n- steps/third"
+        in (tmp_path / "results.md").read_text()
+    )
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"case": "steps/third", "sta')  # a run that was killed as it wrote
+    made, said = suite(tmp_path, "slow_cases", only="third")
+    assert made.run()
+    assert len(said) == 1
+    made, said = suite(tmp_path, "slow_cases", commit="another")
+    with pytest.raises(ValueError, match="another commit"):
+        made.run()
+    assert said == []
+
+
+@pytest.mark.slow
+def test_all_kinds_of_cases_without_a_gpu_and_without_an_installation(tmp_path):
+    """As on a machine that has torch, triton and transformers, and nothing of ours but the files."""
+    for name in NOT_NEEDED:
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not there')")
+    (tmp_path / "sitecustomize.py").write_text(QUICKLY)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "bench.gpu.suite", "--small", "--out", str(out), "--budget", "200"]
+    done = subprocess.run(
+        command, check=False, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = {line["case"]: line for line in lines(out)[1:]}
+    assert set(found) == {case.key for case in catalogue.small()}
+    assert all(line["rows"] for line in found.values())
+    told = (out / "results.md").read_text()
+    for title in ("The engine beside transformers", "A decoding step, recorded", "The host's side of a step"):
+        assert f"## {title}" in told
+
+
+def test_the_whole_catalogue_is_in_order_of_importance():
+    keys = [case.key for case in catalogue.full()]
+    assert len(set(keys)) == len(keys)
+    sections = [key.partition("/")[0] for key in keys]
+    assert (
+        sections.index("checks")
+        < sections.index("equality")
+        < sections.index("steps")
+        < sections.index("lora")
+    )
+    # Of rows, adapters and ranks, all that a step can have.
+    wanted = {
+        (rows, adapters, rank)
+        for rows in (1, 16, 64, 256)
+        for adapters in (1, 8, 64, 256)
+        for rank in (8, 16, 64)
+        if adapters <= rows
+    }
+    listed = {key for key in keys if key.startswith("steps/")}
+    assert {f"steps/{r} rows, {a} adapters, rank {k}" for r, a, k in wanted} <= listed
+
+
+def test_report_compares_targets_with_measurements(tmp_path):
+    """Its cases are there, and a figure that misses is told."""
+    assert {aim.case for aim in report._AIMS} <= {case.key for case in catalogue.full()}
+    rows = {"steps/64 rows, 8 adapters, rank 16": {"lora_to_base": 0.96, "base_times_floor": 1.5}}
+    results = {key: {"case": key, "status": "ok", "rows": [row]} for key, row in rows.items()}
+    run = {"identity": {"device": "a device", "commit": "abc"}, "started": "now", "command": "this"}
+    report.write_report(tmp_path, [run], [*results, "activation/rank 16"], results)
+    told = (tmp_path / "results.md").read_text()
+    assert "| LoRA ÷ base, 64 rows of 8 adapters | ≥ 0.95 | 0.960 | yes |" in told
+    assert "| base ÷ floor, 64 rows | ≤ 1.35 | 1.500 | **no** |" in told
+    assert "- activation/rank 16" in told
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in catalogue.full() if case.section == "steps"], ids=lambda c: c.name
+)
+def test_the_adapters_of_every_step_have_room(case):
+    shape, _, (_, adapters, rank) = case.run.args
+    layout = ArenaLayout(lora.LLAMA_8B, 32, shape.dtype, max_rank=shape.size.max_rank)
+    sizes = [layout.tile_bytes(features) for pair in layout.features for features in pair]
+    pages = place_tiles(sizes * 32 * (rank // CHUNK), layout.page_bytes)[1]
+    assert adapters <= shape.size.slots
+    assert adapters * pages * layout.page_bytes <= shape.size.arena_bytes
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("shrink", "LoRA, A side"),
+        ("nvjet_hsh_128x64_64x8_1x2_h_bz_TNT", "linears"),
+        ("attention_program", "attention"),
+        ("void at::native::elementwise_kernel<128>", "other: void at::native::elementwise_kernel<128>"),
+    ],
+)
+def test_kernels_are_told_apart_by_their_names(kernel, part):
+    assert part_of(kernel) == part

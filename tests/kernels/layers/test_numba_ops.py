@@ -1,0 +1,176 @@
+"""What is compiled for the CPU around a layer's products, against the functions it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import gelu
+
+from loraplex.kernels.attention.dispatch import build_attention_batch as torch_batch
+from loraplex.kernels.attention.numba_attention import BLOCK, build_attention_batch
+from loraplex.kernels.layers.rope import rope_cos_sin
+from loraplex.kernels.ops import resolve_ops
+from support.kernels.numba_cache import packed_cache
+
+pytestmark = pytest.mark.slow  # compiling them takes most of a minute
+
+OURS, TORCH = resolve_ops("numba"), resolve_ops("torch")
+DTYPES = [torch.float32, torch.bfloat16]
+# A unit in the last place of bfloat16: sums are made in another order.
+CLOSE = {torch.float32: {"atol": 1e-6, "rtol": 3e-6}, torch.bfloat16: {"atol": 1e-6, "rtol": 2**-7}}
+NAN = float("nan")
+
+
+def assert_close(got, want):
+    assert got.dtype is want.dtype
+    torch.testing.assert_close(got, want, equal_nan=True, **CLOSE[want.dtype])
+
+
+def few_differ(got, want, share=0.01):
+    """Rounded the same way, except near ties."""
+    assert_close(got, want)
+    assert (got != want).float().mean() <= share
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_float32"])
+@pytest.mark.parametrize("shape", [(1, 576), (5, 37), (300, 576), (2, 3, 64), (4, 1), (0, 16)])
+def test_norm(name, shape, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(*shape, dtype=dtype) * 3
+    weight = torch.randn(shape[-1], dtype=torch.float32 if "float32" in name else dtype)
+    got, want = getattr(OURS, name)(x, weight, 1e-5), getattr(TORCH, name)(x, weight, 1e-5)
+    if dtype is torch.bfloat16:
+        few_differ(got, want) if got.numel() else assert_close(got, want)
+    else:
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_rms_norm_float32"])
+@pytest.mark.parametrize("shape", [(1, 576), (5, 37), (300, 576)])
+def test_add_norm(name, shape, dtype):
+    torch.manual_seed(1)
+    x, residual = torch.randn(*shape, dtype=dtype), torch.randn(*shape, dtype=dtype)
+    weight = torch.randn(shape[-1], dtype=torch.float32 if "float32" in name else dtype)
+    ours, theirs = residual.clone(), residual.clone()
+    got, want = getattr(OURS, name)(x, ours, weight, 1e-5), getattr(TORCH, name)(x, theirs, weight, 1e-5)
+    assert torch.equal(ours, theirs)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+@pytest.mark.parametrize("shape", [(1, 3072), (7, 74), (100, 3072), (0, 8)])
+def test_activation(name, shape, dtype):
+    torch.manual_seed(2)
+    x = torch.randn(*shape, dtype=dtype) * 4
+    x[:, ::9] *= 20
+    got = getattr(OURS, name)(x)
+    gate, up = x.double().chunk(2, dim=-1)
+    if name == "silu_and_mul":
+        assert_close(got, TORCH.silu_and_mul(x))
+    else:
+        # torch's has lost the digits where 1 + tanh is near 0.
+        assert_close(got, (gelu(gate, approximate="tanh").to(dtype) * up.to(dtype)).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_activation_of_what_is_not_finite(name):
+    gate = torch.tensor([NAN, float("inf"), -float("inf"), 1e4, -1e4, 3e38, -3e38, -0.0])
+    gate_up = torch.cat((gate, torch.full((8,), 2.0)))[None]
+    torch.testing.assert_close(getattr(OURS, name)(gate_up), getattr(TORCH, name)(gate_up), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_stays_in_its_row(dtype):
+    x = torch.randn(40, 1040, dtype=dtype)
+    weight = torch.ones(1040, dtype=dtype)
+    x[3, 1039] = NAN
+    others = [row for row in range(40) if row != 3]
+    normed = OURS.rms_norm(x, weight, 1e-5)
+    assert normed[3].isnan().all()
+    assert normed[others].isfinite().all()
+    residual = torch.zeros_like(x)
+    added = OURS.add_rms_norm(x, residual, weight, 1e-5)
+    assert added[3].isnan().all()
+    assert added[others].isfinite().all()
+    active = OURS.silu_and_mul(x)
+    assert active[3, 519].isnan()
+    assert active[others].isfinite().all()
+
+
+def test_rows_may_lie_apart():
+    x = torch.randn(6, 200, dtype=torch.bfloat16)
+    weight = torch.randn(64, dtype=torch.bfloat16)
+    part = x[:, 50:114]
+    assert torch.equal(OURS.rms_norm(part, weight, 1e-5), OURS.rms_norm(part.contiguous(), weight, 1e-5))
+    assert torch.equal(OURS.silu_and_mul(part), OURS.silu_and_mul(part.contiguous()))
+    assert torch.equal(
+        OURS.rms_norm(x.T, weight[:6], 1e-5), OURS.rms_norm(x.T.contiguous(), weight[:6], 1e-5)
+    )
+
+
+ROTATIONS = [(3, 1, 16, 16), (9, 3, 64, 64), (4, 2, 80, 32), (2, 2, 34, 34), (2, 1, 8, 4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norms", [None, "own", "float32"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotated"), ROTATIONS)
+@pytest.mark.parametrize("long", [False, True])
+def test_rotation_and_write(heads, kv_heads, dim, rotated, norms, dtype, long):
+    """In the cache's other order, what torch writes; and nothing else is touched."""
+    torch.manual_seed(3)
+    rows, lens = ([90, 1, 33], [90, 40, 50]) if long else ([1, 3, 2], [18, 3, 33])
+    tables = [[7, 2, 11, 4, 9, 1], [0, 12, 3], [5, 10, 6, 8]]
+    total = sum(rows)
+    qkv = torch.randn(total, heads + 2 * kv_heads, dim).to(dtype)
+    positions = torch.cat([torch.arange(n - r, n) for n, r in zip(lens, rows, strict=True)])
+    cos, sin = rope_cos_sin(positions, torch.rand(rotated // 2))
+    weights = [None, None]
+    if norms is not None:
+        weights = [torch.randn(dim, dtype=dtype if norms == "own" else torch.float32) for _ in range(2)]
+    options = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6}
+    before = torch.randn(13, BLOCK, 2, kv_heads, dim).to(dtype)
+    ours, theirs = qkv.clone(), qkv.clone()
+    packed, plain = packed_cache(before), before.clone()
+    device = torch.device("cpu")
+    layout = torch_batch(rows, lens, tables, block_size=BLOCK, max_gather_blocks=64, device=device)
+    TORCH.rotate_and_write(theirs, heads, cos, sin, plain, layout, **options)
+    batch = build_attention_batch(rows, lens, tables)
+    assert torch.equal(batch.slots, layout.slots)
+    OURS.rotate_and_write(ours, heads, cos, sin, packed, batch, **options)
+    wide = {
+        "atol": 2e-6 if dtype is torch.float32 else 2e-2,
+        "rtol": 1e-5 if dtype is torch.float32 else 2**-6,
+    }
+    torch.testing.assert_close(ours[:, :heads], theirs[:, :heads], **wide)
+    torch.testing.assert_close(packed, packed_cache(plain), **wide)
+    written = packed_cache(plain) != packed_cache(before)
+    assert torch.equal(packed[~written], packed_cache(before)[~written])
+    if norms is None and dtype is torch.bfloat16:
+        assert (ours[:, :heads] != theirs[:, :heads]).float().mean() < 0.01
+
+
+def test_operands_that_do_not_fit_are_refused():
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="weight"):
+        OURS.rms_norm(x, torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match="can't be added"):
+        OURS.add_rms_norm(x, x[:1], torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="gate"):
+        OURS.silu_and_mul(torch.zeros(2, 7))
+    batch = build_attention_batch([1], [1], [[0]])
+    cache = torch.zeros(1, BLOCK, 2, 1, 8)
+    cos = torch.zeros(1, 1, 4)
+    none = {"q_norm": None, "k_norm": None, "eps": 1e-5}
+    with pytest.raises(ValueError, match="do not fit"):
+        OURS.rotate_and_write(torch.zeros(1, 5, 8), 2, cos, cos, cache, batch, **none)
+    with pytest.raises(ValueError, match="do not fit"):
+        OURS.rotate_and_write(
+            torch.zeros(2, 4, 8), 2, cos.expand(2, 1, 4), cos.expand(2, 1, 4), cache, batch, **none
+        )
+    with pytest.raises(ValueError, match="both normed"):
+        OURS.rotate_and_write(
+            torch.zeros(1, 4, 8), 2, cos, cos, cache, batch, q_norm=torch.ones(8), k_norm=None, eps=1e-5
+        )

@@ -1,0 +1,151 @@
+"""The list of work of batched LoRA on a GPU, as the programs would walk it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
+from loraplex.kernels.lora.triton_plan import EXPAND, LARGE, PIECE_FIELDS, SHRINK, SMALL, LoraPlanner, Work
+from loraplex.kernels.lora.triton_tiling import LoraTiling
+
+GROUPS = (
+    SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 4096, (4096, 1024, 1024)),
+    SiteGroup("down", ("down_proj",), 14336, (4096,)),
+)
+PLANNER = LoraPlanner(GROUPS, 32, LoraTiling(), 528)
+MAX_ROWS, MAX_SEGMENTS = 9000, 24
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], int, np.ndarray]:
+    """Segments of random lengths with gaps, and the chunks of each slot in each group, some without any."""
+    num_slots = 8
+    widest = np.array(
+        draw(st.lists(st.tuples(*[st.integers(0, 32)] * 2), min_size=num_slots, max_size=num_slots)), np.int32
+    )
+    segments, row = [], 0
+    lengths = st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 300))
+    for _ in range(draw(st.integers(0, MAX_SEGMENTS))):
+        row += draw(st.integers(0, 3))
+        count = draw(lengths)
+        segments.append((draw(st.integers(-1, num_slots - 1)), row, count))
+        row += count
+    return segments, row + draw(st.integers(0, 3)), widest
+
+
+def pieces(into: np.ndarray, work: Work, kind: int, stage: int, group: int) -> np.ndarray:
+    """As a program finds them."""
+    number = PLANNER.list_number(kind, stage, group)
+    start, count = into[2 * number : 2 * number + 2]
+    assert count == work.pieces[kind][stage][group]
+    assert start + count * PIECE_FIELDS <= work.size
+    return into[start : start + count * PIECE_FIELDS].reshape(count, PIECE_FIELDS)
+
+
+def planes(work: Work, kind: int, group: int) -> int:
+    return work.large_splits[group] if kind == LARGE else PLANNER.groups[group].splits
+
+
+def hidden_of(work: Work, kind: int, group: int, piece: np.ndarray) -> Iterator[tuple[int, int]]:
+    size = PLANNER.groups[group].hidden_sites * planes(work, kind, group) * piece[1] * piece[5]
+    yield int(piece[4]), int(piece[4] + size)
+
+
+@given(steps(), st.booleans())
+def test_every_row_with_an_adapter_is_listed_once_and_no_other(step, fixed: bool) -> None:
+    segments, num_rows, widest = step
+    into = np.full(PLANNER.capacity(MAX_ROWS, MAX_SEGMENTS), -1, np.int32)
+    work = PLANNER.write(segments, widest, num_rows, into, fixed=fixed)
+    assert (into[work.size :] == -1).all()
+    assert work.hidden <= PLANNER.hidden_capacity(num_rows, MAX_SEGMENTS, fixed=fixed)
+    for group in range(len(GROUPS)):
+        wanted = {
+            (row, slot)
+            for slot, first, count in segments
+            if slot >= 0 and widest[slot, group]
+            for row in range(first, first + count)
+        }
+        expanded: list[tuple[int, int]] = []
+        hidden: list[tuple[int, int]] = []
+        for kind in (SMALL, LARGE):
+            limit = (PLANNER.tiling.small_rows, PLANNER.tiling.large_rows)[kind]
+            block = (PLANNER.tiling.block_r, work.block_r)[kind] // 8
+            shrunk: dict[tuple[int, ...], set[int]] = {}
+            for piece in pieces(into, work, kind, SHRINK, group):
+                shrunk.setdefault(tuple(piece[[0, 1, 2, 4, 5]]), set()).add(int(piece[3]))
+            for piece in pieces(into, work, kind, EXPAND, group):
+                first, count, slot = piece[:3].tolist()
+                assert 1 <= count <= limit
+                chunks = int(widest[slot, group])
+                assert piece[5] == chunks * 8
+                assert shrunk.pop(tuple(piece[[0, 1, 2, 4, 5]])) == set(range(0, chunks, block))
+                expanded += [(row, slot) for row in range(first, first + count)]
+                hidden += hidden_of(work, kind, group, piece)
+            assert not shrunk
+        assert sorted(expanded) == sorted(wanted)
+        hidden.sort()
+        assert all(end <= start for (_, end), (start, _) in pairwise(hidden))
+        assert not hidden or hidden[-1][1] <= work.hidden
+    if fixed:
+        assert not any(map(any, work.pieces[LARGE]))
+
+
+def test_the_heaviest_pieces_begin_first() -> None:
+    into = np.zeros(PLANNER.capacity(64, 8), np.int32)
+    widest = np.array([[1, 1], [8, 8], [2, 2]], np.int32)
+    work = PLANNER.write([(0, 0, 1), (1, 1, 1), (2, 2, 1)], widest, 3, into)
+    assert pieces(into, work, SMALL, EXPAND, 0)[:, 2].tolist() == [1, 2, 0]
+
+
+def test_adjacent_rows_of_an_adapter_are_one_piece() -> None:
+    into = np.zeros(PLANNER.capacity(64, 8), np.int32)
+    work = PLANNER.write([(0, 0, 1), (0, 1, 1), (0, 2, 3), (0, 6, 1)], np.ones((1, 2), np.int32), 7, into)
+    assert pieces(into, work, SMALL, EXPAND, 0)[:, :2].tolist() == [[0, 5], [6, 1]]
+
+
+def test_a_list_of_64_adapters_takes_a_few_kilobytes() -> None:
+    """Of the 8B shape at rank 16: what a step copies."""
+    into = np.zeros(PLANNER.capacity(64, 64), np.int32)
+    work = PLANNER.write([(slot, slot, 1) for slot in range(64)], np.full((64, 2), 2, np.int32), 64, into)
+    assert work.size * 4 <= 64 * 2 * len(GROUPS) * 32 + 64
+
+
+def test_a_prompt_of_few_pieces_is_split_for_all_programs() -> None:
+    into = np.zeros(PLANNER.capacity(8192, 8), np.int32)
+    widest = np.full((1, 2), 2, np.int32)
+    few = PLANNER.write([(0, 0, 512)], widest, 512, into)
+    assert few.large_splits == (8, 8)
+    many = PLANNER.write([(0, 0, 8192)], widest, 8192, into)
+    assert many.large_splits[0] == 2
+    assert few.block_r == 16
+    assert PLANNER.write([(0, 0, 512)], np.full((1, 2), 8, np.int32), 512, into).block_r == 64
+
+
+def test_batches_beyond_the_capacity_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        PLANNER.write([(0, 0, 1)], np.ones((1, 2), np.int32), 1, np.zeros(20, np.int32))
+
+
+def test_the_blocks_of_the_head_share_hidden_values() -> None:
+    head = SiteGroup(HEAD, ("lm_head.0", "lm_head.1"), 64, (256, 44))
+    plan = LoraPlanner([head], 8, LoraTiling(), 4).groups[0]
+    assert plan.hidden_sites == 1
+    # site, whose hidden values, first column, the site's columns, where they begin in y
+    assert plan.units(128)[:, :5].tolist() == [
+        [0, 0, 0, 256, 0],
+        [0, 0, 128, 256, 0],
+        [1, 0, 0, 44, 256],
+    ]
+
+
+def test_bad_tilings_are_refused() -> None:
+    with pytest.raises(ValueError, match="power of two"):
+        LoraTiling(block_k=100)
+    with pytest.raises(ValueError, match="WGMMA"):
+        LoraTiling(expand_rows=64)

@@ -1,0 +1,84 @@
+"""The largest logit of each row and the draw of a token, by numba."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loraplex.kernels.sampling.numba_argmax import largest
+from loraplex.kernels.sampling.numba_sampling import draw
+
+SHAPES = [(1, 1), (2, 15), (3, 16), (5, 17), (4, 1000), (16, 49152)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_greedy_token_is_the_first_of_the_largest(rows: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    for logits in (
+        torch.randn(rows, columns, generator=generator),
+        torch.randint(0, 3, (rows, columns), generator=generator).float(),
+        torch.full((rows, columns), -3e38),
+    ):
+        tokens, ok = largest(logits)
+        assert tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+        assert ok.all()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_a_row_that_is_not_finite_is_told_apart(rows: int, columns: int, wrong: float) -> None:
+    logits = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    for column in {0, columns // 2, columns - 1}:
+        spoiled = logits.clone()
+        spoiled[rows - 1, column] = wrong
+        tokens, ok = largest(spoiled)
+        assert ok.tolist() == [True] * (rows - 1) + [False]
+        assert tokens[:-1].tolist() == logits[:-1].argmax(-1).tolist()
+
+
+def test_no_rows() -> None:
+    assert [part.tolist() for part in largest(torch.zeros(0, 5))] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "logits", [torch.zeros(2, 0), torch.zeros(4, 2).T, torch.zeros(2, 2, dtype=torch.float64)]
+)
+def test_other_logits_are_refused(logits: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="contiguous rows of float32"):
+        largest(logits)
+
+
+def test_a_row_that_is_not_ok_keeps_its_token_and_others_are_drawn() -> None:
+    logits = torch.tensor([[0.0, float("nan"), 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 0.0]])
+    tokens, ok = largest(logits)
+    tokens[0] = 2
+    one, double = torch.ones(3), torch.ones(3, dtype=torch.float64)
+    draw(
+        logits,
+        tokens,
+        ok,
+        rows=torch.tensor([0, 1, 2]),
+        temperature=one,
+        uniform=torch.tensor([0.5, 0.5, 0.99], dtype=torch.float64),
+        min_p=0 * one,
+        top_k=torch.full((3,), 3),
+        top_p=double,
+    )
+    assert tokens.tolist() == [2, 1, 2]
+
+
+def test_only_the_named_rows_are_drawn_and_strided_logits_are_refused() -> None:
+    logits = torch.zeros(2, 40)
+    tokens, ok = largest(logits)
+    options = {
+        "rows": torch.tensor([1]),
+        "temperature": torch.ones(1),
+        "uniform": torch.tensor([0.999], dtype=torch.float64),
+        "min_p": torch.zeros(1),
+        "top_k": torch.tensor([40]),
+        "top_p": torch.ones(1, dtype=torch.float64),
+    }
+    draw(logits, tokens, ok, **options)
+    assert tokens.tolist() == [0, 39]
+    with pytest.raises(ValueError, match="contiguous rows of float32"):
+        draw(torch.zeros(40, 2).T, tokens, ok, **options)

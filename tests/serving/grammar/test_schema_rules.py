@@ -1,0 +1,127 @@
+"""Limits of schemas, and where in a schema a refusal is."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from loraplex.serving.errors import GrammarRefused
+from loraplex.serving.grammar import builders
+from loraplex.serving.grammar.schema_rules import locate
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def refused(schema: Any) -> GrammarRefused:
+    with pytest.raises(GrammarRefused) as caught:
+        builders.json_schema(schema)
+    return caught.value
+
+
+def test_schema_of_64_levels_passes_and_one_more_is_refused() -> None:
+    builders.json_schema(nested(64))
+    assert "nested more than 64 levels" in refused(nested(65)).message
+
+
+def test_schema_of_64_kib_passes_and_one_byte_more_is_refused() -> None:
+    room = 65_536 - len('{"const":""}')
+    builders.json_schema({"const": "a" * room})
+    assert "has 65537 bytes; at most 65536" in refused({"const": "a" * (room + 1)}).message
+    assert "has 65538 bytes; at most 65536" in refused({"const": "é" * (room // 2 + 1)}).message
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"x-guidance": {"lenient": True}}, "x-guidance"),
+        ({"$ref": "https://example.com/a.json"}, "$ref"),
+        (
+            {"properties": {"a": {"anyOf": [{}, {"$ref": "file:///etc/passwd"}]}}},
+            "properties.a.anyOf[1].$ref",
+        ),
+        ({"$schema": "http://json-schema.org/draft-03/schema#", "divisibleBy": 3}, "$schema"),
+        ({"items": {"minProperties": 2}}, "items.minProperties"),
+        ({"$defs": {"a": {"required": ["x"], "minProperties": 3}}}, "$defs.a.minProperties"),
+    ],
+)
+def test_what_would_not_be_enforced_is_refused_at_its_place(schema: Any, path: str) -> None:
+    assert refused(schema).path == path
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"minProperties": 1},
+        {"required": ["a", "b"], "minProperties": 3, "type": "object"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}},
+        {"properties": {"x-guidance": {"type": "string"}}},
+        {"const": {"$ref": "https://example.com", "minProperties": 9}},
+    ],
+)
+def test_what_is_enforced_passes(schema: Any) -> None:
+    builders.json_schema(schema)
+
+
+@pytest.mark.parametrize("schema", [False, 3, None, [], "{}"])
+def test_what_is_no_schema_is_refused(schema: Any) -> None:
+    assert refused(schema).message
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason", "path", "said"),
+    [
+        (
+            {"properties": {"a": {"type": "array", "items": {"not": {}}}}},
+            'Unimplemented keys: ["not"]',
+            "properties.a.items.not",
+            "the keyword 'not' is not supported",
+        ),
+        ({"properties": {"not": {}}, "if": {}}, 'Unimplemented keys: ["if"]', "if", "the keyword 'if'"),
+        ({"$defs": {"f": {"format": "html"}}}, "Unknown format: html", "$defs.f.format", "the format 'html'"),
+        (
+            {"prefixItems": [{}, {"pattern": "(?=a)b"}]},
+            "regex parse error: (?=a)b",
+            "prefixItems[1].pattern",
+            "regex",
+        ),
+        (
+            {"allOf": [{"oneOf": [{}, {}]}]},
+            "oneOf constraints are not supported",
+            "allOf[0].oneOf",
+            "use 'anyOf'",
+        ),
+        ({"anyOf": [{"oneOf": []}, {"oneOf": []}]}, "oneOf constraints are not", "", "use 'anyOf'"),
+        (
+            {"minProperties": 1, "items": {"maxProperties": 1, "properties": {"a": {}, "b": {}}}},
+            "min/maxProperties only supported when all keys",
+            "items.maxProperties",
+            "'maxProperties' is only supported where",
+        ),
+        ({"type": "foo"}, "Invalid type: foo", "", "Invalid type: foo"),
+        ({}, "Unimplemented keys: [broken", "", "Unimplemented keys"),
+    ],
+)
+def test_reason_of_the_library_gets_its_place(schema: Any, reason: str, path: str, said: str) -> None:
+    found, words = locate(schema, reason)
+    assert found == path
+    assert said in words
+
+
+def test_long_names_above_many_schemas_cost_no_square_of_memory() -> None:
+    schema = {"properties": {"n" * 30_000: {"anyOf": [{"a": 1}] * 3000}}}
+    tracemalloc.start()
+    try:
+        builders.json_schema(schema)
+        assert locate(schema, 'Unimplemented keys: ["not"]') == ("", 'Unimplemented keys: ["not"]')
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,66 @@
+"""Adapters on all linears of the tiny models of `support.models.checkpoints`, made and saved by PEFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from support.adapters.peft_zoo import ALL_SITES, train
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {"r": 8, "lora_alpha": 16, "target_modules": ALL_SITES},
+    "some": {"r": 3, "lora_alpha": 5, "target_modules": ["k_proj", "o_proj", "up_proj"], "layers_to_transform": [0, 2]},
+    "many-ranks": {
+        "r": 20, "lora_alpha": 10, "use_rslora": True, "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 1},
+    },
+}  # fmt: skip
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dora": {"r": 5, "lora_alpha": 8, "use_dora": True, "target_modules": ALL_SITES},
+    "dora-some": {
+        "r": 9, "lora_alpha": 4, "use_dora": True, "target_modules": ["k_proj", "gate_proj", "o_proj"],
+        "layers_to_transform": [1], "fan_in_fan_out": True,
+    },
+    "head": {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head"]},
+    "dora-head": {
+        "r": 3, "lora_alpha": 6, "use_dora": True, "target_modules": ["lm_head", "v_proj"],
+        "rank_pattern": {"lm_head": 12},
+    },
+}  # fmt: skip
+"""What adapters may be beside plain LoRA in the layers."""
+
+_FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
+                 "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
+
+
+def for_fused(options: dict[str, Any]) -> dict[str, Any]:
+    """The same adapter for a base that has Q, K and V, and gate and up, as one linear each."""
+    targets = list(dict.fromkeys(_FUSED_TARGETS.get(name, name) for name in options["target_modules"]))
+    pattern = {_FUSED_TARGETS.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
+    return options | {"target_modules": targets, "rank_pattern": pattern}
+
+
+def save_adapters(base: Path, out: Path, chosen: dict[str, dict[str, Any]] = ADAPTERS) -> dict[str, Path]:
+    """These adapters for a base, random in A and B, one directory each below `out`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    made: dict[str, Path] = {}
+    model_type = json.loads((base / "config.json").read_text())["model_type"]
+    adapters = chosen
+    if model_type == "phi3":
+        adapters = {name: for_fused(options) for name, options in chosen.items()}
+    elif model_type == "gemma3":  # which also sees: only its text part is served
+        adapters = {n: options | {"exclude_modules": ".*vision_tower.*"} for n, options in chosen.items()}
+    for number, (name, options) in enumerate(adapters.items()):
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **options)
+        )
+        train(model, number, 0.3)
+        made[name] = out / name
+        model.save_pretrained(made[name])
+        config = made[name] / "adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"exclude_modules": None}))
+    return made

@@ -1,0 +1,339 @@
+"""A runner without a model, whose answers give away every mix-up.
+
+It keeps a KV memory of physical blocks. A step writes, for each scheduled position, a hash of the token, of the
+digest that lies in the row's adapter slot *at that moment* and of the position before, into the block that the
+row's table names, and samples a token as a hash of all that it reads back through that table. It never looks at a
+sequence's own tokens. So a block given out twice, a prefix found under a wrong key, a slot overwritten too early or
+a token fed out of turn changes what comes out; `reference` says what should have. Log probabilities are hashes of
+the same: `reference_scores`. Answers are hashes of integers alone: the same in every process.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.execution.device_errors import DeviceOutOfMemory
+from loraplex.engine.logprobs import Logprobs, Scores
+from loraplex.engine.pooling import PooledPart, Pooling, fraction_bits
+from loraplex.engine.types import SamplingParams, ScheduledSequence, SequenceState, StepPlan, StepResult
+from support.engine.logprobs import Row, pack_logprobs
+from support.simulator.grammars import grammar_of
+
+BASE = 0
+"""What a base row leaves in place of a digest."""
+GARBAGE = 1_000_003
+"""A token that no vocabulary holds: what uninitialised or broken memory reads as."""
+POISON = -1_000_003
+"""KV that is not finite: a row that reads it computes nothing finite."""
+
+
+def adapter_mark(digest: str | None) -> int:
+    """A digest as the integer that goes into the KV memory."""
+    return BASE if digest is None else int(digest[:12], 16) + 1
+
+
+def attend(value_before: int, mark: int, token: int) -> int:
+    """The KV of one position: of its token and adapter, and of all positions before it, as in a real model."""
+    return hash((value_before, mark, token))
+
+
+def draw(values: tuple[int, ...], vocab_size: int) -> int:
+    """The fake model's next token, from the KV of all positions so far."""
+    return hash(values) % vocab_size
+
+
+def reference(digest: str | None, prompt: tuple[int, ...], count: int, vocab_size: int) -> list[int]:
+    """The `count` tokens that follow `prompt` on one adapter version."""
+    mark, values, drawn = adapter_mark(digest), [0], []
+    for token in prompt:
+        values.append(attend(values[-1], mark, token))
+    while True:
+        drawn.append(draw(tuple(values[1:]), vocab_size))
+        if len(drawn) == count:
+            return drawn
+        values.append(attend(values[-1], mark, drawn[-1]))
+
+
+def score(values: tuple[int, ...], token: int, num_top: int) -> Row:
+    """The fake model's log probability of `token` behind positions with this KV, and of `num_top` others."""
+
+    def value(of: int) -> float:
+        return -(hash((values, of)) % 4096) / 8  # a float32 holds it
+
+    others = [hash((values, -2 - rank)) % 1000 for rank in range(num_top)]
+    return value(token), [(other, value(other)) for other in others]
+
+
+def reference_scores(
+    digest: str | None, prompt: tuple[int, ...], outputs: tuple[int, ...], sampling: SamplingParams
+) -> Scores:
+    """The log probabilities that a request with these outputs asks for, on one adapter version."""
+    mark, values, tokens = adapter_mark(digest), [0], (*prompt, *outputs)
+    for token in tokens:
+        values.append(attend(values[-1], mark, token))
+
+    def at(positions: range, num_top: int | None) -> Logprobs | None:
+        if num_top is None or not positions:
+            return None
+        rows = [score(tuple(values[1 : place + 1]), tokens[place], num_top) for place in positions]
+        return pack_logprobs(rows, num_top)
+
+    return Scores(
+        output=at(range(len(prompt), len(tokens)), sampling.logprobs),
+        prompt=at(range(1, len(prompt)), sampling.prompt_logprobs),
+    )
+
+
+def hidden(values: tuple[int, ...]) -> tuple[int, int]:
+    """The fake model's hidden state behind positions with this KV: two small integers."""
+    return hash((values, -3)) % 2001 - 1000, hash((values, -4)) % 2001 - 1000
+
+
+def reference_pooled(digest: str | None, prompt: tuple[int, ...], pooling: Pooling) -> bytes:
+    """The embedding of a prompt on one adapter version."""
+    mark, values = adapter_mark(digest), [0]
+    for token in prompt:
+        values.append(attend(values[-1], mark, token))
+    states = [hidden(tuple(values[1 : place + 2])) for place in range(len(prompt))]
+    if pooling == "last":
+        return struct.pack("<2f", *states[-1])
+    return struct.pack("<2f", *(sum(numbers) / len(prompt) for numbers in zip(*states, strict=True)))
+
+
+class StepFailed(RuntimeError):
+    """The fault that a test asked for."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """What goes wrong with a step: raise at `submit` or `collect` (its KV is garbage then), for want of memory or for
+    no known reason; or single rows. The rows in `poisoned` answer once more, but leave KV that is not finite."""
+
+    at: str = ""  # "submit", "collect" or "" for none
+    rows: frozenset[int] = frozenset()
+    memory: bool = False
+    poisoned: frozenset[int] = frozenset()
+
+    def error(self) -> Exception:
+        what = f"{self.at} was told to fail"
+        return DeviceOutOfMemory(what) if self.memory else StepFailed(what)
+
+
+@dataclass(slots=True)
+class _Handle:
+    plan: StepPlan
+    fault: Fault
+
+
+@dataclass
+class FakeRunner:
+    """`mark_in_slot(slot)` reads the arena. Steps run as late as they may, when they are collected: whatever is
+    changed too early in what they read shows. `fault(plan)` chooses a step's fault, `tokens_per_row(row)` how many
+    tokens (1 and more) a sampling row brings, as speculative decoding would. `has_matcher` says whether the matcher of
+    a request with a grammar was built."""
+
+    num_blocks: int
+    mark_in_slot: Callable[[int], int]
+    vocab_size: int = 97
+    fault: Callable[[StepPlan], Fault] = field(default=lambda plan: Fault())
+    tokens_per_row: Callable[[ScheduledSequence], int] = field(default=lambda row: 1)
+    max_in_flight: int = 1
+    has_matcher: Callable[[str], bool] = field(default=lambda request_id: False)
+
+    def __post_init__(self) -> None:
+        positions = self.num_blocks * BLOCK_SIZE
+        self._values = [GARBAGE] * positions
+        self._tenants = [""] * positions
+        self._queue: deque[_Handle] = deque()
+        self._drawn: dict[
+            tuple[str, int], int
+        ] = {}  # by (request, output index): the last step's, on the device
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.plans: list[StepPlan] = []
+        self.keep_plans = False
+        self.complaints: list[str] = []  # what no engine may do; the core would take an exception for a fault
+        self.faulted: set[str] = set()  # requests that a fault has hit
+        self._num_submitted = 0
+        self._first_submitted: dict[tuple[str, int], int] = {}  # by request and epoch
+        self._noticed: dict[int, int] = {}  # steps submitted when the poison at a place was first read
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._queue)
+
+    def submit(self, plan: StepPlan) -> object:
+        if not plan.scheduled:
+            self.complaints.append("an empty step was submitted")
+        if len(self._queue) >= self.max_in_flight:
+            self.complaints.append("more steps are in flight than the lookahead allows")
+        if self.keep_plans:
+            self.plans.append(plan)
+        handle = _Handle(plan, self.fault(plan))
+        hit = plan.scheduled if handle.fault.at else [plan.scheduled[index] for index in handle.fault.rows]
+        if not handle.fault.memory:
+            self.faulted.update(row.seq.request_id for row in hit)
+        self._num_submitted += 1
+        for row in plan.scheduled:
+            self._first_submitted.setdefault((row.seq.request_id, row.epoch), self._num_submitted)
+        if handle.fault.at == "submit":
+            raise handle.fault.error()
+        self._queue.append(handle)
+        return handle
+
+    def collect(self, handle: object) -> StepResult:
+        assert isinstance(handle, _Handle)
+        if self._queue.popleft() is not handle:
+            self.complaints.append("a step was collected out of turn")
+        return self._run(handle.plan, handle.fault)
+
+    def _run(self, plan: StepPlan, fault: Fault) -> StepResult:
+        self.num_steps += 1
+        drawn: dict[tuple[str, int], int] = {}
+        answers: list[tuple[int, ...]] = []
+        scores: dict[int, Scores] = {}
+        pooled: dict[int, PooledPart] = {}
+        if fault.at == "collect":
+            for row in plan.scheduled:
+                self._write(row, (GARBAGE,) * row.num_tokens)
+            self._drawn = drawn
+            raise fault.error()
+        failed = dict.fromkeys(fault.rows, "told to fail")
+        not_finite: set[int] = set()
+        ended: set[int] = set()
+        broken: dict[int, str] = {}
+        for index, row in enumerate(plan.scheduled):
+            request_id = row.seq.request_id
+            grammar = grammar_of(row.seq.request)
+            if grammar and row.seq.state is not SequenceState.FINISHED and not self.has_matcher(request_id):
+                self.complaints.append(f"{request_id} is computed before its matcher is built")
+            tokens = row.token_ids
+            if row.pending_input:
+                # What the step before drew, if it still drew: a row that ended meanwhile may read anything.
+                tokens = (self._drawn.get((request_id, row.output_index - 1), GARBAGE),)
+            if index in fault.rows:
+                self._write(row, (GARBAGE,) * row.num_tokens)
+                answers.append(())
+                continue
+            self._write(row, tokens)
+            self.num_tokens += row.num_tokens
+            seen = self._read(row)
+            if POISON in seen:
+                self._notice(row, seen)
+                failed[index] = "not finite"
+                not_finite.add(index)
+                answers.append(())
+                continue
+            if index in fault.poisoned:
+                self._values[self._place(row, row.start + row.num_tokens - 1)] = POISON
+            sampling = row.seq.request.sampling
+            of_prompt = [
+                score(seen[:position], target, sampling.prompt_logprobs or 0)
+                for position, target in enumerate(row.targets, row.score_start + 1)
+            ]
+            if of_prompt:
+                scores[index] = Scores(prompt=pack_logprobs(of_prompt, sampling.prompt_logprobs or 0))
+            if row.pool_start is not None:
+                pooled[index] = _pooled(row, seen)
+            if not row.samples:
+                answers.append(())
+                continue
+            answer = [draw(seen, self.vocab_size)]
+            of_output = [score(seen, answer[0], sampling.logprobs or 0)]
+            drawn[request_id, row.output_index] = answer[0]
+            mark = self._mark(row)
+            for _ in range(self.tokens_per_row(row) - 1):
+                seen = (*seen, attend(seen[-1], mark, answer[-1]))
+                answer.append(draw(seen, self.vocab_size))
+                of_output.append(score(seen, answer[-1], sampling.logprobs or 0))
+            if grammar is not None:
+                kind, count = grammar
+                left = count - row.output_index
+                if kind == "breaks" and len(answer) > left:
+                    broken[index] = "no token can go on with it"
+                elif kind == "ends" and len(answer) >= left > 0:
+                    del answer[left:], of_output[left:]
+                    ended.add(index)
+            answers.append(tuple(answer))
+            if sampling.logprobs is not None:
+                scores[index] = replace(
+                    scores.get(index, Scores()), output=pack_logprobs(of_output, sampling.logprobs)
+                )
+        self._drawn = drawn
+        return StepResult(
+            plan.step_id,
+            tuple(answers),
+            failed,
+            scores,
+            frozenset(not_finite),
+            frozenset(ended),
+            broken,
+            pooled,
+        )
+
+    def _notice(self, row: ScheduledSequence, seen: tuple[int, ...]) -> None:
+        """A row has read poison. From now on no sequence may begin with it."""
+        name = row.seq.request_id
+        if row.seq.state is SequenceState.FINISHED:
+            return
+        self.faulted.add(name)
+        for position, value in enumerate(seen):
+            noticed = (
+                self._noticed.setdefault(self._place(row, position), self._num_submitted)
+                if value == POISON
+                else None
+            )
+            if noticed is not None and self._first_submitted[name, row.epoch] > noticed:
+                self.complaints.append(f"{name} was given KV that was known to be spoilt")
+
+    def _write(self, row: ScheduledSequence, tokens: tuple[int, ...]) -> None:
+        if len(tokens) != row.num_tokens or len(row.block_ids) * BLOCK_SIZE < row.start + row.num_tokens:
+            self.complaints.append(f"a slice of {row.seq.request_id} does not fit its tokens or its blocks")
+            return
+        mark = self._mark(row)
+        tenant = row.seq.request.tenant_id
+        value = self._values[self._place(row, row.start - 1)] if row.start else 0
+        for position, token in enumerate(tokens, row.start):
+            place = self._place(row, position)
+            if value != POISON:
+                value = GARBAGE if token == GARBAGE else attend(value, mark, token)
+            self._values[place] = value
+            self._noticed.pop(place, None)
+            self._tenants[place] = tenant
+
+    def _mark(self, row: ScheduledSequence) -> int:
+        return BASE if row.slot < 0 else self.mark_in_slot(row.slot)
+
+    def _place(self, row: ScheduledSequence, position: int) -> int:
+        return row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def _read(self, row: ScheduledSequence) -> tuple[int, ...]:
+        """The KV of positions 0 … the slice's end, through the row's own block table."""
+        end = row.start + row.num_tokens
+        values: list[int] = []
+        tenants: list[str] = []
+        for block in row.block_ids[: -(-end // BLOCK_SIZE)]:
+            values += self._values[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+            tenants += self._tenants[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+        # The row of a sequence that ended while it was in flight reads what it likes: nobody gets its answer.
+        owners = set(tenants[:end])
+        if owners != {row.seq.request.tenant_id} and row.seq.state is not SequenceState.FINISHED:
+            self.complaints.append(f"{row.seq.request_id} reads KV that {sorted(owners)} wrote")
+        return tuple(values[:end])
+
+
+def _pooled(row: ScheduledSequence, seen: tuple[int, ...]) -> PooledPart:
+    """`seen`: the KV of all positions up to the slice's end."""
+    assert row.pool_start is not None
+    states = [hidden(seen[: place + 1]) for place in range(row.pool_start, len(seen))]
+    if not states:
+        return PooledPart(0, b"")
+    if row.seq.request.pooling == "last":
+        return PooledPart(len(states), struct.pack("<2f", *states[-1]))
+    scale = 1 << fraction_bits(row.seq.num_prompt)
+    sums = [sum(numbers) * scale for numbers in zip(*states, strict=True)]
+    return PooledPart(len(states), struct.pack("<2q", *sums))

@@ -1,0 +1,106 @@
+"""A real engine in the test's own process, driven step by step."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.store.artifact_store import ArtifactStore
+from loraplex.engine.build import build_engine
+from loraplex.engine.config import EngineConfig
+from loraplex.engine.execution.inputs import Recorder
+from loraplex.engine.pooling import Pooling
+from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
+
+
+class LocalEngine:
+    """`EngineCore` with the real model and arena, an artifact store of its own, and no process around it."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        work_dir: Path,
+        *,
+        wrap_model: Callable[[Any], Any] | None = None,
+        recorder: Recorder | None = None,
+        **settings: Any,
+    ) -> None:
+        self.store = ArtifactStore(work_dir / "artifacts")
+        self.base = load_base_spec(model_dir, cache_dir=work_dir)
+        config = EngineConfig(
+            model_path=str(model_dir), artifact_dir=str(work_dir / "artifacts"), device="cpu", **settings
+        )
+        self.built = build_engine(config, lambda: None, wrap_model=wrap_model, recorder=recorder)
+        self.core = self.built.core
+        self.events: dict[str, list[TokenEvent]] = {}
+
+    def publish(self, folder: Path, *, tenant: str = "acme", name: str | None = None) -> AdapterRef:
+        """Admit a PEFT directory and put it into the store."""
+        with self.store.begin_staging() as staging:
+            shutil.copy(folder / "adapter_config.json", staging.config_path)
+            shutil.copy(folder / "adapter_model.safetensors", staging.tensors_path)
+            spec = inspect_adapter(staging.config_path, staging.tensors_path, self.base, max_rank=64)
+            self.store.commit(staging, spec.digest)
+        return AdapterRef(tenant, name or folder.name, 1, spec.digest, spec.rank)
+
+    def add(
+        self, request_id: str, prompt: Iterable[int], adapter: AdapterRef | None = None, **sampling: Any
+    ) -> None:
+        given = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16, **sampling}
+        tenant = "acme" if adapter is None else adapter.tenant_id
+        self.core.add_request(
+            EngineRequest(request_id, tenant, tuple(prompt), SamplingParams(**given), adapter)
+        )
+
+    def embed(
+        self,
+        request_id: str,
+        prompt: Iterable[int],
+        adapter: AdapterRef | None = None,
+        pooling: Pooling = "mean",
+    ) -> None:
+        tenant = "acme" if adapter is None else adapter.tenant_id
+        sampling = SamplingParams(max_tokens=0)
+        self.core.add_request(
+            EngineRequest(request_id, tenant, tuple(prompt), sampling, adapter, pooling=pooling)
+        )
+
+    def embedding(self, request_id: str) -> torch.Tensor:
+        """[C] float32; raises if the request ended in an error."""
+        last = self.events[request_id][-1]
+        assert last.finish_reason == "length", last.error
+        assert last.pooled is not None
+        return torch.frombuffer(bytearray(last.pooled), dtype=torch.float32)
+
+    def step(self) -> list[TokenEvent]:
+        events = self.core.step()
+        for event in events:
+            self.events.setdefault(event.request_id, []).append(event)
+        return events
+
+    def run(self, *, timeout_s: float = 240.0) -> None:
+        """Step until nothing is left to do."""
+        end = time.monotonic() + timeout_s
+        while self.core.has_work:
+            if time.monotonic() > end:
+                raise TimeoutError("the engine did not come to an end")
+            if not self.step() and self.core.idle_s() != 0.0:
+                time.sleep(0.001)  # only a loader thread can move things now
+
+    def tokens(self, request_id: str) -> list[int]:
+        """All output tokens; raises if the request ended in an error."""
+        events = self.events[request_id]
+        assert [event.finish_reason is not None for event in events] == [False] * (len(events) - 1) + [True]
+        assert events[-1].error is None, events[-1].error
+        return [token for event in events for token in event.token_ids]
+
+    def close(self) -> None:
+        self.built.close()

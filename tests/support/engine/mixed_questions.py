@@ -1,0 +1,67 @@
+"""Questions to a tiny base and its adapters in one engine; the answers are those of transformers and PEFT."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loraplex.engine.execution.kv_cache import block_bytes
+from loraplex.engine.model.base import ModelShape
+from support.adapters.peft_zoo import PeftReference
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import VOCAB
+
+NUM_BLOCKS = 14
+LONGEST_START = 35
+"""Tokens that prompts may have in common: far beyond the windows of the tiny families."""
+
+Answered = list[tuple[str | None, list[int], list[int]]]
+"""Of each question: the adapter's name, the prompt, the answer."""
+
+
+def cramped_engine(base: Path, work: Path, family: Mapping[str, Any], **settings: Any) -> LocalEngine:
+    """In float32, with a pool so small that sequences start over. `family`: the config that the base was made of."""
+    kv_heads, head_dim = family.get("num_key_value_heads", 2), family.get("head_dim", 8)
+    shape = ModelShape(3, kv_heads, head_dim, VOCAB, 512)
+    return LocalEngine(
+        base,
+        work,
+        dtype="float32",
+        max_model_len=100,
+        max_num_batched_tokens=40,
+        kv_cache_memory=NUM_BLOCKS * block_bytes(shape, torch.float32),
+        adapter_memory=4 << 20,
+        adapter_cpu_memory=4 << 20,
+        num_threads=1,
+        **settings,
+    )
+
+
+def ask_mixed(
+    engine: LocalEngine, adapters: Mapping[str, Path], *, seed: str, requests: int, tokens: int
+) -> Answered:
+    """Questions to the base, to `all` and to `many-ranks` in turns, many of them with a common start; all at once."""
+    rng = random.Random(seed)
+    refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
+    shared = [rng.randrange(3, VOCAB) for _ in range(LONGEST_START)]
+    asked = []
+    for number in range(requests):
+        name = [None, "all", "many-ranks"][number % 3]
+        prompt = shared[: rng.choice([0, 16, LONGEST_START])]
+        prompt += [rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 9]))]
+        asked.append((name, prompt))
+        engine.add(str(number), prompt, refs[name] if name else None, max_tokens=tokens)
+    engine.run()
+    return [(name, prompt, engine.tokens(str(number))) for number, (name, prompt) in enumerate(asked)]
+
+
+def check_answers(answered: Answered, base: Path, adapters: Mapping[str, Path]) -> None:
+    """Teacher-forced: each token is the likeliest after those before it."""
+    reference = PeftReference(base, dict(adapters), torch.float32)
+    for name, prompt, answer in answered:
+        want = reference.logits(name, prompt + answer[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
+        assert answer == want, name

@@ -1,0 +1,90 @@
+"""A scheduler whose runner is the test."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.config import Charges, SchedulerConfig
+from loraplex.engine.scheduling.scheduler import Scheduler
+from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, StepPlan
+from support.engine.fake_transport import FakeTransport, make_cache
+
+
+class Bench:
+    """A scheduler with lookahead 0 whose runner is the test: every sampling slice returns token 7."""
+
+    def __init__(
+        self, *, blocks: int = 64, seqs: int = 16, tokens: int = 64, charges: Charges | None = None
+    ) -> None:
+        self.now = 0.0
+        self.transport = FakeTransport(lambda: self.now, num_pages=4)
+        self.cache = make_cache(self.transport)
+        config = SchedulerConfig(blocks, 4096, seqs, tokens, 1000, charges=charges or Charges())
+        self.scheduler = Scheduler(config, self.cache)
+        self.live: dict[str, Sequence] = {}
+        self._order = count()
+
+    def add(
+        self,
+        name: str,
+        num_prompt: int,
+        max_tokens: int = 100,
+        *,
+        tenant: str = "acme",
+        adapter: AdapterRef | None = None,
+        first: int = 1000,
+        priority: int = 0,
+        weight: float = 1.0,
+    ) -> Sequence:
+        prompt = tuple(range(first, first + num_prompt))
+        request = EngineRequest(
+            name,
+            tenant,
+            prompt,
+            SamplingParams(max_tokens=max_tokens),
+            adapter,
+            weight=weight,
+            priority=priority,
+        )
+        seq = Sequence(request, self.now, next(self._order), list(prompt))
+        self.scheduler.add_sequence(seq)
+        self.live[name] = seq
+        return seq
+
+    def plan(self) -> StepPlan:
+        self.cache.poll()
+        plan = self.scheduler.plan(self.now)
+        assert not sizes(plan).keys() & {*plan.preempted}, "a sequence was preempted and resumed in one plan"
+        self.check()
+        return plan
+
+    def collect(self, plan: StepPlan) -> None:
+        for row in plan.scheduled:
+            seq = row.seq
+            self.scheduler.computed(row)
+            if row.samples:
+                seq.token_ids.append(7)
+                seq.num_pending -= 1
+                self.scheduler.delivered(seq, 1)
+                if seq.num_outputs == seq.request.sampling.max_tokens:
+                    self.finish(seq)
+        self.check()
+
+    def step(self) -> dict[str, int]:
+        """One whole step; returns how many tokens of each request it computed."""
+        plan = self.plan()
+        self.collect(plan)
+        return sizes(plan)
+
+    def finish(self, seq: Sequence) -> None:
+        self.scheduler.finish(seq)
+        del self.live[seq.request_id]
+        self.check()
+
+    def check(self) -> None:
+        self.scheduler.check_integrity(self.live.values())
+
+
+def sizes(plan: StepPlan) -> dict[str, int]:
+    return {row.seq.request_id: row.num_tokens for row in plan.scheduled}

@@ -1,0 +1,172 @@
+"""What reads a stranger's upload, as fuzzing targets: archives, headers, configs, whole adapters."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import stat
+import struct
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.admission.peft_config import parse_peft_config
+from loraplex.adapters.admission.safetensors_header import read_header
+from loraplex.adapters.archive.extract import extract_upload
+from loraplex.adapters.errors import AdapterRefused, RefusalCode
+from support.adapters.archives import CONFIG, CONTENT, LIMIT, MAKERS, TENSORS, Box, make_tar, make_zip, tar_of
+from support.adapters.drafts import TinyBase, make_adapter, peft_config, write_base
+from support.fuzz.fuzzing import Target
+
+READ_BUFFERS = 8 << 20
+"""What readers may hold beside what they return: windows, blocks, directories."""
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """The one way to say no, with a code that is documented and a text that may be shown."""
+    refused = None
+    try:
+        yield
+    except AdapterRefused as error:
+        refused = error
+    if refused is not None:
+        assert refused.code in get_args(RefusalCode)
+        assert refused.message.isascii()
+        assert refused.message.isprintable()
+        assert len(refused.message) < 2000
+
+
+def archives(directory: Path) -> Target:
+    """Nothing but the two files is written, only into the folder given, and no more than the cap."""
+    box = Box(directory)
+    small = {CONFIG: b"{}", TENSORS: b"\0" * 64}
+    link = tarfile.TarInfo(CONFIG)
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    climbing = {f"../{CONFIG}": b"{}", f"/{TENSORS}": b"x", f"a/../../{CONFIG}": b"{}"}
+    zip64 = io.BytesIO()
+    with zipfile.ZipFile(zip64, "w") as archive, archive.open(CONFIG, "w", force_zip64=True) as member:
+        member.write(b"{}")
+    corpus = [make(files) for make in MAKERS.values() for files in (small, CONTENT)]
+    corpus += [
+        make_tar(climbing),
+        make_zip(climbing),
+        make_tar({"a" * 300: b"x", **small}),
+        tar_of((link, b"")),
+    ]
+    corpus += [
+        zip64.getvalue(),
+        make_zip({TENSORS: bytes(4 << 20), CONFIG: b"{}"}),
+        gzip.compress(bytes(1 << 20)),
+    ]
+    corpus += [gzip.compress(make_tar(small)) + gzip.compress(b"more"), b"", b"PK\x05\x06" + bytes(18)]
+
+    def run(data: bytes) -> None:
+        box.archive.write_bytes(data)
+        try:
+            with _refusals():
+                extract_upload(box.archive, box.dest, max_bytes=LIMIT)
+            box.check_outside()
+            assert sum(path.stat().st_size for path in box.dest.iterdir()) <= LIMIT
+        finally:
+            for leftover in box.dest.iterdir():
+                assert stat.S_ISREG(leftover.lstat().st_mode)
+                leftover.unlink()
+
+    return Target("the archive reader", corpus, run, READ_BUFFERS)
+
+
+def _tensors_file(header: object, data: bytes = b"") -> bytes:
+    raw = json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+def headers(directory: Path) -> Target:
+    """What is accepted lies in the file, in order, without an overlap."""
+    path = directory / TENSORS
+    two = {
+        "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+        "b": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]},
+        "__metadata__": {"format": "pt"},
+    }
+    corpus = [_tensors_file(two, bytes(22)), _tensors_file({}), b"", bytes(8), b"\xff" * 16]
+    corpus.append(make_adapter(directory / "adapter", TinyBase()).tensors.read_bytes())
+
+    def run(data: bytes) -> None:
+        path.write_bytes(data)
+        with _refusals():
+            end = 0
+            for tensor in read_header(path).values():
+                assert end <= tensor.start <= tensor.end <= len(data)
+                end = tensor.end
+
+    return Target("the safetensors header", corpus, run, READ_BUFFERS)
+
+
+def configs(directory: Path) -> Target:
+    """Settings come out, or a refusal; whatever comes out gives each module a finite scaling."""
+    path = directory / CONFIG
+    modules = [
+        f"model.layers.{layer}.self_attn.{name}" for layer in range(3) for name in ("q_proj", "v_proj")
+    ]
+    plain = peft_config()
+    corpus = [
+        json.dumps(plain).encode(),
+        b"{}",
+        b"",
+        b"[]",
+        json.dumps({**plain, "use_rslora": True}).encode(),
+    ]
+    for name, value in (
+        ("rank_pattern", {"q_proj": 4, "^model.*v_proj": 2}),
+        ("alpha_pattern", {"layers.1.self_attn.q_proj": 1e6}),
+        ("target_modules", r".*\.(q|v)_proj$"),
+        ("layers_to_transform", [0, 2]),
+        ("exclude_modules", "q_proj"),
+        ("modules_to_save", ["lm_head"]),
+        ("use_dora", True),
+    ):
+        corpus.append(json.dumps({**plain, name: value}).encode())
+
+    def run(data: bytes) -> None:
+        path.write_bytes(data)
+        with _refusals():
+            settings = parse_peft_config(path, modules)
+            for module in modules:
+                rank, scaling = settings.rank_and_scaling(module)
+                assert rank >= 1
+                assert abs(scaling) < 1e9
+                settings.selects(module)
+
+    return Target("the adapter config", corpus, run, READ_BUFFERS)
+
+
+def adapters(directory: Path) -> Target:
+    """A config and tensors together, inspected against a base: a specification with a digest, or a refusal. An input
+    is the config's length, the config, the tensors."""
+    base = load_base_spec(write_base(directory / "base", TinyBase()))
+    config, tensors = directory / CONFIG, directory / TENSORS
+    corpus = []
+    for seed in range(3):
+        made = make_adapter(directory / f"adapter-{seed}", TinyBase(), seed=seed)
+        text = made.config.read_bytes()
+        corpus.append(struct.pack("<H", len(text)) + text + made.tensors.read_bytes())
+
+    def run(data: bytes) -> None:
+        size = int.from_bytes(data[:2], "little")
+        config.write_bytes(data[2 : 2 + size])
+        tensors.write_bytes(data[2 + size :])
+        with _refusals():
+            spec = inspect_adapter(config, tensors, base, max_rank=64)
+            assert len(spec.digest) == 64
+
+    return Target("an adapter", corpus, run, 4 * READ_BUFFERS)
+
+
+TARGETS = {"archive": archives, "header": headers, "config": configs, "adapter": adapters}

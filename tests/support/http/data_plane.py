@@ -1,0 +1,315 @@
+"""The data plane over fakes: a scripted engine, a byte tokenizer, and a control plane of dictionaries.
+
+    with running_data_plane() as plane:
+        plane.engine.script(Reply(text="Hello"))
+        plane.client().chat.completions.create(model="tiny", messages=[...])
+
+Tenant `acme` (key `lpx_acme`) has the adapters `pirate` (versions 1 and 2, 2 released) and `json`; tenant `rival`
+(key `lpx_rival`) has `secret`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.api.application import create_data_app
+from loraplex.api.deps import ApiServices
+from loraplex.api.drain import Drain
+from loraplex.api.metrics import Metrics
+from loraplex.control.types import (
+    Admission,
+    LimitWindow,
+    ModelCard,
+    Principal,
+    Reservation,
+    ResolvedModel,
+    Serving,
+)
+from loraplex.control.usage.journal import JournalFull
+from loraplex.control.usage.records import Accepted, Ended
+from loraplex.serving.text.processor import TextProcessor
+from support.engine.fake_engine import FakeEngineClient
+from support.http.api_server import RunningServer, serve_app
+from support.models.byte_tokenizer import write_byte_tokenizer
+
+BASE = "org/tiny"
+MAX_MODEL_LEN = 4096
+
+
+class Refused(LoraplexError):
+    def __init__(self, code: str, message: str = "no", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def ref(tenant: str, name: str, version: int) -> AdapterRef:
+    return AdapterRef(tenant, name, version, f"{tenant}{name}{version}".encode().hex().ljust(64, "0"), 8)
+
+
+def principal(tenant: str | None, **changes: Any) -> Principal:
+    return replace(Principal(tenant, f"key-{tenant}", frozenset({"inference"})), **changes)
+
+
+@dataclass
+class FakeAuthenticator:
+    principals: dict[str, Principal] = field(
+        default_factory=lambda: {
+            "lpx_acme": principal("acme"),
+            "lpx_rival": principal("rival", weight=3.0),
+            "lpx_usage": principal("acme", scopes=frozenset({"usage:read"})),
+            "lpx_json_only": principal("acme", models=frozenset({"json"})),
+            "admin": principal(None, key_id=None, scopes=frozenset(), is_admin=True),
+        }
+    )
+    broken: bool = False
+
+    async def authenticate(self, secret: str) -> Principal:
+        if self.broken:
+            raise RuntimeError("the password of the database is hunter2")
+        if secret not in self.principals:
+            raise Refused("invalid_api_key", "This API key is not valid.")
+        return self.principals[secret]
+
+
+@dataclass
+class FakeResolver:
+    adapters: dict[tuple[str, str], dict[int, AdapterRef]] = field(
+        default_factory=lambda: {
+            ("acme", "pirate"): {1: ref("acme", "pirate", 1), 2: ref("acme", "pirate", 2)},
+            ("acme", "json"): {1: ref("acme", "json", 1)},
+            ("rival", "secret"): {1: ref("rival", "secret", 1)},
+        }
+    )
+
+    users: list[str | None] = field(default_factory=list)
+    formats: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)  # of adapters, by name
+
+    async def resolve(self, caller: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
+        self.users.append(user)
+        if model == BASE:
+            return ResolvedModel(model, None)
+        name, _, version = model.removeprefix(f"{BASE}:").partition("@v")
+        versions = self.adapters.get((caller.tenant_id or "", name), {})
+        found = versions.get(int(version) if version.isdigit() else max(versions, default=0))
+        if found is None:
+            raise Refused("model_not_found", "The model does not exist or you do not have access to it.")
+        if caller.models is not None and name not in caller.models:
+            raise Refused("model_not_allowed", "This key may not use this model.")
+        return ResolvedModel(model, found, Serving(*self.formats.get(name, (None, None))))
+
+    async def list_models(self, caller: Principal) -> Sequence[ModelCard]:
+        own = [
+            ModelCard(name, 1_700_000_000, versions[max(versions)].digest, BASE)
+            for (tenant, name), versions in self.adapters.items()
+            if tenant == caller.tenant_id
+        ]
+        return [ModelCard(BASE, 1_600_000_000, BASE, None), *own]
+
+
+@dataclass
+class FakeLimiter:
+    """Remembers every admission (`costs`: with what it was settled), and every reservation and what it was settled
+    with; a second settle is kept too. `held`: reserving waits for it. `again`: what `again_s` says."""
+
+    refuse_admission_with: list[Exception] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
+    costs: list[tuple[str, int | None]] = field(default_factory=list)
+    again: float = 0.0
+    refuse_with: list[Exception] = field(default_factory=list)
+    windows: tuple[LimitWindow | None, LimitWindow | None] = (None, None)
+    max_output_tokens: int | None = None
+    reserved: dict[str, dict[str, Any]] = field(default_factory=dict)
+    settled: list[tuple[str, int | None]] = field(default_factory=list)
+    held: asyncio.Event | None = None
+    broken: bool = False
+    asked: int = 0
+    _names: dict[str, str] = field(default_factory=dict)
+
+    async def admit(self, request_id: str, caller: Principal) -> Admission:
+        if self.refuse_admission_with:
+            raise self.refuse_admission_with.pop(0)
+        self.admitted.append(request_id)
+        return Admission(request_id, self.windows[0])
+
+    async def reserve(self, admission: Admission, caller: Principal, **asked: Any) -> Reservation:
+        if self.refuse_with:
+            raise self.refuse_with.pop(0)
+        self.asked += 1
+        if self.held is not None:
+            await self.held.wait()
+        name = f"r{len(self.reserved)}"
+        self.reserved[name] = {"tenant": caller.tenant_id, **asked}
+        self._names[admission.request_id] = name
+        return Reservation(*self.windows, max_output_tokens=self.max_output_tokens)
+
+    def again_s(self, admission: Admission) -> float:
+        return self.again
+
+    async def settle(self, admission: Admission, *, used_tokens: int | None) -> None:
+        self.costs.append((admission.request_id, used_tokens))
+        if admission.request_id in self._names:
+            self.settled.append((self._names[admission.request_id], used_tokens))
+        if self.broken:
+            raise RuntimeError("the limiter is broken")
+
+    def check(self) -> None:
+        """Every request that was admitted, and every reservation, was settled exactly once."""
+        assert sorted(name for name, _ in self.settled) == sorted(self.reserved)
+        assert sorted(name for name, _ in self.costs) == sorted(self.admitted)
+
+
+@dataclass
+class FakeGrammars:
+    """Takes every grammar but those that it is told to refuse. `checked`: tenants and grammars."""
+
+    refuse_with: list[Exception] = field(default_factory=list)
+    checked: list[tuple[str, str]] = field(default_factory=list)
+
+    async def check(self, tenant: str, text: str) -> None:
+        self.checked.append((tenant, text))
+        if self.refuse_with:
+            raise self.refuse_with.pop(0)
+
+    async def lark_of_gbnf(self, tenant: str, text: str) -> str:
+        await self.check(tenant, text)
+        return f"lark of {text}"
+
+
+@dataclass
+class FakeLedger:
+    """Remembers what was accepted and every row. `held`: a row is not safe before."""
+
+    accepted: list[Accepted] = field(default_factory=list)
+    rows: list[Ended] = field(default_factory=list)
+    full: bool = False
+    held: asyncio.Event | None = None
+
+    def accept(self, record: Accepted) -> None:
+        if self.full:
+            raise JournalFull
+        self.accepted.append(record)
+
+    async def end(self, record: Ended) -> None:
+        self.rows.append(record)
+        if self.held is not None:
+            await self.held.wait()
+
+    def check(self) -> None:
+        """Every request that was accepted has exactly one row."""
+        assert sorted(row.id for row in self.rows) == sorted(record.id for record in self.accepted)
+
+
+@dataclass
+class DataPlane:
+    engine: FakeEngineClient
+    authenticator: FakeAuthenticator
+    grammars: FakeGrammars
+    resolver: FakeResolver
+    limiter: FakeLimiter
+    ledger: FakeLedger
+    metrics: Metrics
+    drain: Drain
+    services: ApiServices
+    server: RunningServer
+    http: httpx.Client
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def client(self, key: str = "lpx_acme", max_retries: int = 0) -> openai.OpenAI:
+        """Clients share `http`: to make one takes longer than most tests."""
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=max_retries, http_client=self.http
+        )
+
+    def async_client(self, key: str = "lpx_acme", **options: Any) -> openai.AsyncOpenAI:
+        options = {"max_retries": 0, "timeout": 10, **options}
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+
+    def on_loop(self, function: Any) -> Any:
+        """Runs a plain function on the server's event loop, which owns the engine's state."""
+
+        async def run() -> Any:
+            return function()
+
+        return self.server.call(run)
+
+    def reset(self) -> None:
+        """As if the server had just started, except its metrics."""
+
+        async def anew() -> None:
+            self.engine.__init__()  # type: ignore[misc]
+            await self.engine.start()
+
+        for fake in (self.authenticator, self.grammars, self.resolver, self.limiter, self.ledger):
+            fake.__init__()  # type: ignore[misc]
+        self.server.call(anew)
+
+    def settle_all(self, timeout: float = 10.0) -> None:
+        """Returns when nothing is being answered, and checks the books."""
+
+        async def settle() -> None:
+            """The books are looked at in the same turn of the loop: the next request may be there already."""
+            while self.drain.in_flight:
+                assert await self.drain.wait_idle(timeout), "a request is still being answered"
+            self.limiter.check()
+            self.ledger.check()
+            assert self.engine.live == []
+
+        self.server.call(settle)
+
+
+@contextmanager
+def running_data_plane(
+    directory: Path, *, extra_routes: Any = (), loop_factory: Any = None, **changes: Any
+) -> Iterator[DataPlane]:
+    """`directory` takes the tokenizer's files; `changes` are fields of ApiServices."""
+    engine = FakeEngineClient()
+    metrics = Metrics(BASE)
+    drain = changes.pop("drain", None) or Drain()
+    services = ApiServices(
+        **{
+            "engine": engine,
+            "text": TextProcessor(write_byte_tokenizer(directory), max_model_len=MAX_MODEL_LEN),
+            "grammars": FakeGrammars(),
+            "authenticator": FakeAuthenticator(),
+            "resolver": FakeResolver(),
+            "limiter": FakeLimiter(),
+            "ledger": FakeLedger(),
+            "metrics": metrics,
+            "drain": drain,
+            "served_model_name": BASE,
+            "max_model_len": MAX_MODEL_LEN,
+            **changes,
+        }
+    )
+    with (
+        httpx.Client(timeout=20) as http,
+        serve_app(create_data_app(services, extra_routes=extra_routes), loop_factory=loop_factory) as server,
+    ):
+        server.call(engine.start)
+        yield DataPlane(
+            engine,
+            services.authenticator,
+            services.grammars,
+            services.resolver,
+            services.limiter,
+            services.ledger,
+            metrics,
+            drain,
+            services,
+            server,
+            http,
+        )

@@ -1,0 +1,93 @@
+"""Triton's interpreter (of 3.7) without most of what it repeats: a third of the time.
+
+For every call inside a kernel it looks through all of `triton.language` and replaces the functions there again, each
+value makes its shape and a table of dtypes again, and each sum of integers computes whether it overflowed, which is
+thrown away unless `debug` is set. Here a launch replaces the functions once for each function that is called, equal
+shapes and dtypes are made once, and overflows are not computed. What a kernel computes stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+POINTERS = np.dtype(np.uint64)
+
+
+def quicken_interpreter() -> None:
+    """For the rest of this process."""
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    assert not interpreter.InterpreterOptions.debug, "overflows are to be found"
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    _patch_once_a_launch(interpreter)
+    _make_dtypes_once(interpreter)
+    _make_shapes_once()
+
+
+def _patch_once_a_launch(interpreter: Any) -> None:
+    patch, run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[Any] = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in patched:
+            patch(self.fn)
+            patched.add(self.fn)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        run_grid(self, *args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+    interpreter.GridExecutor.__call__ = launch
+
+
+def _make_dtypes_once(interpreter: Any) -> None:
+    make = interpreter._get_np_dtype
+    made: dict[str, Any] = {}
+
+    def get(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        if scalar.is_ptr():
+            return POINTERS
+        if scalar.name not in made:
+            made[scalar.name] = make(scalar)
+        return made[scalar.name]
+
+    interpreter._get_np_dtype = get
+
+
+def _make_shapes_once() -> None:
+    from triton.language import core
+
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    blocks: dict[tuple[tuple[int, ...], str], dict[str, Any]] = {}
+    make_block = core.block_type.__init__
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in shapes:
+            shapes[sizes] = (
+                core.tuple([core.constexpr(size) for size in sizes]),
+                core.constexpr(int(np.prod(sizes))),
+            )
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[sizes]
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(size, "value", size) for size in getattr(shape, "value", shape))
+        key = sizes, element_ty.name
+        if key not in blocks:
+            make_block(self, element_ty, list(sizes))
+            blocks[key] = {name: vars(self)[name] for name in ("shape", "numel", "name")}
+        self.element_ty = element_ty
+        vars(self).update(blocks[key])
+
+    core.tensor.__init__ = init_tensor
+    core.block_type.__init__ = init_block

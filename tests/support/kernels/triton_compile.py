@@ -1,0 +1,176 @@
+"""Triton kernels compiled for GPUs that are not there, once, in a process of its own, where no kernel is interpreted.
+
+What was found is kept below XDG_CACHE_HOME under a digest of all that it depends on: the sources of the kernels and of
+what compiles them here, the versions of Triton and Python, the variant and the architecture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from loraplex import kernels
+
+Job = tuple[dict[str, Any], int]
+"""A support.kernels.triton_aot.Variant as a dict, and an architecture."""
+
+_TESTS = Path(__file__).resolve().parents[2]
+
+
+def compile_or_read(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """For each job `usage`, the fields of support.kernels.triton_aot.Usage, and `products`: how many WGMMAs take their
+    first operand from registers, and how many of those the next operation does not wait for. Raises AssertionError with
+    the compiler's words where one can't be compiled."""
+    directory = _directory()
+    kept = [directory / f"{_digest(json.dumps(job, sort_keys=True).encode())}.json" for job in jobs]
+    missing = {path: job for path, job in zip(kept, jobs, strict=True) if not path.exists()}
+    if missing:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, found in zip(missing, _compile_apart(list(missing.values())), strict=True):
+            written = path.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps(found))
+            written.replace(path)
+    return [json.loads(path.read_text()) for path in kept]
+
+
+def _directory() -> Path:
+    sources = [*Path(kernels.__path__[0]).rglob("*.py"), *Path(__file__).parent.glob("triton_*.py")]
+    contents = [f"triton {version('triton')} python {platform.python_version()}".encode()]
+    contents += [path.name.encode() + path.read_bytes() for path in sorted(sources)]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return root / "loraplex" / "tests" / f"triton-{_digest(*contents)}"
+
+
+def _digest(*contents: bytes) -> str:
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(f"{len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _compile_apart(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    # Triton's own cache goes elsewhere: it would hide what a change of the compiler's settings does.
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "TRITON_CACHE_DIR": cache}
+        env.pop("TRITON_INTERPRET", None)
+        env["PYTHONPATH"] = os.pathsep.join([str(_TESTS), *filter(None, [env.get("PYTHONPATH")])])
+        done = subprocess.run(
+            [sys.executable, "-m", "support.kernels.triton_compile"],
+            input=json.dumps(jobs),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=_TESTS.parent,
+            env=env,
+        )
+    assert done.returncode == 0, (
+        f"the kernels could not be compiled:\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
+    )
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# What follows runs in the compiling process.
+
+
+def _compile_all(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    # The compiler lets go of the interpreter's lock in its long parts, and the assembler is a process.
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda job: _compile(*job), jobs))
+
+
+def _compile(variant: dict[str, Any], arch: int) -> dict[str, Any]:
+    compiled = _compile_variant(variant, arch)
+    return {
+        "usage": {"shared_bytes": compiled.metadata.shared, **_read_usage(compiled.asm["ptx"], arch)},
+        "products": _products_in_flight(compiled.asm["ttgir"]),
+    }
+
+
+def _compile_variant(variant: dict[str, Any], arch: int) -> Any:
+    """What Triton made of a variant, given as a dict. Only where kernels are not interpreted."""
+    from importlib import import_module
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, name = variant["kernel"].split(":")
+    kernel = getattr(import_module(module), name)
+    types, constants = variant["signature"], variant["constants"]
+    missing = set(kernel.arg_names) ^ (set(types) | set(constants))
+    if missing or set(types) & set(constants):
+        raise ValueError(
+            f"{variant['name']}: the kernel's parameters and the variant's differ in {sorted(missing)}"
+        )
+    signature = {arg: types.get(arg, "constexpr") for arg in kernel.arg_names}
+    attrs = {
+        (at,): [["tt.divisibility", 16]]
+        for at, arg in enumerate(kernel.arg_names)
+        if (signature[arg].startswith("*") and arg not in variant["unaligned"])
+        or arg in variant["multiples_of_16"]
+    }
+    source = ASTSource(kernel, signature, dict(constants), attrs)
+    options = {"num_warps": variant["num_warps"], "num_stages": variant["num_stages"]}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _read_usage(ptx: str, arch: int) -> dict[str, int]:
+    """Assemble once more, to hear what the assembler says, and read the machine code for matrix instructions."""
+    from triton.backends import nvidia
+
+    tools = Path(nvidia.__path__[0]) / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        gpu = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
+        said = subprocess.run(
+            [tools / "ptxas", "-v", gpu, source, "-o", binary], capture_output=True, text=True, check=True
+        )
+        code = subprocess.run(
+            [tools / "cuobjdump", "-sass", binary], capture_output=True, text=True, check=True
+        )
+    log = said.stdout + said.stderr
+    return {
+        "registers": _number(r"Used (\d+) registers", log),
+        "spill_bytes": _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log),
+        "stack_bytes": _number(r"(\d+) bytes stack frame", log),
+        "tensor_cores": len(re.findall(r"\b[HQ]G?MMA\b", code.stdout)),
+        "wide_loads": len(re.findall(r"\bLDG(?:STS)?\.[A-Z0-9.]*128\b|\bUBLKCP|\bUTMALDG", code.stdout)),
+    }
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the assembler's report has no {pattern!r}:\n{text}")
+    return int(found[1])
+
+
+def _products_in_flight(ttgir: str) -> tuple[int, int]:
+    """Matrix products whose first operand is in registers, and those of them that the next operation does not wait
+    for."""
+    lines = [line.strip() for line in ttgir.splitlines()]
+    found = unawaited = 0
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        product = re.match(r"(%\S+) = ttng\.warp_group_dot .*: tensor<[^>]*dot_op", line)
+        if product:
+            found += 1
+            awaited = f"ttng.warp_group_dot_wait {product[1]}" in following and "pendings = 0" in following
+            unawaited += not awaited
+    return found, unawaited
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile_all(json.loads(sys.stdin.read()))))

@@ -1,0 +1,229 @@
+"""Tiny random checkpoints of real architectures, and the flat batches to run them with."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
+from loraplex.kernels.attention.dispatch import build_attention_batch
+
+VOCAB = 131
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "llama-3.1": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+    },
+    "llama-linear-rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 9},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {
+        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1,
+    },
+    "qwen2-yarn": {
+        "model_type": "qwen2",
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+        },
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "llama-dynamic-rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+    "llama-yarn-mscale": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+            "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16, "beta_slow": 2, "truncate": False,
+        },
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 13},
+    "phi3-partial": {
+        "model_type": "phi3", "num_key_value_heads": 4, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    },
+    "phi3-longrope": {
+        "model_type": "phi3", "original_max_position_embeddings": 128,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7],
+            "long_factor": [1.0, 2.0, 5.0, 9.0],
+        },
+    },
+    "gemma2": {
+        "model_type": "gemma2", "head_dim": 24, "sliding_window": 9, "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    },
+    "gemma2-no-caps": {
+        "model_type": "gemma2", "head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False,
+        "attention_bias": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 11,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+        },
+    },
+}  # fmt: skip
+"""What `FusedDecoder` serves."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma": {"model_type": "gemma", "head_dim": 16},
+    "granite": {
+        "model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 9},
+}  # fmt: skip
+"""What `TransformersDecoder` serves without a probe at start."""
+
+
+def save_tiny(out: Path, overrides: dict[str, Any], *, seed: int = 0, **save: Any) -> Path:
+    """A random model of `overrides["model_type"]` as safetensors in `out`, in float32."""
+    from transformers import AutoConfig
+
+    options = {**_COMMON, **overrides}
+    return _save(AutoConfig.for_model(**options), out, seed, save)
+
+
+def save_tiny_gemma3_with_vision(out: Path, overrides: dict[str, Any], *, seed: int = 0, **save: Any) -> Path:
+    """The same for a Gemma 3 that also sees; `overrides` are of its text part."""
+    from transformers import AutoConfig
+
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        "gemma3", text_config={**_COMMON, **overrides}, vision_config=vision, mm_tokens_per_image=1,
+        image_token_index=130, boi_token_index=128, eoi_token_index=129,
+    )  # fmt: skip
+    return _save(config, out, seed, save)
+
+
+def _save(config: Any, out: Path, seed: int, save: dict[str, Any]) -> Path:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        # Larger than usual, so that attention is sharp and an error anywhere shows in the logits.
+        center = (
+            1.0 if "norm" in name and name.endswith("weight") and "gemma" not in config.model_type else 0.0
+        )
+        weight.data.normal_(center, 0.25, generator=generator)
+    model.save_pretrained(out, **save)
+    return out
+
+
+def edit_config(model_dir: Path, **changes: Any) -> None:
+    """Change fields of config.json; a value of None removes the field."""
+    path = model_dir / "config.json"
+    config = json.loads(path.read_text())
+    config.update(changes)
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def reference_logits(
+    model_dir: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """[L, V] float32 a prompt, by transformers with its eager attention."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return [model(torch.tensor([p]), use_cache=False).logits[0].float() for p in prompts]
+
+
+class PagedRun:
+    """Sequences on a model, in any slices one likes, each with blocks scattered over a dirty cache."""
+
+    def __init__(
+        self, model: Model, prompts: list[list[int]], *, seed: int = 0, gather_blocks: int = 1024
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        needed = [-(-len(p) // BLOCK_SIZE) for p in prompts]
+        shuffled = torch.randperm(sum(needed) + 3, generator=generator).tolist()
+        self.tables = [[shuffled.pop() for _ in range(n)] for n in needed]
+        self.model = model
+        self.prompts = prompts
+        self.gather_blocks = gather_blocks
+        self.done = [0] * len(prompts)
+        self.logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+        self.kv = KVCache(model.shape, sum(needed) + 3, model.dtype, model.device)
+        self.kv.tensor.fill_(float("nan"))
+
+    @torch.inference_mode()
+    def step(
+        self, counts: dict[int, int], lora: LoraPass | None = None, head_lora: LoraPass | None = None
+    ) -> None:
+        """Compute the next counts[i] positions of each sequence i, in the dict's order, in one forward pass. All rows
+        give logits."""
+        rows, positions, fresh = [], [], []
+        for i, count in counts.items():
+            span = range(self.done[i], self.done[i] + count)
+            rows += [self.prompts[i][p] for p in span]
+            positions += span
+            fresh += [self.tables[i][p // BLOCK_SIZE] for p in span if p % BLOCK_SIZE == 0]
+            self.done[i] += count
+        lay_out = self.model.lay_out_attention or partial(
+            build_attention_batch,
+            block_size=BLOCK_SIZE,
+            max_gather_blocks=self.gather_blocks,
+            device=self.model.device,
+        )
+        batch = ForwardBatch(
+            token_ids=torch.tensor(rows),
+            positions=torch.tensor(positions),
+            attention=lay_out(
+                list(counts.values()), [self.done[i] for i in counts], [self.tables[i] for i in counts]
+            ),
+            fresh_blocks=torch.tensor(fresh, dtype=torch.int64),
+            logits_rows=torch.arange(len(rows)),
+            kv=self.kv,
+            lora=lora,
+            head_lora=head_lora,
+        )
+        logits = self.model.forward(batch)
+        assert logits.dtype is torch.float32
+        for (i, _), part in zip(counts.items(), logits.split(list(counts.values())), strict=True):
+            self.logits[i].append(part)
+
+    def result(self, i: int) -> torch.Tensor:
+        """[positions computed so far, V]."""
+        return torch.cat(self.logits[i])

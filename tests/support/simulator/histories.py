@@ -1,0 +1,340 @@
+"""Random histories of the engine core, each from one seed, with an oracle beside every step.
+
+    play(seed) -> Summary         raises Violation, with the seed and the last things that happened
+
+A history has tenants with weights, grammars whose matchers take time, fail or come too late, adapters (some with the
+  same bytes under two tenants), prompts with common starts, bursts of arrivals, aborts (in the middle of a scored
+  prompt too), deadlines, loads and copies that take time, fail, hang or come too late, steps and rows that fail, KV
+  that is not finite and is noticed late, a device that has too little memory for a while, pins and drops, and never
+  quite enough blocks, pages, slots or host memory. The core, the scheduler, the blocks and the adapter cache are the
+  real ones; the runner, the transport and the clock are fakes.
+
+What is checked, after every step or at the end:
+  every manager's own `check_integrity`; a request ends exactly once, and when it was told to; its tokens are the
+  fake model's for its own digest and prompt, cut at the right place; its usage, times and first event are right; an
+  error has its cause; nobody reads another tenant's KV; an engine that says it is idle has nothing to do, and one
+  that waits for something waits for something that will come; at the end nothing is held. Every eighth history is
+  about fairness alone: the served amounts of backlogged tenants stay within the bound.
+
+The world of a history is in `history_world`, what is checked in `history_oracle` and `history_fairness`; here it is
+played.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from math import inf
+
+from loraplex.engine.core.engine_core import EngineCore
+from loraplex.engine.types import EngineRequest, SamplingParams, StepPlan
+from support.engine.fake_runner import FakeRunner, Fault
+from support.engine.fake_transport import FakeTransport, make_cache
+from support.simulator.fairness import Shares
+from support.simulator.grammars import FakeGrammars
+from support.simulator.oracle import Oracle, Violation
+from support.simulator.world import EOS_IDS, LOAD_TIMEOUT_S, VOCAB_SIZE, World, memory_needed
+
+__all__ = ["MIN_EVENTS", "Summary", "Violation", "play", "play_many"]
+
+MIN_EVENTS = 200
+MAX_DRAIN_STEPS = 4_000
+FAIR_EVERY = 8
+
+
+@dataclass
+class Summary:
+    """What a history, or many, consisted of."""
+
+    histories: int = 0
+    events: int = 0
+    steps: int = 0
+    requests: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    loads: int = 0
+    out_of_memory: int = 0
+    poisoned: int = 0
+    cut_prompts: int = 0
+    grammar_ends: int = 0
+    held_for_grammar: int = 0
+    endings: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Summary) -> None:
+        for name in (
+            "histories",
+            "events",
+            "steps",
+            "requests",
+            "tokens",
+            "preemptions",
+            "prefix_hits",
+            "loads",
+            "out_of_memory",
+            "poisoned",
+            "cut_prompts",
+            "grammar_ends",
+            "held_for_grammar",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for ending, count in other.endings.items():
+            self.endings[ending] = self.endings.get(ending, 0) + count
+
+    def __str__(self) -> str:
+        endings = ", ".join(f"{count} {ending}" for ending, count in sorted(self.endings.items()))
+        return (
+            f"{self.histories} histories, {self.events} events, {self.steps} steps, {self.requests} requests "
+            f"({endings}), {self.tokens} tokens, {self.preemptions} preemptions, {self.prefix_hits} tokens found in "
+            f"the prefix cache, {self.loads} loads, {self.out_of_memory} steps out of memory, {self.poisoned} rows "
+            f"with KV that is not finite, {self.cut_prompts} prompts aborted while they were scored, "
+            f"{self.grammar_ends} answers ended by their grammar, {self.held_for_grammar} requests held for theirs"
+        )
+
+
+class History:
+    """One history: `now` is its clock, `room` what the device has of memory for a step (see `memory_needed`)."""
+
+    def __init__(self, seed: int, *, fair: bool | None = None) -> None:
+        self.seed = seed
+        self.now = 100.0
+        self.num_events = 0
+        self.num_steps = 0
+        self.trail: deque[str] = deque(maxlen=40)
+        self.room = inf
+        self.num_poisoned = self.num_cut_prompts = 0
+        self.world = world = World(seed, fair=seed % FAIR_EVERY == 0 if fair is None else fair)
+        self.transport = FakeTransport(
+            lambda: self.now, world.num_pages, world.pages_of, world.load_fate, world.copy_fate
+        )
+        cache = make_cache(
+            self.transport,
+            num_slots=world.rng.randint(2, 4),
+            host_pages=world.rng.randint(2, 10),
+            load_timeout_s=LOAD_TIMEOUT_S,
+        )
+        self.runner = FakeRunner(
+            world.config.num_blocks,
+            self.transport.mark_in_slot,
+            vocab_size=VOCAB_SIZE,
+            fault=self._fault,
+            tokens_per_row=world.tokens_of,
+            max_in_flight=1 + world.lookahead,
+            has_matcher=lambda request_id: request_id in self.grammars.ready,
+        )
+        self.grammars = FakeGrammars(lambda: self.now, world.constraining)
+        self.core = EngineCore(
+            world.config,
+            self.runner,
+            cache,
+            eos_ids=EOS_IDS,
+            clock=lambda: self.now,
+            grammars=self.grammars,
+        )
+        self.oracle = Oracle(world, self.runner, self.grammars)
+        self.shares: Shares | None = None  # of a history about fairness
+
+    def _fault(self, plan: StepPlan) -> Fault:
+        rng = self.world.rng
+        if self.world.p_fault and not self.world.fair and rng.random() < self.world.p_fault:
+            self._happened("a step fails")
+            kind = rng.randrange(3)
+            if kind < 2:
+                return Fault(("submit", "collect")[kind])
+            count = len(plan.scheduled)
+            return Fault(rows=frozenset(rng.sample(range(count), rng.randint(1, count))))
+        mishaps = self.world.mishaps
+        if (
+            sum(memory_needed(row.num_tokens, row.start + row.num_tokens) for row in plan.scheduled)
+            > self.room
+        ):
+            self._happened("a step does not fit")
+            return Fault(mishaps.choice(("submit", "collect")), memory=True)
+        if self.world.p_poison and not self.world.fair and mishaps.random() < self.world.p_poison:
+            self._happened("what a row leaves is not finite")
+            self.num_poisoned += 1
+            return Fault(poisoned=frozenset({mishaps.randrange(len(plan.scheduled))}))
+        return Fault()
+
+    def _happened(self, what: str) -> None:
+        self.num_events += 1
+        self.trail.append(f"{self.num_steps}: {what}")
+
+    # The play.
+
+    def play(self) -> Summary:
+        try:
+            self._play()
+        except Violation as error:
+            raise Violation(f"seed {self.seed}: {error}\n" + "\n".join(self.trail)) from error
+        except Exception as error:
+            raise Violation(f"seed {self.seed}: {error!r}\n" + "\n".join(self.trail)) from error
+        stats = self.core.stats()
+        endings: dict[str, int] = {}
+        for record in self.oracle.records.values():
+            endings[record.ending] = endings.get(record.ending, 0) + 1
+        return Summary(
+            1,
+            self.num_events,
+            self.num_steps,
+            len(self.oracle.records),
+            stats.generation_tokens,
+            stats.num_preemptions,
+            stats.prefix_cache_hits,
+            self.transport.num_loads,
+            stats.num_out_of_memory,
+            self.num_poisoned,
+            self.num_cut_prompts,
+            self.oracle.num_grammar_ends,
+            self.grammars.num_held,
+            endings,
+        )
+
+    def _play(self) -> None:
+        if self.world.fair:
+            self._flood()
+        else:
+            while self.num_events < MIN_EVENTS:
+                self._act()
+                self._step()
+        first = self.num_steps
+        while self.core.has_work:
+            if self.num_steps - first > MAX_DRAIN_STEPS:
+                raise Violation(f"after {MAX_DRAIN_STEPS} steps, {sorted(self.oracle.live)} have not ended")
+            self._step()
+        self.oracle.check_end(self.core)
+
+    def _act(self) -> None:
+        rng = self.world.rng
+        if self.oracle.live and rng.random() < 0.01:
+            self._duplicate(rng.choice(list(self.oracle.live)))
+        if rng.random() < self.world.p_arrive:
+            for _ in range(rng.choice((1, 1, 2, 3, 8))):
+                self._arrive()
+        if self.oracle.live and rng.random() < self.world.p_abort:
+            self._abort(rng.choice(list(self.oracle.live)))
+        self._mishap()
+        if rng.random() < 0.02:
+            self._jump(10 ** rng.uniform(-1, 1))
+        if self.world.p_operator and rng.random() < self.world.p_operator:
+            self._operate()
+
+    def _mishap(self) -> None:
+        mishaps = self.world.mishaps
+        scored = [name for name, record in self.oracle.live.items() if record.scores and not record.tokens]
+        if scored and mishaps.random() < 0.1:
+            self.num_cut_prompts += 1
+            self._abort(mishaps.choice(scored))
+        if mishaps.random() < (self.world.p_shortage if self.room == inf else 0.05):
+            self.room = mishaps.choice((1, 2, 3, 4, 8, 16)) if self.room == inf else inf
+            self._happened(f"a step may need {self.room} of the device's memory")
+            self.oracle.room_is(self.room)
+
+    def _flood(self) -> None:
+        """Every tenant has more waiting than can be served for a long time; new tenants come in between."""
+        world, rng = self.world, self.world.rng
+        max_prompt, max_new = rng.choice((20, 50)), rng.choice((3, 10))
+        tenants = [f"t{index}" for index in range(rng.randint(2, 4))]
+        weights = {tenant: float(rng.choice((1, 1, 2, 4))) for tenant in tenants}
+        self.shares = Shares(weights, max_prompt + 2 * world.config.max_num_seqs * max_new)
+        self.runner.keep_plans = True
+        for tenant in rng.sample(tenants, len(tenants)):
+            longest = rng.randint(1, max_prompt)
+            for _ in range(MIN_EVENTS // len(tenants) + 1):
+                prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest)))
+                sampling = SamplingParams(max_tokens=rng.randint(1, max_new), ignore_eos=True)
+                request_id = f"{tenant}-{len(self.oracle.records)}"
+                self._add(EngineRequest(request_id, tenant, prompt, sampling, weight=weights[tenant]))
+            for _ in range(rng.randint(0, 20)):
+                self._step()
+
+    def _arrive(self) -> None:
+        self._add(self.world.request(f"r{len(self.oracle.records)}"))
+
+    def _add(self, request: EngineRequest) -> None:
+        self.oracle.sent(request, self.now, self.room)
+        self._happened(f"{request.request_id} arrives")
+        self.core.add_request(request)
+
+    def _abort(self, request_id: str) -> None:
+        self._happened(f"{request_id} is aborted")
+        self.oracle.live[request_id].aborted = True
+        self.core.abort(request_id)
+        self.core.abort("nobody")
+
+    def _duplicate(self, request_id: str) -> None:
+        self._happened(f"{request_id} is sent twice")
+        self.core.add_request(self.oracle.live[request_id].request)
+        self.core.check_integrity()
+
+    def _operate(self) -> None:
+        refs = [ref for refs in self.world.adapters.values() for ref in refs if ref is not None]
+        if not refs:
+            return
+        ref = self.world.rng.choice(refs)
+        self._happened(f"the operator touches {ref.digest[:6]}")
+        match self.world.rng.randrange(3):
+            case 0:
+                self.core.drop(ref.digest)
+            case 1:
+                self.core.prefetch(ref)
+            case 2:
+                self.oracle.operated = True  # a pin may leave no room for others
+                try:
+                    self.core.pin(ref)
+                except Exception:
+                    for other in refs:
+                        self.core.unpin(other.digest)
+
+    def _jump(self, seconds: float) -> None:
+        self._happened(f"{seconds:.2f} s pass")
+        self.now += seconds
+
+    def _step(self) -> None:
+        self.now += 0.005 + 0.05 * self.world.rng.random()
+        for _ in range(self.transport.settle()):
+            self._happened("a load or a copy ends")
+        started = self.now
+        self.num_steps += 1
+        shares, live = self.shares, self.oracle.live
+        before = set() if shares is None else shares.backlog(live)
+        for event in self.core.step():
+            self.oracle.take(event, self.now)
+            if shares is not None:
+                shares.told(self.oracle.records[event.request_id], event)
+        self.oracle.check_step(self.core, started)
+        if shares is not None:
+            shares.planned(self.runner.plans)
+            self.runner.plans.clear()
+            shares.check(before & shares.backlog(live))
+        self._wait_if_idle()
+
+    def _wait_if_idle(self) -> None:
+        """If the core says that only time or a load can help, let time pass until then."""
+        idle_s = self.core.idle_s()
+        if idle_s == 0.0 or not self.core.has_work:
+            return
+        times = [] if idle_s is None else [self.now + idle_s]
+        times += [due for due in (self.transport.next_due, self.grammars.next_due) if due is not None]
+        if not times:
+            raise Violation(f"{sorted(self.oracle.live)} wait for something that will never come")
+        self.now = max(self.now, min(times))
+
+
+def play(seed: int, *, fair: bool | None = None) -> Summary:
+    """One history. Raises Violation."""
+    log = logging.getLogger("loraplex.engine")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # steps fail by the thousand here, each with a traceback
+    try:
+        return History(seed, fair=fair).play()
+    finally:
+        log.setLevel(level)
+
+
+def play_many(seeds: range) -> Summary:
+    total = Summary()
+    for seed in seeds:
+        total.add(play(seed))
+    return total

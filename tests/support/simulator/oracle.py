@@ -1,0 +1,237 @@
+"""What must be true of every event of a history, and after every step, whatever the history does.
+
+The oracle knows the requests from outside alone: what was sent, when, what was told of it. What tokens it should have
+brought is the fake model's to say; whether an error has a cause, the world's and the runner's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.core.engine_core import EngineCore
+from loraplex.engine.logprobs import Scores, join_scores
+from loraplex.engine.types import EngineError, EngineRequest, TokenEvent
+from support.engine.fake_runner import FakeRunner, reference, reference_pooled, reference_scores
+from support.simulator.grammars import FakeGrammars, grammar_of
+from support.simulator.world import EOS_IDS, VOCAB_SIZE, World, memory_needed
+
+
+class Violation(AssertionError):
+    """The engine broke a promise."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of one request from outside."""
+
+    request: EngineRequest
+    arrival: float
+    crowded: bool  # the queue may have been full when it came, or when another did while it waited
+    tokens: list[int] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+    told_state: bool = False
+    aborted: bool = False
+    room: float = inf  # the least memory that the device had in its time
+    terminal: TokenEvent | None = None
+
+    @property
+    def ending(self) -> str:
+        """By which of the ways out it went; it must have ended."""
+        assert self.terminal is not None
+        error = self.terminal.error
+        if _too_large(error):
+            return "too_large"
+        ending = error.code if error else self.terminal.finish_reason
+        assert ending is not None
+        return ending
+
+
+class Oracle:
+    """All requests of a history, `records`, and those that have not ended, `live`, by id. `operated`: an operator has
+    pinned, and a pin may leave no room for others. All checks raise Violation."""
+
+    def __init__(self, world: World, runner: FakeRunner, grammars: FakeGrammars) -> None:
+        self._world = world
+        self._runner = runner
+        self._grammars = grammars
+        self.num_grammar_ends = 0
+        self.operated = False
+        self.records: dict[str, Record] = {}
+        self.live: dict[str, Record] = {}
+
+    def sent(self, request: EngineRequest, now: float, room: float) -> None:
+        """`room`: what the device has of memory for a step now."""
+        crowded = len(self.live) >= self._world.config.max_waiting
+        for other in self.live.values():
+            other.crowded |= crowded
+        record = Record(request, now, crowded, room=room)
+        self.records[request.request_id] = self.live[request.request_id] = record
+
+    def room_is(self, room: float) -> None:
+        for record in self.live.values():
+            record.room = min(record.room, room)
+
+    def take(self, event: TokenEvent, now: float) -> None:
+        record = self.records.get(event.request_id)
+        if record is None:
+            raise Violation(f"an event for {event.request_id}, which never was")
+        if event.duplicate:
+            _expect(event.finish_reason == "error" and not event.token_ids, event, "a twin must be refused")
+            return
+        _expect(record.terminal is None, event, "an event after the end")
+        named = record.request.adapter is not None
+        _expect(
+            (event.adapter_state is not None) == (named and not record.told_state), event, "adapter_state"
+        )
+        record.told_state = True
+        record.tokens += event.token_ids
+        if event.scores is not None:
+            record.scores.append(event.scores)
+        if event.finish_reason is None:
+            _expect(bool(event.token_ids or event.scores), event, "an event that says nothing")
+            return
+        record.terminal = event
+        del self.live[event.request_id]
+        self._check_ending(record, event, now)
+
+    def _check_ending(self, record: Record, event: TokenEvent, now: float) -> None:
+        request, usage, timing = record.request, event.usage, event.timing
+        expected, reason = self._expected(request)
+        if event.finish_reason in ("stop", "length"):
+            _expect(record.tokens == expected, event, f"tokens {record.tokens} instead of {expected}")
+            _expect(event.finish_reason == reason, event, f"it should have ended by {reason}")
+            ends = EOS_IDS.union(request.sampling.stop_token_ids)
+            stop = expected[-1] if reason == "stop" and expected[-1] in ends else None
+            self.num_grammar_ends += reason == "stop" and stop is None
+            _expect(event.stop_token_id == stop, event, f"stopped by {stop}")
+            _expect(not record.aborted, event, "it was aborted before")
+            _expect(_scores(record) == self._expected_scores(record), event, "wrong log probabilities")
+            _expect(event.pooled == self._expected_pooled(request), event, "a wrong embedding")
+        else:
+            _expect(event.pooled is None, event, "an embedding of a request that failed")
+            _expect(record.tokens == expected[: len(record.tokens)], event, "wrong tokens before its end")
+            _expect(_begins(_scores(record), self._expected_scores(record)), event, "wrong log probabilities")
+            complete = bool(expected) and len(record.tokens) == len(expected)
+            _expect(not complete, event, "it was complete")
+        if event.finish_reason == "abort":
+            _expect(record.aborted, event, "nobody aborted it")
+        if event.error is not None:
+            _expect(self._has_cause(record, event.error, now), event, "no cause for this error")
+        began = bool(record.tokens) or (timing is not None and timing.queue_s < timing.total_s)
+        counts = {len(request.prompt_ids)} if began else {0, len(request.prompt_ids)}
+        _expect(usage is not None and usage.prompt_tokens in counts, event, "prompt tokens")
+        _expect(
+            usage is not None and usage.completion_tokens == len(record.tokens), event, "completion tokens"
+        )
+        assert usage is not None
+        cached = usage.cached_tokens
+        _expect(cached % BLOCK_SIZE == 0 and 0 <= cached < len(request.prompt_ids), event, "cached tokens")
+        _expect(request.pooling != "mean" or cached == 0, event, "hidden states are not cached")
+        assert timing is not None
+        _expect((timing.first_token_s is not None) == bool(record.tokens), event, "time of the first token")
+        _expect(
+            0 <= timing.queue_s <= (timing.first_token_s or timing.total_s) <= timing.total_s, event, "times"
+        )
+
+    def _expected(self, request: EngineRequest) -> tuple[list[int], str]:
+        sampling = request.sampling
+        digest = None if request.adapter is None else request.adapter.digest
+        if sampling.max_tokens == 0:
+            return [], "length"
+        tokens = reference(digest, request.prompt_ids, sampling.max_tokens, VOCAB_SIZE)
+        grammar = grammar_of(request)
+        for index, token in enumerate(tokens):
+            if grammar == ("ends", index + 1):
+                return tokens[: index + 1], "stop"
+            if index < sampling.min_tokens:
+                continue
+            if token in sampling.stop_token_ids or (token in EOS_IDS and not sampling.ignore_eos):
+                return tokens[: index + 1], "stop"
+        return tokens, "length"
+
+    def _expected_scores(self, record: Record) -> Scores:
+        request = record.request
+        digest = None if request.adapter is None else request.adapter.digest
+        return reference_scores(digest, request.prompt_ids, tuple(record.tokens), request.sampling)
+
+    def _expected_pooled(self, request: EngineRequest) -> bytes | None:
+        if request.pooling is None:
+            return None
+        digest = None if request.adapter is None else request.adapter.digest
+        return reference_pooled(digest, request.prompt_ids, request.pooling)
+
+    def _has_cause(self, record: Record, error: EngineError, now: float) -> bool:
+        request, config, suspects = record.request, self._world.config, self._world.suspects
+        total = len(request.prompt_ids) + request.sampling.max_tokens
+        match error.code:
+            case "internal_error":
+                return request.request_id in self._runner.faulted
+            case "adapter_not_finite":
+                return request.request_id in self._runner.faulted and request.adapter is not None
+            case "grammar_failed":
+                broken = (grammar_of(request) or ("",))[0] in ("breaks", "refused")
+                return broken or request.request_id in self._grammars.late
+            case "deadline_exceeded":
+                return request.deadline is not None and now >= record.arrival + request.deadline
+            case "adapter_unavailable":
+                digest = request.adapter.digest if request.adapter is not None else None
+                # A copy past its time keeps its pages; others may not fit beside them, or may not have for a while.
+                crowded = bool(suspects) and error.message.startswith("it does not fit")
+                return digest in suspects or self.operated or crowded
+            case "server_overloaded" if _too_large(error):
+                # What fits alone, token by token, is never lost.
+                return memory_needed(1, total) > record.room
+            case "server_overloaded":
+                return record.crowded and not record.tokens
+            case "context_length_exceeded":
+                computed = len(request.prompt_ids) + max(0, request.sampling.max_tokens - 1)
+                return total > config.max_model_len or computed > config.num_blocks * BLOCK_SIZE
+        return False
+
+    def check_step(self, core: EngineCore, started: float) -> None:
+        """After a step that began at `started`."""
+        core.check_integrity()
+        if self._runner.complaints:
+            raise Violation("; ".join(self._runner.complaints))
+        for request_id, record in self.live.items():
+            deadline = record.request.deadline
+            if record.aborted:
+                raise Violation(f"{request_id} was aborted and goes on")
+            if deadline is not None and record.arrival + deadline <= started:
+                raise Violation(f"{request_id} goes on past its deadline")
+
+    def check_end(self, core: EngineCore) -> None:
+        """The core has said that it has no work."""
+        stats = core.stats()
+        if self.live:
+            raise Violation(f"the core has nothing to do, but {sorted(self.live)} never ended")
+        if stats.num_kv_blocks_used or stats.num_leases or stats.num_running or stats.num_waiting:
+            raise Violation(f"at the end, something is still held: {stats}")
+        if self._grammars.ready or self._grammars.waiting:
+            raise Violation("at the end, a matcher is still held")
+        if self._runner.num_in_flight:
+            raise Violation("a step was never collected")
+
+
+def _too_large(error: EngineError | None) -> bool:
+    return error is not None and error.message.startswith("the device has too little memory")
+
+
+def _scores(record: Record) -> Scores:
+    return join_scores(record.scores) or Scores()
+
+
+def _begins(found: Scores, expected: Scores) -> bool:
+    """What was told before a request was cut short: of all its output, and of the first tokens of its prompt."""
+    if found.output != expected.output:
+        return False
+    return found.prompt is None or (
+        expected.prompt is not None and found.prompt == expected.prompt.part(0, len(found.prompt))
+    )
+
+
+def _expect(condition: bool, event: TokenEvent, what: str) -> None:
+    if not condition:
+        raise Violation(f"{what}: {event}")

@@ -1,0 +1,218 @@
+"""Bugs to plant into the scheduler, its blocks, its prefix index and its fair queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loraplex.engine.scheduling import adapter_scheduling, prefix_keys, scheduler
+from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.scheduling.fair_queue import FairQueue
+from loraplex.engine.scheduling.scheduler import Scheduler
+from loraplex.engine.types import ScheduledSequence, Sequence
+
+
+def lease_released_twice(patch: pytest.MonkeyPatch) -> None:
+    stop = Scheduler._stop
+
+    def twice(self: Scheduler, seq: Sequence) -> None:
+        lease = self.running[seq]
+        stop(self, seq)
+        if lease is not None:
+            self._cache.release(lease)
+
+    patch.setattr(Scheduler, "_stop", twice)
+
+
+def lease_kept_by_a_preempted_sequence(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def keep(self: Scheduler, draft: Any, seq: Sequence) -> None:
+        if self.running[seq] is not None:
+            self.running[seq] = None
+        preempt(self, draft, seq)
+
+    patch.setattr(Scheduler, "_preempt", keep)
+
+
+def prefix_key_without_digest(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix_keys, "namespace", lambda request: (request.tenant_id, None))
+
+
+def prefix_key_without_tenant(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        prefix_keys,
+        "namespace",
+        lambda request: ("", None if request.adapter is None else request.adapter.digest),
+    )
+
+
+def prefix_key_of_the_block_alone(patch: pytest.MonkeyPatch) -> None:
+    link = prefix_keys.next_link
+    patch.setattr(prefix_keys, "next_link", lambda _, token_ids: link(b"", token_ids))
+
+
+def blocks_leaked_by_an_early_end(patch: pytest.MonkeyPatch) -> None:
+    stop = Scheduler._stop
+
+    def leak(self: Scheduler, seq: Sequence) -> None:
+        if not seq.num_outputs:
+            seq.block_ids = ()
+        stop(self, seq)
+
+    patch.setattr(Scheduler, "_stop", leak)
+
+
+def blocks_freed_twice(patch: pytest.MonkeyPatch) -> None:
+    release = BlockManager.release
+
+    def twice(self: BlockManager, block_ids: tuple[int, ...]) -> None:
+        release(self, block_ids)
+        release(self, [block for block in block_ids if self._refs[block]])
+
+    patch.setattr(BlockManager, "release", twice)
+
+
+def content_of_a_reused_block_not_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockManager, "_drop_key", lambda self, block: None)
+
+
+def one_block_too_few(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler, "blocks_for", lambda num_tokens: max(1, num_tokens // scheduler.BLOCK_SIZE))
+
+
+def a_block_still_held_given_out(patch: pytest.MonkeyPatch) -> None:
+    allocate = BlockManager.allocate
+
+    def share(self: BlockManager, count: int) -> list[int]:
+        held = [block for block, refs in enumerate(self._refs) if refs and self._key_of[block] is None]
+        if count == 1 and len(held) > 2:
+            self._refs[held[0]] += 1
+            return [held[0]]
+        return allocate(self, count)
+
+    patch.setattr(BlockManager, "allocate", share)
+
+
+def preemption_without_epoch(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def stay(self: Scheduler, draft: Any, seq: Sequence) -> None:
+        preempt(self, draft, seq)
+        seq.epoch -= 1
+
+    patch.setattr(Scheduler, "_preempt", stay)
+
+
+def prefix_registered_for_a_former_life(patch: pytest.MonkeyPatch) -> None:
+    def register(self: Scheduler, row: ScheduledSequence) -> None:
+        keys = prefix_keys.extend_keys(row.seq)
+        for index in range(row.start // 16, (row.start + row.num_tokens) // 16):
+            if self.blocks._refs[row.block_ids[index]]:
+                self.blocks.register(row.block_ids[index], keys[index])
+
+    patch.setattr(Scheduler, "computed", register)
+
+
+def prefix_registered_before_it_was_computed(patch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler._schedule
+
+    def early(self: Scheduler, draft: Any, seq: Sequence) -> None:
+        schedule(self, draft, seq)
+        row = draft.scheduled.get(seq)
+        if row is not None and not row.pending_input:
+            self.computed(row)
+
+    patch.setattr(Scheduler, "_schedule", early)
+
+
+def service_not_charged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FairQueue, "charge", lambda self, seq, units: None)
+
+
+def weight_ignored(patch: pytest.MonkeyPatch) -> None:
+    enter = FairQueue.enter
+    patch.setattr(
+        FairQueue,
+        "enter",
+        lambda self, seq: enter(self, replace(seq, request=replace(seq.request, weight=1.0))),
+    )
+
+
+def newcomers_not_lifted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FairQueue, "_lift", lambda self, tenant: None)
+
+
+def found_prefix_not_scored(patch: pytest.MonkeyPatch) -> None:
+    start = Scheduler._start
+
+    def skip(self: Scheduler, draft: Any, seq: Sequence, promised: int) -> bool:
+        if seq.num_scored < seq.num_to_score and not seq.num_scored:
+            found = self.blocks.lookup(prefix_keys.extend_keys(seq)[: seq.num_prompt // 16])
+            seq.num_scored = min(len(found) * 16, seq.num_to_score)
+        return start(self, draft, seq, promised)
+
+    patch.setattr(Scheduler, "_start", skip)
+
+
+def prompt_scored_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def forget(self: Scheduler, draft: Any, seq: Sequence) -> None:
+        preempt(self, draft, seq)
+        seq.num_scored = 0
+
+    patch.setattr(Scheduler, "_preempt", forget)
+
+
+def parked_requests_never_asked_for_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(adapter_scheduling._TenantTurns, "first", lambda self, count: [])
+
+
+def found_prefix_not_pooled(patch: pytest.MonkeyPatch) -> None:
+    cached_prefix = Scheduler._cached_prefix
+
+    def of_any_request(self: Scheduler, seq: Sequence) -> list[int]:
+        if seq.request.pooling != "mean":
+            return cached_prefix(self, seq)
+        findable = (seq.num_tokens - 1) // 16
+        return self.blocks.lookup(prefix_keys.extend_keys(seq)[:findable])
+
+    patch.setattr(Scheduler, "_cached_prefix", of_any_request)
+
+
+def prompt_pooled_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
+    start_of = scheduler.pool_start
+
+    def again(seq: Sequence, start: int, end: int) -> int:
+        return start if seq.epoch and seq.request.pooling == "mean" else start_of(seq, start, end)
+
+    patch.setattr(scheduler, "pool_start", again)
+
+
+SCHEDULING_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+    lease_released_twice,
+    lease_kept_by_a_preempted_sequence,
+    prefix_key_without_digest,
+    prefix_key_without_tenant,
+    prefix_key_of_the_block_alone,
+    blocks_leaked_by_an_early_end,
+    blocks_freed_twice,
+    content_of_a_reused_block_not_forgotten,
+    one_block_too_few,
+    a_block_still_held_given_out,
+    preemption_without_epoch,
+    prefix_registered_for_a_former_life,
+    prefix_registered_before_it_was_computed,
+    service_not_charged,
+    weight_ignored,
+    newcomers_not_lifted,
+    found_prefix_not_scored,
+    prompt_scored_again_after_a_preemption,
+    found_prefix_not_pooled,
+    prompt_pooled_again_after_a_preemption,
+    parked_requests_never_asked_for_again,
+)

@@ -1,0 +1,163 @@
+"""The world of a random history of the engine core: how large everything is, who sends requests, and what goes wrong.
+
+Drawn from one seed. Five streams of chance, so that a new kind of mishap changes no history but by that mishap.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
+from loraplex.engine.pooling import POOLINGS
+from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence
+from support.engine.fake_transport import Fate
+
+VOCAB_SIZE = 61
+EOS_IDS = frozenset({0, 1})
+LOAD_TIMEOUT_S = 4.0
+
+
+class World:
+    """`fair`: a history about fairness alone, in which nothing fails. `suspects` are the digests whose way to the
+    device went wrong, or might."""
+
+    def __init__(self, seed: int, *, fair: bool) -> None:
+        self.rng = random.Random(seed)
+        self.asking = random.Random(seed)  # for log probabilities
+        self.mishaps = random.Random(seed)  # of memory and numbers
+        self.constraining = random.Random(seed)  # grammars
+        self.embedding = random.Random(seed)
+        self.seed = seed
+        self.fair = fair
+        self.lookahead = self.rng.randint(0, 1)
+        self._draw_sizes()
+        self._draw_tenants()
+
+    def _draw_sizes(self) -> None:
+        rng = self.rng
+        self.p_abort = rng.choice((0.0, 0.03, 0.15))
+        self.max_new = rng.choice((3, 8, 20, 40))
+        num_blocks = rng.choice((3, 4, 5, 5, 6, 6, 8, 14))
+        self.config = SchedulerConfig(
+            num_blocks=num_blocks,
+            max_model_len=rng.choice((40, 16 * num_blocks, 16 * num_blocks + 1, 400)),
+            max_num_seqs=rng.randint(1, 6),
+            max_num_batched_tokens=rng.choice((2, 5, 16, 24, 40, 64)),
+            max_waiting=rng.choice((3, 10, 20, 60)),
+            lookahead=1 if self.lookahead else 0,
+            adapter_wait_aging_s=rng.choice((0.0, 0.3, 1.0, 3.0)),
+        )
+        if rng.random() < 0.25:
+            # Long answers on few blocks: preemption after preemption.
+            self.max_new, self.p_abort, num_blocks = 40, 0.0, rng.randint(4, 6)
+            self.config = SchedulerConfig(
+                num_blocks,
+                16 * num_blocks,
+                rng.randint(3, 6),
+                rng.choice((16, 40)),
+                20,
+                self.config.lookahead,
+                self.config.adapter_wait_aging_s,
+            )
+        if self.fair:
+            self.config = SchedulerConfig(
+                24, 64, rng.randint(1, 4), rng.choice((24, 48)), 1000, self.config.lookahead
+            )
+        self.config = replace(
+            self.config,
+            max_scored_tokens=self.asking.choice((1, 5, 16, 128)),
+        )
+        self.num_pages = rng.randint(2, 5)
+        self.p_arrive = rng.choice((0.05, 0.1, 0.2, 0.5))
+        self.p_deadline = rng.choice((0.0, 0.1, 0.4))
+        self.p_fault = rng.choice((0.0, 0.01, 0.05))
+        self.p_bad_load = rng.choice((0.0, 0.05, 0.3))
+        self.p_operator = rng.choice((0.0, 0.0, 0.05))
+        self.speculates = rng.random() < 0.25
+        self.p_shortage = self.mishaps.choice((0.0, 0.005, 0.02))
+        self.p_poison = self.mishaps.choice((0.0, 0.0, 0.02, 0.1))
+        self.slow = rng.choice((0.05, 0.5, 2.0))
+
+    def _draw_tenants(self) -> None:
+        rng = self.rng
+        self.tenants = [f"t{index}" for index in range(rng.randint(1, 4))]
+        self.weights = {tenant: float(rng.choice((1, 1, 2, 4))) for tenant in self.tenants}
+        # A digest may belong to several tenants: they uploaded the same bytes.
+        digests = [rng.randbytes(32).hex() for _ in range(rng.randint(1, 6))]
+        self.sizes = {digest: rng.randint(1, min(3, self.num_pages)) for digest in digests}
+        self.adapters: dict[str, list[AdapterRef | None]] = {}
+        for tenant in self.tenants:
+            mine = rng.sample(digests, rng.randint(0, len(digests)))
+            refs = [AdapterRef(tenant, f"a{number}", number, digest, 8) for number, digest in enumerate(mine)]
+            self.adapters[tenant] = [None, *refs]
+        one, two, three = (tuple(rng.randrange(VOCAB_SIZE) for _ in range(BLOCK_SIZE)) for _ in range(3))
+        # The last two differ in their first block alone.
+        self.starts = [(), (), one, (*one, *three), (*two, *three)]
+        self.suspects: set[str] = set()
+
+    def request(self, request_id: str) -> EngineRequest:
+        """The next request."""
+        rng, asking = self.rng, self.asking
+        tenant = rng.choice(self.tenants)
+        prompt = rng.choice(self.starts) + tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 12)))
+        request = EngineRequest(
+            request_id,
+            tenant,
+            prompt,
+            SamplingParams(
+                max_tokens=rng.randint(1, self.max_new) if asking.random() < 0.95 else 0,
+                logprobs=asking.choice((0, 3)) if asking.random() < 0.2 else None,
+                prompt_logprobs=asking.choice((0, 2)) if asking.random() < 0.2 else None,
+                stop_token_ids=(5,) if rng.random() < 0.2 else (),
+                min_tokens=rng.choice((0, 0, 3)),
+                ignore_eos=rng.random() < 0.3,
+            ),
+            rng.choice(self.adapters[tenant]),
+            weight=self.weights[tenant],
+            priority=rng.choice((0, 0, 0, 1)),
+            deadline=10 ** rng.uniform(-1, 1) if rng.random() < self.p_deadline else None,
+            grammar=self._grammar() if self.constraining.random() < 0.25 else None,
+        )
+        if self.embedding.random() < 0.15:
+            pooling = self.embedding.choice(POOLINGS)
+            return replace(request, sampling=SamplingParams(max_tokens=0), grammar=None, pooling=pooling)
+        return request
+
+    def _grammar(self) -> str:
+        kind = self.constraining.choice(("ends", "ends", "ends", "breaks", "refused"))
+        return f"{kind} {self.constraining.randint(1, 12)}"
+
+    def pages_of(self, digest: str) -> int:
+        return self.sizes[digest]
+
+    def tokens_of(self, row: ScheduledSequence) -> int:
+        """How many tokens a step brings for a row that draws."""
+        return self.rng.randint(1, 3) if self.speculates else 1
+
+    def load_fate(self, digest: str) -> Fate:
+        return self._fate(digest, self.slow, hang=True)
+
+    def copy_fate(self, digest: str) -> Fate:
+        # A copy that never ends takes its pages with it for good, and with them the history: it ends late instead.
+        return self._fate(digest, self.slow / 10, hang=False)
+
+    def _fate(self, digest: str, seconds: float, *, hang: bool) -> Fate:
+        rng = self.rng
+        seconds *= rng.random()
+        if rng.random() >= self.p_bad_load:
+            return Fate(seconds)
+        self.suspects.add(digest)
+        match rng.randrange(3):
+            case 0:
+                return Fate(seconds, "the disk said no")
+            case 1 if hang:
+                return Fate(None)
+            case _:
+                return Fate(LOAD_TIMEOUT_S + 3 * rng.random())
+
+
+def memory_needed(num_tokens: int, position: int) -> int:
+    """Device memory that a slice up to this position needs, beside the KV."""
+    return num_tokens + position // BLOCK_SIZE

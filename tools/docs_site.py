@@ -1,0 +1,65 @@
+"""The parts of the documentation site beyond `docs/`: pages from the top of the repository, and links to its files.
+
+MkDocs calls the two functions (`hooks` in mkdocs.yml). The Markdown stays as code hosts show it: links are relative to
+the file, also where they lead out of `docs/`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP_PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+"""Pages at the top of the repository that the site shows too."""
+_LINK = re.compile(r"(?P<text>\[[^\]]*\])\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
+_CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def links_for_site(text: str, folder: str) -> str:
+    """Markdown with every link as the site needs it.
+
+    Args:
+        text: a page.
+        folder: where the page is, relative to the repository, such as `docs/adr`; empty for the top.
+
+    Returns:
+        The page. A link to one of TOP_PAGES leads to its page of the site. A link to another file outside `docs/` is
+        replaced by its text. A link to what does not exist is left, so that the strict build fails.
+    """
+
+    def rewrite(match: re.Match[str]) -> str:
+        target = match["target"]
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if not (ROOT / path).exists():
+            return match[0]
+        if path not in TOP_PAGES and not path.startswith("docs/"):
+            return match["text"][1:-1]
+        at = "docs" if folder == "" else folder
+        page = path if path.startswith("docs/") else f"docs/{path}"
+        return f"{match['text']}({posixpath.relpath(page, at)}{match['anchor'] or ''})"
+
+    parts, end = [], 0
+    for code in _CODE.finditer(text):
+        parts += [_LINK.sub(rewrite, text[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join([*parts, _LINK.sub(rewrite, text[end:])])
+
+
+def on_files(files: Any, config: Any) -> Any:
+    for name in TOP_PAGES:
+        content = links_for_site((ROOT / name).read_text("utf-8"), "")
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    if page.file.src_uri in TOP_PAGES:
+        return markdown
+    return links_for_site(markdown, posixpath.join("docs", posixpath.dirname(page.file.src_uri)).rstrip("/"))
