@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
 
@@ -21,6 +22,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The tests start hundreds of programs, and each would compile every module that it imports.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# httpx gives up after 5 s. A machine that is busy for so long is no fault; a request that hangs fails at 60 s.
+for phase in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
 
 # Tests that give no number of examples of their own: few in every run, many in `make soak`.
 hypothesis.settings.register_profile("fast", max_examples=30, deadline=None)

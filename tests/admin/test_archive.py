@@ -263,5 +263,5 @@ def test_nothing_is_sent_of_a_file_that_fails_at_once() -> None:
         with pytest.raises(httpx.HTTPError):
             httpx.get(server.url)
         assert len(told) == 1
-        with socket.create_connection((server.host, server.port), timeout=10):
+        with socket.create_connection((server.host, server.port), timeout=60):
             pass  # the server lives

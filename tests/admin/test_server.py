@@ -34,7 +34,7 @@ AUTH = {"authorization": f"Bearer {ADMIN_TOKEN}"}
 def begin_upload(port: int, size: int = 4_000_000) -> socket.socket:
     """A connection on which half of an upload has been sent."""
     raw = files(b"{}", b"x" * size)
-    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+    sock = socket.create_connection(("127.0.0.1", port), timeout=60)
     head = [f"POST {PATH} HTTP/1.1", "Host: x", f"Authorization: Bearer {ADMIN_TOKEN}"]
     head += [f"Content-Type: {CONTENT_TYPE}", f"Content-Length: {len(raw)}"]
     sock.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + raw[: len(raw) // 2])
@@ -136,7 +136,7 @@ def test_validations_are_bounded_and_block_nobody(tmp_path: Path, monkeypatch: p
         def upload(number: int) -> None:
             parts = adapter_files(tmp_path / str(number), seed=number)
             url = f"{server.url}/admin/v1/tenants/acme/adapters/a{number}/versions"
-            statuses.append(httpx.post(url, files=parts, headers=AUTH, timeout=20).status_code)
+            statuses.append(httpx.post(url, files=parts, headers=AUTH, timeout=60).status_code)
 
         threads = [threading.Thread(target=upload, args=(number,)) for number in range(5)]
         for thread in threads:

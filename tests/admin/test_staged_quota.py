@@ -41,12 +41,12 @@ class Shop:
         self, name: str, tenant: str = "acme", content: bytes | Iterator[bytes] | None = None
     ) -> httpx.Response:
         content = files(self.config, self.tensors) if content is None else content
-        return httpx.post(self.url(name, tenant), content=content, headers=HEADERS, timeout=30)
+        return httpx.post(self.url(name, tenant), content=content, headers=HEADERS, timeout=60)
 
     def begin(self, name: str, declared: bool) -> socket.socket:
         """An upload that has come to all but its last boundary."""
         whole = files(self.config, self.tensors)
-        sock = self.server.connect(timeout=30)
+        sock = self.server.connect(timeout=60)
         head = [f"POST {httpx.URL(self.url(name)).path} HTTP/1.1", "Host: x"]
         head += [f"{key}: {value}" for key, value in HEADERS.items()]
         head.append(f"Content-Length: {len(whole)}" if declared else "Transfer-Encoding: chunked")
@@ -114,7 +114,7 @@ def test_a_body_without_a_length_is_refused_as_it_comes(shop: Shop) -> None:
 
 def test_a_declared_length_is_refused_before_a_byte_is_written(shop: Shop) -> None:
     whole = files(shop.config, shop.tensors * 200)
-    with shop.server.connect(timeout=30) as sock:
+    with shop.server.connect(timeout=60) as sock:
         head = [f"POST {httpx.URL(shop.url('one')).path} HTTP/1.1", "Host: x", "Expect: 100-continue"]
         head += [f"{key}: {value}" for key, value in HEADERS.items()]
         sock.sendall(("\r\n".join([*head, f"Content-Length: {len(whole)}"]) + "\r\n\r\n").encode())

@@ -95,7 +95,7 @@ HEADERS = {"authorization": "Bearer x", "content-type": CONTENT_TYPE}
 
 
 def post(server: RunningServer, content: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/upload", content=content, headers=HEADERS | headers, timeout=30)
+    return httpx.post(f"{server.url}/upload", content=content, headers=HEADERS | headers, timeout=60)
 
 
 def raw_request(server: RunningServer, *headers: str) -> socket.socket:
@@ -263,7 +263,7 @@ def test_disk_error_is_reported_without_internals(
 
 def test_many_uploads_at_once_stay_apart(server: RunningServer, uploads: Uploads) -> None:
     async def run() -> list[int]:
-        async with httpx.AsyncClient(base_url=server.url, headers=HEADERS, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, headers=HEADERS, timeout=60) as client:
             statuses: list[int] = []
 
             async def one(size: int) -> None:

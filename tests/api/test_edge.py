@@ -146,7 +146,7 @@ def own(tmp_path: Path) -> Iterator[DataPlane]:
 
 def test_a_drain(own: DataPlane) -> None:
     own.engine.script(Reply(text="abcdef", hold=True, hold_after=2))
-    client = httpx.Client(headers=KEY, timeout=10)
+    client = httpx.Client(headers=KEY, timeout=60)
     with client.stream("POST", f"{own.url}/v1/completions", json={**TEXT, "stream": True}) as running:
         lines = running.iter_lines()
         next(lines)

@@ -73,7 +73,7 @@ def test_a_query_that_nobody_asked_for_changes_nothing(plane: DataPlane, path: s
 @pytest.mark.parametrize("path", GETS)
 def test_the_body_of_a_get_is_not_asked_for(plane: DataPlane, path: str) -> None:
     head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer lpx_acme\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((plane.server.host, plane.server.port), timeout=20) as sock:
+    with socket.create_connection((plane.server.host, plane.server.port), timeout=60) as sock:
         sock.sendall(f"{head}Content-Length: 1000000\r\nExpect: 100-continue\r\n\r\n".encode())
         assert sock.recv(64).startswith(b"HTTP/1.1 200 ")
 

@@ -76,7 +76,7 @@ def read_answer(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
     return int(first.split()[1]), headers, body
 
 
-def wait_for(plane: DataPlane, condition: Callable[[], bool], timeout: float = 10) -> None:
+def wait_for(plane: DataPlane, condition: Callable[[], bool], timeout: float = 60) -> None:
     """Until the server's state is so."""
     end = time.monotonic() + timeout
     while not plane.on_loop(condition):

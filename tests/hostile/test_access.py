@@ -338,7 +338,7 @@ def first_words(server: WholeServer, port: str, route: str, key: dict[str, str],
     url = httpx.URL(url_of(server, port, path, "rival"))
     lines = [f"{method} {url.path} HTTP/1.1", "Host: x", f"Authorization: {key['authorization']}"]
     lines += ["Content-Type: application/json", f"Content-Length: {length}", "Expect: 100-continue"]
-    with socket.create_connection((url.host, url.port), timeout=20) as sock:
+    with socket.create_connection((url.host, url.port), timeout=60) as sock:
         sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
         return sock.recv(64)
 

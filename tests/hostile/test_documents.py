@@ -177,7 +177,7 @@ class Caller:
                 case.body = for_us(case.body, self.there)
             if case.headers.get(TIMEOUT, "").strip("0").isdigit():
                 case.headers[TIMEOUT] = "20000"  # a 504 after a millisecond tells nothing
-            answer = case.call(base_url=self.url, session=self.session, headers=self.headers, timeout=20)
+            answer = case.call(base_url=self.url, session=self.session, headers=self.headers, timeout=60)
             self.statuses[answer.status_code] += 1
             self.accepted[operation.label] += answer.status_code < 300
             case.validate_response(answer, checks=self.checks, excluded_checks=self._not_for(case, answer))

@@ -135,7 +135,7 @@ def converse(server: WholeServer, key: bytes, request: bytes) -> list[tuple[int,
     host, port = server.data_url.removeprefix("http://").split(":")
     raw = request.replace(b"KEY", b"Authorization: Bearer %s\r\n" % key) + NEXT
     data = b""
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
         try:
             sock.sendall(raw)
             while chunk := sock.recv(1 << 16):
@@ -188,7 +188,7 @@ def test_pipelined_requests_are_answered_in_order(server: WholeServer, key: byte
 
 def test_a_body_is_asked_for_once(server: WholeServer, key: bytes) -> None:
     host, port = server.data_url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
         head, _, body = post(b"Expect: 100-continue", b"Connection: close").partition(b"\r\n\r\n")
         sock.sendall(head.replace(b"KEY", b"Authorization: Bearer %s\r\n" % key) + b"\r\n\r\n")
         assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -198,7 +198,7 @@ def test_a_body_is_asked_for_once(server: WholeServer, key: bytes) -> None:
             data += chunk
         assert data.startswith(b"HTTP/1.1 200 ")
         # A stranger is told no without being asked for the body.
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
         sock.sendall(head.replace(b"KEY", b"") + b"\r\n\r\n")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
 
@@ -207,7 +207,7 @@ def test_body_that_comes_after_an_upgrade_request(server: WholeServer, key: byte
     """Not in one piece with its head: what the parser said of the head is no longer in its hands then."""
     head, _, body = post(UPGRADE.rstrip()).partition(b"\r\n\r\n")
     host, port = server.data_url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
         sock.sendall(head.replace(b"KEY", b"Authorization: Bearer %s\r\n" % key) + b"\r\n\r\n")
         eventually(lambda: server.apps.drain.in_flight > 0)
         sock.sendall(body + NEXT)
@@ -222,7 +222,7 @@ def test_early_closes_leave_nothing(server: WholeServer, key: bytes) -> None:
     raw = post(CHUNKED, body=CHUNKS).replace(b"KEY", b"Authorization: Bearer %s\r\n" % key)
     host, port = server.data_url.removeprefix("http://").split(":")
     for end in range(0, len(raw) + 1, 3):
-        with socket.create_connection((host, int(port)), timeout=10) as sock:
+        with socket.create_connection((host, int(port)), timeout=60) as sock:
             sock.sendall(raw[:end])
     server.settle()
 

@@ -39,7 +39,7 @@ def make_client(
     engine_config = EngineConfig(model_path, "/nowhere", **config)  # type: ignore[arg-type]
     if kind == "socket":
         return SocketEngineClient(
-            engine_config, command=FAKE_ENGINE, start_timeout_s=30, on_damaged=on_damaged
+            engine_config, command=FAKE_ENGINE, start_timeout_s=60, on_damaged=on_damaged
         )
     return InProcessEngineClient(lambda wake: build_fake_engine(engine_config, wake), on_damaged=on_damaged)
 

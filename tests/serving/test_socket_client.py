@@ -25,7 +25,7 @@ from support.engine.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engin
 
 @pytest.fixture
 async def client() -> AsyncIterator[SocketEngineClient]:
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, start_timeout_s=30)
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, start_timeout_s=60)
     await client.start()
     yield client
     await client.close()
@@ -284,7 +284,7 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
         assert len(family) == 2
         parent.kill()
         parent.wait()
-        assert psutil.wait_procs(family, timeout=5)[1] == []
+        assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
 def test_client_works_on_the_servers_event_loop() -> None:

@@ -24,7 +24,7 @@ HANG_TIMEOUT_S = 3.0
 
 def make_client(**options: Any) -> SocketEngineClient:
     return SocketEngineClient(
-        EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, start_timeout_s=30, **options
+        EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, start_timeout_s=60, **options
     )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     """Return as soon as `condition` holds; fail if it does not within `timeout` seconds."""
     end = time.monotonic() + timeout
     while not condition():

@@ -43,7 +43,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataPlane]:
 
 
 async def ask(plane: DataPlane, tenant: str, **fields: Any) -> httpx.Response:
-    async with httpx.AsyncClient(timeout=20, headers={"authorization": f"Bearer lpx_{tenant}"}) as http:
+    async with httpx.AsyncClient(timeout=60, headers={"authorization": f"Bearer lpx_{tenant}"}) as http:
         return await http.post(f"{plane.url}/v1/chat/completions", json={**ASKED, **fields})
 
 

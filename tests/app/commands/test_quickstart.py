@@ -105,7 +105,7 @@ def test_a_first_run_and_a_second_one(newcomer: Newcomer) -> None:
         assert len(family) == 4, "the server, the engine, its spare, and what checks grammars"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-        _, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert alive == []
 
 
@@ -148,7 +148,7 @@ def test_no_server_stays_behind_where_a_start_is_stopped(newcomer: Newcomer, num
         family = wait_for_children(process.pid)
         process.send_signal(number)
         assert process.wait(60) == 130
-        assert psutil.wait_procs(family, timeout=10)[1] == []
+        assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
 def wait_for_children(pid: int) -> list[psutil.Process]:

@@ -135,7 +135,7 @@ def test_one_of_several_concurrent_starts_migrates(url: str) -> None:
     for start in starts:
         start.join(60)
     assert [start.exitcode for start in starts] == [0, 0, 0, 0]
-    done = sorted(applied.get(timeout=5) for _ in starts)
+    done = sorted(applied.get(timeout=60) for _ in starts)
     assert done[:3] == [[], [], []]
     assert done[3][0] == "0001"
     assert set(Base.metadata.tables) < tables(url)

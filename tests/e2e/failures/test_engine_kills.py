@@ -86,7 +86,7 @@ def open_all_connections(server: LiveServer) -> None:
     """To the database, by as many writers as may wait for its lock at a time; the server keeps what it opens."""
 
     def write() -> None:
-        with httpx.Client(base_url=server.admin_url, timeout=30) as client:
+        with httpx.Client(base_url=server.admin_url, timeout=60) as client:
             client.headers["authorization"] = f"Bearer {server.admin_token}"
             checked(client.patch("/admin/v1/tenants/acme", json={"weight": 1.0}))
 

@@ -43,7 +43,7 @@ def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[LiveServer, str]]
 @contextlib.contextmanager
 def slow_upload(server: LiveServer, name: str, length: int) -> Iterator[socket.socket]:
     """The head of an upload whose body will have `length` bytes, on a raw connection."""
-    with socket.create_connection(("127.0.0.1", server.admin_port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", server.admin_port), timeout=60) as sock:
         head = (
             f"POST /admin/v1/tenants/acme/adapters/{name}/versions HTTP/1.1\r\nHost: localhost\r\n"
             f"Authorization: Bearer {server.admin_token}\r\nContent-Type: {multipart.CONTENT_TYPE}\r\n"

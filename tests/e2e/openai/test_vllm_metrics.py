@@ -15,7 +15,7 @@ BASE = "tiny"
 
 def scrape(shop: Shop) -> dict[str, float]:
     """The `vllm:*` samples by name; of a histogram its count and sum."""
-    text = httpx.get(f"{shop.server.admin_url}/metrics", timeout=10).text
+    text = httpx.get(f"{shop.server.admin_url}/metrics", timeout=60).text
     return {
         sample.name: sample.value
         for family in text_string_to_metric_families(text)
@@ -66,7 +66,7 @@ def test_requests_of_known_sizes(tiny: Shop) -> None:
 
 
 def test_the_queries_of_its_dashboards_find_their_metrics(tiny: Shop) -> None:
-    text = httpx.get(f"{tiny.server.admin_url}/metrics", timeout=10).text
+    text = httpx.get(f"{tiny.server.admin_url}/metrics", timeout=60).text
     label = f'model_name="{BASE}"'
     for name in vllm_metrics.DASHBOARDS:
         assert any(line.startswith(f"{name}{{") and label in line for line in text.splitlines()), name

@@ -41,7 +41,7 @@ class Hammer:
     targets: list[Target]
     passed: dict[str, list[tuple[float, float, int]]] = field(default_factory=dict)
     codes: set[tuple[int, str]] = field(default_factory=set)
-    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=30))
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60))
 
     def strike(self, seconds: float, tenants: list[str], servers: range = range(SERVERS)) -> dict[str, int]:
         """How many requests of each tenant passed meanwhile. It goes on until each server has refused each of them, or

@@ -162,8 +162,8 @@ def test_a_wake_up_moves_a_waiting_engine_on_and_nothing_else_does() -> None:
     running = LoopInThread(core)
     running.wait_for(wire.Ready)
     running.loop.post(wire.Add(ask("r", 1)))
-    assert core.stepped.acquire(timeout=5)  # at the start
-    assert core.stepped.acquire(timeout=5)  # for the command
+    assert core.stepped.acquire(timeout=60)  # at the start
+    assert core.stepped.acquire(timeout=60)  # for the command
     assert not core.stepped.acquire(timeout=0.2), "a waiting engine spins"
     core.loaded.set()
     running.loop.wake()

@@ -71,7 +71,7 @@ class Peer:
 
     def exit(self) -> tuple[int, list[dict[str, Any]]]:
         """The status, and the log's lines."""
-        _, stderr = self.process.communicate(timeout=10)
+        _, stderr = self.process.communicate(timeout=60)
         return self.process.returncode, [json.loads(line) for line in stderr.splitlines()]
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ def test_a_bad_config_is_a_bad_start(tmp_path: Path, config: bytes) -> None:
         [*FAKE_ENGINE, "--socket", str(tmp_path / "s")],
         input=config,
         capture_output=True,
-        timeout=20,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 2

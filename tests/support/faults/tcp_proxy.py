@@ -54,7 +54,7 @@ class TcpProxy:
     def _serve(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError):
             self._wait_carrying()
-            with socket.create_connection(("127.0.0.1", self.target), timeout=5) as server:
+            with socket.create_connection(("127.0.0.1", self.target), timeout=60) as server:
                 other = {client: server, server: client}
                 while not self._closed.is_set():
                     ready, _, _ = select.select(list(other), [], [], 0.05)

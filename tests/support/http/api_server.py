@@ -32,7 +32,7 @@ class RunningServer:
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
-    def connect(self, timeout: float = 10.0, receive_buffer: int | None = None) -> socket.socket:
+    def connect(self, timeout: float = 60.0, receive_buffer: int | None = None) -> socket.socket:
         """A raw TCP connection; a small `receive_buffer` makes the peer feel a reader that does not read."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         if receive_buffer is not None:
@@ -41,7 +41,7 @@ class RunningServer:
         sock.connect((self.host, self.port))
         return sock
 
-    def call(self, function: Callable[[], Awaitable[T]], timeout: float = 10.0) -> T:
+    def call(self, function: Callable[[], Awaitable[T]], timeout: float = 60.0) -> T:
         async def run() -> T:
             return await function()
 

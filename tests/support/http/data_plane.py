@@ -235,7 +235,7 @@ class DataPlane:
         )
 
     def async_client(self, key: str = "lpx_acme", **options: Any) -> openai.AsyncOpenAI:
-        options = {"max_retries": 0, "timeout": 10, **options}
+        options = {"max_retries": 0, "timeout": 60, **options}
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
 
     def on_loop(self, function: Any) -> Any:
@@ -257,7 +257,7 @@ class DataPlane:
             fake.__init__()  # type: ignore[misc]
         self.server.call(anew)
 
-    def settle_all(self, timeout: float = 10.0) -> None:
+    def settle_all(self, timeout: float = 60.0) -> None:
         """Returns when nothing is being answered, and checks the books."""
 
         async def settle() -> None:
@@ -296,7 +296,7 @@ def running_data_plane(
         }
     )
     with (
-        httpx.Client(timeout=20) as http,
+        httpx.Client(timeout=60) as http,
         serve_app(create_data_app(services, extra_routes=extra_routes), loop_factory=loop_factory) as server,
     ):
         server.call(engine.start)

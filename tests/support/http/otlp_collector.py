@@ -97,7 +97,7 @@ class OtlpCollector:
     def spans(self) -> list[CollectedSpan]:
         return list(self._spans)
 
-    def wait(self, condition: Callable[[list[CollectedSpan]], bool], timeout: float = 20.0) -> None:
+    def wait(self, condition: Callable[[list[CollectedSpan]], bool], timeout: float = 60.0) -> None:
         eventually(lambda: condition(self.spans), timeout)
 
     def roots(self, number: int) -> list[CollectedSpan]:

@@ -49,7 +49,7 @@ class WholeServer:
     http: httpx.Client
     loop: asyncio.AbstractEventLoop
 
-    def call(self, function: Callable[[], Awaitable[T]], timeout: float = 20.0) -> T:
+    def call(self, function: Callable[[], Awaitable[T]], timeout: float = 60.0) -> T:
         async def run() -> T:
             return await function()
 
@@ -68,7 +68,7 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
     plane = AdminPlane(root)
     services = plane.services
     chosen = Settings(port=0, admin_port=0, data_dir=root, model=str(root), **settings)
-    with open(root / "lock", "w") as lock, open_ports(chosen) as ports, httpx.Client(timeout=20) as http:
+    with open(root / "lock", "w") as lock, open_ports(chosen) as ports, httpx.Client(timeout=60) as http:
         journal = UsageJournal(root / "usage", capacity=chosen.usage_journal_size)
         installation = Installation(
             settings=chosen,

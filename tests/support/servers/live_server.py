@@ -192,7 +192,7 @@ class LiveServer:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(family, timeout=30)
+        psutil.wait_procs(family, timeout=60)
 
     def __enter__(self) -> LiveServer:
         try:
@@ -268,7 +268,7 @@ class LiveServer:
         """The status of an unauthenticated GET; None where nobody answers."""
         # Asked again and again while it starts: httpx takes ten times as long.
         port = self.admin_port if admin else self.data_port
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         try:
             connection.request("GET", path)
             return connection.getresponse().status
@@ -356,7 +356,7 @@ def checked(answer: httpx.Response, *allowed: int) -> Any:
     return answer.json() if answer.content else None
 
 
-def wait_gone(pid: int, timeout: float = 30.0) -> None:
+def wait_gone(pid: int, timeout: float = 60.0) -> None:
     """Until no process has this id, or it is only waited for."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:

@@ -54,7 +54,7 @@ class Prometheus:
         }
         (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
         self._process: subprocess.Popen[bytes] | None = None
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def __enter__(self) -> Prometheus:
         command = [

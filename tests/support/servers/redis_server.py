@@ -75,7 +75,7 @@ class RedisServer:
 
     @functools.cached_property
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, socket_timeout=5)
+        return redis.Redis(port=self.port, socket_timeout=60)
 
     def meet(self, other: RedisServer) -> None:
         """Another node joins this one's cluster."""
