@@ -211,7 +211,8 @@ def _build(
     grammars = GrammarMatchers(
         lambda: GrammarVocabulary(load_grammar_tokenizer(model_dir, eos_ids), vocab_size), wake
     )
-    masks = MaskMaker(grammars, vocab_size)
+    lookahead = _lookahead(config, device)
+    masks = MaskMaker(grammars, vocab_size, lookahead=lookahead > 0)
     runner = ModelRunner(
         served, kv, executor, eos_ids=eos_ids, lora=arena, inputs=inputs, sampler=sampler, masks=masks
     )
@@ -227,7 +228,7 @@ def _build(
             max_num_batched_tokens=max_step_tokens,
             max_waiting=config.max_waiting,
             max_scored_tokens=max(1, _MAX_SCORED_BYTES // (4 * model.shape.vocab_size)),
-            lookahead=_lookahead(config, device),
+            lookahead=lookahead,
         ),
         runner,
         cache,

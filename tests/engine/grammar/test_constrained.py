@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.grammar import matchers, tokenizer
+from loraplex.engine.grammar.masks import MAX_FORCED
 from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer, new_matcher
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.logprobs import Logprobs
@@ -192,6 +193,37 @@ def test_answers_do_not_depend_on_neighbours(model_dir, tmp_path):
         assert [engine.tokens(name) for name in names] == alone
     finally:
         engine.close()
+
+
+def test_forced_tokens_take_one_step_and_change_no_answer(model_dir, tmp_path):
+    cases = [
+        regex_case("[ab]hello world[cd]{2}forty-two letters and not one more of them![ef]"),
+        *CASES,
+        None,
+    ]
+    answers, largest = [], []
+    for lookahead in (0, 1):
+        engine = make_engine(model_dir, tmp_path / str(lookahead), lookahead=lookahead, max_num_seqs=16)
+        try:
+            names = [ask(engine, case, seed=n, max_tokens=70) for n, case in enumerate(cases)]
+            scored = ask(engine, cases[0], logprobs=1)
+            engine.run()
+            answers.append([engine.tokens(name) for name in names])
+            largest.append([max(len(event.token_ids) for event in engine.events[name]) for name in names])
+            assert all(len(event.token_ids) <= 1 for event in engine.events[scored])
+        finally:
+            engine.close()
+    assert answers[0] == answers[1]
+    assert largest[0][0] == 1 + MAX_FORCED
+    assert largest[0][-1] == 1
+    assert set(largest[1]) == {1}
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 12, 13])
+def test_forced_tokens_are_not_more_than_asked_for(engine, max_tokens):
+    name = ask(engine, regex_case("[ab]hello world[cd]?"), max_tokens=max_tokens)
+    assert end_of(engine, name).finish_reason == ("stop" if max_tokens == 13 else "length")
+    assert len(engine.tokens(name)) <= max_tokens
 
 
 # Options, one at a time.

@@ -220,21 +220,29 @@ class ModelRunner:
         return self._follow_grammars(handle, answer.no_mask, result) if handle.masked else result
 
     def _follow_grammars(self, handle: StepHandle, no_mask: dict[int, str], result: StepResult) -> StepResult:
+        assert self._masks is not None
         ended: set[int] = set()
         broken: dict[int, str] = {}
+        token_ids = list(result.token_ids)
+        going_on: list[MaskRow] = []
         for row in handle.masked:
             index = handle.sampled[row.row]
             if index in result.failed:
                 continue
-            error = no_mask.get(row.row)
-            if error is None and self._masks is not None:
-                (token,) = result.token_ids[index]
-                ends, error = self._masks.accept(row, token)
-                if ends:
-                    ended.add(index)
-            if error is not None:
-                broken[index] = error
-        return replace(result, ended=frozenset(ended), grammar_failed=broken)
+            if row.row in no_mask:
+                broken[index] = no_mask[row.row]
+                continue
+            (token,) = token_ids[index]
+            accepted = self._masks.accept(row, token)
+            token_ids[index] = accepted.tokens
+            if accepted.error is not None:
+                broken[index] = accepted.error
+            elif accepted.ends:
+                ended.add(index)
+            else:
+                going_on.append(row)
+        self._masks.begin_next(going_on)
+        return replace(result, token_ids=tuple(token_ids), ended=frozenset(ended), grammar_failed=broken)
 
     def _wait(self, future: Future[_OnHost]) -> _OnHost:
         try:

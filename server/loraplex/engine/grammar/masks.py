@@ -22,6 +22,8 @@ from loraplex.engine.grammar.vocabulary import GrammarVocabulary, clear_bits
 from loraplex.engine.types import ScheduledSequence, SequenceState
 
 _MAX_THREADS = 8
+MAX_FORCED = 32
+"""Tokens of one sequence that are forced at a time: a step computes a bounded number of positions for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,28 @@ class FilledMasks:
     failed: dict[int, str]
 
 
-class MaskMaker:
-    """`plan`, `start` and `accept` belong to the thread that plans."""
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The token that was sampled, and those behind it that the grammar forces. `ends`: with the last of them the
+    grammar is at its end. `error`: what is wrong, if anything."""
 
-    def __init__(self, matchers: GrammarMatchers, vocab_size: int) -> None:
+    tokens: tuple[int, ...]
+    ends: bool = False
+    error: str | None = None
+
+
+class MaskMaker:
+    """`plan`, `start` and `accept` belong to the thread that plans.
+
+    Without `lookahead` the tokens of the step before are known when a step is planned. So
+    - tokens that the grammar forces are not sampled one by one, each by a step of its own: one step computes all of
+      them (jump-forward decoding, as SGLang names it). The answer is the same: a mask allows the forced token alone.
+    - masks are begun when a token is accepted. The cores that compute the forward pass are idle then.
+    """
+
+    def __init__(self, matchers: GrammarMatchers, vocab_size: int, *, lookahead: bool) -> None:
         self._matchers = matchers
+        self._lookahead = lookahead
         self._num_words = -(-vocab_size // 32)
         self._executor = LLExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2)))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
@@ -83,16 +102,56 @@ class MaskMaker:
         """`previous` waits for the tokens of the step before: None of all, or of a row, where there are none."""
         return self._thread.submit(self._fill, rows, previous)
 
-    def accept(self, row: MaskRow, token: int) -> tuple[bool, str | None]:
-        """A row's token has been sampled, by the oldest step that was not collected. Returns whether the grammar ends
-        with it, and what is wrong, if anything."""
+    def accept(self, row: MaskRow, token: int) -> Accepted:
+        """A row's token has been sampled, by the oldest step that was not collected."""
         seq, matcher = row.scheduled.seq, row.matcher
         if seq.state is SequenceState.FINISHED or row.scheduled.output_index != seq.num_outputs:
-            return False, None  # nobody uses the token
+            return Accepted((token,))  # nobody uses the token
         with self._in_use:
             matcher.known += seq.token_ids[seq.num_prompt + len(matcher.known) :]
             error = matcher.move_to(len(matcher.known), token)
-            return error is None and matcher.inner.is_stopped(), error
+            forced = self._forced(row) if error is None and not self._lookahead else []
+            if forced:
+                error = matcher.move_to(len(matcher.known), token, *forced)
+            return Accepted((token, *forced), error is None and matcher.inner.is_stopped(), error)
+
+    def begin_next(self, rows: Sequence[MaskRow]) -> None:
+        """The tokens of these rows have been accepted, and their grammars go on."""
+        if rows and not self._lookahead:
+            self._thread.submit(self._compute_next, [row.matcher for row in rows])
+
+    def _compute_next(self, matchers: Sequence[SequenceMatcher]) -> None:
+        with self._in_use:
+            self._compute(matchers)
+
+    def _forced(self, row: MaskRow) -> list[int]:
+        """What must follow the row's new token. Left to a mask: what may end the answer, and special tokens."""
+        params, inner = row.scheduled.seq.request.sampling, row.matcher.inner
+        if params.logprobs is not None or inner.is_stopped():
+            return []
+        vocabulary = self._matchers.vocabulary
+        room = min(MAX_FORCED, params.max_tokens - row.scheduled.output_index - 1)
+        forced = inner.compute_ff_tokens()[:room]
+        for place, token in enumerate(forced):
+            if (
+                token >= vocabulary.vocab_size
+                or token in params.stop_token_ids
+                or vocabulary.tokenizer.is_special_token(token)
+            ):
+                return forced[:place]
+        return forced
+
+    def _compute(self, matchers: Sequence[SequenceMatcher]) -> None:
+        """Masks for those that have none."""
+        todo = [matcher for matcher in matchers if matcher.mask is None]
+        if not todo:
+            return
+        words = np.zeros((len(todo), self._matchers.vocabulary.num_words), dtype=np.uint32)
+        places = [(matcher.inner, place) for place, matcher in enumerate(todo)]
+        size = words.shape[1] * words.itemsize
+        self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, size, len(todo))
+        for matcher, mask in zip(todo, words, strict=True):
+            matcher.mask = mask
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -102,27 +161,23 @@ class MaskMaker:
     ) -> FilledMasks:
         vocabulary = self._matchers.vocabulary
         tokens = previous() if any(row.pending for row in rows) else None
-        words = np.zeros((len(rows), vocabulary.num_words), dtype=np.uint32)
         failed: dict[int, str] = {}
-        filled: list[tuple[MaskRow, NDArray[np.uint32]]] = []
+        words = np.full((len(rows), vocabulary.num_words), ~np.uint32(0))
         with self._in_use:
-            todo = []
+            followed: list[tuple[int, MaskRow]] = []
             for place, row in enumerate(rows):
                 token = None if tokens is None or row.source is None else tokens[row.source]
                 if row.pending and token is None:
-                    words[place] = ~np.uint32(0)
-                elif error := row.matcher.move_to(row.count, token):
+                    continue
+                if error := row.matcher.move_to(row.count, *([] if token is None else [token])):
                     failed[row.row] = error
-                    words[place] = ~np.uint32(0)
                 else:
-                    todo.append((row.matcher.inner, place))
-                    filled.append((row, words[place]))
-            if todo:
-                size = words.shape[1] * words.itemsize
-                self._executor.unsafe_compute_mask_ptr(todo, words.ctypes.data, size, len(rows))
-            used_words = np.count_nonzero(words, axis=1).tolist()
-            for (row, mask), (_, place) in zip(filled, todo, strict=True):
-                if error := _finish(row, mask, used_words[place], vocabulary):
+                    followed.append((place, row))
+            self._compute([row.matcher for _, row in followed])
+            for place, row in followed:
+                mask = words[place]
+                mask[:] = row.matcher.mask
+                if error := _finish(row, mask, vocabulary):
                     failed[row.row] = error
                     mask[:] = ~np.uint32(0)
         bits = np.zeros((len(rows), self._num_words), dtype=np.uint32)
@@ -131,13 +186,12 @@ class MaskMaker:
         return FilledMasks(bits.view(np.int32), failed)
 
 
-def _finish(
-    row: MaskRow, mask: NDArray[np.uint32], used_words: int, vocabulary: GrammarVocabulary
-) -> str | None:
-    """Bar what llguidance knows nothing of. `used_words` of the mask are not 0. Returns what is wrong, if anything."""
+def _finish(row: MaskRow, mask: NDArray[np.uint32], vocabulary: GrammarVocabulary) -> str | None:
+    """Bar what llguidance knows nothing of. Returns what is wrong, if anything."""
     inner = row.matcher.inner
     if inner.is_error():
         return reason_of(inner)
+    used_words = int(np.count_nonzero(mask))
     if used_words == 1:
         vocabulary.allow_dictated_text(inner, mask)
     if vocabulary.known is not None:

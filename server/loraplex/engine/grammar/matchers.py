@@ -15,7 +15,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.grammar.tokenizer import new_matcher
@@ -39,23 +41,27 @@ class SequenceMatcher:
 
     `known` are the output tokens that the engine has collected; they only grow. `_fed` is what `inner` has consumed: of
     these the first `_sure` are known ones. A token behind them was sampled by a step that was not collected when it was
-    fed, and may come out as another one if that step is computed again.
+    fed, and may come out as another one if that step is computed again. `mask`, where it is there, is that of the next
+    token.
     """
 
     inner: LLMatcher
     known: list[int] = field(default_factory=list)
+    mask: NDArray[np.uint32] | None = None
     _fed: list[int] = field(default_factory=list)
     _sure: int = 0
 
-    def move_to(self, count: int, token: int | None = None) -> str | None:
-        """Consume the first `count` known tokens, and then `token`; take back all others. Returns what is wrong, if
+    def move_to(self, count: int, *tokens: int) -> str | None:
+        """Consume the first `count` known tokens, and then `tokens`; take back all others. Returns what is wrong, if
         anything: then the matcher is of no use any more."""
-        wanted = self.known[self._sure : count] if token is None else [*self.known[self._sure : count], token]
+        wanted = [*self.known[self._sure : count], *tokens]
         fed, same = self._fed, 0
         behind = fed[self._sure :]
         while same < min(len(behind), len(wanted)) and behind[same] == wanted[same]:
             same += 1
         surplus = len(behind) - same
+        if surplus or len(wanted) > same:
+            self.mask = None
         if surplus and not self.inner.rollback(surplus):
             return self._error("a token cannot be taken back")
         del fed[self._sure + same :]
