@@ -1,13 +1,15 @@
 """Schemas of a folder in a mixed batch on the real server: what comes out, and what it costs the others.
 
-    PYTHONPATH=tests python -m bench.structured_output FOLDER [--schemas 1000] [--streams 16] [--max-tokens 400]
+    PYTHONPATH=tests python -m bench.structured_output FOLDER [--schemas 1000] [--compared 1000] [--streams 16]
+        [--max-tokens 400] [--hostile-rate 10]
 
 FOLDER holds JSON files, each a schema or an object with one under "schema", such as JSONSchemaBench's. Starts `loraplex
 serve` with the quickstart's model and eight adapters. Of `streams` requests at a time three quarters have a schema, the
-rest are free: the neighbours. All sample at temperature 1. Schemas go in blocks. Each block runs with its schemas, and
-then the same prompts without them for as many tokens as each answer had. Every other block runs a third time beside
-another tenant's hostile schemas. Prints a table. Ends with 1 if an answer that finished does not fit its schema, if one
-that was cut ends in white space, or if one failed.
+rest are free: the neighbours. All sample at temperature 1. Schemas go in blocks. Each block of the first `compared`
+schemas runs with them, again with them now that the server knows them, and then the same prompts without them for as
+many tokens as each answer had. Every other one runs once more without them, beside another tenant's hostile schemas,
+some a second. The other blocks are only judged. Prints a table. Ends with 1 if an answer that finished does not fit its
+schema, if one that was cut ends in white space, or if one failed.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class Tally:
     ends: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     phases: dict[str, Phase] = field(
-        default_factory=lambda: {name: Phase() for name in ("with", "without", "hostile")}
+        default_factory=lambda: {name: Phase() for name in ("new", "known", "without", "hostile", "judged")}
     )
     wrong: list[tuple[str, str]] = field(default_factory=list)
 
@@ -185,9 +187,15 @@ class Bench:
     async def run(self, schemas: list[tuple[str, Any]]) -> Tally:
         blocks = [schemas[start : start + BLOCK] for start in range(0, len(schemas), BLOCK)]
         for number, block in enumerate(blocks):
-            answers = await self._phase("with", [self._constrained(name, schema) for name, schema in block])
+            compared = number * BLOCK < self.arguments.compared
+            asked = [self._constrained(name, schema) for name, schema in block]
+            answers = await self._phase("new" if compared else "judged", asked)
             for (name, schema), answer in zip(block, answers, strict=True):
                 self._judge(name, schema, answer)
+            print(f"{number + 1} of {len(blocks)}: {dict(self.tally.ends)}", file=sys.stderr, flush=True)
+            if not compared:
+                continue
+            await self._phase("known", asked)
             free = [
                 self._free(schema, answer.tokens)
                 for (_, schema), answer in zip(block, answers, strict=True)
@@ -195,12 +203,10 @@ class Bench:
             ]
             await self._phase("without", free)
             if number % 2 == 0:
-                flood = [asyncio.create_task(self._flood()) for _ in range(4)]
+                flood = asyncio.create_task(self._flood())
                 await self._phase("hostile", free)
-                for task in flood:
-                    task.cancel()
-                await asyncio.gather(*flood, return_exceptions=True)
-            print(f"{number + 1} of {len(blocks)}: {dict(self.tally.ends)}", file=sys.stderr, flush=True)
+                flood.cancel()
+                await asyncio.gather(flood, return_exceptions=True)
         for client in self.clients:
             await client.aclose()
         return self.tally
@@ -243,14 +249,16 @@ class Bench:
             await ask(self.clients[0], body, gaps)
 
     async def _flood(self) -> None:
-        """One hostile schema after the other; refusals are not waited for."""
-        while True:
+        """One hostile schema after the other, by the clock; what a refusal says of trying again is passed over."""
+        began = time.perf_counter()
+        for number in itertools.count(1):
             schema = hostile(next(self.numbers))
             wanted = {"type": "json_schema", "json_schema": {"name": "bench", "schema": schema}}
             body = body_of(SERVED_NAME, "hi", 0, 1, response_format=wanted)
             async with self.clients[1].stream("POST", "/v1/chat/completions", json=body) as response:
                 await response.aread()
-            await asyncio.sleep(0.05)
+            due = began + number / self.arguments.hostile_rate
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
     def _judge(self, name: str, schema: Any, answer: Answer) -> None:
         tally = self.tally
@@ -282,7 +290,8 @@ def show(tally: Tally) -> None:
         "\n| phase | tokens | tokens/s | ÷ without | neighbours' gap p99 | ÷ without |\n|---|---|---|---|---|---|"
     )
     plain = phases["without"]
-    for name, phase in phases.items():
+    for name in ("new", "known", "without", "hostile"):
+        phase = phases[name]
         ratios = [f"{a / b:.3f}" if b else "" for a, b in ((phase.pace, plain.pace), (phase.p99, plain.p99))]
         cells = [
             name,
@@ -301,6 +310,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Schemas in a mixed batch, judged by jsonschema.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--schemas", type=int, default=1000)
+    parser.add_argument("--compared", type=int, default=1000)
+    parser.add_argument("--hostile-rate", type=float, default=10)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
