@@ -175,12 +175,18 @@ def make_pairs(name: str, model, tokenizer) -> list[tuple[str, str]]:
     ]
 
 
+def encode_chat(tokenizer, system: str | None, question: str, answer: str) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt, and of the answer with its end."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    prompt = tokenizer.apply_chat_template(
+        [*messages, {"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    return prompt, tokenizer(answer + "<|im_end|>", add_special_tokens=False)["input_ids"]
+
+
 def encode(tokenizer, question: str, answer: str) -> tuple[list[int], list[int]]:
     """Token ids of the whole chat, and labels that count only the answer and its end."""
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
-    )["input_ids"]
-    reply = tokenizer(answer + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    prompt, reply = encode_chat(tokenizer, None, question, answer)
     return prompt + reply, [-100] * len(prompt) + reply
 
 
