@@ -3,6 +3,7 @@ gets."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -262,3 +263,28 @@ def test_counting_needs_no_length_and_takes_any_last_message() -> None:
     with pytest.raises(ApiError) as caught:
         parse_request(CountRequest, given | {"max_tokens": 5})
     assert caught.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_many_blocks_of_one_turn_take_linear_time(role: str) -> None:
+    """To lengthen a text with each of them would copy some 10 GB."""
+    blocks = [text("x" * 40)] * 2000
+    if role == "assistant":
+        blocks = [*blocks, *[{"type": "thinking", "thinking": "x" * 40, "signature": ""}] * 2000]
+    request = asked(messages=[{"role": role, "content": blocks}] * 20 + [HI])
+    began = time.process_time()
+    first = request.for_chat()["messages"][0]
+    assert time.process_time() - began < 1
+    assert len(first["content"]) >= 20 * 2000 * 40
+
+
+def test_many_references_take_linear_time() -> None:
+    parts = [[{"type": "tool_reference", "tool_name": f"{m}-{n}"} for n in range(20)] for m in range(2500)]
+    turns = [
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": part}]}
+        for part in parts
+    ]
+    request = asked(messages=turns)
+    began = time.process_time()
+    request.offer()
+    assert time.process_time() - began < 0.5

@@ -34,7 +34,16 @@ def chat_messages(system: SystemText | None, given: Sequence[Message]) -> list[d
             _add_user(messages, message)
         else:
             _add_assistant(messages, message)
-    return messages
+    # Joined once: to lengthen a text with each block would take the square of its length.
+    return [_joined(message) for message in messages]
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    between = "\n" if message["role"] == "user" else ""
+    return {
+        name: between.join(value) if name in ("content", "reasoning") and isinstance(value, list) else value
+        for name, value in message.items()
+    }
 
 
 def _add_user(messages: list[dict[str, Any]], message: UserMessage) -> None:
@@ -48,9 +57,9 @@ def _add_user(messages: list[dict[str, Any]], message: UserMessage) -> None:
             result = (FAILED if block.is_error else "") + text_of(block.content or "")
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
         elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += f"\n{block.text}"
+            messages[-1]["content"].append(block.text)
         else:
-            messages.append({"role": "user", "content": block.text})
+            messages.append({"role": "user", "content": [block.text]})
 
 
 def _add_assistant(messages: list[dict[str, Any]], message: AssistantMessage) -> None:
@@ -58,14 +67,14 @@ def _add_assistant(messages: list[dict[str, Any]], message: AssistantMessage) ->
         messages.append({"role": "assistant"})
     turn = messages[-1]
     if isinstance(message.content, str):
-        turn["content"] = turn.get("content", "") + message.content
+        turn.setdefault("content", []).append(message.content)
         return
     for block in message.content:
         if isinstance(block, TextBlock):
-            turn["content"] = turn.get("content", "") + block.text
+            turn.setdefault("content", []).append(block.text)
         elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": dumps(block.input).decode()}
             call = {"id": block.id, "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
         else:
-            turn["reasoning"] = turn.get("reasoning", "") + block.text
+            turn.setdefault("reasoning", []).append(block.text)

@@ -123,8 +123,9 @@ class CountRequest(Strict):
         loaded: set[str] = set()
         for message in self.messages:
             if isinstance(message, UserMessage) and not isinstance(message.content, str):
-                results = [block for block in message.content if isinstance(block, ToolResultBlock)]
-                loaded = loaded.union(*(result.references for result in results))
+                for block in message.content:
+                    if isinstance(block, ToolResultBlock):
+                        loaded |= block.references
         return offer(self.tools, self.tool_choice, loaded)
 
     def told(self, field: str) -> str:
