@@ -193,3 +193,39 @@ def test_a_schema_that_cannot_be_followed_is_named(
     assert tooled.engine.requests == []
     # It is looked at only where it must be followed.
     assert ask(tooled, tools=[WEATHER, tool]).status_code == 200
+
+
+def test_the_tool_is_named_by_its_place_in_the_request(tooled: DataPlane) -> None:
+    """Not among those that may be called, and not one whose schema nobody follows."""
+    bad = {"type": "object", "properties": {"a": {"type": "string", "format": "x"}}}
+    loose, strict = (
+        {"type": "function", "function": {"name": name, "parameters": bad, "strict": name == "strict"}}
+        for name in ("loose", "strict")
+    )
+    named = {"type": "function", "function": {"name": "strict"}}
+    for choice in (named, "auto"):
+        tooled.grammars.refuse_with = [GrammarRefused("Unknown format: x")]
+        error = ask(tooled, tools=[WEATHER, loose, strict], tool_choice=choice).json()["error"]
+        assert error["param"] == "tools[2].function.parameters.properties.a.format"
+        assert "'tools[2].function" in error["message"]
+
+
+MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+
+
+def test_a_name_that_could_not_be_read_back_is_refused(tmp_path: Path) -> None:
+    """Where calls have the name without quotes, and only if it may be called."""
+    model = write_byte_tokenizer(tmp_path, special=MISTRAL)
+    text = TextProcessor(model, max_model_len=MAX_MODEL_LEN)
+    with running_data_plane(
+        tmp_path / "other", text=text, formats=OutputFormats(TOOL_FORMATS["mistral"])
+    ) as plane:
+        for name in ("a[b", "[x", " a", "\na"):
+            tool = {"type": "function", "function": {"name": name}}
+            for choice in ("auto", "required"):
+                answer = ask(plane, tools=[WEATHER, tool], tool_choice=choice)
+                assert answer.status_code == 400, name
+                assert answer.json()["error"]["param"] == "tools[1].function.name"
+            assert ask(plane, tools=[WEATHER, tool], tool_choice=NAMED).status_code == 200
+        tool = {"type": "function", "function": {"name": "a b]{é"}}
+        assert ask(plane, tools=[tool]).status_code == 200

@@ -149,7 +149,7 @@ class Kind:
 
 def chat_tokens(text: Text, request: Request, _: int, formats: OutputFormats) -> Prompts:
     assert isinstance(request, ChatRequest)
-    check_format(request, formats)
+    check_format(request, formats, text)
     messages = [message.for_template() for message in request.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
     effort = request.reasoning_effort

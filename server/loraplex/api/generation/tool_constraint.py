@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,16 @@ MAX_PLACE = 200
 
 @dataclass(frozen=True)
 class ToolConstraint:
-    """One grammar for all of it. `answer` is what answers without calls must follow."""
+    """One grammar for all of it. `tools` are those whose schemas it has, by their places in the request. `answer` is
+    what answers without calls must follow."""
 
     text: str
-    tools: Sequence[Tool]
+    tools: Mapping[int, Tool]
     answer: Constraint | None = None
 
     def refusal(self, error: GrammarRefused) -> ApiError:
         """The 400 for a grammar that was refused: it names the schema, if that is known."""
-        for index, tool in enumerate(self.tools):
+        for index, tool in self.tools.items():
             named = isinstance(error, ToolRefused) and error.name == tool.function.name
             place, reason = locate(tool.function.parameters or {}, error.message)
             if place or named:
@@ -48,7 +49,10 @@ def tool_constraint(
     (400)."""
     choice, form = request.chosen_tools, request.form_field
     _check_form(request, in_reasoning=in_reasoning)
-    tools = [tool for tool in request.tools or () if tool.function.name in choice.names]
+    places = {
+        place: tool for place, tool in enumerate(request.tools or ()) if tool.function.name in choice.names
+    }
+    tools = places.values()
     strict = any(tool.function.strict for tool in tools)
     single = choice.named or request.parallel_tool_calls is False
     if not tools and not (form and in_reasoning):
@@ -72,9 +76,10 @@ def tool_constraint(
         reasoning=formats.reasoning if tools or in_reasoning else None,
         in_reasoning=in_reasoning,
     )
-    constraint = ToolConstraint("", tools, answer)
+    followed = {place: tool for place, tool in places.items() if choice.called or tool.function.strict}
+    constraint = ToolConstraint("", followed, answer)
     try:
-        return ToolConstraint(grammar.text(), tools, answer)
+        return ToolConstraint(grammar.text(), followed, answer)
     except GrammarRefused as error:
         raise constraint.refusal(error) from error
 

@@ -10,8 +10,9 @@ from loraplex.api.errors import invalid
 from loraplex.api.generation.tool_constraint import ToolConstraint, tool_constraint
 from loraplex.api.openai.schemas import ChatRequest
 from loraplex.http.text import printable
+from loraplex.serving.output.blocks import WHITE
 from loraplex.serving.output.format_parser import FormatParser
-from loraplex.serving.output.formats import OutputFormats
+from loraplex.serving.output.formats import OutputFormats, Shape
 from loraplex.serving.output.parser import OutputParser, PlainParser
 from loraplex.serving.output.writing import new_call_id
 
@@ -32,15 +33,30 @@ class Reading:
 PLAIN = Reading()
 
 
-def check_format(request: ChatRequest, formats: OutputFormats) -> None:
-    """Raises ApiError (400) where tools may be called, and the model has no format for calls."""
-    if request.chosen_tools.names and formats.tools is None:
+def check_format(request: ChatRequest, formats: OutputFormats, text: Text) -> None:
+    """Raises ApiError (400) where tools may be called, and the model has no format for calls, or none in which a name
+    can be read back."""
+    names = request.chosen_tools.names
+    if not names:
+        return
+    if formats.tools is None:
         raise invalid(
             "tools",
             f'\'{printable(request.model)}\' has no format for calls of tools. Ask with "tool_choice": "none", or '
             "serve it with a tool format.",
             "unsupported_field",
         )
+    if Shape.NAMED not in text.notation(formats.tools).shapes:
+        return
+    for place, tool in enumerate(request.tools or ()):
+        name = tool.function.name
+        if name in names and ("[" in name or name[0] in WHITE):
+            field = f"tools[{place}].function.name"
+            raise invalid(
+                field,
+                f"'{field}' cannot be used: calls of '{printable(request.model)}' have the name as it is, without "
+                "quotes, so it can have no '[' and no space at its beginning.",
+            )
 
 
 def check_effort(request: ChatRequest) -> None:
