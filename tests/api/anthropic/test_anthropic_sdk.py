@@ -138,6 +138,15 @@ def test_counting(plane: DataPlane, client: anthropic.Anthropic) -> None:
         client.messages.count_tokens(model="nobody", messages=HI)
 
 
+def test_counting_names_fields_as_the_client_has_them(plane: DataPlane) -> None:
+    plane.on_loop(lambda: plane.resolver.formats.update(json=("hermes", "none")))
+    refused = {"type": "array"}
+    tool = {"name": "f", "strict": True, "input_schema": refused}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        _, _, message = raw_error(plane, path, json={"model": "json", "tools": [tool]})
+        assert message.startswith("'tools[0].input_schema' cannot be used"), message
+
+
 def test_a_bearer_is_a_key_too(plane: DataPlane) -> None:
     with anthropic.Anthropic(base_url=plane.url, auth_token="lpx_acme", max_retries=0) as client:
         assert client.messages.create(model=BASE, max_tokens=9, messages=HI).content

@@ -9,7 +9,7 @@ from loraplex.api.anthropic.headers import KEY_HEADER, check_version
 from loraplex.api.anthropic.schemas import CountRequest, to_chat
 from loraplex.api.context import context_of
 from loraplex.api.documents import KEY_IN_EITHER_HEADER, messages_refused
-from loraplex.api.errors import invalid
+from loraplex.api.errors import fields_told, invalid
 from loraplex.api.generation.kinds import chat_tokens
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.route import Caller, Services
@@ -28,9 +28,9 @@ def count_route(capacity: TenantCapacity) -> TokenizerRoute:
 
         def count() -> bytes:
             formats = context_of(http.scope).formats
-            (prompt,) = chat_tokens(
-                services.text, to_chat(request), services.max_model_len, formats
-            ).token_ids
+            chat = to_chat(request)
+            with fields_told(chat.told):
+                (prompt,) = chat_tokens(services.text, chat, services.max_model_len, formats).token_ids
             return CountedTokens(input_tokens=len(prompt)).model_dump_json().encode()
 
         try:
