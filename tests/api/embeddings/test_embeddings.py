@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from loraplex.api.embeddings.answers import normalised
+from loraplex.api.embeddings.answers import EmbeddingsAnswer, normalised
 from loraplex.api.embeddings.schemas import MAX_INPUTS
 from loraplex.engine.pooling import Pooling
 from loraplex.engine.types import EngineRequest, SamplingParams
@@ -187,6 +190,34 @@ def test_a_client_that_hangs_up_leaves_nothing(plane: DataPlane) -> None:
         )
     eventually(lambda: not plane.engine.live)
     assert plane.engine.aborted
+
+
+def test_others_are_answered_while_many_vectors_are_written(
+    plane: DataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them are there at once, and each takes a while to write."""
+    turns, of_answer = [0], list[int]()
+    add = EmbeddingsAnswer.add
+
+    def slow(self: EmbeddingsAnswer, *of: Any) -> None:
+        of_answer.append(turns[0])
+        time.sleep(0.01)
+        add(self, *of)
+
+    async def count() -> None:
+        while len(of_answer) < 40:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(EmbeddingsAnswer, "add", slow)
+    plane.engine.script(Reply(hold=True))
+    plane.on_loop(lambda: asyncio.ensure_future(count()))
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(post, plane, {"model": BASE, "input": ["x"] * 40})
+        eventually(lambda: plane.on_loop(lambda: len(plane.engine.live) == 1))
+        plane.on_loop(plane.engine.release)
+        assert answer.result().status_code == 200
+    assert len(set(of_answer)) == 40
 
 
 def test_zeros_stay_zeros() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ from loraplex.serving.output.formats import OutputFormats
 PIECE_BYTES = 256 << 10
 INLINE_BYTES = 64 << 10
 """A body up to so large is parsed and checked on the event loop; a larger one, in a thread."""
+TURN_S = 0.005
+"""For no longer does one answer hold the event loop, where its results come faster than it writes them."""
 
 log = structlog.get_logger("loraplex.api")
 
@@ -232,6 +235,7 @@ class GenerationEndpoint:
             await client.send({"type": "http.response.body", "body": last + answer.end})
             return
         choices = [WholeChoice() for _ in range(plan.num_choices)]
+        turned = time.monotonic()
         while True:
             with context.deadline.enforced():
                 deltas = await generation.next()
@@ -240,6 +244,10 @@ class GenerationEndpoint:
             client.check()
             for delta in deltas:
                 answer.add(choices[delta.index], delta)
+            if time.monotonic() - turned > TURN_S:
+                # What has come already is read without a turn of the loop, and others are answered in between.
+                await asyncio.sleep(0)
+                turned = time.monotonic()
         await generation.last_events()
         body = answer.whole(choices, generation.usage())
         await entry.close(generation)
