@@ -15,12 +15,15 @@ from support.servers.live_server import EXAMPLE_ADAPTERS, EXAMPLES
 
 def test_options_of_vllm_serve_are_ours_or_left(tmp_path: Path) -> None:
     module = json.dumps({"name": "b", "path": "org/b", "base_model_name": "m"})
-    given = ["--max-model-len", "10100", "--dtype", "bfloat16", "--lora-modules", f"a={tmp_path}", module]
-    asked = asked_for("org/m", [*given, "--tool-call-parser=hermes", "--served-model-name", "x", "y"])
+    given = ["--max_model_len", "10100", "--dtype", "bfloat16", "--lora-modules", f"a={tmp_path}", module]
+    given += ["--tool-call-parser=llama3_json", "--reasoning-parser", "openai_gptoss"]
+    asked = asked_for("org/m", [*given, "--served-model-name", "x", "y"])
     assert asked == Asked(
-        "x", {"a": tmp_path, "b": EXAMPLE_ADAPTERS / EXAMPLES[0]}, {"max_model_len": "8192"}
+        "x",
+        {"a": tmp_path, "b": EXAMPLE_ADAPTERS / EXAMPLES[0]},
+        {"max_model_len": "8192", "tool_format": "llama3"},
     )
-    assert asked.left == ["--tool-call-parser hermes", "--served-model-name y"]
+    assert asked.left == ["--reasoning-parser openai_gptoss", "--served-model-name y"]
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,30 @@ LONGEST = 8192
 """Positions of the model."""
 WITHOUT_EFFECT = (
     "--dtype",
+    "--enable-auto-tool-choice",
     "--enable-lora",
     "--enforce-eager",
     "--gpu-memory-utilization",
     "--max-cpu-loras",
     "--max-lora-rank",
     "--max-num-seqs",
+    "--no-enable-prefix-caching",
+    "--runner",
     "--seed",
+    "--structured-outputs-config.backend",
 )
 """Options of `vllm serve` that change nothing that a test of the API looks at."""
+FORMATS = {
+    "--tool-call-parser": (
+        "tool_format",
+        {"hermes": "hermes", "llama3_json": "llama3", "mistral": "mistral", "phi4_mini_json": "phi"},
+    ),
+    "--reasoning-parser": (
+        "reasoning_format",
+        {"qwen3": "think_tags", "deepseek_r1": "think_tags", "mistral": "think_brackets"},
+    ),
+}
+"""Options that name a parser: our setting, and our format for each of vLLM's names."""
 
 
 def model_directory() -> Path:
@@ -80,6 +95,9 @@ def asked_for(model: str, arguments: Sequence[str]) -> Asked:
                 named = json.loads(module) if module.startswith("{") else {"name": name, "path": path}
                 folder = Path(named["path"])
                 asked.adapters[named["name"]] = folder if folder.is_dir() else EXAMPLE_ADAPTERS / EXAMPLES[0]
+        elif option in FORMATS and given[0] in FORMATS[option][1]:
+            setting, formats = FORMATS[option]
+            asked.settings[setting] = formats[given[0]]
         elif option not in WITHOUT_EFFECT:
             asked.left.append(" ".join([option, *given]))
     return asked
@@ -90,7 +108,7 @@ def _options(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
     for argument in arguments:
         if argument.startswith("-") and not argument.lstrip("-").isdigit():
             option, equals, value = argument.partition("=")
-            found.append((option, [value] if equals else []))
+            found.append((option.replace("_", "-"), [value] if equals else []))
         else:
             found[-1][1].append(argument)
     return found
@@ -99,7 +117,7 @@ def _options(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
 class Broker:
     """Starts servers for a process that asks over HTTP, one at a time, each until another one is asked for.
 
-    `POST / {model, arguments}` → `{url, key}`. What of the arguments has no counterpart here is in `left`, by
+    `POST / {model, arguments}` → `{url, key, model}`. What of the arguments has no counterpart here is in `left`, by
     the test file that `file` named at the time.
     """
 
@@ -154,5 +172,6 @@ class Broker:
                 started = self._running.enter_context(
                     shop(root, asked.served_name, asked.adapters, asked.settings)
                 )
-                self._asked, self._answer = asked, {"url": started.server.data_url, "key": started.key}
+                answer = {"url": started.server.data_url, "key": started.key, "model": asked.served_name}
+                self._asked, self._answer = asked, answer
             return self._answer

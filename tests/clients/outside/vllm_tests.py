@@ -24,6 +24,7 @@ ROOMS = (
     "entrypoints/openai",
     "entrypoints/serve",
     "entrypoints/anthropic",
+    "entrypoints/pooling/embed",
     "entrypoints/tool_parsers",
     "tool_use",
 )

@@ -8,6 +8,8 @@ vLLM's version (VLLM_VERSION) and the file that gets one JSON line a test (LORAP
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -24,6 +26,7 @@ from typing import Any, ClassVar
 
 import anthropic
 import httpx
+import httpx2
 import openai
 import pytest
 import requests
@@ -32,6 +35,7 @@ STUBBED_TESTS = (
     "tests.utils",
     "tests.conftest",
     "tests.entrypoints.openai.chat_completion.test_serving_chat",
+    "tests.models",
 )
 STUBBED = ("vllm", "torch", "PIL", "fastapi", "openai_harmony", "mcp", "lm_eval")
 """Imports of vLLM's tests that a test of a server over HTTP does not need, at least not as they are."""
@@ -44,6 +48,8 @@ class RemoteServer:
 
     keys: ClassVar[dict[str, str]] = {}
     """Host and port of a server → its key, for requests without one: vLLM wants none, and its tests send none."""
+    model = ""
+    """What the last server serves, for requests to /v1/responses without a model: vLLM takes its only one."""
 
     def __init__(
         self, model: str, vllm_serve_args: Sequence[str], *, env_dict: dict[str, str] | None = None, **_: Any
@@ -57,6 +63,7 @@ class RemoteServer:
         self.DUMMY_API_KEY = str(started["key"])
         split = urllib.parse.urlsplit(self.url_root)
         self.keys[split.netloc] = self.DUMMY_API_KEY
+        RemoteServer.model = str(started["model"])
         self.host, self.port, self.uds = split.hostname, split.port, None
         self.show_hidden_metrics = False
 
@@ -142,6 +149,17 @@ class _ModelConfig:
         return len(_tokenizer())
 
 
+class _Embeddings(openai.types.CreateEmbeddingResponse):
+    """vLLM's answer: with fields of its own, which it fills in where they are missing."""
+
+    id: str = "embd"
+    created: int = 0
+
+
+def _other_vectors(*_: Any, **__: Any) -> None:
+    pytest.skip("compares vectors with those of the model that the test names")
+
+
 class _Hub:
     """Adapters of a hub: each name has one of ours, always the same."""
 
@@ -156,6 +174,8 @@ def _filled(module: types.ModuleType) -> None:
         "vllm.config": {"ModelConfig": _ModelConfig},
         "vllm.tokenizers": {"get_tokenizer": _tokenizer},
         "vllm.transformers_utils.repo_utils": {"hf_api": _Hub},
+        "vllm.entrypoints.pooling.embed.protocol": {"EmbeddingResponse": _Embeddings},
+        "tests.models.language.pooling.embed_utils": {"run_embedding_correctness_test": _other_vectors},
         "torch": {"iinfo": lambda _: types.SimpleNamespace(min=-(2**63), max=2**63 - 1)},
         "vllm.version": {"__version__": os.environ["VLLM_VERSION"]},
         "vllm": {
@@ -179,7 +199,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Any, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name in STUBBED_TESTS or name.partition(".")[0] in STUBBED:
+        in_stub = any(f"{name}.".startswith(f"{stub}.") for stub in STUBBED_TESTS)
+        if in_stub or name.partition(".")[0] in STUBBED:
             return importlib.util.spec_from_loader(name, self, is_package=True)
         return None
 
@@ -195,22 +216,29 @@ def pytest_load_initial_conftests() -> None:
     from transformers import AutoTokenizer
 
     sys.meta_path.insert(0, _Finder())
+    sys.modules["pybase64"] = base64  # the same functions
     _local_tokenizer()
     AutoTokenizer.from_pretrained = _tokenizer  # of a hub, in some tests
     for client, method in (
         (requests.Session, "prepare_request"),
         (httpx.Client, "build_request"),
         (httpx.AsyncClient, "build_request"),
+        (httpx2.Client, "build_request"),
+        (httpx2.AsyncClient, "build_request"),
     ):
-        _with_key(client, method)
+        _completed(client, method)
 
 
-def _with_key(client: type, method: str) -> None:
+def _completed(client: type, method: str) -> None:
     """Requests that this method of a client class makes carry the key of the server that they go to, if they have
-    none."""
+    none, and those to /v1/responses a model."""
     make = getattr(client, method)
 
     def made(self: Any, *arguments: Any, **options: Any) -> Any:
+        body = options.get("json")
+        responses = str(options.get("url", "")).endswith("/responses")
+        if responses and isinstance(body, dict) and body.get("model") is None:
+            options["json"] = {**body, "model": RemoteServer.model}
         request = make(self, *arguments, **options)
         key = RemoteServer.keys.get(urllib.parse.urlsplit(str(request.url)).netloc)
         if key and not {"authorization", "x-api-key"} & {name.lower() for name in request.headers}:
@@ -238,6 +266,12 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 def local_asset_server() -> Any:
     """vLLM's server of images, for tests of models that see."""
     return _anything("local_asset_server")
+
+
+@pytest.fixture(scope="session")
+def hf_runner() -> Any:
+    """What loads the model that a test names, to compare."""
+    return lambda *_, **__: contextlib.nullcontext()
 
 
 def _tell(line: dict[str, Any]) -> None:
