@@ -134,6 +134,18 @@ def test_a_cut_under_a_grammar_leaves_the_arguments_so_far(tooled: DataPlane) ->
     assert (call["function"]["arguments"], choice["finish_reason"]) == ('{"city": "Pa', "length")
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_cut_before_the_name_of_a_required_call_leaves_no_text(tooled: DataPlane, choice: Any) -> None:
+    """It would be half a marker. OpenAI and vLLM answer with neither text nor calls there."""
+    length = CALL.index("_weather")
+    answer = ask(tooled, tool_choice=choice, max_tokens=length).json()["choices"][0]
+    assert not answer["message"]["content"]
+    assert "tool_calls" not in answer["message"]
+    assert answer["finish_reason"] == "length"
+    free = ask(tooled, parallel_tool_calls=False, max_tokens=length).json()["choices"][0]
+    assert free["message"]["content"] == CALL[:length]
+
+
 def test_an_answer_is_a_call_or_has_the_form(tooled: DataPlane) -> None:
     message = ask(tooled, '{"x": 1}', response_format=FORMAT).json()["choices"][0]["message"]
     assert message["content"] == '{"x": 1}'

@@ -176,6 +176,19 @@ def test_what_a_limit_cuts_off_under_a_grammar() -> None:
             assert parts == call(0, text[head : min(length, end + 1)])
 
 
+def test_what_a_limit_cuts_off_where_the_answer_is_calls_only() -> None:
+    """A call whose name was cut off is nothing. Reasoning that was cut off is told."""
+    one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for text, told in (("", []), ("<think>Hm.</think>", [ReasoningPart("Hm.")]), (f"{one}\n", call(0, "{}"))):
+        for length in range(one.index("{}") + 1):
+            options: dict[str, Any] = {"streams": True, "calls_only": True, "reasoning": THINK}
+            assert parse("hermes", [text, one[:length]], **options) == told
+            assert parse("hermes", text + one[:length], **options) == told
+    assert parse("hermes", ["<think>Hm. </thi"], streams=True, calls_only=True, reasoning=THINK) == [
+        ReasoningPart("Hm. </thi")
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "opened", "parts"),
     [
@@ -277,7 +290,7 @@ def test_arguments_are_what_a_json_library_takes(
 ) -> None:
     arguments = json.dumps(value, indent=indent, ensure_ascii=ascii_)
     for number, char in edits:
-        place = number % len(arguments)
+        place = number % max(1, len(arguments))  # all may be gone
         arguments = arguments[:place] + char + arguments[place + 1 :]
     opens, closes = {"hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS] [", "]")}[
         tool_format

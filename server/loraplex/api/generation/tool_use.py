@@ -90,6 +90,7 @@ def read_chat(request: ChatRequest, formats: OutputFormats, text: Text, *, in_re
             reasoning,
             in_reasoning,
             streams=constraint is not None,
+            calls_only=choice.called,
         )
 
     shown = frozenset[str]()

@@ -73,7 +73,8 @@ class _Search:
 @dataclass(slots=True)
 class FormatParser:
     """The parser of one choice. `names` are the tools that may be called. `in_reasoning`: the prompt has opened the
-    reasoning. `streams`: a grammar keeps the calls well-formed, so their arguments are told as they come. `new_id`
+    reasoning. `streams`: a grammar keeps the calls well-formed, so their arguments are told as they come. `calls_only`:
+    the grammar allows calls and nothing else, so what is left of a call whose name was cut off is no text. `new_id`
     makes the ids of calls."""
 
     notations: Sequence[Notation]
@@ -82,6 +83,7 @@ class FormatParser:
     reasoning: ReasoningFormat | None = None
     in_reasoning: bool = False
     streams: bool = False
+    calls_only: bool = False
     num_calls: int = 0
     _openings: Openings = field(init=False)
     _search: _Search = field(init=False)
@@ -116,6 +118,8 @@ class FormatParser:
 
     def finish(self) -> tuple[Part, ...]:
         block = self._block
+        if self.calls_only and not self.in_reasoning and not (block is not None and block.complete):
+            return self._take()
         if block is not None and block.complete:
             self._end_block(block)
         elif block is not None:
