@@ -256,7 +256,8 @@ def test_cors_where_it_is_configured(tmp_path: Path) -> None:
         ask = {
             **origin,
             "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization",
+            # As the clients of OpenAI and Anthropic send them from a page.
+            "Access-Control-Request-Headers": "anthropic-version,authorization,content-type,x-api-key,x-stainless-os",
         }
         preflight = plane.http.options(f"{plane.url}/v1/completions", headers=ask)
         assert preflight.status_code == 200

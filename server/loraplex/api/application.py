@@ -10,8 +10,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from loraplex.api.anthropic.headers import KEY_HEADER, VERSION_HEADER
-from loraplex.api.deadline import HEADER as DEADLINE_HEADER
 from loraplex.api.deps import ApiServices
 from loraplex.api.documents import DESCRIPTION, Document
 from loraplex.api.drain import Drain
@@ -77,11 +75,7 @@ def create_data_app(
         CORSMiddleware,
         allow_origins=services.cors_origins,
         allow_methods=["GET", "POST"],
-        allow_headers=[
-            *("authorization", "content-type", "x-request-id", "traceparent", "tracestate"),
-            *(KEY_HEADER, VERSION_HEADER, "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
-            DEADLINE_HEADER,
-        ],
+        allow_headers=["*"],  # clients send many of their own, such as x-stainless-os
         expose_headers=EXPOSED_HEADERS,
     )
     errors = Middleware(DataErrors, services.drain, services.metrics)
