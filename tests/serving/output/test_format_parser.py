@@ -88,6 +88,10 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "line\nbreak"}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\x"}}</tool_call>'),
+    *(
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "{half}"}}}}</tool_call>')
+        for half in ("\\ud83d", "\\uDE00", "\\ud83dx", "\\ud83d\\n", "\\ud83d\\ud83d", "\\ude00\\ud83d")
+    ),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, "arguments": {}}</tool_call>'),
@@ -311,7 +315,9 @@ def is_object(text: str) -> bool:
         raise ValueError(name)
 
     try:
-        return isinstance(json.loads(text, parse_constant=refuse), dict)
+        value = json.loads(text, parse_constant=refuse)
+        json.dumps(value, ensure_ascii=False).encode()  # Python takes half a surrogate pair; others do not
+        return isinstance(value, dict)
     except ValueError:
         return False
 

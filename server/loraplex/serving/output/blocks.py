@@ -22,6 +22,8 @@ Reading = Generator[None, str, T]
 
 _ESCAPED = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
+_FIRST_HALF, _SECOND_HALF = ("d800", "dbff"), ("dc00", "dfff")
+"""Of a surrogate pair, in hexadecimal."""
 _DIGITS = frozenset("0123456789")
 _WORDS = {"t": "rue", "f": "alse", "n": "ull"}
 
@@ -295,19 +297,26 @@ def _one_of(texts: tuple[str, ...], char: str) -> Reading[str]:
 
 
 def _rest_of_string(max_length: int | None = None) -> Reading[None]:
-    """Of a JSON string whose quote has been read."""
+    """Of a JSON string whose quote has been read. Half a surrogate pair is no text: most libraries refuse it."""
     length = 0
-    while (char := (yield)) != '"':
+    half = False  # the first half of a pair came last
+    while (char := (yield)) != '"' or half:
         length += 1
-        if char < " " or length == max_length:
+        if char < " " or length == max_length or (half and char != "\\"):
             raise Malformed
         if char == "\\":
             char = yield
             if char == "u":
+                code = ""
                 for _ in range(4):
-                    if (yield) not in _HEX:
+                    if (char := (yield)) not in _HEX:
                         raise Malformed
-            elif char not in _ESCAPED:
+                    code += char
+                is_second = _SECOND_HALF[0] <= code.lower() <= _SECOND_HALF[1]
+                if is_second != half:
+                    raise Malformed
+                half = _FIRST_HALF[0] <= code.lower() <= _FIRST_HALF[1]
+            elif half or char not in _ESCAPED:
                 raise Malformed
 
 
