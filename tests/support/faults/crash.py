@@ -8,6 +8,7 @@ answer each.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import io
 import json
@@ -18,6 +19,7 @@ import sqlite3
 import subprocess
 import sys
 import tarfile
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -311,8 +313,20 @@ def _child(job: dict[str, Any]) -> None:
     (root / "told.json").write_text(json.dumps({"statuses": statuses, "points": points, "seen": seen}))
 
 
+def _act_once() -> None:
+    """What is imported and prepared at the first request is there in each child that is forked afterwards."""
+    with tempfile.TemporaryDirectory(prefix="loraplex-crash-") as root:
+        for name in ("first", "archive", "delete"):
+            plane = AdminPlane(prepared(SCENARIOS[name], Path(root, name)))
+            SCENARIOS[name].act(plane)
+            plane.start()
+            plane.close()
+
+
 def _host() -> None:
     warm_up()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        _act_once()
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
