@@ -170,10 +170,15 @@ class PeftReference:
             return model(torch.tensor([token_ids])).logits[0].float()
 
     @torch.no_grad()
+    def logits_and_hidden(self, name: str | None, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logits` and `hidden` of one pass."""
+        with self._using(name) as model:
+            found = model(torch.tensor([token_ids]), output_hidden_states=True)
+            return found.logits[0].float(), found.hidden_states[-1][0].float()
+
     def hidden(self, name: str | None, token_ids: list[int]) -> torch.Tensor:
         """[len(token_ids), C] float32: the hidden states of every position behind the final norm."""
-        with self._using(name) as model:
-            return model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[-1][0].float()
+        return self.logits_and_hidden(name, token_ids)[1]
 
 
 def _safe(name: str) -> str:
