@@ -109,6 +109,18 @@ def test_reasoning_text_and_calls(tooled: DataPlane) -> None:
     assert len(message["tool_calls"]) == 1
 
 
+def test_tokens_of_reasoning_are_counted(tooled: DataPlane) -> None:
+    """In the usage of a model that may reason, streamed or not, for all choices together."""
+    thought = "<think>\nHm.\n</think"  # the token after it ends the reasoning
+    for text, count in ((f"{thought}>\n\nYes.", len(thought)), ("Yes.", 0)):
+        whole = ask(tooled, text, n=2).json()["usage"]
+        assert whole["completion_tokens_details"] == {"reasoning_tokens": 2 * count}
+        told = ask(tooled, text, n=2, stream=True, stream_options={"include_usage": True}).text
+        assert json.loads(told.split("data: ")[-2])["usage"]["completion_tokens_details"] == {
+            "reasoning_tokens": 2 * count
+        }
+
+
 def test_the_client_library_reads_a_stream(tooled: DataPlane) -> None:
     tooled.engine.default = Reply(text=f"Let me see. {CALL}")
     with tooled.client().chat.completions.stream(**ASKED) as stream:

@@ -215,6 +215,7 @@ class GenerationEndpoint:
                 plan.n,
                 self._logprobs,
                 self._prompt_logprobs,
+                plan.reading.reasons,
             )
         )
         if plan.request.stream:

@@ -89,7 +89,8 @@ class StreamedAnswer(Answer, Protocol):
 @dataclass(frozen=True)
 class AnswerTo:
     """What answers are made for. `created` in seconds since the epoch; `label` is the request's id as its client knows
-    it. Each of `prompts` has `n` choices, and room for that number of `max_tokens` in each."""
+    it. Each of `prompts` has `n` choices, and room for that number of `max_tokens` in each. `reasons`: there may be
+    reasoning."""
 
     id: str
     label: str
@@ -100,6 +101,7 @@ class AnswerTo:
     n: int
     logprobs: ChatLogprobs | CompletionLogprobs
     prompt_logprobs: PromptLogprobs
+    reasons: bool = False
 
 
 def _itself(request: Any) -> Request:
@@ -177,7 +179,9 @@ def prompt_tokens(text: Text, request: Request, max_model_len: int, _: OutputFor
 
 def _chat_answer(to: AnswerTo) -> Answer:
     asked = Asked.of(to.request, to.prompts, to.n)
-    return ChatFormat(to.id, to.created, to.request.model, to.logprobs, asked, to.prompt_logprobs)
+    return ChatFormat(
+        to.id, to.created, to.request.model, to.logprobs, asked, to.prompt_logprobs, reasons=to.reasons
+    )
 
 
 def _completion_answer(to: AnswerTo) -> Answer:

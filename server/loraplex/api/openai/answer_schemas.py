@@ -79,7 +79,8 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
             "completion_tokens": _COUNT,
             "total_tokens": _COUNT,
             "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
-        }
+        },
+        {"completion_tokens_details": _object({"reasoning_tokens": _COUNT})},
     ),
     "ChatChoice": _object(
         {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from loraplex.api.codec import dumps
 from loraplex.api.openai.delta import Delta
-from loraplex.api.openai.formats import AnswerFormat, WholeChoice, usage_json
+from loraplex.api.openai.formats import AnswerFormat, WholeChoice
 from loraplex.engine.types import Usage
 from loraplex.serving.output.parts import (
     CallArguments,
@@ -26,9 +26,12 @@ from loraplex.serving.output.parts import (
 @dataclass(frozen=True)
 class ChatFormat(AnswerFormat):
     """Reasoning stands under both names that clients look for. The log probabilities are those of all tokens, whatever
-    part they belong to; a chunk has those of the tokens that came since the last one."""
+    part they belong to; a chunk has those of the tokens that came since the last one. `reasons`: there may be
+    reasoning, and the usage tells its tokens."""
 
     KIND = "chat.completion.chunk"
+    reasons: bool = False
+    _num_reasoning: dict[int, int] = field(default_factory=dict)  # by choice
 
     def _choice(
         self,
@@ -46,7 +49,18 @@ class ChatFormat(AnswerFormat):
         prompt = {"prompt_token_ids": self._prompt(0)} if self.asked.token_ids else {}
         return b"".join(self._chunk(self._choice(i, first), 0, **prompt) for i in range(num_choices))
 
+    def add(self, choice: WholeChoice, delta: Delta) -> None:
+        self._num_reasoning[delta.index] = delta.num_reasoning
+        super().add(choice, delta)
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        told = super()._usage(usage)
+        if self.reasons:
+            told["completion_tokens_details"] = {"reasoning_tokens": sum(self._num_reasoning.values())}
+        return told
+
     def delta(self, delta: Delta) -> bytes:
+        self._num_reasoning[delta.index] = delta.num_reasoning
         chunks, token_ids, logprobs = b"", delta.token_ids, self._logprobs(delta)
         told = [_told(part) for part in merge_parts(delta.parts)]
         if not told and (delta.tokens or (token_ids and not delta.finish_reason)):
@@ -72,7 +86,7 @@ class ChatFormat(AnswerFormat):
             for index, choice in enumerate(choices)
         ]
         head, prompt = self._head("chat.completion"), self._whole_prompt(choices, 0)
-        return dumps({**head, "choices": told, "usage": usage_json(usage), **prompt})
+        return dumps({**head, "choices": told, "usage": self._usage(usage), **prompt})
 
 
 def _told(part: Part) -> dict[str, Any]:

@@ -31,13 +31,6 @@ def sse(value: Any) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
-    return {
-        **_counts(usage.prompt_tokens, usage.completion_tokens),
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
 def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {
         "prompt_tokens": prompt_tokens,
@@ -166,7 +159,14 @@ class AnswerFormat:
         """Sent after the last text, before `[DONE]`."""
         if not self.asked.include_usage:
             return b""
-        return sse({**self._head(self.KIND), "choices": [], "usage": usage_json(usage)})
+        return sse({**self._head(self.KIND), "choices": [], "usage": self._usage(usage)})
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        """Of the whole answer."""
+        return {
+            **_counts(usage.prompt_tokens, usage.completion_tokens),
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        }
 
     def failed(self, error: ApiError) -> bytes:
         """Sent in its place where the stream fails."""
@@ -216,4 +216,4 @@ class CompletionFormat(AnswerFormat):
             }
             for index, choice in enumerate(choices)
         ]
-        return dumps({**self._head(self.KIND), "choices": told, "usage": usage_json(usage)})
+        return dumps({**self._head(self.KIND), "choices": told, "usage": self._usage(usage)})
