@@ -31,7 +31,13 @@ def test_options_of_vllm_serve_are_ours_or_left(tmp_path: Path) -> None:
     [
         ("f.py::test_x", "passed", "", "passed", ""),
         ("f.py::test_x", "failed", "E  400 - Unknown field: 'logits'.", "missing", "the field `logits`"),
-        ("f.py::test_x", "failed", "E  400 - 'tools' is not supported here", "missing", "tools"),
+        (
+            "f.py::test_x",
+            "failed",
+            "E  400 - 'echo' is not supported here",
+            "missing",
+            "the field `echo`",
+        ),
         (
             "f.py::test_x",
             "failed",
