@@ -155,6 +155,21 @@ def test_a_failure_after_the_first_byte(plane: DataPlane) -> None:
     assert failed["response"]["error"] == {"code": "server_error", "message": "The engine died."}
 
 
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("grammar_failed", "invalid_prompt"),  # asked again, it fails again
+        ("server_overloaded", "server_error"),
+    ],
+)
+def test_a_failure_says_whether_to_ask_again(plane: DataPlane, code: Any, told: str) -> None:
+    plane.engine.script(Reply(text="Hel", error=(code, "No.")))
+    *_, failed = plane.client().responses.create(model=BASE, input="x", stream=True)
+    assert failed.type == "response.failed"
+    assert failed.response.error is not None
+    assert failed.response.error.code == told
+
+
 def test_a_failure_before_it_is_an_http_status(plane: DataPlane) -> None:
     plane.engine.script(Reply(error=("adapter_unavailable", "no room")))
     with pytest.raises(openai.InternalServerError) as caught:

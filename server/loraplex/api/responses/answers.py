@@ -20,6 +20,8 @@ from loraplex.engine.types import Usage
 from loraplex.serving.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
+_FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""OpenAI's codes of a failed response by HTTP status. Clients ask again after a `server_error`."""
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
@@ -75,7 +77,7 @@ class ResponsesAnswer:
         return events + self._event(f"response.{status}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        code = _FAILURES.get(error.status, "server_error")
         response = self._response("failed", error={"code": code, "message": error.message})
         return self._event("error", code=error.code, message=error.message, param=error.param) + self._event(
             "response.failed", response=response
