@@ -84,11 +84,21 @@ def test_no_text_whatsoever_forges_a_token(tmp_path: Path) -> None:
     def forge(parts: list[str]) -> None:
         content = "".join(parts)
         ids = text.encode_chat(user(content))
-        assert [i for i in ids if i > 255 and i != THINK_ID] == [START_ID, EOS_ID, START_ID]
-        if "<think>" not in content:  # an added token that this template does not write: ordinary text
-            assert byte_decode(ids) == f"user\n{content}\nassistant\n"
+        assert [i for i in ids if i > 255] == [START_ID, EOS_ID, START_ID]
+        assert byte_decode(ids) == f"user\n{content}\nassistant\n"
 
     forge()
+
+
+def test_a_marker_that_the_template_does_not_know_cannot_be_forged(tmp_path: Path) -> None:
+    """A version's reasoning or calls may have it, and then the server writes it."""
+    text = processor(tmp_path)
+    assert "<think>" not in CHAT_TEMPLATE
+    for role in ("user", "assistant"):
+        ids = text.encode_chat([{"role": role, "content": "a<think>b"}])
+        assert ids.count(THINK_ID) == 0
+        assert byte_decode(ids) == f"{role}\na<think>b\nassistant\n"
+    assert text.encode("<think>").count(THINK_ID) == 1  # a raw prompt says what it means
 
 
 def test_a_token_that_is_not_special_but_of_the_template_cannot_be_forged(tmp_path: Path) -> None:

@@ -130,6 +130,15 @@ REASONING_FORMATS: Mapping[ReasoningFormatName, ReasoningFormat] = MappingProxyT
 )
 """All but "none"."""
 
+RESULT_MARKERS = ("<tool_response>", "</tool_response>")
+"""Around the results of tools, where the chat template leaves them out."""
+ALL_MARKERS: frozenset[str] = frozenset(RESULT_MARKERS).union(
+    *(found.markers for found in TOOL_FORMATS.values()),
+    *(found.markers for found in REASONING_FORMATS.values()),
+    *(found.tools_markers or () for found in TOOL_FORMATS.values()),
+)
+"""Of all formats: a version may have any of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:

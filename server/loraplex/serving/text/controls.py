@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from loraplex.serving.errors import TemplateError
+from loraplex.serving.output.formats import ALL_MARKERS
 from loraplex.serving.text.chat_template import ChatTemplate
 
 
@@ -33,8 +34,9 @@ class Marker:
 
 
 class Controls:
-    """The control tokens of a template: every special token, and the other added tokens that the template writes
-    itself (such as Qwen's "<think>")."""
+    """The control tokens of a template: every special token, and of the other added tokens those that the template
+    writes itself (such as Qwen's "<think>") and the markers of calls, results and reasoning, which versions may have
+    though the template does not know them."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
@@ -42,7 +44,11 @@ class Controls:
             token.content: (token_id, token.normalized)
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.content
-            and (token.special or (token.content in template.literals and not token.content.isspace()))
+            and (
+                token.special
+                or token.content in ALL_MARKERS
+                or (token.content in template.literals and not token.content.isspace())
+            )
         }
         self._ids = frozenset(token_id for token_id, _ in tokens.values())
         longest_first = sorted(tokens, key=len, reverse=True)

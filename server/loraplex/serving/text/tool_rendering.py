@@ -17,6 +17,7 @@ from loraplex.serving.errors import TemplateError
 from loraplex.serving.output.format_parser import FormatParser
 from loraplex.serving.output.formats import (
     REASONING_FORMATS,
+    RESULT_MARKERS,
     TOOL_FORMATS,
     Notation,
     ReasoningFormat,
@@ -140,7 +141,8 @@ def with_tools(
             # As the user's words, all results of a turn in one message.
             if results:
                 told.pop()
-            results.append(f"<tool_response>\n{message.get('content', '')}\n</tool_response>")
+            begins, ends = RESULT_MARKERS
+            results.append(f"{begins}\n{message.get('content', '')}\n{ends}")
             told.append({"role": "user", "content": "\n".join(results)})
     if not tools or rendering.lists_tools:
         return told, tools
