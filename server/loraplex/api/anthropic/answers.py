@@ -38,6 +38,7 @@ class MessagesAnswer:
     """One answer to `asked`, whose prompt has `prompt_tokens` tokens, and leaves room for `room` of the answer's."""
 
     end = b""  # `message_stop` or the error is the last event
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(
         self, id_: str, asked: MessagesRequest, prompt_tokens: int, room: int, request_id: str
@@ -59,7 +60,7 @@ class MessagesAnswer:
     def opening(self, num_choices: int) -> bytes:
         usage = _usage(self._prompt_tokens, 0, 0) | _NOT_SERVED
         message: dict[str, Any] = {**self._head, "content": [], **_stopped(None), "usage": usage}
-        return self._event("message_start", message=message) + self._event("ping")
+        return self._event("message_start", message=message) + self.ping
 
     def delta(self, delta: Delta) -> bytes:
         events = b"".join(map(self._part, delta.parts))

@@ -41,6 +41,9 @@ INLINE_BYTES = 64 << 10
 """A body up to so large is parsed and checked on the event loop; a larger one, in a thread."""
 TURN_S = 0.005
 """For no longer does one answer hold the event loop, where its results come faster than it writes them."""
+PING_S = 15.0
+"""A stream is not silent for much longer while its answer goes on: a call that is held until it is complete may take
+minutes, and proxies cut a connection after one."""
 
 log = structlog.get_logger("loraplex.api")
 
@@ -272,11 +275,14 @@ class GenerationEndpoint:
     ) -> bytes:
         """Sends what comes; returns what is left to send before the end: the usage, or the error."""
         try:
-            chunk = answer.opening(plan.num_choices)
+            chunk, sent = answer.opening(plan.num_choices), time.monotonic()
             while deltas:
                 chunk += b"".join(map(answer.delta, deltas))
+                if not chunk and time.monotonic() - sent >= PING_S:
+                    chunk = answer.ping
                 if chunk:
                     await client.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    sent = time.monotonic()
                 with context.deadline.enforced():
                     deltas, chunk = await generation.next(), b""
             await generation.last_events()

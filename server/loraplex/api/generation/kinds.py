@@ -72,6 +72,11 @@ class StreamedAnswer(Answer, Protocol):
         """What ends each stream, also one that failed."""
         ...
 
+    @property
+    def ping(self) -> bytes:
+        """What says nothing, for connections that are cut when they are silent."""
+        ...
+
     def opening(self, num_choices: int) -> bytes:
         """Sent before any text."""
         ...

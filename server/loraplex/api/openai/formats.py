@@ -24,6 +24,8 @@ from loraplex.engine.types import Usage
 from loraplex.serving.output.parts import Part, text_of
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment, which clients of server-sent events pass over."""
 
 
 def sse(value: Any) -> bytes:
@@ -175,6 +177,10 @@ class AnswerFormat:
     @property
     def end(self) -> bytes:
         return DONE
+
+    @property
+    def ping(self) -> bytes:
+        return PING
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""

@@ -12,7 +12,7 @@ import msgspec
 from loraplex.api.codec import dumps
 from loraplex.api.errors import ApiError
 from loraplex.api.openai.delta import Delta
-from loraplex.api.openai.formats import DONE, WholeChoice
+from loraplex.api.openai.formats import DONE, PING, WholeChoice
 from loraplex.api.openai.logprobs import ChatLogprobs
 from loraplex.api.responses.schemas import SEALED_REASONING, ResponsesRequest
 from loraplex.api.sealed import seal
@@ -40,6 +40,7 @@ class ResponsesAnswer:
     """One answer to `asked`. The stream repeats what the whole answer would hold, item by item."""
 
     end = DONE
+    ping = PING
 
     def __init__(self, id_: str, created: int, asked: ResponsesRequest, logprobs: ChatLogprobs) -> None:
         self._id = id_
