@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from loraplex.control.usage.records import CANCELLED
 from support.engine.fake_engine import Reply
 from support.http.data_plane import BASE, DataPlane
 from support.http.generated_answers import PATHS
-from support.http.tool_plane import tool_plane
 from support.waiting import eventually
 
 ADD = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -23,19 +21,6 @@ CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": "one!'
 LAST = b'"!"'
 """The last character of each, in an event of its own."""
 EMBEDDINGS = "/v1/embeddings"
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataPlane]:
-    with tool_plane(tmp_path_factory.mktemp("model")) as running:
-        yield running
-
-
-@pytest.fixture
-def speaking(shared: DataPlane) -> Iterator[DataPlane]:
-    shared.reset()
-    yield shared
-    shared.settle_all()
 
 
 def body_of(dialect: str, *, calls: bool, **fields: Any) -> dict[str, Any]:

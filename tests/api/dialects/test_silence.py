@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -13,7 +12,6 @@ from loraplex.api.generation import endpoints
 from support.engine.fake_engine import Reply
 from support.http.data_plane import BASE, DataPlane
 from support.http.generated_answers import PATHS
-from support.http.tool_plane import tool_plane
 
 ADD = {"type": "object", "properties": {"a": {"type": "string"}}}
 CALL = 'I add.<tool_call>\n{"name": "add", "arguments": {"a": "one"}}\n</tool_call>'
@@ -31,18 +29,10 @@ BODIES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataPlane]:
-    with tool_plane(tmp_path_factory.mktemp("model")) as running:
-        yield running
-
-
 @pytest.fixture
-def speaking(shared: DataPlane) -> Iterator[DataPlane]:
-    shared.reset()
-    shared.engine.default = Reply(text=CALL)
-    yield shared
-    shared.settle_all()
+def calling(speaking: DataPlane) -> DataPlane:
+    speaking.engine.default = Reply(text=CALL)
+    return speaking
 
 
 def streamed(plane: DataPlane, dialect: str) -> str:
@@ -56,28 +46,28 @@ def streamed(plane: DataPlane, dialect: str) -> str:
 
 @pytest.mark.parametrize("dialect", list(PINGS))
 def test_a_stream_that_is_silent_for_long_pings(
-    speaking: DataPlane, dialect: str, monkeypatch: pytest.MonkeyPatch
+    calling: DataPlane, dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ping = PINGS[dialect]
-    brief = streamed(speaking, dialect).count(ping)
+    brief = streamed(calling, dialect).count(ping)
     monkeypatch.setattr(endpoints, "PING_S", 0.0)
-    events = streamed(speaking, dialect)
+    events = streamed(calling, dialect)
     held = CALL.index("</tool_call>") - CALL.index("<tool_call>")
     assert brief <= 1  # Anthropic's streams begin with one
     assert events.count(ping) > held // 2
     assert events.rindex(ping) > events.index('"."')
 
 
-def test_clients_pass_over_pings(speaking: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_pass_over_pings(calling: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "PING_S", 0.0)
-    client, chat = speaking.client(), BODIES["chat"]
+    client, chat = calling.client(), BODIES["chat"]
     with client.chat.completions.stream(model=BASE, **chat) as stream:
         (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
     assert json.loads(call.function.arguments) == {"a": "one"}
     with client.responses.stream(model=BASE, **BODIES["responses"]) as responses:
         assert [item.type for item in responses.get_final_response().output] == ["message", "function_call"]
     with (
-        anthropic.Anthropic(base_url=speaking.url, api_key="lpx_acme", max_retries=0) as messages,
+        anthropic.Anthropic(base_url=calling.url, api_key="lpx_acme", max_retries=0) as messages,
         messages.messages.stream(model=BASE, **BODIES["messages"]) as told,
     ):
         assert told.get_final_message().content[-1].input == {"a": "one"}  # type: ignore[union-attr]

@@ -4,7 +4,6 @@ Hermes does, and thinks between tags; what the model is shown of the first turn 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -13,26 +12,12 @@ import pytest
 
 from support.engine.fake_engine import Reply
 from support.http.data_plane import BASE, DataPlane
-from support.http.tool_plane import tool_plane
 from support.models.byte_tokenizer import byte_decode
 
 CALL = '<think>Sum.</think>I add.<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 TURN = 'Sum.</think>I add.<tool_call>{"name": "add", "arguments": {"a": 1, "b": "ü"}}</tool_call>'
 """The model's first turn, as the template writes it in the second."""
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataPlane]:
-    with tool_plane(tmp_path_factory.mktemp("model")) as running:
-        yield running
-
-
-@pytest.fixture
-def speaking(shared: DataPlane) -> Iterator[DataPlane]:
-    shared.reset()
-    yield shared
-    shared.settle_all()
 
 
 def prompt(plane: DataPlane) -> str:
