@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -26,6 +27,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # httpx gives up after 5 s. A machine that is busy for so long is no fault; a request that hangs fails at 60 s.
 for phase in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
+# Each of httpx's clients reads all the certificates, 20 ms, for connections that no test makes; tests make thousands.
+_transport = httpx._transports.default
+_transport.create_ssl_context = functools.cache(_transport.create_ssl_context)  # type: ignore[attr-defined]
 
 # Tests that give no number of examples of their own: few in every run, many in `make soak`.
 hypothesis.settings.register_profile("fast", max_examples=30, deadline=None)
