@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.kernels.numba_runtime.probe import probe
 from support.servers.live_server import EXAMPLES, REPOSITORY, clean_environment, free_ports
 
 pytestmark = pytest.mark.slow
@@ -34,7 +35,9 @@ def test_installed_wheel_runs_the_quickstart_from_an_empty_directory(tmp_path: P
     """Its dependencies come from this environment. `.ci/run` shows that the declared packages are enough: its
     first command finds nothing else installed, no model and no compiled kernels."""
     here = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    installed(*here, "wheel", "--no-deps", "--wheel-dir", tmp_path / "wheel", REPOSITORY)
+    installed(
+        *here, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path / "wheel", REPOSITORY
+    )
     (wheel,) = (tmp_path / "wheel").iterdir()
     installed(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
@@ -48,6 +51,10 @@ def test_installed_wheel_runs_the_quickstart_from_an_empty_directory(tmp_path: P
     where = run(python, "-c", "import loraplex.app; print(loraplex.app.__file__)", cwd=tmp_path)
     assert where.stdout.startswith(str(own)), where.stderr
 
+    # One compiled kernel, in place of all: in a new place all of them would be compiled again.
+    compiled = run(python, "-c", f"from {probe.__module__} import probe; probe()", cwd=tmp_path)
+    assert compiled.returncode == 0, compiled.stderr
+
     empty = tmp_path / "empty"
     empty.mkdir()
     ports = free_ports(2)
@@ -58,6 +65,9 @@ def test_installed_wheel_runs_the_quickstart_from_an_empty_directory(tmp_path: P
         cwd=empty,
         LORAPLEX_PORT=str(ports[0]),
         LORAPLEX_ADMIN_PORT=str(ports[1]),
+        LORAPLEX_THREADS="1",
+        LORAPLEX_ENGINE_SPARE="false",
+        LORAPLEX_KERNELS="torch",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for name in EXAMPLES:
