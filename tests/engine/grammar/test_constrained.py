@@ -155,10 +155,12 @@ def test_random_answers_match_their_grammars(model_dir, adapters, tmp_path):
     play(model_dir, adapters, tmp_path, 40, lookahead=1)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "count", [pytest.param(60, marks=pytest.mark.slow), pytest.param(240, marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize(("kernels", "lookahead"), [("numba", 0), ("numba", 1), ("torch", 0)])
-def test_many_random_answers_match_their_grammars(model_dir, adapters, tmp_path, kernels, lookahead):
-    play(model_dir, adapters, tmp_path, 240, kernels=kernels, lookahead=lookahead)
+def test_many_random_answers_match_their_grammars(model_dir, adapters, tmp_path, kernels, lookahead, count):
+    play(model_dir, adapters, tmp_path, count, kernels=kernels, lookahead=lookahead)
 
 
 @pytest.mark.slow
