@@ -85,18 +85,18 @@ def test_a_server_restored_from_a_backup_under_load_is_the_same(tiny_model: Path
         with Load(server, key, tmp_path) as load:
             server.wait(lambda: load.num_answers > 3 and load.num_uploads > 3)
             manifests, began = [], time.monotonic()
-            for turn in range(3):
+            for turn in range(2):
                 made = run_command(
                     [*LORAPLEX, "backup", str(tmp_path / f"b{turn}"), "--data-dir", str(data), "--json"]
                 )
                 assert made.code == 0, made.stderr
                 manifests.append(json.loads(made.stdout))
-            seconds = (time.monotonic() - began) / 3
+            seconds = (time.monotonic() - began) / 2
         assert load.failures == []
         assert server.logged("request_failed") == []
         assert server.stop() == 0
     copy = tmp_path / "restored"
-    done = run_command([*LORAPLEX, "restore", str(tmp_path / "b2"), "--data-dir", str(copy)])
+    done = run_command([*LORAPLEX, "restore", str(tmp_path / "b1"), "--data-dir", str(copy)])
     assert done.code == 0, done.stderr
     with LiveServer(tiny_model, copy, dtype="float32", **TINY_SIZES) as server:
         assert [say(server, key, f"kept-{number}") for number in range(3)] == expected
@@ -107,7 +107,7 @@ def test_a_server_restored_from_a_backup_under_load_is_the_same(tiny_model: Path
             for version in checked(server.admin.get(f"{TENANT}/{adapter['name']}/versions"))["data"]
         ]
         assert {version["state"] for version in versions} == {"ready"}
-        assert sorted(version["digest"] for version in versions) == manifests[2]["artifacts"]["digests"]
+        assert sorted(version["digest"] for version in versions) == manifests[1]["artifacts"]["digests"]
         usage = checked(server.admin.get("usage"))
         assert usage["data"], usage
         with server.client(key) as client:
