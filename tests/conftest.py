@@ -17,6 +17,9 @@ import pytest
 # Triton decides when it is imported whether kernels are interpreted, the only way to run them without a GPU. On a
 # machine that has one, TRITON_INTERPRET=0 runs them there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# A few processes share the cores: a second thread of torch's waits in a loop for one that another process has. Tests of
+# threads ask for theirs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell that runs this in the background has SIGINT ignored, and so would the programs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -33,6 +33,7 @@ def test_the_walk_leads_where_the_page_says(tmp_path: Path) -> None:
     environment = shell_environment(
         LORAPLEX_ENGINE_SPARE="false",
         LORAPLEX_DRAIN_GRACE="0",
+        LORAPLEX_THREADS="1",
         LORAPLEX_PORT=str(data_port),
         LORAPLEX_ADMIN_PORT=str(admin_port),
         LORAPLEX_URL=f"http://127.0.0.1:{data_port}",

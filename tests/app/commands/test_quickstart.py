@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from support.servers.live_server import (
     clean_environment,
     free_ports,
     run_command,
+    write_tiny_adapter,
     write_tiny_model,
 )
 
@@ -40,7 +40,7 @@ class Newcomer:
         self.arguments = ["--model", str(model), "--adapters-dir", str(EXAMPLE_ADAPTERS)]
         self.arguments += ["--data-dir", str(self.data_dir), "--max-tokens", "24"]
         self.arguments += ["--port", str(self.data_port), "--admin-port", str(self.admin_port)]
-        self.environment = {"COLUMNS": "160"}
+        self.environment = {"COLUMNS": "160", "LORAPLEX_THREADS": "1"}
 
     def run(self, *extra: str, **environment: str) -> Outcome:
         command = [*QUICKSTART, *self.arguments, "--exit", *extra]
@@ -54,6 +54,14 @@ class Newcomer:
 @pytest.fixture
 def newcomer(real_model_dir: Path, tmp_path: Path) -> Newcomer:
     return Newcomer(tmp_path, real_model_dir)
+
+
+@pytest.fixture
+def hurried(tmp_path: Path) -> Newcomer:
+    """For runs that end before any answer: its model loads in a moment, and its kernels need not be compiled."""
+    newcomer = Newcomer(tmp_path, write_tiny_model(tmp_path / "tiny"))
+    newcomer.environment["LORAPLEX_KERNELS"] = "torch"
+    return newcomer
 
 
 def nothing_listens(port: int) -> bool:
@@ -140,8 +148,8 @@ class stay_up:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_no_server_stays_behind_where_a_start_is_stopped(newcomer: Newcomer, number: signal.Signals) -> None:
-    with stay_up(newcomer) as process:
+def test_no_server_stays_behind_where_a_start_is_stopped(hurried: Newcomer, number: signal.Signals) -> None:
+    with stay_up(hurried) as process:
         assert process.stdout is not None
         while "2/5" not in (line := process.stdout.readline()):
             assert line
@@ -166,37 +174,36 @@ def fails(outcome: Outcome) -> str:
     return line
 
 
-def test_a_port_in_use(newcomer: Newcomer) -> None:
+def test_a_port_in_use(hurried: Newcomer) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", newcomer.admin_port))
+        taken.bind(("127.0.0.1", hurried.admin_port))
         taken.listen()
-        said = fails(newcomer.run())
-    assert str(newcomer.admin_port) in said
+        said = fails(hurried.run())
+    assert str(hurried.admin_port) in said
     assert "--admin-port" in said
 
 
-def test_a_server_that_dies_while_it_starts(newcomer: Newcomer) -> None:
-    said = fails(newcomer.run(LORAPLEX_MAX_NUM_SEQS="0"))
+def test_a_server_that_dies_while_it_starts(hurried: Newcomer) -> None:
+    said = fails(hurried.run(LORAPLEX_MAX_NUM_SEQS="0"))
     assert "LORAPLEX_MAX_NUM_SEQS" in said  # the server's own last word
-    newcomer.data_dir.mkdir(exist_ok=True)
-    (newcomer.data_dir / "loraplex.db").write_text("no database" * 100)
-    assert "loraplex.db" in fails(newcomer.run())
+    hurried.data_dir.mkdir(exist_ok=True)
+    (hurried.data_dir / "loraplex.db").write_text("no database" * 100)
+    assert "loraplex.db" in fails(hurried.run())
 
 
-def test_no_adapters(newcomer: Newcomer, tmp_path: Path) -> None:
-    said = fails(newcomer.run("--adapters-dir", str(tmp_path)))
+def test_no_adapters(hurried: Newcomer, tmp_path: Path) -> None:
+    said = fails(hurried.run("--adapters-dir", str(tmp_path)))
     assert str(tmp_path) in said
     assert "--adapters-dir" in said
 
 
-def test_an_adapter_that_is_refused(newcomer: Newcomer, tmp_path: Path) -> None:
-    shutil.copytree(EXAMPLE_ADAPTERS / "json", tmp_path / "adapters" / "json")
-    tensors = tmp_path / "adapters" / "json" / "adapter_model.safetensors"
+def test_an_adapter_that_is_refused(hurried: Newcomer, tmp_path: Path) -> None:
+    tensors = write_tiny_adapter(tmp_path / "adapters" / "json") / "adapter_model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-1000])
-    said = fails(newcomer.run("--adapters-dir", str(tmp_path / "adapters")))
+    said = fails(hurried.run("--adapters-dir", str(tmp_path / "adapters")))
     assert "uploading 'json'" in said
     assert "422" in said
-    assert nothing_listens(newcomer.data_port)
+    assert nothing_listens(hurried.data_port)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
