@@ -235,10 +235,10 @@ def _completed(client: type, method: str) -> None:
     make = getattr(client, method)
 
     def made(self: Any, *arguments: Any, **options: Any) -> Any:
-        body = options.get("json")
-        responses = str(options.get("url", "")).endswith("/responses")
-        if responses and isinstance(body, dict) and body.get("model") is None:
-            options["json"] = {**body, "model": RemoteServer.model}
+        if str(options.get("url", "")).endswith("/responses") and options.get("content"):
+            body = json.loads(options["content"])
+            if body.get("model") is None:
+                options["content"] = json.dumps({**body, "model": RemoteServer.model})
         request = make(self, *arguments, **options)
         key = RemoteServer.keys.get(urllib.parse.urlsplit(str(request.url)).netloc)
         if key and not {"authorization", "x-api-key"} & {name.lower() for name in request.headers}:
