@@ -18,6 +18,7 @@ NOT_RUN: tuple[tuple[str, str], ...] = (
     ("*/test_online_long_text.py", "vLLM's option for texts beyond the context"),
     ("*/test_harmony*.py", "gpt-oss and its own message format"),
     ("*/test_mcp_tools.py", "gpt-oss and tools that the server runs"),
+    ("*/test_parsable_context.py", "gpt-oss and its own message format"),
     ("*/test_openai_tool_parser.py", "gpt-oss and its own message format"),
     ("*/test_granite4_tool_parser.py", "how well IBM's granite 4 calls tools"),
     ("tool_use/mistral/*", "Mistral's own tokenizer and message format"),
@@ -156,6 +157,7 @@ RULES: tuple[tuple[str, str, str, str], ...] = (
     (r"_embed_dtype_and_endianness", ANY, OTHER, NO_TYPES),
     (r"::test_use_activation", ANY, MISSING, "the field `use_activation` (`normalize` does it)"),
     (r"::test_pooling_", ANY, MISSING, "the route `/pooling`"),
+    (r"test_namespace_tool_separator", ANY, DIFFERENT, "tools in a namespace are not shown to the model"),
     # The tests know their own model's answers.
     (
         r"embed/test_online\.py",
