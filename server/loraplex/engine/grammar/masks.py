@@ -113,7 +113,9 @@ class MaskMaker:
             forced = self._forced(row) if error is None and not self._lookahead else []
             if forced:
                 error = matcher.move_to(len(matcher.known), token, *forced)
-            return Accepted((token, *forced), error is None and matcher.inner.is_stopped(), error)
+            # One that failed in the mask of the step behind counts as stopped too. That step tells.
+            ends = error is None and matcher.inner.is_stopped() and not matcher.inner.is_error()
+            return Accepted((token, *forced), ends, error)
 
     def begin_next(self, rows: Sequence[MaskRow]) -> None:
         """The tokens of these rows have been accepted, and their grammars go on."""
