@@ -188,40 +188,40 @@ class Bench:
         blocks = [schemas[start : start + BLOCK] for start in range(0, len(schemas), BLOCK)]
         for number, block in enumerate(blocks):
             compared = number * BLOCK < self.arguments.compared
-            asked = [self._constrained(name, schema) for name, schema in block]
+            asked = [self._constrained(place, schema) for place, (_, schema) in enumerate(block)]
             answers = await self._phase("new" if compared else "judged", asked)
             for (name, schema), answer in zip(block, answers, strict=True):
                 self._judge(name, schema, answer)
             print(f"{number + 1} of {len(blocks)}: {dict(self.tally.ends)}", file=sys.stderr, flush=True)
             if not compared:
                 continue
-            await self._phase("known", asked)
-            free = [
-                self._free(schema, answer.tokens)
-                for (_, schema), answer in zip(block, answers, strict=True)
-                if answer.tokens
+            again = [self._constrained(place, schema) for place, (_, schema) in enumerate(block)]
+            await self._phase("known", again)
+            lengths = [
+                (place, schema, answer.tokens)
+                for place, ((_, schema), answer) in enumerate(zip(block, answers, strict=True))
             ]
-            await self._phase("without", free)
+            await self._phase("without", [self._free(*each) for each in lengths if each[2]])
             if number % 2 == 0:
                 flood = asyncio.create_task(self._flood())
-                await self._phase("hostile", free)
+                await self._phase("hostile", [self._free(*each) for each in lengths if each[2]])
                 flood.cancel()
                 await asyncio.gather(flood, return_exceptions=True)
         for client in self.clients:
             await client.aclose()
         return self.tally
 
-    def _constrained(self, name: str, schema: Any) -> dict[str, Any]:
+    def _constrained(self, place: int, schema: Any) -> dict[str, Any]:
         wanted = {"type": "json_schema", "json_schema": {"name": "bench", "schema": schema, "strict": True}}
-        return self._body(schema, self.arguments.max_tokens, response_format=wanted)
+        return self._body(place, schema, self.arguments.max_tokens, response_format=wanted)
 
-    def _free(self, schema: Any, tokens: int) -> dict[str, Any]:
-        return self._body(schema, tokens, ignore_eos=True)
+    def _free(self, place: int, schema: Any, tokens: int) -> dict[str, Any]:
+        return self._body(place, schema, tokens, ignore_eos=True)
 
-    def _body(self, schema: Any, max_tokens: int, **fields: Any) -> dict[str, Any]:
-        number = next(self.numbers)
-        prompt = QUESTION + json.dumps(schema)[:PROMPT_CHARS]
-        return body_of(self.models[number % len(self.models)], prompt, number, max_tokens, **fields)
+    def _body(self, place: int, schema: Any, max_tokens: int, **fields: Any) -> dict[str, Any]:
+        """The same model and seed for a schema in every phase, and a prompt that no prefix cache knows."""
+        prompt = f"{next(self.numbers)}. {QUESTION}{json.dumps(schema)[:PROMPT_CHARS]}"
+        return body_of(self.models[place % len(self.models)], prompt, place, max_tokens, **fields)
 
     async def _phase(self, name: str, bodies: list[dict[str, Any]]) -> list[Answer]:
         """All of these, some at a time, beside the neighbours."""
