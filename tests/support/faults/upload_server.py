@@ -14,5 +14,6 @@ if __name__ == "__main__":
     report = plane.services.artifacts.sweep()
     server = uvicorn.Server(uvicorn.Config(plane.app, port=0, log_level="critical", ws="none"))
     listener = server.config.bind_socket()
+    listener.listen()  # who knows the port may connect at once
     print(listener.getsockname()[1], report.staging_removed, flush=True)
     server.run(sockets=[listener])
