@@ -288,6 +288,9 @@ def test_stop_token_ids_end_it_after_min_tokens(engine):
     assert (engine.tokens(name), end.finish_reason, end.stop_token_id) == ([ord("e")], "stop", ord("e"))
     name = ask(engine, LETTERS, min_tokens=4, **options)
     assert answer(engine, name) == "ffffe"
+    # One that the grammar forces ends it too.
+    name = ask(engine, regex_case("[ab]hell[cd]"), stop_token_ids=(ord("e"),))
+    assert answer(engine, name)[1:] == "he"
     # One that the grammar demands before then is drawn, and ends nothing.
     name = ask(engine, regex_case("[a-d]eee[a-d]"), min_tokens=5, **options)
     assert end_of(engine, name).finish_reason == "stop"

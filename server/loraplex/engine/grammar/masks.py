@@ -127,19 +127,14 @@ class MaskMaker:
             self._compute(matchers)
 
     def _forced(self, row: MaskRow) -> list[int]:
-        """What must follow the row's new token. Left to a mask: what may end the answer, and special tokens."""
-        params, inner = row.scheduled.seq.request.sampling, row.matcher.inner
-        if params.logprobs is not None or inner.is_stopped():
+        """What must follow the row's new token; what ends the answer before is for the tracker to see. Special tokens,
+        and those that the model has not got, are left to a mask."""
+        inner, vocabulary = row.matcher.inner, self._matchers.vocabulary
+        if row.scheduled.seq.request.sampling.logprobs is not None or inner.is_stopped():
             return []
-        vocabulary = self._matchers.vocabulary
-        room = min(MAX_FORCED, params.max_tokens - row.scheduled.output_index - 1)
-        forced = inner.compute_ff_tokens()[:room]
+        forced = inner.compute_ff_tokens()[:MAX_FORCED]
         for place, token in enumerate(forced):
-            if (
-                token >= vocabulary.vocab_size
-                or token in params.stop_token_ids
-                or vocabulary.tokenizer.is_special_token(token)
-            ):
+            if token >= vocabulary.vocab_size or vocabulary.tokenizer.is_special_token(token):
                 return forced[:place]
         return forced
 
