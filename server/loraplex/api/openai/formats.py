@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ class WholeChoice:
 
 
 @dataclass(frozen=True)
-class AnswerFormat:
+class AnswerFormat(ABC):
     """What is the same in every chunk of one answer. `created` in seconds since the epoch, `model` as the
     client named it. `prompt_logprobs` is needed where the prompt's are asked for. A chunk's `object` is `KIND`."""
 
@@ -150,12 +151,13 @@ class AnswerFormat:
             told["prompt_token_ids"] = self._prompt(index)
         return told
 
+    @abstractmethod
     def opening(self, num_choices: int) -> bytes:
         """Sent before any text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, delta: Delta) -> bytes:
-        raise NotImplementedError
+        """What came."""
 
     def closing(self, usage: Usage) -> bytes:
         """Sent after the last text, before `[DONE]`."""
@@ -182,9 +184,9 @@ class AnswerFormat:
     def ping(self) -> bytes:
         return PING
 
+    @abstractmethod
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
