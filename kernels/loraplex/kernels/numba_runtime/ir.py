@@ -287,7 +287,12 @@ class _NamedBFloat(ir.Type):
 
 
 class _BFloat16Pairs(_BFloat16):
-    """With dpbf16ps (which takes subnormal numbers for zeros)."""
+    """With dpbf16ps, and with the instruction that rounds (both take subnormal numbers for zeros)."""
+
+    def to_bits(self, builder, value):
+        kind = ir.VectorType(_NamedBFloat(), LANES)
+        rounded = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", kind, [value])
+        return builder.bitcast(rounded, V_I16)
 
     def dot_pair(self, builder, total, a, b):
         kind = ir.VectorType(_NamedBFloat(), 2 * LANES)
