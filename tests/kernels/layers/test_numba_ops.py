@@ -152,6 +152,50 @@ def test_rotation_and_write(heads, kv_heads, dim, rotated, norms, dtype, long):
         assert (ours[:, :heads] != theirs[:, :heads]).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_alone_and_among_any_rows(dtype):
+    """Norms, activation, rotation and what lies in the cache then: 1 to 40 rows, from any position of a block."""
+    torch.manual_seed(4)
+    total, heads, kv_heads, dim = 40, 3, 2, 48
+    x, residual = torch.randn(total, 1000).to(dtype), torch.randn(total, 1000).to(dtype)
+    weight = torch.randn(1000).to(dtype)
+    head_weight = torch.randn(dim).to(dtype)
+    qkv = torch.randn(total, heads + 2 * kv_heads, dim).to(dtype)
+    cos, sin = rope_cos_sin(torch.arange(total), torch.rand(dim // 2))
+
+    def pass_over(first, last, cache, past=5):
+        """The rows from `first` on, of one sequence whose first row has `past` positions before it."""
+        rows = slice(first, last)
+        total_rows, length = last - first, past + last
+        batch = build_attention_batch([total_rows], [length], [list(range(-(-length // BLOCK)))])
+        turned, added = qkv[rows].clone(), residual[rows].clone()
+        options = {"q_norm": head_weight, "k_norm": head_weight, "eps": 1e-6}
+        OURS.rotate_and_write(turned, heads, cos[rows], sin[rows], cache, batch, **options)
+        return (
+            turned[:, :heads].flatten(1),
+            OURS.rms_norm(x[rows], weight, 1e-5),
+            OURS.add_rms_norm(x[rows], added, weight, 1e-5),
+            added,
+            OURS.silu_and_mul(x[rows]),
+            OURS.gelu_tanh_and_mul(x[rows]),
+        )
+
+    def empty_cache():
+        return torch.zeros(3, BLOCK, 2, kv_heads, dim, dtype=dtype)
+
+    caches = [empty_cache()]
+    alone = [pass_over(row, row + 1, caches[0]) for row in range(total)]
+    wanted = [torch.cat(parts) for parts in zip(*alone, strict=True)]
+    for size in range(2, total + 1):
+        caches.append(empty_cache())
+        found = [pass_over(first, min(first + size, total), caches[-1]) for first in range(0, total, size)]
+        assert all(
+            torch.equal(torch.cat(parts), want)
+            for parts, want in zip(zip(*found, strict=True), wanted, strict=True)
+        ), size
+        assert torch.equal(caches[-1], caches[0]), size
+
+
 def test_operands_that_do_not_fit_are_refused():
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="weight"):

@@ -59,23 +59,40 @@ def _activate(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
 
 
 @jit
+def _gate_columns(gate, up, target, columns, like):
+    """One row of silu(gate) · up."""
+    size, one = size_of(like), splat(_ONE)
+    for c in range(0, columns, 16):
+        left = columns - c
+        g = load_some(gate + c * size, left, like)
+        # torch rounds the activation before it multiplies.
+        value = rounded(g / (one + exp(splat(_F32) - g)), like)
+        store_some(value * load_some(up + c * size, left, like), target + c * size, left, like)
+
+
+@jit
+def _gate_columns_by_gelu(gate, up, target, columns, like):
+    """One row of gelu(gate) · up: (1 + tanh(z)) / 2 is the logistic function of 2z."""
+    size, one = size_of(like), splat(_ONE)
+    cube, twice = splat(0.044715), splat(2.0 * math.sqrt(2.0 / math.pi))
+    for c in range(0, columns, 16):
+        left = columns - c
+        g = load_some(gate + c * size, left, like)
+        inner = fma(g * g * g, cube, g) * twice
+        value = rounded(g / (one + exp(splat(_F32) - inner)), like)
+        store_some(value * load_some(up + c * size, left, like), target + c * size, left, like)
+
+
+@jit
 def _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, last):
     size = size_of(like)
-    one = splat(_ONE)
     for row in range(first, last):
         gate, target = gate_up + row * stride, out + row * columns * size
         up = gate + columns * size
-        for c in range(0, columns, 16):
-            left = columns - c
-            g = load_some(gate + c * size, left, like)
-            inner = g
-            if is_gelu != 0:
-                # (1 + tanh(z)) / 2 is the logistic function of 2z.
-                inner = (fma(g * g * g, splat(0.044715), g)) * splat(2.0 * math.sqrt(2.0 / math.pi))
-            # torch rounds the activation before it multiplies.
-            value = rounded(g / (one + exp(splat(_F32) - inner)), like)
-            value = value * load_some(up + c * size, left, like)
-            store_some(value, target + c * size, left, like)
+        if is_gelu != 0:
+            _gate_columns_by_gelu(gate, up, target, columns, like)
+        else:
+            _gate_columns(gate, up, target, columns, like)
 
 
 def _activate_units(taken, arguments, like):

@@ -7,13 +7,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from loraplex.kernels.attention.numba_attention import NumbaAttentionBatch, key_value_offsets
+from loraplex.kernels.attention.numba_attention import NumbaAttentionBatch
 from loraplex.kernels.attention.numba_attention_tiles import BLOCK
+from loraplex.kernels.layers.numba_kv_write import follows, write_block, write_row
 from loraplex.kernels.layers.numba_norm import scaled
 from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit
 from loraplex.kernels.numba_runtime.vectors import (
     LIKE,
-    copy_element,
     fetch_add,
     fma,
     jit,
@@ -26,7 +26,6 @@ from loraplex.kernels.numba_runtime.vectors import (
 )
 
 _F32 = np.float32(0)
-_key_value_offsets = jit(key_value_offsets)
 
 
 def rotate_and_write(
@@ -97,15 +96,32 @@ def rotate_and_write(
 
 
 @jit
-def _rotate_head(head, dim, cos, sin, half, like):
+def _norm_heads(head, number, dim, weight, eps, like, weight_like):
+    """`number` adjacent heads of a row, in place."""
+    size = size_of(like)
+    for _ in range(number):
+        squares = splat(_F32)
+        for d in range(0, dim, 16):
+            value = load_some(head + d * size, dim - d, like)
+            squares = fma(value, value, squares)
+        scaled(head, head, weight, dim, squares, eps, like, weight_like)
+        head += dim * size
+
+
+@jit
+def _rotate_heads(heads, number, dim, cos, sin, half, like):
+    """`number` adjacent heads of a row, in place."""
     size = size_of(like)
     for d in range(0, half, 16):
         left = half - d
-        low, high = head + d * size, head + (half + d) * size
-        a, b = load_some(low, left, like), load_some(high, left, like)
         c, s = load_some(cos + d * 4, left, _F32), load_some(sin + d * 4, left, _F32)
-        store_some(a * c - b * s, low, left, like)
-        store_some(b * c + a * s, high, left, like)
+        low = heads + d * size
+        for _ in range(number):
+            high = low + half * size
+            a, b = load_some(low, left, like), load_some(high, left, like)
+            store_some(a * c - b * s, low, left, like)
+            store_some(b * c + a * s, high, left, like)
+            low += dim * size
 
 
 @jit
@@ -129,28 +145,31 @@ def _rotate_rows(
     last,
 ):
     size = size_of(like)
+    block_bytes = 2 * BLOCK * kv_heads * dim * size
+    keys = num_heads * dim * size
+    values = keys + kv_heads * dim * size
+    run = 0  # rows up to this one whose positions lie side by side in one block
     for row in range(first, last):
         begin = heads + row * stride
+        if q_norm != 0:
+            _norm_heads(begin, num_heads, dim, q_norm, eps, like, weight_like)
+            _norm_heads(begin + keys, kv_heads, dim, k_norm, eps, like, weight_like)
         at = row * half * 4
-        for number in range(num_heads + kv_heads):
-            head = begin + number * dim * size
-            if q_norm != 0:
-                weight = q_norm if number < num_heads else k_norm
-                squares = splat(_F32)
-                for d in range(0, dim, 16):
-                    value = load_some(head + d * size, dim - d, like)
-                    squares = fma(value, value, squares)
-                scaled(head, head, weight, dim, squares, eps, like, weight_like)
-            _rotate_head(head, dim, cos + at, sin + at, half, like)
+        _rotate_heads(begin, num_heads + kv_heads, dim, cos + at, sin + at, half, like)
+        run += 1
+        if row + 1 < last and follows(slots, row + 1):
+            continue
         slot = read_int64(slots + row * 8)
-        block = cache + slot // BLOCK * (2 * BLOCK * kv_heads * dim * size)
-        for number in range(kv_heads):
-            key = begin + (num_heads + number) * dim * size
-            value = key + kv_heads * dim * size
-            for d in range(dim):
-                k, v = _key_value_offsets(number, slot % BLOCK, d, dim, size)
-                copy_element(block + k * size, key + d * size, like)
-                copy_element(block + v * size, value + d * size, like)
+        block = cache + slot // BLOCK * block_bytes
+        if run == BLOCK:
+            start = begin - (BLOCK - 1) * stride
+            write_block(block, start + keys, start + values, stride, kv_heads, dim, like)
+        else:
+            for back in range(run):
+                source = begin - back * stride
+                position = slot % BLOCK - back
+                write_row(block, position, source + keys, source + values, kv_heads, dim, like)
+        run = 0
 
 
 def _rotate_units(taken, arguments, like, weight_like):
@@ -163,6 +182,12 @@ def _rotate_units(taken, arguments, like, weight_like):
         first = fetch_add(taken, 1) * share
         if first >= rows:
             break
+        last = min(first + share, rows)
+        # A block's rows belong to the unit that has the first of them.
+        while first < last and follows(slots, first):
+            first += 1
+        while first < last < rows and follows(slots, last):
+            last += 1
         _rotate_rows(
             like,
             weight_like,
@@ -180,7 +205,7 @@ def _rotate_units(taken, arguments, like, weight_like):
             k_norm,
             eps,
             first,
-            min(first + share, rows),
+            last,
         )
 
 

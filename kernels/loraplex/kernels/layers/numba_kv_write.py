@@ -1,0 +1,125 @@
+"""The write of keys and values into the paged KV cache on a CPU, compiled by numba.
+
+The cache's order (`loraplex.kernels.attention.numba_attention.key_value_offsets`) has positions side by side: a block's
+keys are a transpose of the rows they come from, its values pairs of rows, interleaved. A block whose positions are all
+written at once is written by vectors; a single row, as in decoding, number by number.
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from loraplex.kernels.attention.numba_attention import key_value_offsets
+from loraplex.kernels.attention.numba_attention_tiles import BLOCK
+from loraplex.kernels.numba_runtime import ir as nir
+from loraplex.kernels.numba_runtime.vectors import copy_element, jit, load, read_int64, size_of, store
+
+_key_value_offsets = jit(key_value_offsets)
+
+
+@jit
+def follows(slots, row):
+    """Whether a row's position is the next one after that of the row before, in the same block. slots: address of
+    [T] int64."""
+    if row == 0:
+        return False
+    slot = read_int64(slots + row * 8)
+    return slot % BLOCK != 0 and slot == read_int64(slots + row * 8 - 8) + 1
+
+
+@jit
+def write_row(block, position, key, value, kv_heads, dim, like):
+    """One row's keys and values, [Hkv, D] each, into a block at `position`. All addresses."""
+    for head in range(kv_heads):
+        source = head * dim * size_of(like)
+        _write_elements(block, head, position, key + source, value + source, 0, 0, dim, like)
+
+
+@jit
+def write_block(block, key, value, stride, kv_heads, dim, like):
+    """All positions of a block. `key` and `value` are addresses of the first of BLOCK rows, `stride` bytes apart."""
+    size = size_of(like)
+    words = dim * size // 4
+    whole_keys, whole_values = words // 16 * 16 * 4 // size, dim // 16 * 16
+    for head in range(kv_heads):
+        source = head * dim * size
+        target = block + 2 * BLOCK * source
+        for word in range(0, words - 15, 16):
+            _transpose(key + source + word * 4, stride, target + word * BLOCK * 4)
+        target += BLOCK * dim * size
+        if size == 4:
+            for position in range(BLOCK):
+                for d in range(0, whole_values, 16):
+                    x = load(value + source + position * stride + d * size, like)
+                    store(x, target + (position * dim + d) * size, like)
+        else:
+            for position in range(0, BLOCK, 2):
+                for d in range(0, whole_values, 16):
+                    first = value + source + position * stride + d * size
+                    _interleave(first, first + stride, target + (position * dim + 2 * d) * size)
+        for position in range(BLOCK):
+            place = source + position * stride
+            _write_elements(
+                block, head, position, key + place, value + place, whole_keys, whole_values, dim, like
+            )
+
+
+@jit
+def _write_elements(block, head, position, key, value, first_key, first_value, dim, like):
+    """One head of a row [D], from the dimensions `first_key` and `first_value` on."""
+    size = size_of(like)
+    for d in range(first_key, dim):
+        k, _ = _key_value_offsets(head, position, d, dim, size)
+        copy_element(block + k * size, key + d * size, like)
+    for d in range(first_value, dim):
+        _, v = _key_value_offsets(head, position, d, dim, size)
+        copy_element(block + v * size, value + d * size, like)
+
+
+@intrinsic
+def _transpose(typing, source, stride, target):
+    """16 rows of 16 words of 32 bits, `stride` bytes apart, into the 16 adjacent rows of their transpose."""
+
+    def lower(context, builder, signature, values):
+        source, stride, target = values
+        rows = [
+            nir.load(builder, builder.add(source, builder.mul(stride, nir.i64(row))), nir.V_I32, 2)
+            for row in range(nir.LANES)
+        ]
+        distance = nir.LANES // 2
+        while distance:
+            # The corners off the diagonal of each square of 2·distance change places.
+            upper = [
+                lane if not lane & distance else nir.LANES + lane - distance for lane in range(nir.LANES)
+            ]
+            lower = [
+                lane + distance if not lane & distance else nir.LANES + lane for lane in range(nir.LANES)
+            ]
+            for row in range(nir.LANES):
+                if not row & distance:
+                    a, b = rows[row], rows[row | distance]
+                    rows[row] = builder.shuffle_vector(a, b, ir.Constant(nir.V_I32, upper))
+                    rows[row | distance] = builder.shuffle_vector(a, b, ir.Constant(nir.V_I32, lower))
+            distance //= 2
+        for row, value in enumerate(rows):
+            nir.store(builder, value, builder.add(target, nir.i64(row * 64)), 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), lower
+
+
+@intrinsic
+def _interleave(typing, first, second, target):
+    """Two rows of 16 elements of 16 bits, as (a₀ b₀ a₁ b₁ …)."""
+
+    def lower(context, builder, signature, values):
+        first, second, target = values
+        low, high = (builder.zext(nir.load(builder, row, nir.V_I16, 2), nir.V_I32) for row in (first, second))
+        pairs = builder.or_(low, builder.shl(high, nir.vector(nir.V_I32, 16)))
+        nir.store(builder, pairs, target, 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), lower
