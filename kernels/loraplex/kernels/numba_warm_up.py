@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from loraplex.kernels.attention.numba_attention import build_attention_batch
-from loraplex.kernels.attention.numba_attention_tiles import BLOCK
+from loraplex.kernels.attention.numba_attention_products import BLOCK
 from loraplex.kernels.layers import numba_dense
 from loraplex.kernels.lora import numba_lora
 from loraplex.kernels.numba_runtime.thread_team import SMALL

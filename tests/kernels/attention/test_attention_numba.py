@@ -101,6 +101,39 @@ def test_row_depends_on_its_sequence_alone():
         row += count
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (5, 1, 34), (2, 2, 80), (16, 2, 16)])
+@pytest.mark.parametrize("window", [None, 1, 40, 129, 700])
+def test_a_row_has_the_same_bits_in_any_chunk(heads, kv_heads, dim, window, dtype):
+    """Whichever rows of its sequence are computed with it, and in however many units. Behind its position lies what a
+    longer sequence wrote there, or nothing finite."""
+    length = 2 * SPAN + 150
+    step = paged_step(
+        [length], [length], heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=BLOCK, dtype=dtype
+    )
+    cache, (table,) = packed_cache(step.cache), step.tables
+    options = {"scale": 0.3, "window": window}
+
+    def rows(first, end, cache=cache):
+        batch = build_attention_batch([end - first], [end], [table])
+        return paged_attention(step.q[first:end], cache, batch, **options)
+
+    whole = rows(0, length)
+    rng = random.Random(dim)
+    first = 0
+    while first < length:
+        end = min(length, first + rng.choice([1, 3, 17, 60, 200]))
+        assert torch.equal(rows(first, end), whole[first:end]), (first, end)
+        first = end
+    places = [1, 2, 16, 127, 128, 129, SPAN - 1, SPAN, SPAN + 1, SPAN + 128, 2 * SPAN, length]
+    for end in [*places, *(rng.randrange(1, length) for _ in range(30))]:
+        clean = torch.full_like(step.cache, float("nan"))
+        flat, source = clean.view(-1, 2, kv_heads, dim), step.cache.view(-1, 2, kv_heads, dim)
+        at = torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(end)])
+        flat[at] = source[at]
+        assert torch.equal(rows(end - 1, end, packed_cache(clean)), whole[end - 1 : end]), end
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_nonfinite_values_stay_in_their_row_and_show_there(bad, dtype):

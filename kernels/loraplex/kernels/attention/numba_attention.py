@@ -2,9 +2,12 @@
 
 The formula is that of `loraplex.kernels.attention.dispatch`. A block's memory [16, 2, Hkv, D] has an order of its own
 here: for each KV head K and then V, each as 8·D pairs of elements that vectors are made of (see `key_value_offsets`). A
-unit of work is a tile of rows of one sequence, a KV head, and a span of its positions; threads take the next unit when
-they finish one. Where a sequence has several spans, the thread that finishes the last one adds them up in their order:
-a row's result is bit-identical for any threads and any other sequences of the step.
+unit of work is a tile of rows of one sequence, a KV head, and the spans of its positions; threads take the next unit
+when they finish one. Where a sequence has few tiles, each span is a unit of its own, and the thread that finishes the
+last one joins them in their order, as one that computes them one after the other does.
+
+A row's result has the same bits for any threads, any other sequences of the step, any other rows of its own sequence
+that the step computes, and any blocks (see `numba_attention_tiles`).
 
 Positions at or beyond the end of a sequence, and those before the window of a tile's first row, have no influence,
 whatever they hold.
@@ -13,7 +16,6 @@ whatever they hold.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,31 +24,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loraplex.kernels.attention.numba_attention_tiles import BLOCK, SEGMENT, attend
+from loraplex.kernels.attention.numba_attention_products import BLOCK, SEGMENT
+from loraplex.kernels.attention.numba_attention_tiles import attend, copy_vector, finish, join_spans
 from loraplex.kernels.numba_runtime.thread_team import Kernel
 from loraplex.kernels.numba_runtime.vectors import (
     LIKE,
-    copy_element,
     fetch_add,
-    fma,
     jit,
     load_some,
-    read_float32,
     read_float64,
     read_int64,
     size_of,
-    splat,
     store_some,
-    write_float32,
 )
 
 SPAN = 512
-"""Positions that one unit reads of a sequence whose rows are one tile; of one of n tiles it is n times that."""
+"""Positions whose part of an answer is computed by itself, a multiple of SEGMENT. Spans begin at multiples of it."""
+
+_ENOUGH_TILES = 4
+"""Tiles of a sequence from which on a unit has all of its spans: then there are units enough for the threads."""
 
 _MAX_VECTORS = 48
 """Query vectors of a tile, unless one row has more."""
 
-_TILE_NUMBERS = 9
+_TILE_NUMBERS = 8
 _F32 = np.float32(0)
 
 
@@ -54,9 +55,10 @@ _F32 = np.float32(0)
 class _Plan:
     """The units of layers with one window and one number of query heads for a KV head.
 
-    `tiles` [n, 9] int64: begin of the block table in `tables`, first row, rows, position of the first row, first and
-    end of the positions seen, positions in a span, number of spans, first query vector in `partials`. `units` [m, 2]
-    int64: tile and span. `done` [n·Hkv] int64: spans finished, zeros between calls.
+    `tiles` [n, 8] int64: begin of the block table in `tables`, first row, rows, position of the first row, first and
+    end of the positions seen, number of units, first query vector in `partials`. `units` [m, 2] int64: tile, and the
+    number of the span among those of the tile, -1 for all of them. `done` [n·Hkv] int64: units finished, zeros between
+    calls.
     """
 
     tiles: NDArray[np.int64]
@@ -211,8 +213,7 @@ def _slots(counts, lengths, starts, tables):
 
 @jit
 def _lay_out(counts, lengths, starts, group, window):
-    """Tiles and units as in `_Plan`, and the query vectors of tiles of several spans. What a sequence is cut into
-    depends on itself alone."""
+    """Tiles and units as in `_Plan`, and the query vectors of tiles of several units."""
     most = max(1, _MAX_VECTORS // group)
     if most > 8:
         most = most // 8 * 8
@@ -223,22 +224,21 @@ def _lay_out(counts, lengths, starts, group, window):
     tile, row, num_units, vectors = 0, 0, 0, 0
     for i in range(len(counts)):
         count, length = counts[i], lengths[i]
-        span = SPAN * ((count + most - 1) // most)
+        together = (count + most - 1) // most >= _ENOUGH_TILES
         for first in range(0, count, most):
             rows = min(most, count - first)
             position = length - count + first
             low = 0 if window < 0 else max(0, position - window + 1)
             end = position + rows
-            spans = (end - low // BLOCK * BLOCK + span - 1) // span
+            spans = 1 if together else (end - 1) // SPAN - low // SPAN + 1
             tiles[tile, 0] = starts[i]
             tiles[tile, 1] = row + first
             tiles[tile, 2] = rows
             tiles[tile, 3] = position
             tiles[tile, 4] = low
             tiles[tile, 5] = end
-            tiles[tile, 6] = span
-            tiles[tile, 7] = spans
-            tiles[tile, 8] = vectors
+            tiles[tile, 6] = spans
+            tiles[tile, 7] = vectors
             if spans > 1:
                 vectors += spans * rows * group
             num_units += spans
@@ -247,51 +247,28 @@ def _lay_out(counts, lengths, starts, group, window):
     units = np.empty((num_units, 2), np.int64)
     unit = 0
     for tile in range(num_tiles):
-        for span in range(tiles[tile, 7]):
+        for span in range(tiles[tile, 6]):
             units[unit, 0] = tile
-            units[unit, 1] = span
+            units[unit, 1] = span if tiles[tile, 6] > 1 else -1
             unit += 1
     return tiles, units, vectors
 
 
 @jit
-def _finish(total, dim, weight_sum, out, like):
-    """out = total / sum, rounded."""
-    for d in range(0, dim, 16):
-        value = load_some(total + d * 4, dim - d, _F32) / splat(weight_sum)
-        store_some(value, out + d * size_of(like), dim - d, like)
-
-
-@jit
-def _keep(total, dim, top, weight_sum, place):
-    """One query vector's part of a span: total [dim], top, sum."""
-    for d in range(0, dim, 16):
-        store_some(load_some(total + d * 4, dim - d, _F32), place + d * 4, dim - d, _F32)
-    write_float32(top, place + dim * 4)
-    write_float32(weight_sum, place + dim * 4 + 4)
-
-
-@jit
-def _merge(parts, stride, spans, dim, total, out, like):
-    """A query vector's answer from its spans' parts, which lie `stride` bytes apart, in their order. total [dim] is
-    room to work in."""
-    top = read_float32(parts + dim * 4)
-    for span in range(1, spans):
-        top = max(top, read_float32(parts + span * stride + dim * 4))
-    weight_sum = _F32
-    for d in range(0, dim, 16):
-        store_some(splat(_F32), total + d * 4, dim - d, _F32)
-    for span in range(spans):
-        part = parts + span * stride
-        factor = math.exp(read_float32(part + dim * 4) - top)
-        weight_sum += factor * read_float32(part + dim * 4 + 4)
+def _gather(target, q, q_row, q_head, rows, group, dim, like):
+    """The query vectors of `rows` rows and the first `group` heads at q, side by side."""
+    size = size_of(like)
+    for m in range(rows * group):
+        source = q + m // group * q_row + m % group * q_head
         for d in range(0, dim, 16):
-            left = dim - d
-            value = load_some(part + d * 4, left, _F32)
-            store_some(
-                fma(value, splat(factor), load_some(total + d * 4, left, _F32)), total + d * 4, left, _F32
-            )
-    _finish(total, dim, weight_sum, out, like)
+            copy_vector(target + (m * dim + d) * size, source + d * size, dim - d, like)
+
+
+@jit
+def _keep(state, size, place):
+    """Copy a state of `size` float32."""
+    for d in range(0, size, 16):
+        store_some(load_some(state + d * 4, size - d, _F32), place + d * 4, size - d, _F32)
 
 
 def _attend_units(taken, arguments, like):
@@ -308,14 +285,13 @@ def _attend_units(taken, arguments, like):
     out_row = kv_heads * group * dim * size
     vectors = max(_MAX_VECTORS, group)
     queries = np.empty(vectors * dim, np.float32)
-    scores = np.empty(vectors * SEGMENT, np.float32)
+    scores = np.empty(vectors * (SEGMENT + 1), np.float32)  # and the highest of each vector
     weights = np.empty(vectors * SEGMENT, np.float32)
-    totals = np.empty(vectors * dim, np.float32)
     edges = np.empty(4 * dim, np.float32)
-    tops = np.empty(vectors, np.float32)
-    sums = np.empty(vectors, np.float32)
     keys = np.empty(SEGMENT // BLOCK, np.int64)
     pairs = np.empty(SEGMENT // 2, np.int64)
+    # The state of one span, and of those before it.
+    states = np.empty((2, vectors * (dim + 2)), np.float32)
     while True:
         # From the end, where a prompt's longest units are.
         number = total_units - 1 - fetch_add(taken, 1)
@@ -323,61 +299,59 @@ def _attend_units(taken, arguments, like):
             break
         head = number % kv_heads
         unit = units + number // kv_heads * 16
-        tile, span = read_int64(unit), read_int64(unit + 8)
+        tile, only = read_int64(unit), read_int64(unit + 8)
         here = tiles + tile * (_TILE_NUMBERS * 8)
         start, first_row, rows = read_int64(here), read_int64(here + 8), read_int64(here + 16)
         position, low, end = read_int64(here + 24), read_int64(here + 32), read_int64(here + 40)
-        length, spans, offset = read_int64(here + 48), read_int64(here + 56), read_int64(here + 64)
-        begin = low // BLOCK * BLOCK
-        span_low = max(low, begin + span * length)
-        span_end = min(end, begin + (span + 1) * length)
-        for m in range(rows * group):
-            source = q + (first_row + m // group) * q_row + (head * group + m % group) * q_head
-            for d in range(dim):
-                copy_element(queries.ctypes.data + (m * dim + d) * size, source + d * size, like)
-        attend(
-            queries.ctypes.data,
-            scores.ctypes.data,
-            weights.ctypes.data,
-            totals.ctypes.data,
-            tops,
-            sums,
-            keys,
-            pairs,
-            edges.ctypes.data,
-            cache,
-            block_bytes,
-            head,
-            group,
-            dim,
-            tables + start * 4,
-            rows,
-            position,
-            span_low,
-            span_end,
-            window,
-            scale,
-            softcap,
-            like,
-        )
+        parts, offset = read_int64(here + 48), read_int64(here + 56)
+        count = rows * group
+        source = q + first_row * q_row + head * group * q_head
+        _gather(queries.ctypes.data, source, q_row, q_head, rows, group, dim, like)
+        first, last = low // SPAN, (end - 1) // SPAN
+        if only >= 0:
+            first, last = first + only, first + only
+        state = states.ctypes.data
+        for span in range(first, last + 1):
+            attend(
+                queries.ctypes.data,
+                scores.ctypes.data,
+                weights.ctypes.data,
+                state if span == first else states[1].ctypes.data,
+                keys,
+                pairs,
+                edges.ctypes.data,
+                cache,
+                block_bytes,
+                head,
+                group,
+                dim,
+                tables + start * 4,
+                rows,
+                position,
+                max(low, span * SPAN),
+                min(end, (span + 1) * SPAN),
+                window,
+                scale,
+                softcap,
+                like,
+            )
+            if span != first:
+                join_spans(state, states[1].ctypes.data, count, dim)
+        if parts > 1:
+            part_size = count * (dim + 2)
+            mine = partials + head * per_head + offset * (dim + 2) * 4
+            _keep(state, part_size, mine + only * part_size * 4)
+            counter = done + (tile * kv_heads + head) * 8
+            if fetch_add(counter, 1) < parts - 1:
+                continue
+            fetch_add(counter, -parts)
+            _keep(mine, part_size, state)
+            for part in range(1, parts):
+                join_spans(state, mine + part * part_size * 4, count, dim)
         answer = out + first_row * out_row + head * group * dim * size
-        if spans == 1:
-            for m in range(rows * group):
-                place = answer + m // group * out_row + m % group * dim * size
-                _finish(totals.ctypes.data + m * dim * 4, dim, sums[m], place, like)
-            continue
-        width = (dim + 2) * 4
-        mine = partials + head * per_head + offset * width
-        stride = rows * group * width
-        for m in range(rows * group):
-            part = mine + span * stride + m * width
-            _keep(totals.ctypes.data + m * dim * 4, dim, tops[m], sums[m], part)
-        counter = done + (tile * kv_heads + head) * 8
-        if fetch_add(counter, 1) == spans - 1:
-            for m in range(rows * group):
-                place = answer + m // group * out_row + m % group * dim * size
-                _merge(mine + m * width, stride, spans, dim, totals.ctypes.data, place, like)
-            fetch_add(counter, -spans)
+        for m in range(count):
+            place = answer + m // group * out_row + m % group * dim * size
+            finish(state, m, count, place, dim, like)
 
 
 _attend_all = Kernel(_attend_units, "qqqqqqqqqddqqqqqqq")

@@ -1,8 +1,12 @@
-"""The inner products of attention on a CPU, and the way of one unit of work through them.
+"""One span of positions for the query vectors of one unit of attention on a CPU, and how spans are joined.
 
-A unit is some rows of one sequence, the query heads that share one KV head, and a span of positions. Its M = rows ·
-heads query vectors go through the span in segments: scores of a segment, the running softmax (Milakov and Gimelshein,
-2018; Dao et al., 2022), its share of the sum of values.
+A unit is some rows of one sequence, and the query heads that share one KV head. Its M = rows · heads query vectors go
+through a span in segments: scores of a segment, the running softmax (Milakov and Gimelshein, 2018; Dao et al., 2022),
+its share of the sum of values. Weights are powers of two: exp(x) = 2^(x·log2 e).
+
+Spans and segments begin at multiples of their length, counted from the sequence's first position. Positions that a row
+does not see have weight 0 there, and adding 0 changes no bit. So a row's state behind a span depends on the positions
+that it sees alone, not on the rows that go through the span with it, nor on the position at which the unit begins.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 
@@ -11,13 +15,22 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from loraplex.kernels.attention.numba_attention_products import (
+    BLOCK,
+    BLOCKS_AT_ONCE,
+    SEGMENT,
+    all_scores,
+    all_values,
+)
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.vectors import (
-    copy_element,
-    exp,
+    exp2,
+    first_lane,
+    fma,
     horizontal_max,
     horizontal_sum,
     jit,
@@ -25,237 +38,122 @@ from loraplex.kernels.numba_runtime.vectors import (
     load,
     load_some,
     maximum,
+    read_float32,
     read_int32,
     size_of,
     splat,
     store,
     store_some,
     tanh,
+    write_float32,
 )
 
-BLOCK = 16
-SEGMENT = 128
-"""Positions between two looks at the running maximum: what of K and V stays in the first cache meanwhile."""
-
 _F32 = np.float32(0)
+_BLOCKS = SEGMENT // BLOCK
 _LOWEST = np.float32(-3e38)  # finite: -inf less -inf is NaN
 _HIDDEN = np.float32(-math.inf)
+_LOG2_E = np.float32(math.log2(math.e))
 
 
 @intrinsic
-def wide_registers(typing):
-    """`numba_runtime.ir.wide_registers`."""
+def copy_vector(typing, target, source, count, like):
+    """min(count, 16) elements from address to address, bit by bit."""
 
     def lower(context, builder, signature, values):
-        return nir.flag(nir.wide_registers(context))
-
-    return types.boolean(), lower
-
-
-@intrinsic(prefer_literal=True)
-def _scores(typing, count, q, dim, blocks, num_blocks, scores, like):
-    """scores[m, 16·j + i] = q[m] · K_j[:, i], for `count` (a constant) vectors.
-
-    q: [count, dim]; blocks: [num_blocks] int64, addresses of K by pairs: [dim/2, 16, 2], or [dim/2, 2, 16] for
-    float32; scores: float32, SEGMENT a row.
-    """
-    if not isinstance(count, types.IntegerLiteral):
-        return None
-    rows = count.literal_value
-
-    def lower(context, builder, signature, values):
-        element = nir.elements(context, signature.args[-1])
-        _, q, dim, blocks, num_blocks, scores, _ = values
-        zero = nir.vector(nir.V_F32, 0.0)
-        pairs = builder.lshr(dim, nir.i64(1))
-        row_bytes = builder.mul(dim, nir.i64(element.size))
-        queries = [builder.add(q, builder.mul(row_bytes, nir.i64(row))) for row in range(rows)]
-        # Two chains of sums where one would wait for itself.
-        chains = 2 if rows <= 4 else 1
-
-        def one_block(j, _):
-            k = nir.load(builder, builder.add(blocks, builder.mul(j, nir.i64(8))), nir.I64, 8)
-
-            def add_pair(pair, sums):
-                at = builder.mul(pair, nir.i64(2 * BLOCK * element.size))
-                key = element.load_pair(builder, builder.add(k, at), nir.i64(4 * BLOCK))
-                offset = builder.mul(pair, nir.i64(2 * element.size))
-                return [
-                    element.dot_pair(
-                        builder, total, element.splat_pair(builder, builder.add(query, offset)), key
-                    )
-                    for total, query in zip(sums, queries, strict=True)
-                ]
-
-            def two_pairs(pair, sums):
-                first = add_pair(pair, sums[:rows])
-                if chains == 1:
-                    return add_pair(builder.add(pair, nir.i64(1)), first)
-                return first + add_pair(builder.add(pair, nir.i64(1)), sums[rows:])
-
-            even = builder.and_(pairs, nir.i64(-2))
-            sums = nir.loop(builder, even, 2, [zero] * (rows * chains), two_pairs)
-            last = nir.loop(
-                builder,
-                builder.and_(pairs, nir.i64(1)),
-                1,
-                sums[:rows],
-                lambda _, carried: add_pair(even, carried),
-            )
-            if chains == 2:
-                last = [builder.fadd(a, b) for a, b in zip(last, sums[rows:], strict=True)]
-            for row, total in enumerate(last):
-                place = builder.add(builder.mul(j, nir.i64(4 * BLOCK)), nir.i64(4 * SEGMENT * row))
-                nir.store(builder, total, builder.add(scores, place), 4)
-            return []
-
-        nir.loop(builder, num_blocks, 1, [], one_block)
+        target, source, count, _ = values
+        size = nir.elements(context, signature.args[3]).size
+        kind, suffix = (nir.V_I32, "v16i32") if size == 4 else (nir.V_I16, "v16i16")
+        mask = nir.lane_mask(builder, nir.i64(0), count)
+        nir.masked_store(
+            builder, nir.masked_load(builder, source, mask, kind, suffix, size), target, mask, suffix, size
+        )
         return context.get_dummy_value()
 
-    whole = types.int64
-    return types.void(count, whole, whole, whole, whole, whole, like), lower
+    return types.void(types.int64, types.int64, types.int64, like), lower
 
 
-@intrinsic(prefer_literal=True)
-def _values(typing, count, chunks, weights, pairs, num_pairs, dim, total, columns, like):
-    """total[m, c] += Σ_j weights[m, j] · V[j, c], for `count` vectors and 16·`chunks` columns, both constants; where
-    chunks is 0, for the first `columns` ≤ 16.
-
-    weights: SEGMENT elements a row; pairs: [num_pairs] int64, addresses of those columns in V by pairs of positions:
-    [dim, 2], or [2, dim] for float32; total: [count, dim] float32 from those columns on.
-    """
-    if not isinstance(count, types.IntegerLiteral) or not isinstance(chunks, types.IntegerLiteral):
-        return None
-    rows, wide = count.literal_value, chunks.literal_value
+@intrinsic
+def _copy_half(typing, target, source, count, odd):
+    """min(count, 16) pairs of 16-bit elements, with zeros for the even ones, or for the odd ones."""
 
     def lower(context, builder, signature, values):
-        element = nir.elements(context, signature.args[-1])
-        f32 = nir.elements(context, types.float32)
-        _, _, weights, pairs, num_pairs, dim, total, columns, _ = values
-        mask = None if wide else nir.lane_mask(builder, nir.i64(0), columns)
-        row_bytes = builder.mul(dim, nir.i64(4))
-        places = [
-            builder.add(builder.add(total, builder.mul(row_bytes, nir.i64(row))), nir.i64(64 * chunk))
-            for row in range(rows)
-            for chunk in range(wide or 1)
-        ]
-
-        def add_pair(j, sums):
-            v = nir.load(builder, builder.add(pairs, builder.mul(j, nir.i64(8))), nir.I64, 8)
-            value = [
-                element.load_pair(builder, builder.add(v, nir.i64(64 * chunk)), row_bytes, mask)
-                for chunk in range(wide or 1)
-            ]
-            weight = []
-            for row in range(rows):
-                at = builder.add(
-                    builder.mul(j, nir.i64(2 * element.size)), nir.i64(row * SEGMENT * element.size)
-                )
-                weight.append(element.splat_pair(builder, builder.add(weights, at)))
-            operands = [(a, b) for a in weight for b in value]
-            return [
-                element.dot_pair(builder, part, a, b) for part, (a, b) in zip(sums, operands, strict=True)
-            ]
-
-        sums = [f32.load(builder, place, mask) for place in places]
-        sums = nir.loop(builder, num_pairs, 1, sums, add_pair)
-        for place, value in zip(places, sums, strict=True):
-            f32.store(builder, value, place, mask)
+        target, source, count, odd = values
+        mask = nir.lane_mask(builder, nir.i64(0), count)
+        found = nir.masked_load(builder, source, mask, nir.V_I32, "v16i32", 4)
+        is_odd = builder.icmp_signed("!=", odd, nir.i64(0))
+        kept = builder.select(is_odd, ir.Constant(nir.I32, -65536), ir.Constant(nir.I32, 65535))
+        nir.masked_store(builder, builder.and_(found, nir.splat(builder, kept)), target, mask, "v16i32", 4)
         return context.get_dummy_value()
 
-    whole = types.int64
-    return types.void(count, chunks, whole, whole, whole, whole, whole, whole, like), lower
+    return types.void(*[types.int64] * 4), lower
 
 
 @jit
-def _all_scores(count, q, dim, blocks, num_blocks, scores, like):
-    m = 0
-    while m < count:
-        at, there, left = q + m * dim * size_of(like), scores + m * SEGMENT * 4, count - m
-        if wide_registers() and left >= 8:
-            _scores(8, at, dim, blocks, num_blocks, there, like)
-            m += 8
-        elif wide_registers() and left >= 4:
-            _scores(4, at, dim, blocks, num_blocks, there, like)
-            m += 4
-        elif wide_registers() and left == 3:
-            _scores(3, at, dim, blocks, num_blocks, there, like)
-            m += 3
-        elif left >= 2:
-            _scores(2, at, dim, blocks, num_blocks, there, like)
-            m += 2
-        else:
-            _scores(1, at, dim, blocks, num_blocks, there, like)
-            m += 1
-
-
-@jit
-def _all_values(count, weights, pairs, num_pairs, dim, total, like):
-    """`pairs` is moved from column to column."""
-    column = 0
-    while column < dim:
-        left = dim - column
-        step = 16
-        if left >= 64 and wide_registers():
-            step = 64
-        elif left >= 32:
-            step = 32
-        m = 0
-        while m < count:
-            at, there = weights + m * SEGMENT * size_of(like), total + (m * dim + column) * 4
-            address = pairs.ctypes.data
-            rows = count - m
-            if step == 64 and rows >= 4:
-                _values(4, 4, at, address, num_pairs, dim, there, left, like)
-                m += 4
-            elif step == 64 and rows == 3:
-                _values(3, 4, at, address, num_pairs, dim, there, left, like)
-                m += 3
-            elif step == 64 and rows == 2:
-                _values(2, 4, at, address, num_pairs, dim, there, left, like)
-                m += 2
-            elif step == 64:
-                _values(1, 4, at, address, num_pairs, dim, there, left, like)
-                m += 1
-            elif step == 32 and rows >= 2:
-                _values(2, 2, at, address, num_pairs, dim, there, left, like)
-                m += 2
-            elif step == 32:
-                _values(1, 2, at, address, num_pairs, dim, there, left, like)
-                m += 1
-            elif rows >= 2:
-                _values(2, 0, at, address, num_pairs, dim, there, left, like)
-                m += 2
-            else:
-                _values(1, 0, at, address, num_pairs, dim, there, left, like)
-                m += 1
-        for j in range(num_pairs):
-            pairs[j] += 4 * step
-        column += step
-
-
-@jit
-def _softmax_row(scores, num_blocks, first, last, scale, softcap, top, weights, like):
-    """The weights exp(s - new top) of the positions first … last-1 of a segment, 0 elsewhere. Returns the new top and
-    the weights' sum."""
-    highest = splat(_LOWEST)
+def _cap_scores(scores, num_blocks, scale, softcap):
     for block in range(num_blocks):
         at = scores + block * 64
-        s = load(at, _F32) * splat(scale)
-        if softcap != 0.0:
-            s = tanh(s / splat(softcap)) * splat(softcap)
-        start = block * BLOCK
+        store(tanh(load(at, _F32) * splat(scale / softcap)) * splat(softcap), at, _F32)
+
+
+@jit
+def _largest_score(scores, num_blocks, first, last):
+    """Of the positions first … last-1 of a segment. Of those blocks the others become -inf."""
+    highest = splat(_HIDDEN)
+    if first <= 0 and last >= SEGMENT:
+        for block in range(_BLOCKS):
+            highest = maximum(load(scores + block * 64, _F32), highest)
+        return horizontal_max(highest)
+    for block in range(max(first, 0) // BLOCK, min((last + BLOCK - 1) // BLOCK, num_blocks)):
+        at, start = scores + block * 64, block * BLOCK
+        s = load(at, _F32)
         if start < first or start + BLOCK > last:
             s = keep_lanes(s, first - start, last - start, _HIDDEN)
-        store(s, at, _F32)
+            store(s, at, _F32)
         highest = maximum(s, highest)
-    top = max(top, horizontal_max(highest))
-    total = splat(_F32)
-    for block in range(num_blocks):
-        e = exp(load(scores + block * 64, _F32) - splat(top))
+    return horizontal_max(highest)
+
+
+@jit
+def _weigh(scores, num_blocks, first, last, factor, top, weights, like):
+    """The weights 2^(s·factor - top) of the positions first … last-1 of a segment, 0 elsewhere, behind
+    `_largest_score`. Returns their sum."""
+    size = BLOCK * size_of(like)
+    total, by, less = splat(_F32), splat(factor), splat(_F32 - top)
+    if first <= 0 and last >= SEGMENT:
+        for block in range(_BLOCKS):
+            e = exp2(fma(load(scores + block * 64, _F32), by, less))
+            total = total + e
+            store(e, weights + block * size, like)
+        return horizontal_sum(total)
+    begin, end = max(first, 0) // BLOCK, min((last + BLOCK - 1) // BLOCK, num_blocks)
+    for block in range(min(begin, num_blocks)):
+        store(splat(_F32), weights + block * size, like)
+    for block in range(max(end, 0), num_blocks):
+        store(splat(_F32), weights + block * size, like)
+    for block in range(begin, end):
+        e = exp2(fma(load(scores + block * 64, _F32), by, less))
         total = total + e
-        store(e, weights + block * BLOCK * size_of(like), like)
-    return top, horizontal_sum(total)
+        store(e, weights + block * size, like)
+    return horizontal_sum(total)
+
+
+@jit
+def _raise_tops(tops, sums, highest, faded, count, factor):
+    """The new tops of `count` rows, and what their sums so far are multiplied with, which `faded` keeps."""
+    for m in range(0, count, 16):
+        at, left = m * 4, count - m
+        old = load_some(tops + at, left, _F32)
+        top = maximum(load_some(highest + at, left, _F32) * splat(factor), old)
+        power = exp2(old - top)
+        store_some(top, tops + at, left, _F32)
+        store_some(power, faded + at, left, _F32)
+        store_some(load_some(sums + at, left, _F32) * power, sums + at, left, _F32)
+
+
+@jit
+def _power(x):
+    """2^x for x ≤ 0."""
+    return first_lane(exp2(splat(x)))
 
 
 @jit
@@ -265,21 +163,16 @@ def _clear(row, count):
 
 
 @jit
-def _scale_row(row, dim, factor):
-    for d in range(0, dim, 16):
-        at, left = row + d * 4, dim - d
-        store_some(load_some(at, left, _F32) * splat(factor), at, left, _F32)
-
-
-@jit
 def _edge_pair(source, target, dim, odd, like):
-    """A pair of positions with zeros for one of them: only the other may be read."""
-    size = size_of(like)
-    _clear(target, 2 * dim * size // 4)
-    step = size if size == 4 else 2 * size
-    at = odd * (dim * size if size == 4 else size)
-    for d in range(dim):
-        copy_element(target + at + d * step, source + at + d * step, like)
+    """A pair of positions with zeros for one of them: what is there does not count, not even a NaN."""
+    if size_of(like) == 4:
+        for d in range(0, dim, 16):
+            at, other = (odd * dim + d) * 4, ((1 - odd) * dim + d) * 4
+            copy_vector(target + at, source + at, dim - d, like)
+            store_some(splat(_F32), target + other, dim - d, _F32)
+    else:
+        for d in range(0, dim, 16):
+            _copy_half(target + d * 4, source + d * 4, dim - d, odd)
     return target
 
 
@@ -290,12 +183,18 @@ def _find(keys, pairs, edges, cache, block_bytes, head, dim, table, segment, num
     half = BLOCK * dim * size_of(like)
     pair_bytes = 2 * dim * size_of(like)
     first_pair, end_pair = (low - segment) // 2, (high - segment + 1) // 2
-    for block in range(num_blocks):
+    # Those before the first one that is seen may be anybody's now.
+    first_block = (low - segment) // BLOCK
+    for block in range(first_block, num_blocks):
         number = read_int32(table + (segment // BLOCK + block) * 4)
         k = cache + number * block_bytes + head * 2 * half
         keys[block] = k
         for pair in range(max(first_pair, block * 8), min(end_pair, block * 8 + 8)):
             pairs[pair - first_pair] = k + half + (pair - block * 8) * pair_bytes
+    for block in range(first_block):
+        keys[block] = keys[first_block]
+    for block in range(num_blocks, (num_blocks + BLOCKS_AT_ONCE - 1) // BLOCKS_AT_ONCE * BLOCKS_AT_ONCE):
+        keys[block] = keys[first_block]
     count = end_pair - first_pair
     if (low - segment) % 2 == 1:
         pairs[0] = _edge_pair(pairs[0], edges, dim, 1, like)
@@ -310,9 +209,7 @@ def attend(
     q,
     scores,
     weights,
-    totals,
-    tops,
-    sums,
+    state,
     keys,
     pairs,
     edges,
@@ -331,14 +228,18 @@ def attend(
     softcap,
     like,
 ):
-    """One unit: totals [M, dim], tops [M] and sums [M] of the positions low … high-1, for the gathered query vectors q
-    [M, dim], M = rows·group; those of row r stand at position + r."""
+    """One span: the state behind the positions low … high-1, for the gathered query vectors q [M, dim], M = rows·group;
+    those of row r stand at position + r. A state is totals [M, dim], tops [M], which are logarithms to base 2, and sums
+    [M], all float32, one behind the other."""
     count = rows * group
+    faded = scores + count * SEGMENT * 4
+    totals, tops, sums = state, state + count * dim * 4, state + count * (dim + 1) * 4
     for m in range(count):
-        tops[m] = _LOWEST
-        sums[m] = 0.0
-        _clear(totals + m * dim * 4, dim)
-    segment = low // BLOCK * BLOCK
+        write_float32(_LOWEST, tops + m * 4)
+        write_float32(_F32, sums + m * 4)
+    _clear(totals, count * dim)
+    factor = _LOG2_E if softcap != 0.0 else np.float32(scale) * _LOG2_E
+    segment = low // SEGMENT * SEGMENT
     while segment < high:
         end = min(high, segment + SEGMENT)
         start = max(low, segment)
@@ -346,27 +247,58 @@ def attend(
         first_pair, num_pairs = _find(
             keys, pairs, edges, cache, block_bytes, head, dim, table, segment, num_blocks, start, end, like
         )
-        _all_scores(count, q, dim, keys.ctypes.data, num_blocks, scores, like)
+        all_scores(count, q, dim, keys.ctypes.data, num_blocks, scores, like)
         for m in range(count):
             at = position + m // group
             first = start if window < 0 else max(start, at - window + 1)
-            old = tops[m]
-            top, total = _softmax_row(
+            row, last = scores + m * SEGMENT * 4, min(end, at + 1)
+            if softcap != 0.0:
+                _cap_scores(row, num_blocks, scale, softcap)
+            highest = _largest_score(row, num_blocks, first - segment, last - segment)
+            write_float32(highest, faded + m * 4)
+        _raise_tops(tops, sums, faded, faded, count, factor)
+        for m in range(count):
+            at = position + m // group
+            first = start if window < 0 else max(start, at - window + 1)
+            total = _weigh(
                 scores + m * SEGMENT * 4,
                 num_blocks,
                 first - segment,
                 min(end, at + 1) - segment,
-                scale,
-                softcap,
-                old,
+                factor,
+                read_float32(tops + m * 4),
                 weights + m * SEGMENT * size_of(like),
                 like,
             )
-            if top > old:
-                factor = math.exp(old - top)
-                sums[m] *= factor
-                _scale_row(totals + m * dim * 4, dim, factor)
-            tops[m] = top
-            sums[m] += total
-        _all_values(count, weights + 2 * first_pair * size_of(like), pairs, num_pairs, dim, totals, like)
+            write_float32(read_float32(sums + m * 4) + total, sums + m * 4)
+        seen = weights + 2 * first_pair * size_of(like)
+        all_values(count, seen, pairs.ctypes.data, num_pairs, dim, totals, faded, like)
         segment += SEGMENT
+
+
+@jit
+def join_spans(state, following, count, dim):
+    """The state of `count` query vectors behind a span, joined with that of the next one alone, in place."""
+    tops, sums = count * dim * 4, count * (dim + 1) * 4
+    for m in range(count):
+        at = m * 4
+        old, other = read_float32(state + tops + at), read_float32(following + tops + at)
+        top = max(old, other)
+        mine, its = _power(old - top), _power(other - top)
+        for d in range(m * dim, m * dim + dim, 16):
+            left = m * dim + dim - d
+            value = load_some(following + d * 4, left, _F32) * splat(its)
+            value = fma(load_some(state + d * 4, left, _F32), splat(mine), value)
+            store_some(value, state + d * 4, left, _F32)
+        weight_sum = read_float32(state + sums + at) * mine + read_float32(following + sums + at) * its
+        write_float32(top, state + tops + at)
+        write_float32(weight_sum, state + sums + at)
+
+
+@jit
+def finish(state, m, count, out, dim, like):
+    """out = total / sum, rounded, of query vector m."""
+    total, weight_sum = state + m * dim * 4, read_float32(state + (count * (dim + 1) + m) * 4)
+    for d in range(0, dim, 16):
+        value = load_some(total + d * 4, dim - d, _F32) / splat(weight_sum)
+        store_some(value, out + d * size_of(like), dim - d, like)

@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from loraplex.kernels.attention.numba_attention import key_value_offsets
-from loraplex.kernels.attention.numba_attention_tiles import BLOCK
+from loraplex.kernels.attention.numba_attention_products import BLOCK
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.vectors import copy_element, jit, load, read_int64, size_of, store
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from loraplex.kernels.attention.numba_attention import NumbaAttentionBatch
-from loraplex.kernels.attention.numba_attention_tiles import BLOCK
+from loraplex.kernels.attention.numba_attention_products import BLOCK
 from loraplex.kernels.layers.numba_kv_write import follows, write_block, write_row
 from loraplex.kernels.layers.numba_norm import scaled
 from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit

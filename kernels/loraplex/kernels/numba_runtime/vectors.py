@@ -115,6 +115,9 @@ at_least = _vector_intrinsic(float32x16, 2, _at_least)
 horizontal_sum = _vector_intrinsic(types.float32, 1, _reassociated("llvm.vector.reduce.fadd.v16f32", -0.0))
 horizontal_max = _vector_intrinsic(types.float32, 1, _reassociated("llvm.vector.reduce.fmax.v16f32", None))
 """Of the lanes that are not NaN."""
+first_lane = _vector_intrinsic(
+    types.float32, 1, lambda builder, a: builder.extract_element(a, ir.Constant(nir.I32, 0))
+)
 _add = _vector_intrinsic(float32x16, 2, lambda builder, a, b: builder.fadd(a, b))
 _sub = _vector_intrinsic(float32x16, 2, lambda builder, a, b: builder.fsub(a, b))
 _mul = _vector_intrinsic(float32x16, 2, lambda builder, a, b: builder.fmul(a, b))
@@ -349,5 +352,25 @@ def _tanh(builder, x):
     return builder.select(builder.fcmp_ordered("<", z, constant(0.390625)), small, large)
 
 
+def _exp2(builder, x):
+    """2^x, x ≤ 0, with a polynomial of degree 5: within 4 units in the last place; 0 below -126.5."""
+
+    def constant(value):
+        return nir.vector(nir.V_F32, float(np.float32(value)))
+
+    least = constant(-127.0)
+    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)  # a NaN stays
+    magic = constant(12582912.0)  # as in `_exp`
+    shifted = builder.fadd(x, magic)
+    r = builder.fsub(x, builder.fsub(shifted, magic))
+    p = constant(1.3276471e-3)
+    for c in (9.675541e-3, 5.550713e-2, 2.402212e-1, 6.9314694e-1, 1.0):
+        p = nir.fma(builder, p, r, constant(c))
+    power = builder.shl(builder.bitcast(shifted, nir.V_I32), nir.vector(nir.V_I32, 23))
+    power = builder.add(power, nir.vector(nir.V_I32, 127 << 23))
+    return builder.fmul(p, builder.bitcast(power, nir.V_F32))
+
+
 exp = _vector_intrinsic(float32x16, 1, _exp)
+exp2 = _vector_intrinsic(float32x16, 1, _exp2)
 tanh = _vector_intrinsic(float32x16, 1, _tanh)
