@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -31,6 +32,13 @@ def slow(number: int) -> str:
     return builders.json_schema({**SLOW, "title": str(number)})
 
 
+def wide(names: int) -> str:
+    """Takes some 10 MB to build, with 900 names."""
+    names_of = [f"p{number}" for number in range(names)]
+    properties = {name: {"type": "integer", "minimum": len(name)} for name in names_of}
+    return builders.json_schema({"type": "object", "properties": properties, "required": names_of})
+
+
 class Watched:
     """A checker with what it has told of itself. `now` is its clock."""
 
@@ -51,6 +59,11 @@ class Watched:
     def pid(self) -> int:
         assert self.checker._process is not None
         return self.checker._process.pid
+
+    @property
+    def forks(self) -> set[int]:
+        """The processes that check."""
+        return {fork.pid for fork in psutil.Process(self.pid).children()}
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +215,31 @@ async def test_lost_process_fails_what_waits_and_is_started_again(watched: Watch
         await waiting
     await watched.checker.check("a", builders.regex("a"))
     assert watched.lines == [("grammar_process_failed", "the process was lost; starting another")]
+
+
+async def test_one_fork_serves_many_checks_but_none_that_has_kept_memory(model: Path) -> None:
+    watched = Watched(model, GrammarLimits(cpu_s=20, memory=64 << 20))
+    try:
+        forks = set()
+        for number in range(60):
+            await watched.checker.check("a", builders.json_schema({"title": str(number)}))
+            forks |= watched.forks
+        assert len(forks) == 1
+        await watched.checker.check("a", wide(900))
+        await watched.checker.check("a", builders.json_object())
+        assert watched.forks.isdisjoint(forks)
+    finally:
+        await watched.checker.close()
+
+
+async def test_fork_that_ends_while_it_is_idle_is_not_missed(watched: Watched) -> None:
+    for text in "abc":
+        await watched.checker.check("a", builders.regex(text))
+        for fork in map(psutil.Process, watched.forks):
+            fork.kill()
+            while fork.is_running() and fork.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.001)
+    assert watched.outcomes == ["accepted"] * 3
 
 
 async def test_process_ends_with_its_server(watched: Watched) -> None:

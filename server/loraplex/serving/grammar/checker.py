@@ -19,7 +19,7 @@ from loraplex.serving.grammar.verdicts import Verdict, VerdictCache, verdict_key
 CACHE_BYTES = 8 << 20
 FREE_CPU_S = 0.02
 """Of each check: what nearly all grammars take, and more. Only what is beyond it is counted."""
-CPU_SHARE = 0.02
+CPU_SHARE = 0.005
 """Of one core: the part of it that the counted time of a tenant may take over time, beside `burst_s`."""
 WALL_FACTOR, MIN_WALL_S = 60.0, 30.0
 """A check has its CPU time multiplied by this to end, and no less than that, where the machine is busy."""

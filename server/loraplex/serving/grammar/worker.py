@@ -1,8 +1,8 @@
 """The process that checks grammars: `python -m loraplex.serving.grammar.worker FD`, FD one end of a Unix socket.
 
-It loads the model's tokenizer once and then forks for each grammar. llguidance's own limits do not bound what building
-one costs, so the fork has limits of the kernel: CPU time, time and memory. One that passes them dies; this process
-never builds any, and so has nothing to lose. It ends with the socket.
+It loads the model's tokenizer once, and its forks check grammars, one at a time each. llguidance's own limits do not
+bound what building one costs, so a fork has limits of the kernel: CPU time, time and memory. One that passes them dies;
+this process never builds any, and so has nothing to lose. It ends with the socket.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import selectors
 import signal
 import socket
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -30,7 +32,10 @@ WALKED_TOKENS = 32
 MAX_REASON = 600
 NICENESS = 10
 """The engine goes first."""
-PIPE_READ = 1 << 16
+MAX_CHECKS = 256
+"""Of one fork."""
+KEPT_SHARE = 1 / 32
+"""Of the memory of a check: what a fork may keep of it and still get another, which is to have all of its own."""
 _NO_TEXT = "NoExtension"
 _NOT_VERBOSE = "\n<non-verbose/>"
 
@@ -51,69 +56,120 @@ def main() -> None:
         _Forks(server, start, tokenizer).serve()
 
 
+class _Answer(msgspec.Struct, frozen=True):
+    """From a fork. `is_last`: it ends, and takes no other check."""
+
+    checked: Checked
+    is_last: bool
+
+
+@dataclass(slots=True)
+class _Fork:
+    """`number`: of the check that it has under way, None while it is idle. `cpu_s`: of its checks before that."""
+
+    pid: int
+    connection: socket.socket
+    number: int | None = None
+    cpu_s: float = 0.0
+
+
 class _Forks:
-    """One fork for each check that is under way; the server says how many that may be."""
+    """One fork for each check that is under way; the server says how many that may be. An idle fork gets the next
+    check: to fork takes as much CPU time as to check a usual schema."""
 
     def __init__(self, server: socket.socket, start: Start, tokenizer: LLTokenizer) -> None:
         self._server = server
         self._start = start
         self._tokenizer = tokenizer
-        self._address_space = _address_space() + start.memory
+        self._address_space = _address_space()
         self._selector = selectors.DefaultSelector()
-        self._forks: dict[int, tuple[int, int, bytearray]] = {}
-        """By pipe: the check, the process, what it wrote."""
+        self._forks: list[_Fork] = []
 
     def serve(self) -> None:
         self._selector.register(self._server, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._server:
-                    self._fork(msgspec.msgpack.decode(_read(self._server), type=Check))
+                    self._begin(msgspec.msgpack.decode(_read(self._server), type=Check))
                 else:
-                    self._collect(key.fd)
+                    self._collect(key.data)
 
-    def _fork(self, check: Check) -> None:
-        ours, theirs = os.pipe()
+    def _begin(self, check: Check) -> None:
+        for fork in [fork for fork in self._forks if fork.number is None]:
+            with contextlib.suppress(ConnectionError):  # it has ended while it was idle
+                fork.connection.sendall(frame(check))
+                fork.number = check.id
+                return
+        fork = self._new()
+        fork.number = check.id
+        with contextlib.suppress(ConnectionError):  # `_collect` sees why it has ended
+            fork.connection.sendall(frame(check))
+
+    def _new(self) -> _Fork:
+        ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             try:
-                os.close(ours)
-                self._server.close()
+                for connection in (ours, self._server, *(fork.connection for fork in self._forks)):
+                    connection.close()
                 # Rust writes of its last moments.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-                self._limit()
-                with open(theirs, "wb", closefd=False) as pipe:
-                    pipe.write(msgspec.msgpack.encode(_check(check, self._tokenizer)))
+                with contextlib.suppress(EOFError, ConnectionError):
+                    self._check_all(theirs)
             finally:
                 os._exit(0)
-        os.close(theirs)
-        self._forks[ours] = (check.id, pid, bytearray())
-        self._selector.register(ours, selectors.EVENT_READ)
+        theirs.close()
+        fork = _Fork(pid, ours)
+        self._forks.append(fork)
+        self._selector.register(ours, selectors.EVENT_READ, fork)
+        return fork
 
-    def _limit(self) -> None:
+    def _check_all(self, connection: socket.socket) -> None:
+        """In the fork: check what comes, as long as the next check has the same memory as the first."""
         start = self._start
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where the machine's memory runs out, this is to end first
-        resource.setrlimit(resource.RLIMIT_AS, (self._address_space, self._address_space))
-        signal.setitimer(signal.ITIMER_PROF, start.cpu_s)  # the signals end it at once: nobody handles them
-        signal.setitimer(signal.ITIMER_REAL, start.wall_s)
+        most = self._address_space + start.memory
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        for left in reversed(range(MAX_CHECKS)):
+            check = msgspec.msgpack.decode(_read(connection), type=Check)
+            before = time.process_time()
+            signal.setitimer(
+                signal.ITIMER_PROF, start.cpu_s
+            )  # the signals end it at once: nobody handles them
+            signal.setitimer(signal.ITIMER_REAL, start.wall_s)
+            checked = _check(check, self._tokenizer)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            checked = msgspec.structs.replace(checked, cpu_s=time.process_time() - before)
+            grown = _address_space() - self._address_space
+            is_last = not left or grown > start.memory * KEPT_SHARE or checked.outcome == "too_large"
+            connection.sendall(frame(_Answer(checked, is_last)))
+            if is_last:
+                return
 
-    def _collect(self, pipe: int) -> None:
-        check_id, pid, written = self._forks[pipe]
-        data = os.read(pipe, PIPE_READ)
-        written += data
-        if data:
+    def _collect(self, fork: _Fork) -> None:
+        """An answer, or the end, of a fork."""
+        try:
+            answer = msgspec.msgpack.decode(_read(fork.connection), type=_Answer)
+        except (EOFError, ConnectionError):
+            status, cpu_s = self._reap(fork)
+            if fork.number is not None:
+                self._server.sendall(frame(Checked(fork.number, _cause(status), cpu_s=cpu_s - fork.cpu_s)))
             return
-        self._selector.unregister(pipe)
-        os.close(pipe)
-        del self._forks[pipe]
-        _, status, used = os.wait4(pid, 0)
-        cpu_s = used.ru_utime + used.ru_stime
-        if os.WIFEXITED(status) and written:
-            checked = msgspec.msgpack.decode(bytes(written), type=Checked)
-            self._server.sendall(frame(msgspec.structs.replace(checked, cpu_s=cpu_s)))
-        else:
-            self._server.sendall(frame(Checked(check_id, _cause(status), cpu_s=cpu_s)))
+        fork.number = None
+        fork.cpu_s += answer.checked.cpu_s
+        if answer.is_last:
+            self._reap(fork)
+        self._server.sendall(frame(answer.checked))
+
+    def _reap(self, fork: _Fork) -> tuple[int, float]:
+        """Forget a fork that has ended, or is about to. Returns its status and its CPU time."""
+        self._selector.unregister(fork.connection)
+        fork.connection.close()
+        self._forks.remove(fork)
+        _, status, used = os.wait4(fork.pid, 0)
+        return status, used.ru_utime + used.ru_stime
 
 
 def _cause(status: int) -> Outcome:

@@ -82,11 +82,9 @@ def _effort_variables(effort: str | None) -> dict[str, Any]:
     """As the templates of models that reason know it: some by name, some as a switch."""
     if effort is None:
         return {}
-    return (
-        {"enable_thinking": False}
-        if effort == "none"
-        else {"enable_thinking": True, "reasoning_effort": effort}
-    )
+    if effort in ("none", "some"):
+        return {"enable_thinking": effort == "some"}
+    return {"enable_thinking": True, "reasoning_effort": effort}
 
 
 class ChatTemplate:
@@ -125,8 +123,8 @@ class ChatTemplate:
         effort: str | None = None,
     ) -> str:
         """The prompt of a conversation in the form that `normalize_messages` gives. `effort` says how much the model is
-        to think, "none" not to. Raises TemplateError with the
-        template's own words where it refuses the conversation."""
+        to think: "none" not to, "some" as much as the template chooses. Raises TemplateError with the template's own
+        words where it refuses the conversation."""
         try:
             return self._template.render(
                 messages=messages,
