@@ -65,6 +65,7 @@ REFUSED_ALL_THE_SAME = {
     (400, "unsupported_field", "best_of"),  # another than `n`
     (400, "invalid_value", "input"),  # the model's template
     (400, "unsupported_field", "reasoning_effort"),  # the chat template knows none
+    (400, "unsupported_field", "chat_template_kwargs.enable_thinking"),
     (400, "unsupported_field", "reasoning.effort"),
     (400, "invalid_value", "input[].arguments"),  # no JSON object
     (400, "unsupported_field", "input[].encrypted_content"),  # not made here

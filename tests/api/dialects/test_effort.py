@@ -65,6 +65,53 @@ def test_a_template_that_knows_none_refuses_it(plane: DataPlane, path: str, fiel
     assert ask(plane, path, "none").status_code == 200
 
 
+SWITCHED = [
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "- False"),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, "- True"),
+    ({"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "low"}, "low True"),
+    ({"chat_template_kwargs": {"enable_thinking": None}, "reasoning_effort": "low"}, "low True"),
+    ({"chat_template_kwargs": {}}, "- -"),
+]
+
+
+@pytest.mark.parametrize(("fields", "shown"), SWITCHED)
+def test_thinking_can_be_switched(thinking: DataPlane, fields: dict[str, Any], shown: str) -> None:
+    assert ask_chat(thinking, fields).status_code == 200
+    assert byte_decode(thinking.engine.requests[-1].prompt_ids).startswith(shown + "\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template_kwargs": {"custom": 1}}, "chat_template_kwargs.custom"),
+        ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs.enable_thinking"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"},
+            "chat_template_kwargs.enable_thinking",
+        ),
+    ],
+)
+def test_other_variables_and_contradictions_are_refused(
+    thinking: DataPlane, fields: dict[str, Any], param: str
+) -> None:
+    answer = ask_chat(thinking, fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_switch_that_the_template_does_not_know_is_refused_where_it_asks_for_thoughts(
+    plane: DataPlane,
+) -> None:
+    error = ask_chat(plane, {"chat_template_kwargs": {"enable_thinking": True}}).json()["error"]
+    assert (error["param"], error["code"]) == ("chat_template_kwargs.enable_thinking", "unsupported_field")
+    assert ask_chat(plane, {"chat_template_kwargs": {"enable_thinking": False}}).status_code == 200
+
+
+def ask_chat(plane: DataPlane, fields: dict[str, Any]) -> Any:
+    asked = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], **fields}
+    headers = {"authorization": "Bearer lpx_acme"}
+    return plane.http.post(plane.url + "/v1/chat/completions", json=asked, headers=headers)
+
+
 def test_in_messages_it_is_a_hint(plane: DataPlane) -> None:
     assert ask(plane, "/v1/messages", "high").status_code == 200
     assert ask(plane, "/v1/messages", "none").status_code == 200

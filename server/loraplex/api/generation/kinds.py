@@ -159,7 +159,7 @@ def chat_tokens(text: Text, request: Request, _: int, formats: OutputFormats) ->
     check_format(request, formats, text)
     messages = [message.for_template() for message in request.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
-    effort = request.reasoning_effort
+    effort = request.asked_effort[1]
     if effort is not None and not text.knows_effort(with_tools=bool(tools)):
         check_effort(request)
         effort = None

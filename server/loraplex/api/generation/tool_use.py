@@ -61,10 +61,11 @@ def check_format(request: ChatRequest, formats: OutputFormats, text: Text) -> No
 
 def check_effort(request: ChatRequest) -> None:
     """For a model whose chat template knows no effort. Raises ApiError (400) where the effort is more than a hint."""
-    if request.reasoning_effort != "none" and not request.EFFORT_IS_A_HINT:
+    field, effort = request.asked_effort
+    if effort != "none" and not request.EFFORT_IS_A_HINT:
         raise invalid(
-            "reasoning_effort",
-            f"The chat template of '{printable(request.model)}' knows no 'reasoning_effort'; leave it out.",
+            field,
+            f"The chat template of '{printable(request.model)}' knows no '{field}'; leave it out.",
             "unsupported_field",
         )
 

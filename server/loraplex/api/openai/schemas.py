@@ -228,6 +228,12 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Hint = Annotated[str, Field(max_length=256)]
 
 
+class ChatTemplateKwargs(Strict):
+    """Of vLLM's field of this name, which sets variables of the chat template, the one that is common."""
+
+    enable_thinking: bool | None = None
+
+
 class ChatRequest(GenerationFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
@@ -240,6 +246,7 @@ class ChatRequest(GenerationFields):
     tools: Annotated[Tools | None, BeforeValidator(or_neutral)] = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(choice_or_neutral)] = None
     reasoning_effort: Annotated[Effort | None, BeforeValidator(or_neutral)] = None
+    chat_template_kwargs: Annotated[ChatTemplateKwargs | None, BeforeValidator(or_neutral)] = None
     EFFORT_IS_A_HINT: ClassVar[bool] = False
     """It passes where the model's chat template does not know it."""
     parallel_tool_calls: Annotated[bool | None, BeforeValidator(switch_or_neutral)] = None
@@ -263,12 +270,32 @@ class ChatRequest(GenerationFields):
         return "max_tokens", self.max_tokens
 
     @property
+    def asked_effort(self) -> tuple[str, str | None]:
+        """The field that says how much the model is to think, and what it says; "some" means that it is to think."""
+        thinks = None if self.chat_template_kwargs is None else self.chat_template_kwargs.enable_thinking
+        if self.reasoning_effort is not None or thinks is None:
+            return "reasoning_effort", self.reasoning_effort
+        return "chat_template_kwargs.enable_thinking", "some" if thinks else "none"
+
+    @property
     def chosen_tools(self) -> Choice:
         return chosen(self.tools or (), self.tool_choice)
 
     @model_validator(mode="after")
     def _choice_fits_tools(self) -> ChatRequest:
         check_tools(self.tools or (), self.tool_choice)
+        return self
+
+    @model_validator(mode="after")
+    def _one_effort(self) -> ChatRequest:
+        switch = self.chat_template_kwargs
+        if self.reasoning_effort is None or switch is None or switch.enable_thinking is None:
+            return self
+        if switch.enable_thinking is (self.reasoning_effort == "none"):
+            refuse(
+                "chat_template_kwargs.enable_thinking",
+                "'chat_template_kwargs.enable_thinking' and 'reasoning_effort' contradict each other; give one.",
+            )
         return self
 
     @model_validator(mode="after")
