@@ -106,6 +106,11 @@ def variants() -> list[Variant]:
             decode = attention(f"{name} decode, sm_{arch}", shape, tilings.decode, prefill=False, **of)
             prefill = attention(f"{name} prefill, sm_{arch}", shape, tilings.prefill, prefill=True, **of)
             found += [replace(variant, archs=(arch,)) for variant in (decode, prefill)]
+        # The same on both.
+        tiling = choose_tilings(shape, 2, (8, 0), batch_invariant=True).decode
+        found.append(
+            attention(f"{name} decode and prefill, batch-invariant", shape, tiling, prefill=False, **of)
+        )
     return found + fused()
 
 

@@ -108,6 +108,58 @@ def test_every_row_sees_what_it_must_once_and_capacities_hold(window, heads, kv_
             check(plan, num_rows, lens, tables, rng.choice((None, 300)), window)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2), (71, 1)])
+def test_batch_invariant_plans_hold_the_same_and_cut_a_row_alike_in_every_step(heads, kv_heads):
+    rng = random.Random(heads)
+    shape = AttentionShape(heads, kv_heads, 64, 16)
+    tiling = Tiling(32, 16, 4, 3, 32)
+    capacity = AttentionCapacity(num_rows=300, num_sequences=24, num_blocks=4000, max_rows_per_sequence=200)
+    plan = AttentionPlan(
+        shape,
+        capacity,
+        Tilings(tiling, tiling, batch_invariant=True),
+        num_programs=rng.choice((1, 264)),
+        windows=(None, 70),
+    )
+    cuts = {}
+    for _ in range(30):
+        num_rows = [rng.choice((1, 1, 1, 2, 5, 90)) for _ in range(rng.randint(0, 24))]
+        while sum(num_rows) > 300:
+            num_rows.pop()
+        lens = [count + rng.choice((0, 1, 30, 500, 2000)) for count in num_rows]
+        tables = [list(range(-(-length // 16))) for length in lens]
+        padded = rng.choice((None, 300))
+        for window in (None, 70):
+            check(plan, num_rows, lens, tables, padded, window)
+            array = np.empty(plan.num_ints, np.int32)
+            plan.write(array, num_rows, lens, tables, padded_rows=padded)
+            found = {}
+            for row, rows, position, begin, *_ in lists_of(plan, array, window)[0].tolist():
+                for at in range(rows):
+                    found.setdefault((row + at, position + at), []).append(begin)
+            for (row, position), begins in found.items():
+                if row < sum(num_rows):
+                    cuts.setdefault((window, position), set()).add(tuple(sorted(begins)))
+    assert {len(ways) for ways in cuts.values()} == {1}
+    assert max(len(way) for ways in cuts.values() for way in ways) == 8
+
+
+def test_a_full_batch_invariant_step_of_the_longest_sequences_fits():
+    tiling = Tiling(32, 16, 4, 3, 32)
+    for rows, longest, blocks in ((64, 1, 64 * 64), (64, 64, 64), (3, 1, 3)):
+        capacity = AttentionCapacity(rows, 64, blocks, longest)
+        tilings = Tilings(tiling, tiling, batch_invariant=True)
+        plan = AttentionPlan(
+            AttentionShape(8, 2, 64, 16), capacity, tilings, num_programs=64, windows=(None, 7)
+        )
+        sequences = rows // longest
+        length = blocks * 16 // sequences
+        for lens in ([length] * sequences, [longest] * sequences):
+            tables = [list(range(-(-n // 16))) for n in lens]
+            for window in (None, 7):
+                check(plan, [longest] * sequences, lens, tables, None, window)
+
+
 def test_a_full_step_of_the_shortest_and_of_the_longest_sequences_fits():
     shape = AttentionShape(8, 2, 64, 16)
     capacity = AttentionCapacity(num_rows=64, num_sequences=64, num_blocks=64 * 64, max_rows_per_sequence=1)

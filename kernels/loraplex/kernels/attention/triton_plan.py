@@ -8,6 +8,12 @@ Long contexts are cut into splits (Flash-Decoding; Dao et al., 2023), evenly, so
 to read than half of what each of `num_programs` has on average. Each writes its part of the answer with the logarithm
 of its sum of exponentials; a second kernel adds the parts in their order. The cuts follow from the step alone: the same
 step gives the same bits.
+
+With batch-invariant tilings they follow from a row's position alone, so that a row gets the same bits in every step
+(ADR 0039). Rows are computed in tiles that begin at multiples of a tile's rows, by one program for decodes and prompts
+alike. A tile's splits end at multiples of their length, which is a power of two that grows with the tile's position:
+there are never more than MAX_SPLITS, one more with a window. What a step holds of a tile is a part of its rows and none
+of the positions behind them; neither changes an operation on the others: a hidden score has weight 0, and adds 0.
 """
 
 from __future__ import annotations
@@ -29,6 +35,8 @@ where the block table begins, row of the partial results (-1: straight into the 
 tiling's `block_n` behind where it begins, or where its last row's sight ends."""
 ENTRY_INTS = 4
 """A row whose parts are to be added: row, row of its first partial result, rows between two, number of parts."""
+MAX_SPLITS = 8
+"""Parts that a batch-invariant plan cuts a row's positions into. Each takes scratch memory for every row of a step."""
 _ALIGN = 4
 
 
@@ -122,12 +130,15 @@ class AttentionPlan:
         self.tilings = tilings
         self._num_programs = num_programs
         self._decode_queries = tilings.decode.block_m // shape.heads_per_tile
+        if tilings.batch_invariant:
+            # So that no split ends within a tile.
+            self._decode_queries = _power_of_two_below(self._decode_queries)
         self._prefill_queries = tilings.prefill.block_m // shape.heads_per_tile
         if min(self._decode_queries, self._prefill_queries) < 1:
             raise ValueError(
                 f"a tile needs {shape.heads_per_tile} rows at least, one for each head of a group"
             )
-        has_prefill = capacity.max_rows_per_sequence > self._decode_queries
+        has_prefill = capacity.max_rows_per_sequence > self._decode_queries and not tilings.batch_invariant
         more = -(-2 * num_programs // shape.units)  # items that splitting adds
         self._first_prefill_part = 2 * more * self._decode_queries
         self.partial_rows = self._first_prefill_part
@@ -141,6 +152,13 @@ class AttentionPlan:
             prefill = rows // self._prefill_queries + long + more
             merge += more * self._prefill_queries
             self.partial_rows += 2 * more * self._prefill_queries
+        if tilings.batch_invariant:
+            positions = capacity.num_blocks * shape.block_size
+            splits = min(-(-positions // tilings.decode.min_split), MAX_SPLITS + any(windows))
+            # Each sequence begins and ends within a tile.
+            decode = splits * min(rows, rows // self._decode_queries + 2 * capacity.num_sequences + 1)
+            merge = rows if splits > 1 else 0
+            self.partial_rows = splits * merge
         merge = min(merge, rows)
         counts = 0
         offset = _aligned(3 * len(windows))
@@ -184,9 +202,14 @@ class AttentionPlan:
         past = lens - counts
         self._write_slots(array, counts, past, starts, first_rows, tables, total)
         sequences = _Tiles(first_rows, counts, past, starts, lens)
-        short = counts <= self._decode_queries
-        decode = _with_padding(sequences.where(short), real, total, self._decode_queries)
-        prefill = _cut_rows(sequences.where(~short), self._prefill_queries)
+        if self.tilings.batch_invariant:
+            short = _cut_rows(sequences, self._decode_queries, sequences.position % self._decode_queries)
+            prefill = sequences.where(counts < 0)  # none
+        else:
+            fits = counts <= self._decode_queries
+            short = sequences.where(fits)
+            prefill = _cut_rows(sequences.where(~fits), self._prefill_queries)
+        decode = _with_padding(short, real, total, self._decode_queries)
         windows = {
             window: self._write_lists(array, places, window, decode, prefill)
             for window, places in self.places.items()
@@ -262,23 +285,20 @@ class AttentionPlan:
         self, tiles: _Tiles, window: int | None, tiling: Tiling, first_part: int
     ) -> tuple[_Int64, _Int64]:
         """Items [n, ITEM_INTS], the longest first, so that the short ones fill the gaps; entries [m, ENTRY_INTS]."""
-        begin = np.zeros_like(tiles.end)
-        if window is not None:
-            begin = np.maximum(tiles.position - (window - 1), 0)
-        span = np.where(tiles.end > 0, tiles.end - begin, 0)
-        share = int(span.sum()) * self.shape.units / (2 * self._num_programs)
-        longest = max(tiling.min_split, _multiple(int(np.ceil(share)), tiling.block_n))
-        parts = np.maximum(1, -(-span // longest))
-        length = np.maximum(1, -(-span // (parts * tiling.block_n)) * tiling.block_n)
-        parts = np.maximum(1, -(-span // length))
+        if self.tilings.batch_invariant:
+            begin, origin, length, parts = _splits_by_position(tiles, window, tiling, self._decode_queries)
+        else:
+            begin, length, parts = self._even_splits(tiles, window, tiling)
+            origin = begin
         cut = parts > 1
         scratch = np.where(cut, parts * tiles.rows, 0)
         base = first_part + np.cumsum(scratch) - scratch
         tile = np.repeat(np.arange(len(parts)), parts)
         part = np.arange(len(tile)) - (np.cumsum(parts) - parts)[tile]
-        start = begin[tile] + part * length[tile]
-        stop = np.minimum(start + length[tile], np.maximum(tiles.end, begin)[tile])
-        stop = np.where(span[tile] > 0, stop, start)
+        edge = origin[tile] + part * length[tile]
+        start = np.maximum(begin[tile], edge)
+        # Rows of padding have no end.
+        stop = np.maximum(start, np.minimum(edge + length[tile], tiles.end[tile]))
         items = np.zeros((len(tile), ITEM_INTS), dtype=np.int64)
         for column, values in enumerate((tiles.row, tiles.rows, tiles.position)):
             items[:, column] = values[tile]
@@ -291,6 +311,37 @@ class AttentionPlan:
         offset = np.arange(len(of)) - np.repeat(np.cumsum(rows) - rows, rows)
         columns = (tiles.row[of] + offset, base[of] + offset, tiles.rows[of], parts[of])
         return items, np.stack(columns, axis=1)
+
+    def _even_splits(
+        self, tiles: _Tiles, window: int | None, tiling: Tiling
+    ) -> tuple[_Int64, _Int64, _Int64]:
+        """Where each tile begins to read, how many positions it reads at a time, and how often: [n] each. By what there
+        is to read in the whole step."""
+        begin = np.zeros_like(tiles.end)
+        if window is not None:
+            begin = np.maximum(tiles.position - (window - 1), 0)
+        span = np.where(tiles.end > 0, tiles.end - begin, 0)
+        share = int(span.sum()) * self.shape.units / (2 * self._num_programs)
+        longest = max(tiling.min_split, _multiple(int(np.ceil(share)), tiling.block_n))
+        parts = np.maximum(1, -(-span // longest))
+        length = np.maximum(1, -(-span // (parts * tiling.block_n)) * tiling.block_n)
+        return begin, length, np.maximum(1, -(-span // length))
+
+
+def _splits_by_position(
+    tiles: _Tiles, window: int | None, tiling: Tiling, queries: int
+) -> tuple[_Int64, _Int64, _Int64, _Int64]:
+    """Where each tile begins to read, where the split begins that this is in, the positions of a split, and how many
+    splits it reads: [n] each. By the number of the tile in its sequence, whichever of its rows are there."""
+    first = tiles.position // queries * queries
+    last = first + queries
+    begin = np.zeros_like(first)
+    if window is not None:
+        begin = np.maximum(first - (window - 1), 0) // tiling.block_n * tiling.block_n
+    share = -(-(last - begin) // MAX_SPLITS)
+    length = np.maximum(tiling.min_split, np.exp2(np.ceil(np.log2(share))).astype(np.int64))
+    origin = begin // length * length
+    return begin, origin, length, -(-(last - origin) // length)
 
 
 def _write_list(array: Int32, place: ListPlace, items: _Int64) -> None:
@@ -308,12 +359,15 @@ def _with_padding(tiles: _Tiles, first: int, total: int, queries: int) -> _Tiles
     return _Tiles(*(np.concatenate(pair) for pair in zip(old, added, strict=True)))
 
 
-def _cut_rows(sequences: _Tiles, queries: int) -> _Tiles:
-    """Tiles of `queries` rows each, which see no further than their last row."""
-    pieces = -(-sequences.rows // queries)
+def _cut_rows(sequences: _Tiles, queries: int, lead: _Int64 | int = 0) -> _Tiles:
+    """Tiles of `queries` rows each, which see no further than their last row. `lead` [n]: rows of the first tile that
+    come before the sequence's own."""
+    leads = np.broadcast_to(lead, sequences.rows.shape)
+    pieces = -(-(leads + sequences.rows) // queries)
     of = np.repeat(np.arange(len(pieces)), pieces)
-    skip = (np.arange(len(of)) - (np.cumsum(pieces) - pieces)[of]) * queries
-    rows = np.minimum(queries, sequences.rows[of] - skip)
+    edge = (np.arange(len(of)) - (np.cumsum(pieces) - pieces)[of]) * queries - leads[of]
+    skip = np.maximum(edge, 0)
+    rows = np.minimum(edge + queries, sequences.rows[of]) - skip
     position = sequences.position[of] + skip
     return _Tiles(sequences.row[of] + skip, rows, position, sequences.table[of], position + rows)
 
@@ -324,3 +378,8 @@ def _aligned(size: int) -> int:
 
 def _multiple(size: int, unit: int) -> int:
     return -(-size // unit) * unit
+
+
+def _power_of_two_below(size: int) -> int:
+    """The largest that is not above `size`; 0 for 0."""
+    return 1 << size.bit_length() - 1 if size else 0

@@ -79,15 +79,32 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Tilings:
-    """`decode` is for sequences whose rows fit one of its tiles, `prefill` for longer ones."""
+    """`decode` is for sequences whose rows fit one of its tiles, `prefill` for longer ones. `batch_invariant`: `decode`
+    is for all of them, and both the tile of a row and its splits follow from its position alone. Raises ValueError
+    where the sizes do not divide each other as that needs."""
 
     decode: Tiling
     prefill: Tiling
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        split, rows = self.decode.min_split, max(self.decode.block_m, self.decode.block_n)
+        if self.batch_invariant and (split & (split - 1) or split < rows):
+            raise ValueError(f"min_split is {split}: no power of two of at least {rows}")
 
 
-def choose_tilings(shape: AttentionShape, itemsize: int, capability: tuple[int, int]) -> Tilings:
-    """Tiles for a model on a GPU. `itemsize`: bytes of an element of K, V and the queries."""
+def choose_tilings(
+    shape: AttentionShape, itemsize: int, capability: tuple[int, int], *, batch_invariant: bool = False
+) -> Tilings:
+    """Tiles for a model on a GPU. `itemsize`: bytes of an element of K, V and the queries. `batch_invariant` as in
+    Tilings."""
     large = shape.head_dim * itemsize > _LARGE_HEAD_BYTES
+    if batch_invariant:
+        # Below 64 rows, so that both architectures multiply with the same instruction in several stages.
+        columns = (16 if large else 32) if itemsize > 2 else (32 if large else 64)
+        tiling = Tiling(_MAX_HEADS, columns, num_warps=4, num_stages=3, min_split=512)
+        tiling.check(capability)
+        return Tilings(tiling, tiling, batch_invariant=True)
     rows = max(16, _power_of_two(shape.heads_per_tile))
     # Two or three tiles of K and V on their way a program: what it takes to keep the memory busy.
     decode = Tiling(rows, 32 if large else 64, num_warps=4, num_stages=3, min_split=256)
