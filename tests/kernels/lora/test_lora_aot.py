@@ -14,6 +14,7 @@ import torch
 from loraplex.kernels.lora import triton_expand, triton_lora, triton_shrink
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.triton_lora import TritonLoraPass
+from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 from loraplex.kernels.lora.types import Scratch, segments_by_slot
 from support.kernels.lora_arena import make_arena
 from support.kernels.triton_aot import Recorder, Variant, check, products_in_flight
@@ -24,10 +25,18 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 UNSPECIALISED = ("which", "layer", "first_site", "num_sites", "splits", "units")
 
 
-def launched(dtype: torch.dtype, rank: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
+def launched(
+    dtype: torch.dtype,
+    rank: int,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tiling: LoraTiling | None = None,
+) -> list[Variant]:
     """The launches of a step of `rows` rows of one adapter."""
     found: list[Variant] = []
     size = "large" if rows > 16 else "small"
+    if tiling is not None:
+        size = "batch-invariant"
 
     def keep(stage: str, arguments: dict[str, Any]) -> None:
         warps, stages = arguments.pop("num_warps"), arguments.pop("num_stages")
@@ -59,7 +68,14 @@ def launched(dtype: torch.dtype, rank: int, rows: int, monkeypatch: pytest.Monke
             patch.setattr(triton_lora, stage, recorder)
         arena = make_arena([GROUP], 1, dtype, [rank], max_rank=64)
         by_slot = segments_by_slot([(0, 0, rows)], arena.weights.num_chunks, rows)
-        lora = TritonLoraPass(arena.weights, Scratch(torch.device("cpu")), by_slot, rows, programs=528)
+        lora = TritonLoraPass(
+            arena.weights,
+            Scratch(torch.device("cpu")),
+            by_slot,
+            rows,
+            tiling=tiling or LoraTiling(),
+            programs=528,
+        )
         x = torch.empty(rows, GROUP.in_features, dtype=dtype)
         lora.apply(0, "qkv", x, torch.empty(rows, sum(GROUP.out_features), dtype=dtype))
     return found
@@ -72,6 +88,7 @@ def test_all_compile_and_take_no_more_than_recorded(monkeypatch: pytest.MonkeyPa
         variants += launched(dtype, 16, 1, monkeypatch)
         variants += launched(dtype, 16, 100, monkeypatch)
         variants += launched(dtype, 64, 100, monkeypatch)[:1]
+        variants += launched(dtype, 64, 1, monkeypatch, INVARIANT_TILING)
     report = check(variants, RECORD)
     for name, by_arch in report.items():
         for arch, usage in by_arch.items():

@@ -155,7 +155,7 @@ class LoraLauncher:
             BLOCK_M=tiling.small_rows if small else tiling.large_rows,
             BLOCK_R=tiling.block_r if small or self._step is None else self._step.block_r,
             BLOCK_K=tiling.block_k if small else tiling.large_block_k,
-            BY_ROWS=small,
+            BY_ROWS=small and not tiling.batch_invariant,
             num_warps=tiling.small_warps if small else tiling.large_warps,
             num_stages=tiling.small_stages if small else tiling.large_stages,
         )
@@ -185,7 +185,7 @@ class LoraLauncher:
             BLOCK_R=tiling.block_r,
             BLOCK_N=tiling.block_n if small else tiling.large_block_n,
             ALIGNED=plan.aligned,
-            BY_ROWS=small,
+            BY_ROWS=small and not tiling.batch_invariant,
             num_warps=tiling.small_warps if small else tiling.large_warps,
             num_stages=tiling.small_stages,
         )
@@ -281,9 +281,15 @@ class TritonLora:
         n = len(planner.groups)
         empty = torch.zeros(planner.head_size, dtype=torch.int32, device=device)
         once = ((1,) * n,) * 2
-        for block_r in planner.tiling.large_blocks_r:
-            splits = (planner.tiling.large_block_k,) * n
-            step = Work(1, 0, 0, (once, once), block_r, splits, (1,) * n)
+        never = ((0,) * n,) * 2
+        tiling = planner.tiling
+        # Blocks of ranks are large pieces' alone.
+        blocks, large = (
+            ((tiling.block_r,), never) if tiling.batch_invariant else (tiling.large_blocks_r, once)
+        )
+        for block_r in blocks:
+            splits = (tiling.large_block_k,) * n
+            step = Work(1, 0, 0, (once, large), block_r, splits, (1,) * n)
             launcher = self._launcher(empty, step, None)
             for plan in planner.groups:
                 x = torch.empty(1, plan.group.in_features, dtype=dtype, device=device)

@@ -137,6 +137,7 @@ class LoraPlanner:
 
     def hidden_capacity(self, max_rows: int, max_segments: int, *, fixed: bool) -> int:
         """float32 that the hidden values of any step of `max_rows` rows can take; `fixed` as for `write`."""
+        fixed = fixed or self.tiling.batch_invariant
         small = max_rows if fixed else min(max_rows, max(self.tiling.max_small_rows, ROW_ROWS * max_segments))
         most = 0
         for plan in self.groups:
@@ -162,6 +163,7 @@ class LoraPlanner:
         slot -1 are left out. Raises ValueError where `into` is too small.
         """
         slots, firsts, counts = _runs(segments)
+        fixed = fixed or self.tiling.batch_invariant
         small = np.full(len(slots), fixed) | (counts <= self.tiling.small_rows)
         if not fixed and counts[small].sum() > self.tiling.max_small_rows:
             small = counts <= ROW_ROWS

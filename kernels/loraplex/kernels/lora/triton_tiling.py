@@ -21,6 +21,9 @@ class LoraTiling:
 
     Of large pieces, K is cut into one of `large_splits`, one of `large_blocks_r` ranks are computed at a time, and
     `expand_rows` rows are expanded at a time: below 64, see `loraplex.kernels.lora.triton_expand`.
+
+    `batch_invariant`: every piece is a small one, on tensor cores whatever its rows, so that the order of a row's sums
+    follows from its site and its adapter's ranks alone (ADR 0039).
     """
 
     small_rows: int = 16
@@ -41,6 +44,7 @@ class LoraTiling:
     large_stages: int = 4
     expand_rows: int = 32
     programs_per_sm: int = 4
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         multiplied = (
@@ -60,3 +64,7 @@ class LoraTiling:
         blocks = -(-in_features // self.block_k)
         split = -(-blocks // self.max_splits) * self.block_k
         return split, -(-in_features // split)
+
+
+INVARIANT_TILING = LoraTiling(batch_invariant=True, max_splits=8)
+"""For the same bits in every step. Fewer planes, since prompts have as many."""
