@@ -78,10 +78,11 @@ class Ops:
     lay_out: LayOut | None = None
 
 
-def resolve_ops(backend: Backend) -> Ops:
-    """The implementations of a backend that `resolve_backend` returned."""
+def resolve_ops(backend: Backend, *, batch_invariant: bool = False) -> Ops:
+    """The implementations of a backend that `resolve_backend` returned. `batch_invariant`: on a GPU those whose rows
+    have the same bits in every step (ADR 0039); on a CPU they always have."""
     if backend == "triton":
-        return _triton_ops()
+        return _triton_ops(batch_invariant)
     if backend == "numba":
         return _numba_ops()
     return _torch_ops()
@@ -103,10 +104,10 @@ def _torch_ops() -> Ops:
     )
 
 
-def _triton_ops() -> Ops:
+def _triton_ops(batch_invariant: bool) -> Ops:
     # Triton need not be there where it does not run.
     from loraplex.kernels.attention import triton_attention
-    from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope
+    from loraplex.kernels.layers import triton_activation, triton_dense, triton_norm, triton_rope
 
     def rotate_and_write(
         heads: torch.Tensor,
@@ -134,7 +135,7 @@ def _triton_ops() -> Ops:
         rotate_and_write=rotate_and_write,
         paged_attention=triton_attention.paged_attention,
         pack_weight=dense.pack_weight,
-        linear=dense.linear,
+        linear=triton_dense.linear if batch_invariant else dense.linear,
         reads_unwritten=False,
     )
 

@@ -41,7 +41,7 @@ def poisoned_memory(monkeypatch):
 
 @dataclass
 class Sequences:
-    """Whole sequences, of which steps compute parts: (number, first position, positions)."""
+    """Whole sequences. Steps compute parts of them: (number, first position, positions)."""
 
     whole: PagedStep
     window: int | None

@@ -68,7 +68,8 @@ def _launch(
     )
 
 
-@triton.jit
+# One machine code for all numbers of rows.
+@triton.jit(do_not_specialize=["inner"])
 def rms_norm_program(
     x_ptr,
     residual_ptr,
