@@ -48,6 +48,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "lookahead": ("1", "1"),
     "threads": ("3", 3),
     "kernels": ("torch", "torch"),
+    "batch_invariant": ("true", True),
     "engine_spare": ("false", False),
     "database_url": ("sqlite:////x/y.db", "sqlite:////x/y.db"),
     "database_staleness": ("60", 60.0),

@@ -151,6 +151,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
         lookahead=cast(Literal[-1, 0, 1], lookahead),
         num_threads=settings.threads,
         kernels=settings.kernels,
+        batch_invariant=settings.batch_invariant,
         cache_dir=str(settings.data_dir.resolve()),
         plan_dir=str(plan_dir(settings.data_dir.resolve())),
     )

@@ -193,6 +193,11 @@ class Settings(BaseSettings):
         "auto",
         description="Kernels of the forward pass: torch, numba, triton or auto (triton on cuda, numba on cpu)",
     )
+    batch_invariant: bool = Field(
+        False,
+        description="Make an answer's bits independent of what is computed beside it on a GPU too, or refuse to start "
+        "(on a CPU they always are, where loraplex's own kernels run)",
+    )
     engine_spare: bool = Field(
         True, description="Keep a second engine process ready for when the first one dies"
     )

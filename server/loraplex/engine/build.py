@@ -33,8 +33,9 @@ from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.fused import FusedDecoder
-from loraplex.engine.model.loading import eos_token_ids, load_model
+from loraplex.engine.model.loading import eos_token_ids, load_model, no_same_bits
 from loraplex.engine.model.plans import KeptPlans
+from loraplex.engine.numerics import numerical_build, obstacle_to_same_bits
 from loraplex.engine.reports import EngineInfo
 from loraplex.engine.sampling.sampler import make_sampler
 from loraplex.engine.sizing import adapter_budget, arena_size, host_budget, require_room
@@ -128,6 +129,8 @@ def _build(
     wrap_model: Callable[[Model], Model] | None,
     recorder: Recorder | None,
 ) -> BuiltEngine:
+    if config.batch_invariant:
+        require_same_bits(backend)
     model_dir = Path(config.model_path)
     base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
     plans = None if config.plan_dir is None else KeptPlans(Path(config.plan_dir))
@@ -139,8 +142,14 @@ def _build(
             max_model_len=config.max_model_len,
             kernels=config.kernels,
             plans=plans,
+            batch_invariant=config.batch_invariant,
         )
     ).result()
+    obstacle = obstacle_to_same_bits(backend, batch_invariant=config.batch_invariant)
+    if not isinstance(model, FusedDecoder):
+        obstacle = no_same_bits(base.model_type)
+    if obstacle is not None and device.type == "cpu":
+        _log.warning("answers may depend on what is computed beside them: %s", obstacle)
     layout = ArenaLayout(
         model.site_groups,
         model.num_layers,
@@ -203,7 +212,15 @@ def _build(
 
         max_blocks = -(-size.max_model_len // BLOCK_SIZE)
         limits = StepLimits(max_step_tokens, config.max_num_seqs, max_blocks)
-        inputs = prepare_inputs(served, model.attention_needs, kv, arena, limits, recorder)
+        inputs = prepare_inputs(
+            served,
+            model.attention_needs,
+            kv,
+            arena,
+            limits,
+            recorder,
+            batch_invariant=config.batch_invariant,
+        )
     sampler = make_sampler(
         backend, vocab_size=model.shape.vocab_size, max_rows=config.max_num_seqs, device=device
     )
@@ -259,6 +276,8 @@ def _build(
         base_fingerprint=base.fingerprint,
         sites=layout.site_names,
         hidden_size=model.hidden_size,
+        same_bits=obstacle is None,
+        numerics=numerical_build(model, backend, batch_invariant=config.batch_invariant),
     )
     return BuiltEngine(core, info, heartbeat, runner, transport, grammars)
 
@@ -270,6 +289,13 @@ def resolve_kernels(device: str, kernels: str) -> tuple[torch.device, Backend]:
         return found, resolve_backend(kernels, found)
     except BackendUnavailable as error:
         raise DeviceUnavailable(f"--kernels {kernels}: {error}") from error
+
+
+def require_same_bits(backend: Backend) -> None:
+    """For --batch-invariant. Raises DeviceUnavailable where the kernels cannot promise the same bits."""
+    obstacle = obstacle_to_same_bits(backend, batch_invariant=True)
+    if obstacle is not None:
+        raise DeviceUnavailable(f"--batch-invariant: {obstacle}; serve without it, or with other --kernels")
 
 
 def _tell_fallback(reason: str) -> None:

@@ -14,8 +14,8 @@ class EngineConfig:
     """The configuration of an engine process. Sizes in bytes, tokens or sequences as named; 0 means "choose from the
     machine" for the memory sizes and the tokens of a step (512 on a GPU, 256 elsewhere) and "what the model allows"
     for `max_model_len`. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device
-    runs. `cache_dir` keeps what is costly to find out about a base model's weights, `plan_dir` the plan made of its
-    config."""
+    runs. `batch_invariant` is a promise to keep or to refuse (`loraplex.engine.numerics`). `cache_dir` keeps what is
+    costly to find out about a base model's weights, `plan_dir` the plan made of its config."""
 
     model_path: str
     artifact_dir: str
@@ -32,6 +32,7 @@ class EngineConfig:
     lookahead: Literal[-1, 0, 1] = -1
     num_threads: int = 0
     kernels: Literal["auto", "torch", "numba", "triton"] = "auto"
+    batch_invariant: bool = False
     adapter_load_timeout: float = 60.0
     cache_dir: str | None = None
     plan_dir: str | None = None

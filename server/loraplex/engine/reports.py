@@ -39,6 +39,10 @@ class EngineInfo:
     """Module names that adapters may target, for example "q_proj"."""
     hidden_size: int | None = None
     """Numbers in an embedding; None where the model gives none."""
+    same_bits: bool = False
+    """Whether a request's tokens are promised not to depend on what is computed beside it."""
+    numerics: str = ""
+    """The digest of `loraplex.engine.numerics.numerical_build`."""
 
 
 @dataclass(frozen=True, slots=True)

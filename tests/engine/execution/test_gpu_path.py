@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from support.adapters.tiny_adapters import save_adapters
+from support.engine.local_engine import LocalEngine
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
 from support.engine.repeater import Repeater
 from support.models.checkpoints import FAMILIES, save_tiny
@@ -42,3 +44,56 @@ def test_tokens_are_those_of_transformers_and_peft(family, lookahead, requests, 
     engine.close()
     assert len(recorder.replays) > 1
     check_answers(answered, base, adapters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "num_blocks", "requests", "tokens", "preemptions"),
+    [("llama-biases", 8, 5, 20, 1), ("gemma3", 14, 6, 4, 0)],
+)
+def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(
+    family, num_blocks, requests, tokens, preemptions, tmp_path
+):
+    """With --batch-invariant: mixed, in chunks, recorded, preempted and with a prefix cache; and each text alone and
+    whole, in one step that is not recorded."""
+    options = FAMILIES[family]
+    base = save_tiny(tmp_path / "base", options)
+    adapters = save_adapters(base, tmp_path)
+    settings = {"kernels": "triton", "batch_invariant": True}
+    recorder = Repeater()
+    mixed = cramped_engine(
+        base,
+        tmp_path / "work",
+        options,
+        num_blocks=num_blocks,
+        recorder=recorder,
+        lookahead=1,
+        max_num_seqs=6,
+        **settings,
+    )
+    assert mixed.built.info.same_bits
+    answered = ask_mixed(mixed, adapters, seed=family, requests=requests, tokens=tokens, logprobs=0)
+    stats = mixed.core.stats()
+    mixed.close()
+    assert recorder.replays
+    assert stats.num_preemptions == preemptions
+    assert stats.prefix_cache_hits or not preemptions
+    alone = LocalEngine(
+        base, tmp_path / "alone", dtype="float32", max_model_len=100, max_num_batched_tokens=100, num_threads=1,
+        kv_cache_memory=1 << 20, adapter_memory=4 << 20, adapter_cpu_memory=4 << 20, **settings,
+    )  # fmt: skip
+    refs = {name: alone.publish(folder, name=name) for name, folder in adapters.items()}
+    for number, (name, prompt, answer) in enumerate(answered):
+        one = str(number)
+        steps = alone.core.stats().num_steps
+        alone.add(one, prompt + answer, refs[name] if name else None, max_tokens=0, prompt_logprobs=0)
+        alone.run()
+        assert alone.core.stats().num_steps == steps + 1
+        assert log_probabilities(alone, one, "prompt")[-tokens:] == log_probabilities(mixed, one, "output")
+    alone.close()
+
+
+def log_probabilities(engine: LocalEngine, request_id: str, of: str) -> list[float]:
+    """Of the request's tokens."""
+    parts = [getattr(event.scores, of) for event in engine.events[request_id] if event.scores is not None]
+    return [float(value) for part in parts if part is not None for value in np.frombuffer(part.values, "<f4")]

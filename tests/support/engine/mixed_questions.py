@@ -23,7 +23,9 @@ Answered = list[tuple[str | None, list[int], list[int]]]
 """Of each question: the adapter's name, the prompt, the answer."""
 
 
-def cramped_engine(base: Path, work: Path, family: Mapping[str, Any], **settings: Any) -> LocalEngine:
+def cramped_engine(
+    base: Path, work: Path, family: Mapping[str, Any], *, num_blocks: int = NUM_BLOCKS, **settings: Any
+) -> LocalEngine:
     """In float32, with a pool so small that sequences start over. `family`: the config that the base was made of."""
     kv_heads, head_dim = family.get("num_key_value_heads", 2), family.get("head_dim", 8)
     shape = ModelShape(3, kv_heads, head_dim, VOCAB, 512)
@@ -33,7 +35,7 @@ def cramped_engine(base: Path, work: Path, family: Mapping[str, Any], **settings
         dtype="float32",
         max_model_len=100,
         max_num_batched_tokens=40,
-        kv_cache_memory=NUM_BLOCKS * block_bytes(shape, torch.float32),
+        kv_cache_memory=num_blocks * block_bytes(shape, torch.float32),
         adapter_memory=4 << 20,
         adapter_cpu_memory=4 << 20,
         num_threads=1,
@@ -42,9 +44,16 @@ def cramped_engine(base: Path, work: Path, family: Mapping[str, Any], **settings
 
 
 def ask_mixed(
-    engine: LocalEngine, adapters: Mapping[str, Path], *, seed: str, requests: int, tokens: int
+    engine: LocalEngine,
+    adapters: Mapping[str, Path],
+    *,
+    seed: str,
+    requests: int,
+    tokens: int,
+    **sampling: Any,
 ) -> Answered:
-    """Questions to the base, to `all` and to `many-ranks` in turns, many of them with a common start; all at once."""
+    """Questions to the base, to `all` and to `many-ranks` in turns, many of them with a common start; all at once.
+    `sampling` as for `LocalEngine.add`."""
     rng = random.Random(seed)
     refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
     shared = [rng.randrange(3, VOCAB) for _ in range(LONGEST_START)]
@@ -54,7 +63,7 @@ def ask_mixed(
         prompt = shared[: rng.choice([0, 16, LONGEST_START])]
         prompt += [rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 9]))]
         asked.append((name, prompt))
-        engine.add(str(number), prompt, refs[name] if name else None, max_tokens=tokens)
+        engine.add(str(number), prompt, refs[name] if name else None, max_tokens=tokens, **sampling)
     engine.run()
     return [(name, prompt, engine.tokens(str(number))) for number, (name, prompt) in enumerate(asked)]
 

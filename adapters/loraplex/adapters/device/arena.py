@@ -115,10 +115,10 @@ class AdapterArena:
             self._last_head = (key, self._begin(self._head, segments, num_rows))
         return self._last_head[1]
 
-    def device_lora(self, max_rows: int, max_sequences: int) -> DeviceLora:
+    def device_lora(self, max_rows: int, max_sequences: int, *, batch_invariant: bool = False) -> DeviceLora:
         """Passes whose lists travel with a step's other inputs, for steps of up to `max_rows` rows of `max_sequences`
-        sequences. Call it once, in the thread that runs the steps, before the first `write`; for the backend
-        "triton"."""
+        sequences; `batch_invariant`: a row gets the same bits in every step. Call it once, in the thread that runs the
+        steps, before the first `write`; for the backend "triton"."""
         assert self._device_lora is None
         assert not self._filled.any()
         self._device_lora = DeviceLora(
@@ -128,6 +128,7 @@ class AdapterArena:
             self._scratch,
             max_rows=max_rows,
             max_sequences=max_sequences,
+            batch_invariant=batch_invariant,
         )
         return self._device_lora
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.kernels.lora.dispatch import LoraPass, LoraWeights, Scratch, Segment
+from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
 if TYPE_CHECKING:
     from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
@@ -42,17 +43,25 @@ class DeviceLora:
         *,
         max_rows: int,
         max_sequences: int,
+        batch_invariant: bool,
     ) -> None:
         # Triton need not be there where it does not run.
         from loraplex.kernels.lora.triton_lora import TritonLora
 
+        def device_lora(weights: LoraWeights) -> TritonLora:
+            return TritonLora(
+                weights,
+                scratch,
+                max_rows=max_rows,
+                max_segments=max_sequences,
+                tiling=INVARIANT_TILING if batch_invariant else LoraTiling(),
+            )
+
         self._weights = (layers, head)
         self._filled = filled
-        self.layers: TritonLora = TritonLora(layers, scratch, max_rows=max_rows, max_segments=max_sequences)
+        self.layers = device_lora(layers)
         # Layers and head run one after the other, so that they may compute in the same memory.
-        self.head: TritonLora | None = (
-            None if head is None else TritonLora(head, scratch, max_rows=max_rows, max_segments=max_sequences)
-        )
+        self.head = None if head is None else device_lora(head)
 
     @property
     def head_work_size(self) -> int:

@@ -39,6 +39,7 @@ def examine(settings: Settings, out: Output) -> int:
             kernels=settings.kernels,
             threads=settings.threads,
             max_model_len=settings.max_model_len,
+            batch_invariant=settings.batch_invariant,
             model_dir=None if model.directory is None else str(model.directory),
         )
     )

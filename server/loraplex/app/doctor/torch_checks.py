@@ -21,6 +21,7 @@ class Questions:
     kernels: str
     threads: int
     max_model_len: int
+    batch_invariant: bool
     model_dir: str | None
 
 
@@ -89,15 +90,21 @@ def _kernels(questions: Questions) -> str:
 
 
 def _model(questions: Questions) -> str:
-    from loraplex.engine.build import resolve_kernels
-    from loraplex.engine.model.loading import examine_dtype, examine_model
+    from loraplex.engine.build import require_same_bits, resolve_kernels
+    from loraplex.engine.model.loading import examine_dtype, examine_model, examine_same_bits
+    from loraplex.engine.numerics import obstacle_to_same_bits
 
     if questions.model_dir is None:
         return ""
     model_dir = Path(questions.model_dir)
     kind = examine_model(model_dir, questions.max_model_len)
-    device, _ = resolve_kernels(questions.device, "torch")
-    return f"{kind}, {examine_dtype(model_dir, questions.dtype, device)}"
+    device, backend = resolve_kernels(questions.device, questions.kernels)
+    obstacle = obstacle_to_same_bits(backend, batch_invariant=questions.batch_invariant)
+    if questions.batch_invariant:
+        require_same_bits(backend)
+    obstacle = examine_same_bits(model_dir, questions.batch_invariant) or obstacle
+    bits = "the same bits in every batch" if obstacle is None else f"bits may depend on the batch: {obstacle}"
+    return f"{kind}, {examine_dtype(model_dir, questions.dtype, device)}; {bits}"
 
 
 if __name__ == "__main__":

@@ -63,18 +63,25 @@ def prepare_inputs(
     arena: AdapterArena | None,
     limits: StepLimits,
     recorder: Recorder | None,
+    *,
+    batch_invariant: bool = False,
 ) -> PackedSource:
     """Where the steps of a model begin whose kernels take lists of work, its decoding steps recorded: by `recorder`, as
-    CUDA graphs on a GPU where there is none given, elsewhere not at all."""
+    CUDA graphs on a GPU where there is none given, elsewhere not at all. `batch_invariant`: with the lists and tiles
+    that give a row the same bits in every step."""
     if recorder is None and model.device.type == "cuda":
         recorder = CudaRecorder()
+    lora = None
+    if arena is not None:
+        lora = arena.device_lora(limits.max_rows, limits.max_sequences, batch_invariant=batch_invariant)
     source = PackedSource(
         needs,
         model.dtype,
         model.device,
         limits,
-        lora=None if arena is None else arena.device_lora(limits.max_rows, limits.max_sequences),
+        lora=lora,
         sizes=() if recorder is None else graph_sizes(limits.max_sequences),
+        batch_invariant=batch_invariant,
     )
     if recorder is not None:
         record_decoding(model, kv, source, recorder)

@@ -76,7 +76,8 @@ class PackedSource:
     """Where the steps of a model begin whose kernels take lists of work (see `Model.attention_needs`).
 
     `lora`: the arena's adapters on the device, or None. `sizes`: for how many decoding rows passes are recorded, in
-    ascending order; `replays` is filled by the code that captures them. No more than three steps may be in flight.
+    ascending order; `replays` is filled by the code that captures them. `batch_invariant`: attention gives a row the
+    same bits in every step; `lora` is made for that or not. No more than three steps may be in flight.
     """
 
     def __init__(
@@ -88,9 +89,10 @@ class PackedSource:
         *,
         lora: DeviceLora | None,
         sizes: Sequence[int] = (),
+        batch_invariant: bool = False,
     ) -> None:
         capability, programs = _device_traits(device)
-        tilings = choose_tilings(needs.shape, dtype.itemsize, capability)
+        tilings = choose_tilings(needs.shape, dtype.itemsize, capability, batch_invariant=batch_invariant)
 
         def plan(rows: int, sequences: int, longest: int) -> AttentionPlan:
             capacity = AttentionCapacity(rows, sequences, sequences * limits.max_blocks, longest)

@@ -46,6 +46,7 @@ def load_model(
     max_model_len: int = 0,
     kernels: str = "auto",
     plans: KeptPlans | None = None,
+    batch_invariant: bool = False,
 ) -> Model:
     """Load a checkpoint of safetensors files: `FusedDecoder` for its families, `TransformersDecoder` for others.
 
@@ -53,7 +54,8 @@ def load_model(
     length that was asked for, 0 if none was: where RoPE depends on the length, it decides for all sequences (ADR 0013).
     With `plans`, transformers is not imported where a config of the families has been read before (ADR 0023). Nothing
     in the directory is executed. Raises ModelUnsupported with the reason if it can't be served exactly as transformers
-    would, BackendUnavailable for `kernels` that can't run there.
+    would, or, for `batch_invariant`, only by transformers' own code; BackendUnavailable for `kernels` that can't run
+    there.
     """
     device = torch.device(device)
     content, raw = read_config_json(model_dir)
@@ -70,12 +72,23 @@ def load_model(
     if plan is not None:
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, device)
-        ops = resolve_ops(resolve_backend(kernels, device))
+        ops = resolve_ops(resolve_backend(kernels, device), batch_invariant=batch_invariant)
         return load_fused(model_dir, plan.spec, chosen, device, unread=plan.unread, ops=ops)
+    if batch_invariant:
+        raise _refuse_bits(config.model_type)
     decoder = load_wrapped(model_dir, config, _dtype(_stored_dtype(config), dtype, device), device)
     if config.model_type not in TESTED:
         probe(decoder)
     return decoder
+
+
+def no_same_bits(model_type: str) -> str:
+    """Why a model outside of the fused families cannot promise the same bits in every step."""
+    return f"{model_type} runs through transformers, whose products depend on the other rows of a step"
+
+
+def _refuse_bits(model_type: str) -> ModelUnsupported:
+    return ModelUnsupported(f"--batch-invariant: {no_same_bits(model_type)}; serve without it")
 
 
 def _tell(spec: DecoderSpec) -> None:
@@ -103,6 +116,17 @@ def examine_model(model_dir: Path, max_model_len: int = 0) -> str:
     model_shape(config)
     how = "tested" if config.model_type in TESTED else "to be compared with it at the start"
     return f"{config.model_type} through transformers, {how}"
+
+
+def examine_same_bits(model_dir: Path, asked: bool) -> str | None:
+    """Why a checkpoint cannot promise the same bits in every step, from its config alone; None where it can. Raises
+    ModelUnsupported where that was asked for."""
+    config, part = read_model_config(model_dir)
+    if is_fused(part.config.model_type):
+        return None
+    if asked:
+        raise _refuse_bits(config.model_type)
+    return no_same_bits(config.model_type)
 
 
 def examine_dtype(model_dir: Path, asked: str, device: str | torch.device) -> str:
