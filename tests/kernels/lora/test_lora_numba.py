@@ -196,19 +196,26 @@ def test_row_depends_on_no_other_to_the_bit(arenas: dict[str, ManualArena], name
             torch.set_num_threads(before)
 
 
-def test_a_tile_of_many_columns_has_the_same_bits_for_any_rows() -> None:
-    group = SiteGroup("gate_up", ("gate_proj", "up_proj"), 160, (208, 71))
-    arena = make_arena([group], 1, torch.bfloat16, [24], dora=(0,))
-    x, y = make_inputs(group, 4, torch.bfloat16)
-    segments = [(0, 0, 4)]
-    want = arena.expected(0, group, segments, x, y)
-    found = []
-    for sizes in ((4,), (3, 1), (2, 2), (1, 1, 1, 1)):
-        out = y.clone()
-        one_pass(arena, lengths([(0, size) for size in sizes]), 4).apply(0, "gate_up", x, out)
-        found.append(out)
-    check(found[0], want)
-    assert all(torch.equal(out, found[0]) for out in found)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_has_the_same_bits_alone_and_in_segments_of_any_size(dtype: torch.dtype) -> None:
+    """Wide and narrow sites, columns behind the last whole vector, vectors of DoRA."""
+    groups = (
+        SiteGroup("gate_up", ("gate_proj", "up_proj"), 171, (208, 71)),
+        SiteGroup("down", ("down_proj",), 352, (64,)),
+    )
+    arena = make_arena(groups, 1, dtype, [24], dora=(0,))
+    total = 40
+    for group in groups:
+        x, y = make_inputs(group, total, dtype)
+        alone = y.clone()
+        for row in range(total):
+            one_pass(arena, [(0, 0, 1)], 1).apply(0, group.key, x[row : row + 1], alone[row : row + 1])
+        check(alone, arena.expected(0, group, [(0, 0, total)], x, y))
+        for size in range(1, total + 1):
+            counts = [size] if size == total else [size, total - size]
+            out = y.clone()
+            one_pass(arena, lengths([(0, count) for count in counts]), total).apply(0, group.key, x, out)
+            assert torch.equal(out, alone), size
 
 
 def test_inputs_and_outputs_may_be_of_different_dtypes(arenas: dict[str, ManualArena]) -> None:

@@ -189,6 +189,7 @@ def _updates(
                     sums = [
                         nir.fma(builder, *both, total) for both, total in zip(operands, sums, strict=True)
                     ]
+                    nir.keep_loads_behind(builder)
                 return sums
 
             sums = [y_element.load(builder, place) for place in places]

@@ -78,6 +78,12 @@ def prefetch(builder, address):
     builder.call(function, [pointer(builder, address, I8), reading, second_cache, data])
 
 
+def keep_loads_behind(builder):
+    """No load moves up across this: LLVM would begin with all of an unrolled loop's, and spill."""
+    kind = ir.FunctionType(ir.VoidType(), [])
+    builder.call(ir.InlineAsm(kind, "", "~{memory}", side_effect=True), [])
+
+
 def lane_mask(builder, first, last):
     """<16 x i1>: the lanes first ≤ i < last, for i64 values."""
     lanes = ir.Constant(V_I32, list(range(LANES)))
