@@ -32,7 +32,7 @@ def _describe_numba() -> str:
     from loraplex.kernels.numba_runtime.vectors import host_features, host_name
 
     products = "AVX512-BF16 products" if "avx512bf16" in host_features() else "portable vectors"
-    linears = "its own linears" if numba_dense.is_for_this_processor() else "oneDNN's linears"
+    linears = "its own linears" if numba_dense.is_for(torch.bfloat16) else "oneDNN's linears"
     return f"numba for {host_name()}, {products}, {linears} in bfloat16"
 
 

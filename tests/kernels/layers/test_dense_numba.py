@@ -1,4 +1,4 @@
-"""The base linear in bfloat16 that numba compiles."""
+"""The base linear that numba compiles."""
 
 from __future__ import annotations
 
@@ -6,50 +6,59 @@ import pytest
 import torch
 
 from loraplex.kernels.layers import numba_dense
-from loraplex.kernels.layers.numba_dense import MAX_UNIT_ROWS, PackedWeight, linear, pack_weight
+from loraplex.kernels.layers.numba_dense import PackedWeight, linear, pack_weight
 from loraplex.kernels.numba_runtime.vectors import host_features
 
 BF16 = torch.bfloat16
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Half a unit in the last place, of what is rounded in the end.
+ROUNDING = {torch.float32: 2**-22, BF16: 2**-8, torch.float16: 2**-11}
 
 
 @pytest.fixture(autouse=True)
 def packed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks on any processor: the product is the same, only slower."""
-    monkeypatch.setattr(numba_dense, "is_for_this_processor", lambda: True)
+    monkeypatch.setattr(numba_dense, "is_for", lambda dtype: True)
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("columns", "inputs"), [(32, 2), (1, 64), (16, 30), (33, 48), (80, 130), (960, 576)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_the_product_is_rounded_once(columns: int, inputs: int, with_bias: bool) -> None:
-    weight = drawn(columns, inputs)
-    bias = drawn(columns, seed=1) if with_bias else None
+def test_the_product_is_rounded_once(columns: int, inputs: int, with_bias: bool, dtype: torch.dtype) -> None:
+    weight = drawn(columns, inputs, dtype=dtype)
+    bias = drawn(columns, seed=1, dtype=dtype) if with_bias else None
     packed = pack_weight(weight.clone())
     assert isinstance(packed, PackedWeight)
     assert packed.shape == (columns, inputs)
     for rows in (0, 1, 2, 3, 5, 7, 11, 12, 13, 25, 64):
-        x = drawn(rows, inputs, seed=2)
+        x = drawn(rows, inputs, seed=2, dtype=dtype)
         y = linear(x, packed, bias)
         assert y.shape == (rows, columns)
-        assert y.dtype is BF16
+        assert y.dtype is dtype
         assert y.is_contiguous()
         exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
-        # Half a unit in the last place of bfloat16, and what float32 loses on the way.
-        assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4 * inputs**0.5).all()
+        # And what float32 loses on the way.
+        assert ((y.double() - exact).abs() <= exact.abs() * ROUNDING[dtype] + 1e-4 * inputs**0.5).all()
 
 
-def test_a_row_does_not_depend_on_the_others_nor_on_the_threads() -> None:
-    weight, x = pack_weight(drawn(100, 64)), drawn(2 * MAX_UNIT_ROWS + 5, 64, seed=1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs", [64, 576])
+def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(inputs: int, dtype: torch.dtype) -> None:
+    rows = 2 * (numba_dense._UNIT_BYTES // dtype.itemsize) + 5
+    weight, x = pack_weight(drawn(100, inputs, dtype=dtype)), drawn(rows, inputs, seed=1, dtype=dtype)
     together = linear(x, weight)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            for first, last in ((0, 1), (3, 20), (380, 390), (700, 773)):
-                assert torch.equal(linear(x[first:last], weight), together[first:last])
+            for count in (*range(1, 30), 100, 191, 192, 193, rows - 2):
+                first = (count * 7) % (rows - count)
+                some = linear(x[first : first + count], weight)
+                assert torch.equal(some, together[first : first + count]), count
     finally:
         torch.set_num_threads(before)
 
@@ -87,22 +96,32 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             linear(x, weight, bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_weights_are_as_without_it(dtype: torch.dtype) -> None:
+def test_an_odd_number_of_inputs_is_packed_in_float32_alone() -> None:
+    assert isinstance(pack_weight(drawn(40, 31)), torch.Tensor)
+    weight, x = drawn(40, 31, dtype=torch.float32), drawn(3, 31, seed=1, dtype=torch.float32)
+    packed = pack_weight(weight)
+    assert isinstance(packed, PackedWeight)
+    torch.testing.assert_close(linear(x, packed), x @ weight.T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_weights_are_as_without_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_dense, "is_for", lambda dtype: False)
     weight, x = drawn(40, 32).to(dtype), drawn(3, 32, seed=1).to(dtype)
     packed = pack_weight(weight)
     assert isinstance(packed, torch.Tensor)
-    torch.testing.assert_close(linear(x, packed), x @ weight.T, rtol=2e-3, atol=2e-3)
-    assert isinstance(pack_weight(drawn(40, 31)), torch.Tensor)
+    torch.testing.assert_close(linear(x, packed), x @ weight.T, rtol=1e-2, atol=1e-2)
 
 
 def test_only_processors_that_gain_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    for features, expected in (
-        ({"avx2"}, False),
-        ({"avx512f", "avx512bf16"}, True),
-        ({"avx512f", "avx512bf16", "amx-bf16"}, False),
+    for features, in_32, in_16 in (
+        ({"avx2"}, True, True),
+        ({"avx2", "avx512f", "avx512bf16"}, True, True),
+        ({"avx2", "avx512f", "avx512bf16", "amx-bf16"}, True, False),
+        ({"neon"}, False, False),
     ):
         monkeypatch.setattr(numba_dense, "host_features", lambda found=features: frozenset(found))
-        assert numba_dense.is_for_this_processor() is expected
+        assert [numba_dense.is_for(dtype) for dtype in DTYPES] == [in_32, in_16, in_16]
+    assert not numba_dense.is_for(torch.float64)
     assert "avx2" in host_features() or "neon" in host_features()

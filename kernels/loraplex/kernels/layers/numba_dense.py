@@ -1,12 +1,10 @@
-"""Base linears on a CPU in bfloat16, compiled by numba: y = x·Wᵀ + b for one row as for many.
+"""Base linears on a CPU, compiled by numba: y = x·Wᵀ + b for one row as for many.
 
-A weight is kept in blocks of BLOCK outputs: for each pair of inputs the two elements of each output side by side, as
-the product of pairs of bfloat16 takes them (`numba_runtime.ir.Elements.dot_pair`). A unit of work is a few of these
-blocks and up to MAX_UNIT_ROWS rows; threads take the next unit when they finish one. Every sum goes over the inputs in
-their order, so a row's result is bit-identical for any other rows and any threads.
-
-oneDNN's products of packed weights are as fast for a prompt's rows and take half as long again for a few
-(docs/performance.md), which is most of what a server does.
+A weight is kept in blocks of outputs: for each input, or in 16 bits for each pair of inputs, the elements of the
+outputs side by side, as products of vectors take them (`numba_runtime.ir.Elements.dot_pair`). A unit of work is a few
+of these blocks and some hundred rows; threads take the next unit when they finish one. Every sum goes over the inputs
+in their order, so a row's result is bit-identical for any other rows and any threads. No library's product of matrices
+promises that: what it chooses for one row is not what it chooses for many.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 
@@ -22,14 +20,11 @@ from numba.extending import intrinsic
 from loraplex.kernels.layers import dense
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads
-from loraplex.kernels.numba_runtime.vectors import fetch_add, host_features, read_int64
+from loraplex.kernels.numba_runtime.vectors import LIKE, fetch_add, host_features, read_int64, size_of
 
-BLOCK = 32
-MAX_UNIT_ROWS = 384
-"""Rows that one reading of a block's weights serves. More would not stay in a core's own cache beside it."""
-_TILE_ROWS = 12
-"""Most rows of a tile: with two vectors of sums each they fill the registers of AVX-512."""
-
+_UNIT_BYTES = 768
+"""Bytes of a column of x that one reading of a block's weights serves, at most: more rows would not stay in a core's
+own cache beside it."""
 
 _ROWS_TO_PREFETCH = 6
 """Rows of a tile from which on the next block is asked for ahead: computing takes longer than reading then, and in all
@@ -38,27 +33,32 @@ but a block's first tile memory would be idle. With fewer rows it costs up to a 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """`blocks` [⌈N/32⌉, K/2, 2, 16, 2] bfloat16, zeros behind the N outputs."""
+    """`blocks` [⌈N/B⌉, K/2, B, 2] in 16 bits, [⌈N/B⌉, K, B] in float32, of B outputs each; zeros behind the N
+    outputs."""
 
     blocks: torch.Tensor
     shape: tuple[int, int]
 
 
+def block_size() -> int:
+    """B: outputs whose sums a tile of rows holds in registers."""
+    return 32 if "avx512f" in host_features() else 16
+
+
 def pack_weight(weight: torch.Tensor) -> PackedWeight | torch.Tensor:
-    """The weight [N, K] of a linear, as `linear` reads it fastest: in blocks where it is bfloat16, K is even and the
-    processor is one that these products are made for, else what `dense.pack_weight` makes of it."""
+    """The weight [N, K] of a linear, as `linear` reads it fastest: in blocks where these products are made for the
+    dtype and the processor, else what `dense.pack_weight` makes of it."""
     out_features, in_features = weight.shape
-    if weight.dtype is not torch.bfloat16 or in_features % 2 or not is_for_this_processor():
+    in_pairs = weight.itemsize == 2
+    if not is_for(weight.dtype) or (in_pairs and in_features % 2):
         return dense.pack_weight(weight)
-    num_blocks = -(-out_features // BLOCK)
-    blocks = torch.zeros(num_blocks, in_features // 2, 2, 16, 2, dtype=torch.bfloat16)
+    width = block_size()
+    num_blocks = -(-out_features // width)
+    blocks = torch.zeros(num_blocks, in_features * width, dtype=weight.dtype)
     # A pair of inputs is copied as one number of 32 bits, a block at a time, which a core's cache holds.
-    pairs, columns = (
-        weight.contiguous().view(torch.int32),
-        blocks.view(torch.int32).view(num_blocks, -1, BLOCK),
-    )
-    for block, rows in enumerate(pairs.split(BLOCK)):
-        columns[block, :, : len(rows)] = rows.T
+    units, columns = weight.contiguous().view(torch.int32), blocks.view(torch.int32)
+    for block, rows in enumerate(units.split(width)):
+        columns[block].view(-1, width)[:, : len(rows)] = rows.T
     return PackedWeight(blocks, (out_features, in_features))
 
 
@@ -70,104 +70,158 @@ def linear(
     if isinstance(weight, torch.Tensor):
         return dense.linear(x, weight, bias)
     out_features, in_features = weight.shape
+    dtype = weight.blocks.dtype
     if (
-        x.dtype is not torch.bfloat16
+        x.dtype is not dtype
         or x.dim() != 2
         or x.shape[1] != in_features
-        or (bias is not None and (bias.shape != (out_features,) or not bias.is_contiguous()))
-    ):
-        raise ValueError(
-            f"x {list(x.shape)} {x.dtype} does not fit a weight {list(weight.shape)} in bfloat16"
+        or (
+            bias is not None
+            and (bias.dtype is not dtype or bias.shape != (out_features,) or not bias.is_contiguous())
         )
+    ):
+        raise ValueError(f"x {list(x.shape)} {x.dtype} does not fit a weight {list(weight.shape)} in {dtype}")
     if x.stride(1) != 1:
         x = x.contiguous()
-    rows = x.shape[0]
-    y = torch.empty(rows, out_features, dtype=torch.bfloat16)
-    blocks = -(-out_features // BLOCK)
+    rows, size = x.shape[0], x.element_size()
+    y = torch.empty(rows, out_features, dtype=dtype)
+    blocks = len(weight.blocks)
     # A few blocks at once where a block is soon done: taking one costs as much as some rows of it.
     grain = max(1, blocks // (num_threads() * 8))
     _multiply.run(
-        (),
+        (LIKE[dtype],),
         x.data_ptr(),
-        x.stride(0) * 2,
+        x.stride(0) * size,
         rows,
         weight.blocks.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        in_features // 2,
+        in_features,
         out_features,
         grain,
+        max(1, _UNIT_BYTES // size),
     )
     return y
 
 
-def is_for_this_processor() -> bool:
-    """AVX512-BF16 without AMX, whose tiles only oneDNN uses."""
+def is_for(dtype: torch.dtype) -> bool:
+    """Whether these products are made for a dtype on this processor: any in float32 with AVX2, and in 16 bits unless
+    the processor has AMX, whose tiles only oneDNN uses."""
     features = host_features()
-    return "avx512bf16" in features and "amx-bf16" not in features
+    return dtype in LIKE and "avx2" in features and (dtype is torch.float32 or "amx-bf16" not in features)
+
+
+def _most_rows(context, like):
+    """Rows of a tile: their sums, a block's weights and one element of x fill the registers."""
+    if nir.wide_registers(context):
+        return 12
+    return 6 if like == types.float32 else 4
 
 
 @intrinsic
-def _tile(typing, rows, x, x_stride, weight, bias, y, y_stride, pairs, count):
-    """y[r, :count] = x[r]·Wᵀ + bias of one block, for r < rows ≤ _TILE_ROWS, with all sums in registers: code of its
+def _block_size(typing):
+    """`block_size`, of the processor that code is made for."""
+
+    def lower(context, builder, signature, values):
+        return nir.i64(32 if nir.wide_registers(context) else 16)
+
+    return types.int64(), lower
+
+
+@intrinsic
+def _tile_rows(typing, like):
+    def lower(context, builder, signature, values):
+        return nir.i64(_most_rows(context, signature.args[0]))
+
+    return types.int64(like), lower
+
+
+@intrinsic
+def _tile(typing, rows, x, x_stride, weight, bias, y, y_stride, inputs, count, like):
+    """y[r, :count] = x[r]·Wᵀ + bias of one block, for r < rows ≤ _most_rows, with all sums in registers: code of its
     own for each number of rows."""
 
     def lower(context, builder, signature, values):
-        rows, *arguments = values
+        rows, *arguments, _ = values
+        kind = signature.args[-1]
+        most = _most_rows(context, kind)
         done = builder.append_basic_block("done")
-        cases = [builder.append_basic_block(f"rows{number}") for number in range(1, _TILE_ROWS + 1)]
+        cases = [builder.append_basic_block(f"rows{number}") for number in range(1, most + 1)]
         choice = builder.switch(rows, cases[-1])
         for number, block in enumerate(cases, 1):
-            if number < _TILE_ROWS:
+            if number < most:
                 choice.add_case(nir.i64(number), block)
             builder.position_at_end(block)
-            _emit_tile(context, builder, number, *arguments)
+            _emit_tile(context, builder, kind, number, *arguments)
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9), lower
+    return types.void(*[types.int64] * 9, like), lower
 
 
-def _emit_tile(context, builder, rows, x, x_stride, weight, bias, y, y_stride, pairs, count):
-    halves = nir.elements(context, types.uint16)
-    next_block = builder.mul(pairs, nir.i64(BLOCK * 4))
+def _emit_tile(context, builder, kind, rows, x, x_stride, weight, bias, y, y_stride, inputs, count):
+    element = nir.elements(context, kind)
+    parts = 2 if nir.wide_registers(context) else 1
+    in_pairs = element.size == 2
+    # Of one input, or of a pair in 16 bits, 4 bytes are of one output.
+    turns = builder.lshr(inputs, nir.i64(1)) if in_pairs else inputs
+    next_block = builder.mul(turns, nir.i64(64 * parts))
     sources = [builder.add(x, builder.mul(x_stride, nir.i64(r))) for r in range(rows)]
 
     def turn(index, sums):
-        place = builder.add(weight, builder.mul(index, nir.i64(128)))
+        place = builder.add(weight, builder.mul(index, nir.i64(64 * parts)))
         offset = builder.mul(index, nir.i64(4))
         if rows >= _ROWS_TO_PREFETCH:
             ahead = builder.add(place, next_block)
-            for line in (0, 64):
-                nir.prefetch(builder, builder.add(ahead, nir.i64(line)))
-        columns = [halves.load_pair(builder, builder.add(place, nir.i64(64 * c)), None) for c in (0, 1)]
+            for part in range(parts):
+                nir.prefetch(builder, builder.add(ahead, nir.i64(64 * part)))
+        places = [builder.add(place, nir.i64(64 * part)) for part in range(parts)]
         following = []
+        if in_pairs:
+            columns = [element.load_pair(builder, at, None) for at in places]
+        else:
+            columns = [element.load(builder, at) for at in places]
         for r in range(rows):
-            pair = halves.splat_pair(builder, builder.add(sources[r], offset))
-            following += [halves.dot_pair(builder, sums[2 * r + c], pair, columns[c]) for c in (0, 1)]
+            own, at = sums[parts * r : parts * (r + 1)], builder.add(sources[r], offset)
+            if in_pairs:
+                given = element.splat_pair(builder, at)
+                following += [
+                    element.dot_pair(builder, total, given, column)
+                    for total, column in zip(own, columns, strict=True)
+                ]
+            else:
+                given = nir.splat(builder, nir.load(builder, at, nir.F32, 4))
+                following += [
+                    nir.fma(builder, given, column, total) for total, column in zip(own, columns, strict=True)
+                ]
         return following
 
-    zero = ir.Constant(nir.V_F32, [0.0] * nir.LANES)
-    sums = nir.loop(builder, pairs, 1, [zero] * (2 * rows), turn)
-    for c in (0, 1):
-        mask = nir.lane_mask(builder, nir.i64(0), builder.sub(count, nir.i64(16 * c)))
-        start = nir.i64(32 * c)
+    sums = nir.loop(builder, turns, 1, [nir.vector(nir.V_F32, 0.0)] * (parts * rows), turn)
+    for part in range(parts):
+        mask = nir.lane_mask(builder, nir.i64(0), builder.sub(count, nir.i64(16 * part)))
+        start = nir.i64(16 * element.size * part)
         has_bias = builder.icmp_signed("!=", bias, nir.i64(0))
         # An address of 0 is never read: no lane is on.
         lanes = builder.select(has_bias, mask, ir.Constant(nir.V_I1, [0] * nir.LANES))
-        shift = halves.load(builder, builder.add(bias, start), lanes)
+        shift = element.load(builder, builder.add(bias, start), lanes)
         for r in range(rows):
             target = builder.add(builder.add(y, builder.mul(y_stride, nir.i64(r))), start)
-            halves.store(builder, builder.fadd(sums[2 * r + c], shift), target, mask)
+            element.store(builder, builder.fadd(sums[parts * r + part], shift), target, mask)
 
 
-def _multiply_units(taken, arguments):
+def _multiply_units(taken, arguments, like):
     x, x_stride, rows = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     weight, bias, y = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
-    pairs, columns, grain = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
-    blocks = (columns + BLOCK - 1) // BLOCK
-    spans = (rows + MAX_UNIT_ROWS - 1) // MAX_UNIT_ROWS
+    inputs, columns, grain = (
+        read_int64(arguments + 48),
+        read_int64(arguments + 56),
+        read_int64(arguments + 64),
+    )
+    unit_rows = read_int64(arguments + 72)
+    width, size, most = _block_size(), size_of(like), _tile_rows(like)
+    blocks = (columns + width - 1) // width
+    spans = (rows + unit_rows - 1) // unit_rows
     grains = (blocks + grain - 1) // grain
     while True:
         unit = fetch_add(taken, 1)
@@ -175,13 +229,13 @@ def _multiply_units(taken, arguments):
             break
         span = unit // grains
         low, high = rows * span // spans, rows * (span + 1) // spans
-        tiles = (high - low + _TILE_ROWS - 1) // _TILE_ROWS
+        tiles = (high - low + most - 1) // most
         first = unit % grains * grain
         for block in range(first, min(first + grain, blocks)):
-            source = weight + block * pairs * (BLOCK * 4)
-            begin = bias + block * (BLOCK * 2) if bias != 0 else 0
-            target = y + block * (BLOCK * 2)
-            count = min(BLOCK, columns - block * BLOCK)
+            source = weight + block * inputs * width * size
+            begin = bias + block * width * size if bias != 0 else 0
+            target = y + block * width * size
+            count = min(width, columns - block * width)
             for tile in range(tiles):
                 # Tiles of equal size: a last one of a single row would take as long as one of four.
                 row = low + (high - low) * tile // tiles
@@ -192,11 +246,12 @@ def _multiply_units(taken, arguments):
                     x_stride,
                     source,
                     begin,
-                    target + row * columns * 2,
-                    columns * 2,
-                    pairs,
+                    target + row * columns * size,
+                    columns * size,
+                    inputs,
                     count,
+                    like,
                 )
 
 
-_multiply = Kernel(_multiply_units, "qqqqqqqqq")
+_multiply = Kernel(_multiply_units, "qqqqqqqqqq")
