@@ -9,6 +9,8 @@ DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy im
 CLIENTS := .clients
 HELM := $(CLIENTS)/helm/.installed
 ARGS ?=
+# Where 'make gpu' writes its results.
+OUT ?= build/gpu
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: quickstart test test-slow test-all check docs chart soak gpu gpu-wheels fmt clean clients outside dashboards
@@ -36,7 +38,7 @@ soak: $(STAMP)-dev
 # what 'make gpu-wheels' fetched, on a machine that has the network.
 gpu:
 	@if ls gpu-wheels/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target build/gpu-site gpu-wheels/*.whl; fi
-	PYTHONPATH=tests:server:adapters:kernels:build/gpu-site $(PYTHON) -m bench.gpu.suite --budget 540 --out build/gpu $(ARGS)
+	PYTHONPATH=tests:server:adapters:kernels:build/gpu-site $(PYTHON) -m bench.gpu.suite --budget 540 --out $(OUT) $(ARGS)
 
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest gpu-wheels ml-dtypes==0.6.0

@@ -118,10 +118,7 @@ def write_report(
 
 def _markdown(runs: Sequence[dict[str, Any]], ran: list[dict[str, Any]], missing: Sequence[str]) -> list[str]:
     identity = runs[0]["identity"]
-    facts = ", ".join(
-        f"{name} {value}" for name, value in identity.items() if name not in ("device", "catalogue")
-    )
-    lines = [f"# GPU suite: {identity['device']}", "", f"{facts}."]
+    lines = [f"# GPU suite: {identity['device']}", "", f"commit {identity['commit']}, {_facts(runs)}."]
     if "interpreted" in identity["device"]:
         lines += ["", "**Interpreted on a CPU: no time here says anything of a GPU.**"]
     lines += ["", *(f"- {run['started']}: `{run['command']}`" for run in runs), ""]
@@ -149,6 +146,13 @@ def _markdown(runs: Sequence[dict[str, Any]], ran: list[dict[str, Any]], missing
     if missing:
         lines += ["", "## Not run, for want of time", "", *(f"- {key}" for key in missing)]
     return lines
+
+
+def _facts(runs: Sequence[dict[str, Any]]) -> str:
+    """The environment of the runs: where they differ, each of the values."""
+    names = dict.fromkeys(name for run in runs for name in run["environment"] if name != "device")
+    values = {name: dict.fromkeys(str(run["environment"].get(name)) for run in runs) for name in names}
+    return ", ".join(f"{name} {' and '.join(found)}" for name, found in values.items())
 
 
 def _aims(results: dict[str, dict[str, Any]]) -> list[str]:

@@ -176,11 +176,16 @@ class Suite:
         return worker
 
     def _begin(self, environment: dict[str, Any]) -> None:
-        identity = {"commit": self.commit, "catalogue": self.catalogue, **environment}
-        if any(run["identity"] != identity for run in self._journal.runs):
-            raise ValueError(f"{self.out} holds results of another commit or machine: name another --out")
+        identity = _identity(self.commit, self.catalogue, environment)
+        for run in self._journal.runs:
+            other = [name for name, value in identity.items() if run["identity"].get(name) != value]
+            if other:
+                raise ValueError(
+                    f"{self.out} holds results of another {', '.join(other)}: name another --out"
+                )
         run = {
             "identity": identity,
+            "environment": environment,
             "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             "command": shlex.join(["python3", "-m", "bench.gpu.suite", *sys.argv[1:]]),
             "budget_s": self.budget_s,
@@ -255,6 +260,13 @@ class _Lane:
         if self._worker is not None:
             self._worker.close()
         self._worker = None
+
+
+def _identity(commit: str, catalogue: str, environment: dict[str, Any]) -> dict[str, str]:
+    """What the results of one folder must have in common. All else, such as a driver's patch number, is recorded with
+    each run."""
+    minor = {name: ".".join(environment[name].split(".")[:2]) for name in ("torch", "triton")}
+    return {"commit": commit, "catalogue": catalogue, "device": environment["device"], **minor}
 
 
 def _counts(result: dict[str, Any] | None) -> bool:

@@ -88,6 +88,7 @@ def plain(value: Any) -> Any:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
+    """The versions and the device that results depend on, or that a reader asks for."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "transformers", "numpy"):
         found[name] = version(name)

@@ -12,7 +12,7 @@ import pytest
 
 from bench.gpu import catalogue, lora, report
 from bench.gpu.profile import part_of
-from bench.gpu.suite import Suite
+from bench.gpu.suite import Journal, Suite
 from loraplex.adapters.device.layout import ArenaLayout, place_tiles
 from loraplex.kernels.lora.dispatch import CHUNK
 
@@ -94,6 +94,7 @@ def test_the_report_tells_all(broken):
     whole = json.loads((out / "results.json").read_text())
     assert len(whole["results"]) == 8
     assert whole["runs"][0]["identity"]["commit"] == "abc"
+    assert f"python {whole['runs'][0]['environment']['python']}" in told
 
 
 def test_interrupted_run_counts_and_is_resumed(tmp_path):
@@ -122,6 +123,29 @@ def test_interrupted_run_counts_and_is_resumed(tmp_path):
     with pytest.raises(ValueError, match="another commit"):
         made.run()
     assert said == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "resumed"),
+    [
+        ("driver", "580.95.06", True),
+        ("torch", "2.11.1+cu130", True),
+        ("torch", "2.12.0+cu130", False),
+        ("triton", "3.7.0", False),
+        ("device", "NVIDIA A100-SXM4-80GB", False),
+    ],
+)
+def test_run_is_resumed_unless_what_matters_differs(tmp_path, name, value, resumed):
+    machine = {"python": "3.12", "torch": "2.11.0+cu130", "triton": "3.6.0", "device": "NVIDIA H200"}
+    for environment in (machine, {**machine, name: value}):
+        made, _ = suite(tmp_path, "cases")
+        made._journal = Journal(tmp_path / "results.jsonl")
+        if environment == machine or resumed:
+            made._begin(environment)
+        else:
+            with pytest.raises(ValueError, match=f"another {name}"):
+                made._begin(environment)
+    assert len(Journal(tmp_path / "results.jsonl").runs) == 1 + resumed
 
 
 @pytest.mark.slow
@@ -171,7 +195,12 @@ def test_report_compares_targets_with_measurements(tmp_path):
     assert {aim.case for aim in report._AIMS} <= {case.key for case in catalogue.full()}
     rows = {"steps/64 rows, 8 adapters, rank 16": {"lora_to_base": 0.96, "base_times_floor": 1.5}}
     results = {key: {"case": key, "status": "ok", "rows": [row]} for key, row in rows.items()}
-    run = {"identity": {"device": "a device", "commit": "abc"}, "started": "now", "command": "this"}
+    run = {
+        "identity": {"device": "a device", "commit": "abc"},
+        "environment": {"driver": "1.2"},
+        "started": "now",
+        "command": "this",
+    }
     report.write_report(tmp_path, [run], [*results, "activation/rank 16"], results)
     told = (tmp_path / "results.md").read_text()
     assert "| LoRA ÷ base, 64 rows of 8 adapters | ≥ 0.95 | 0.960 | yes |" in told
