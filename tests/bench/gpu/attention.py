@@ -50,6 +50,35 @@ def small_cases() -> list[AttentionCase]:
     ]
 
 
+def engine_cases(*, small: bool) -> list[AttentionCase]:
+    """In the engine's own tilings: bfloat16 in the shapes of Llama-3.1-8B and Gemma 2; `small`: the same steps in tiny
+    shapes and float16, as the interpreter multiplies no bfloat16."""
+    dtype, chunk, past = (torch.float16, 37, 61) if small else (torch.bfloat16, 464, 8192)
+    llama, gemma = ((8, 2, 32), (4, 2, 144)) if small else ((32, 8, 128), (8, 4, 256))
+    many = 3 if small else 48
+    decoding = tuple(1 + past * number // many for number in range(many))
+    return [
+        AttentionCase("engine's tiling, decode", *llama, (1,) * many, decoding, dtype=dtype),
+        AttentionCase("engine's tiling, prompt", *llama, (chunk,), (chunk,), dtype=dtype),
+        AttentionCase(
+            "engine's tiling, decode and a chunk with a past",
+            *llama,
+            (*(1,) * many, chunk),
+            (*decoding, past + chunk),
+            dtype=dtype,
+        ),
+        AttentionCase(
+            "engine's tiling, large heads, window, softcap",
+            *gemma,
+            (1, chunk),
+            (past, past + chunk),
+            window=past // 2,
+            softcap=50.0,
+            dtype=dtype,
+        ),
+    ]
+
+
 def full_cases() -> list[AttentionCase]:
     """In order of importance."""
     llama, gemma = (32, 8, 128), (8, 4, 256)
@@ -88,9 +117,13 @@ def full_cases() -> list[AttentionCase]:
     return found
 
 
-def run_case(case: AttentionCase, device: torch.device, ceilings: Ceilings | None = None) -> dict[str, Any]:
+def run_case(
+    case: AttentionCase, device: torch.device, ceilings: Ceilings | None = None, *, recorded: bool = True
+) -> dict[str, Any]:
     """`ok` says whether all that was compared is right; `error` is the largest difference from float64 as a part of
-    the largest number. Times are of one layer: `graph_ms` in a CUDA graph, `floor_ms` what the bytes and flops need,
+    the largest number; `recorded`: out of a CUDA graph too.
+
+    With `ceilings` one layer is timed: `graph_ms` in a CUDA graph, `floor_ms` what the bytes and flops need,
     `torch_ms` that of the reference in torch."""
     step = paged_step(
         case.num_rows,
@@ -111,13 +144,7 @@ def run_case(case: AttentionCase, device: torch.device, ceilings: Ceilings | Non
     scratch.part.fill_(float("nan"))
     scratch.lse.fill_(float("nan"))
     again = triton_attention.paged_attention(step.q, step.cache, batch, **options)
-    host = np.full(plan.num_ints, 1 << 30, dtype=np.int32)
-    array = torch.from_numpy(host).to(device)
-    recorded = triton_attention.graph_batch(plan, array, scratch)
-    run = _recorded(step, recorded, options, device)
-    written = plan.write(host, case.num_rows, case.seq_lens, step.tables)
-    array[: written.num_ints].copy_(torch.from_numpy(host[: written.num_ints]))
-    replayed = run()
+    replayed = _replayed(case, step, plan, scratch, options) if recorded else got
     error = relative_error(got, expected_attention(step, **options)) if case.reference else None
     same_again, same_in_graph = torch.equal(got, again), torch.equal(got, replayed)
     result: dict[str, Any] = {
@@ -129,7 +156,9 @@ def run_case(case: AttentionCase, device: torch.device, ceilings: Ceilings | Non
         "ok": same_again and same_in_graph and (error is None or error <= TOLERANCE[case.dtype]),
     }
     num_bytes, flops = work(case)
-    floor = (ceilings or Ceilings()).floor_ms(num_bytes, flops)
+    if ceilings is None:
+        return result
+    floor = ceilings.floor_ms(num_bytes, flops)
     ms = median_ms(lambda: triton_attention.paged_attention(step.q, step.cache, batch, **options), device)
     result |= {"bytes": num_bytes, "flops": flops, "floor_ms": floor, "graph_ms": ms}
     if ms is not None:
@@ -167,6 +196,24 @@ def work(case: AttentionCase) -> tuple[int, int]:
         pairs += int(seen.sum() if case.window is None else np.minimum(seen, case.window).sum())
     elements = 2 * positions * case.kv_heads + 2 * sum(case.num_rows) * case.heads
     return elements * case.head_dim * case.dtype.itemsize, 4 * pairs * case.heads * case.head_dim
+
+
+def _replayed(
+    case: AttentionCase,
+    step: PagedStep,
+    plan: AttentionPlan,
+    scratch: triton_attention.AttentionScratch,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """The answer of launches recorded while the list of work was empty."""
+    device = step.q.device
+    host = np.full(plan.num_ints, 1 << 30, dtype=np.int32)
+    array = torch.from_numpy(host).to(device)
+    run = _recorded(step, triton_attention.graph_batch(plan, array, scratch), options, device)
+    written = plan.write(host, case.num_rows, case.seq_lens, step.tables)
+    array[: written.num_ints].copy_(torch.from_numpy(host[: written.num_ints]))
+    replayed: torch.Tensor = run()
+    return replayed
 
 
 def _recorded(

@@ -17,7 +17,7 @@ def small() -> list[Case]:
     """All kinds, on tiny shapes: for the interpreter."""
     return [
         Case("ceilings", "device", _ceilings),
-        *_checks(),
+        *_checks(small=True),
         *_equality(equality.small_cases()),
         *_steps(
             SMALL,
@@ -50,7 +50,7 @@ def full() -> list[Case]:
     ]
     return [
         Case("ceilings", "device", _ceilings),
-        *_checks(),
+        *_checks(small=False),
         *_equality(equality.full_cases()[:4]),
         *_steps(FULL, [("steps", "decode", row) for row in most[:5]]),
         *_steps(FULL, [("beside", "beside", row) for row in most[:2]]),
@@ -83,12 +83,13 @@ def _log_sum_exp(bench: Bench) -> list[Row]:
     return [sampling.log_sum_exp_case(rows, 128256, bench.device, bench.ceilings) for rows in (64, 256)]
 
 
-def _checks() -> list[Case]:
-    """Kernels against float64, on sizes that find mistakes rather than limits."""
+def _checks(*, small: bool) -> list[Case]:
+    """Kernels against float64, on sizes that find mistakes rather than limits; LoRA and attention in the engine's own
+    tilings too."""
     return [
         *(
             Case("checks", f"lora: {case.name}", partial(_check, lora.run_case, case), 120, alone=False)
-            for case in lora.small_cases()
+            for case in lora.small_cases() + lora.engine_cases(small=small)
         ),
         *(
             Case(
@@ -98,7 +99,7 @@ def _checks() -> list[Case]:
                 120,
                 alone=False,
             )
-            for case in attention.small_cases()
+            for case in attention.small_cases() + attention.engine_cases(small=small)
         ),
         Case("checks", "fused", lambda bench: fused.small_cases(bench.device), 120, alone=False),
         *(
@@ -119,7 +120,7 @@ def _attention(cases: Sequence[attention.AttentionCase]) -> list[Case]:
 
 
 def _check(run: Callable[..., Row], case: Any, bench: Bench) -> Row:
-    return run(case, bench.device)  # its times say nothing beside other cases, nor would ceilings
+    return run(case, bench.device)  # not timed: other cases run beside it
 
 
 def _sampling(cases: Sequence[sampling.SamplingCase]) -> list[Case]:

@@ -91,6 +91,24 @@ def small_cases() -> list[LoraCase]:
     ]
 
 
+def engine_cases(*, small: bool) -> list[LoraCase]:
+    """In the engine's own tilings: what tensor cores and the compiler for them can get wrong. bfloat16 in the shapes of
+    Llama-3.1-8B; `small`: the same batches in tiny shapes and float16, as the interpreter multiplies no bfloat16."""
+    groups, dtype = (SMALL, torch.float16) if small else (LLAMA_8B, torch.bfloat16)
+    many, chunk = (3, 37) if small else (64, 464)
+    ranks = tuple(8 << (slot % 4) for slot in range(8))
+    mix = ((-1, 2), *distinct(many // 2, many // 2), (many // 2, chunk))
+    return [
+        LoraCase(f"engine's tiling, {name}", groups, case_ranks, rows, dora=dora, dtype=dtype)
+        for name, case_ranks, rows, dora in (
+            ("a row an adapter", (16,) * many, distinct(many, many), ()),
+            ("several rows an adapter, ranks 8 … 64", ranks, distinct(8 * many, 8), ()),
+            ("prompts of rank 64 and 16", (64, 16), ((0, chunk), (1, chunk)), ()),
+            ("decoding, base and a chunk, DoRA", (16,) * (many // 2 + 1), mix, (0, many // 2)),
+        )
+    ]
+
+
 def full_cases() -> list[LoraCase]:
     """In order of importance."""
     found = []
@@ -142,19 +160,27 @@ def full_cases() -> list[LoraCase]:
     return found
 
 
-def run_case(case: LoraCase, device: torch.device, ceilings: Ceilings | None = None) -> dict[str, Any]:
+def run_case(
+    case: LoraCase, device: torch.device, ceilings: Ceilings | None = None, *, recorded: bool = True
+) -> dict[str, Any]:
     """`ok` says whether all that was compared is right; `error` is the largest difference from float64 as a part of
-    the largest number, over all groups of the first and the last layer. Times are of one layer's groups together:
-    `graph_ms` in a CUDA graph, `shrink_ms` and `expand_ms` of its two sides, `floor_ms` what the bytes and flops
-    need, `torch_ms` that of a loop over the adapters in torch. `plan_us`: of the host, a step."""
+    the largest number, over all groups of the first and the last layer; `recorded`: out of a CUDA graph too.
+
+    With `ceilings` it is timed, a layer's groups together: `graph_ms` in a CUDA graph, `shrink_ms` and `expand_ms` of
+    its two sides, `floor_ms` what the bytes and flops need, `torch_ms` that of a loop over the adapters in torch.
+    `plan_us`: of the host, a step."""
     num_bytes, flops = work(case)
-    layers = min(32, max(2, -(-COLD_BYTES // num_bytes))) if device.type == "cuda" else 2
+    timed = ceilings is not None and device.type == "cuda"
+    layers = min(32, max(2, -(-COLD_BYTES // num_bytes))) if timed else 2
     arena = make_arena(
         case.groups, layers, case.dtype, case.ranks, max_rank=case.max_rank, dora=case.dora, device=device
     )
     batch = _Batch(case, arena, device)
-    result = {"case": case.name, "dtype": str(case.dtype).removeprefix("torch."), **_compare(batch, layers)}
-    floor = (ceilings or Ceilings()).floor_ms(num_bytes, flops)
+    result = {"case": case.name, "dtype": str(case.dtype).removeprefix("torch.")}
+    result |= _compare(batch, layers, recorded=recorded)
+    if ceilings is None:
+        return result
+    floor = ceilings.floor_ms(num_bytes, flops)
     result |= {"bytes": num_bytes, "flops": flops, "floor_ms": floor, "list_bytes": 4 * batch.step.size}
     launcher, tensors = batch.launcher, batch.tensors(0)
 
@@ -268,8 +294,9 @@ class _Batch:
         return statistics.median(times) * 1e6
 
 
-def _compare(batch: _Batch, layers: int) -> dict[str, Any]:
+def _compare(batch: _Batch, layers: int, *, recorded: bool) -> dict[str, Any]:
     case, error, same_again, graph_error = batch.case, 0.0, True, 0.0
+    recorded = recorded and case.num_rows <= MAX_RECORDED_ROWS
     for layer in {0, layers - 1}:
         tensors = batch.tensors(layer)
         for group in case.groups:
@@ -282,12 +309,12 @@ def _compare(batch: _Batch, layers: int) -> dict[str, Any]:
             same_again &= torch.equal(got, again)
             want = batch.arena.expected(layer, group, case.segments, x, y) if case.reference else got
             error = max(error, relative_error(got, want))
-            if layer == 0 and case.num_rows <= MAX_RECORDED_ROWS:
+            if layer == 0 and recorded:
                 graph_error = max(graph_error, relative_error(batch.replay(layer, group.key, x, y), want))
     tolerance = TOLERANCE[case.dtype]
     return {
         "error": error if case.reference else None,
-        "graph_error": graph_error if case.num_rows <= MAX_RECORDED_ROWS else None,
+        "graph_error": graph_error if recorded else None,
         "same_again": same_again,
         "ok": same_again and error <= tolerance and graph_error <= tolerance,
     }

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench.gpu import attention, fused
+from bench.gpu.timing import Ceilings
 from loraplex.kernels.attention import triton_attention
 from loraplex.kernels.layers import triton_norm
 
@@ -17,9 +18,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("case", attention.small_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", attention.small_cases() + attention.engine_cases(small=True), ids=lambda case: case.name
+)
 def test_small_attention_cases_are_right(case):
-    result = attention.run_case(case, DEVICE)
+    result = attention.run_case(case, DEVICE, Ceilings())
     assert result["ok"], result
     assert result["floor_ms"] > 0
     assert (result["graph_ms"] is None) == (DEVICE.type == "cpu")
@@ -43,7 +46,7 @@ def test_a_wrong_number_is_noticed(monkeypatch):
 
 
 def test_every_full_case_has_a_plan():
-    for case in attention.full_cases():
+    for case in attention.full_cases() + attention.engine_cases(small=False):
         plan = attention.make_plan(case, torch.device("cpu"))
         num_bytes, flops = attention.work(case)
         assert plan.num_ints > 0

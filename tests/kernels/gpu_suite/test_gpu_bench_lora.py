@@ -7,17 +7,21 @@ import pytest
 import torch
 
 from bench.gpu import lora
+from bench.gpu.timing import Ceilings
 from loraplex.kernels.lora.triton_lora import LoraLauncher
 from loraplex.kernels.lora.triton_plan import LoraPlanner
+from loraplex.kernels.lora.triton_tiling import ROW_ROWS, LoraTiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
 
-@pytest.mark.parametrize("case", lora.small_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", lora.small_cases() + lora.engine_cases(small=True), ids=lambda case: case.name
+)
 def test_small_cases_are_right(case: lora.LoraCase) -> None:
-    result = lora.run_case(case, DEVICE)
+    result = lora.run_case(case, DEVICE, Ceilings())
     assert result["ok"], result
     assert result["graph_error"] is not None
     assert result["floor_ms"] > 0
@@ -37,7 +41,7 @@ def test_a_wrong_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_full_case_can_be_planned() -> None:
     names = set()
-    for case in lora.full_cases():
+    for case in lora.full_cases() + lora.engine_cases(small=False):
         names.add(case.name)
         planner = LoraPlanner(case.groups, case.max_rank // 8, case.tiling, 528)
         widest = np.repeat(np.array(case.ranks, np.int32)[:, None] // 8, len(case.groups), axis=1)
@@ -48,7 +52,15 @@ def test_every_full_case_can_be_planned() -> None:
         num_bytes, flops = lora.work(case)
         assert num_bytes > 0
         assert flops > 0
-    assert len(names) == len(lora.full_cases())
+    assert len(names) == len(lora.full_cases()) + len(lora.engine_cases(small=False))
+
+
+def test_checks_of_the_engines_tilings_reach_both_kinds_of_pieces_in_bfloat16() -> None:
+    cases = lora.engine_cases(small=False)
+    assert {case.dtype for case in cases} == {torch.bfloat16}
+    assert {case.tiling for case in cases} == {LoraTiling()}
+    counts = [count for case in cases for _, count in case.rows]
+    assert min(counts) <= ROW_ROWS < LoraTiling().large_rows < max(counts)
 
 
 def test_the_floor_of_the_8b_decode_is_its_tiles() -> None:

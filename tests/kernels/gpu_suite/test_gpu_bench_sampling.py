@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench.gpu import sampling
+from bench.gpu.timing import Ceilings
 from loraplex.kernels.sampling.triton_sampling import TritonSampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -18,7 +19,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("case", sampling.small_cases(), ids=lambda case: case.name)
 def test_small_cases_are_right(case):
-    result = sampling.run_case(case, DEVICE)
+    result = sampling.run_case(case, DEVICE, Ceilings())
     assert result["ok"], result
     assert result["floor_ms"] > 0
     assert (result["graph_ms"] is None) == (DEVICE.type == "cpu")
