@@ -31,21 +31,24 @@ def graph_sizes(max_sequences: int) -> tuple[int, ...]:
 
 class CudaRecorder:
     """CUDA graphs that share one pool of memory: only one runs at a time, and what it returns is valid until the
-    next one runs."""
+    next one runs.
+
+    All are recorded on one stream: cuBLAS keeps a workspace (32 MiB) for every stream that it was ever called on.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         # Once beforehand: kernels are compiled and libraries prepare themselves, which can't be recorded.
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             work()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads copy adapters meanwhile, on streams of their own.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             answer = work()
         self._pool = self._pool or graph.pool()
 
@@ -95,8 +98,12 @@ def record_decoding(
     """Record a pass of `model` for each of the sizes of `source`, and give it to it. While no step is in flight. With
     a `lane`, the adapters' A sides run on it, beside the base's products.
 
-    The largest goes first: the others fit into the memory that it takes.
+    The largest goes first: the others fit into the memory that it takes. All write their logits to the same memory: a
+    tensor of its own would stay with each recording.
     """
+    logits = torch.empty(
+        max(source.layouts, default=0), model.shape.vocab_size, dtype=torch.float32, device=source.device
+    )
     for size in sorted(source.layouts, reverse=True):
         rows, attention = source.empty_batch(size)
         every_row = torch.arange(size, device=source.device)
@@ -108,6 +115,7 @@ def record_decoding(
             fresh_blocks=no_blocks,
             logits_rows=every_row,
             kv=kv,
+            logits_out=logits[:size],
         )
         batches = [batch]
         if source.lora is not None:

@@ -88,10 +88,10 @@ class ForwardBatch:
     `token_ids`, `positions` [T] int64. `attention` knows where each sequence's KV lies, in the form that the model
     takes. `fresh_blocks` [n] int64 are those that the step begins. `logits_rows` [S] int64 are the rows whose logits
     are wanted. `take_hidden` is called with the hidden states behind the final norm, [P, C], of `hidden_rows` [P]
-    int64. `lora` is None where no row has an adapter that changes a layer; `head_lora`, over the rows of
-    `logits_rows`, where none has one that changes the head. `begin_lora` (layer, group, x) is called with each x that
-    `lora.apply` will get, before the base's product of it: what needs x alone may run beside that. A model need not
-    call it.
+    int64. `logits_out` [S, V] float32 is where the logits go; None: into a new tensor. `lora` is None where no row has
+    an adapter that changes a layer; `head_lora`, over the rows of `logits_rows`, where none has one that changes the
+    head. `begin_lora` (layer, group, x) is called with each x that `lora.apply` will get, before the base's product of
+    it: what needs x alone may run beside that. A model need not call it.
     """
 
     token_ids: torch.Tensor
@@ -104,6 +104,7 @@ class ForwardBatch:
     head_lora: LoraPass | None = None
     hidden_rows: torch.Tensor | None = None
     take_hidden: Callable[[torch.Tensor], None] | None = None
+    logits_out: torch.Tensor | None = None
     begin_lora: Callable[[int, str, torch.Tensor], None] | None = None
 
 
@@ -147,6 +148,6 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """[S, V] float32: logits of `logits_rows`. Writes the batch's K and V into the cache. Runs under
-        inference mode."""
+        """[S, V] float32: logits of `logits_rows`, `logits_out` itself where the batch has it. Writes the batch's K and
+        V into the cache. Runs under inference mode."""
         ...

@@ -174,7 +174,7 @@ class FusedDecoder:
         logits = self._ops.linear(x, self._head, None)
         if batch.head_lora is not None:
             batch.head_lora.apply(0, HEAD, x, logits)
-        logits = logits.float()
+        logits = logits.float() if batch.logits_out is None else batch.logits_out.copy_(logits)
         if spec.logits_softcap is not None:
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         return logits

@@ -118,7 +118,7 @@ class TransformersDecoder:
         logits: torch.Tensor = answer.logits[0]
         if not self._keeps_rows:
             logits = logits.index_select(0, batch.logits_rows)
-        return logits.float().contiguous()
+        return logits.float().contiguous() if batch.logits_out is None else batch.logits_out.copy_(logits)
 
 
 def register_attention() -> None:
