@@ -236,7 +236,7 @@ def _build(
     if inputs is not None:
         from loraplex.engine.execution.warm_up import warm_up
 
-        warm_up(runner, inputs)
+        warm_up(runner, inputs, pools=model.hidden_size is not None)
     core = EngineCore(
         SchedulerConfig(
             num_blocks=size.num_blocks,

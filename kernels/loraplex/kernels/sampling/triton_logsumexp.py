@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 _TILE = 4096
+# The second half of a scratch tensor: aligned or not, by the number of rows.
+_SCRATCH = ("sum_ptr",)
 
 
 def log_sum_exp(x: torch.Tensor, *, tile: int = _TILE) -> torch.Tensor:
@@ -35,7 +37,15 @@ def log_sum_exp(x: torch.Tensor, *, tile: int = _TILE) -> torch.Tensor:
     return out
 
 
-@triton.jit
+def warm_up(vocab_size: int, device: torch.device) -> None:
+    """Compile both kernels in each form that rows of this length take: where V is no multiple of four, those that begin
+    in the middle of a tensor are not aligned."""
+    x = torch.zeros(2, vocab_size, device=device)
+    log_sum_exp(x)
+    log_sum_exp(x[1:])
+
+
+@triton.jit(do_not_specialize_on_alignment=_SCRATCH)
 def tile_sums(
     x_ptr, x_row, best_ptr, sum_ptr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr
 ):
@@ -50,7 +60,7 @@ def tile_sums(
     tl.store(sum_ptr + row * SPLITS + split, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCRATCH)
 def join_sums(best_ptr, sum_ptr, out_ptr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
     """out [rows]. Grid: rows."""
     row = tl.program_id(0)

@@ -5,17 +5,35 @@ from __future__ import annotations
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.pooling import Pooling
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence, StepPlan
 
 _PROMPT = 17
 """Rows of a sequence that no list of decoding tiles takes, and no multiple of 16: Triton compiles for those apart."""
+_EVERY_OPTION = SamplingParams(
+    max_tokens=1,
+    temperature=0.7,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias=((0, 1.0),),
+    logprobs=2,
+    prompt_logprobs=2,
+    prompt_ranks=True,
+    logprob_token_ids=(0,),
+)
 _RANDOM = SamplingParams(max_tokens=1, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+_NOTHING = SamplingParams(max_tokens=0)
 
 
-def warm_up(runner: ModelRunner, source: PackedSource) -> None:
+def warm_up(runner: ModelRunner, source: PackedSource, *, pools: bool) -> None:
     """Run steps of made-up prompts, and launch the kernels that adapters may need. Decoding steps are
-    recorded by then, and so compiled.
+    recorded by then, and so compiled; the sampler has launched its kernels in all of their forms. The steps here also
+    load what torch itself loads when it is first used: log probabilities, and with `pools` pooling.
 
     For the start, before any other step: the first block of the KV cache is written to. Raises what a
     forward pass raises.
@@ -24,39 +42,40 @@ def warm_up(runner: ModelRunner, source: PackedSource) -> None:
         source.lora.warm_up(source.dtype)
     limits = source.limits
     longest = min(_PROMPT, BLOCK_SIZE * limits.max_blocks, limits.max_rows)
-    # A block may stand in a table twice: what is computed does not matter.
-    table = (0,) * -(-longest // BLOCK_SIZE)
     beside = limits.max_rows > longest and limits.max_sequences > 1
-    steps = [[(longest, True), (1, True)] if beside else [(longest, True)]]
+    first = [_slice(longest, _EVERY_OPTION)]
+    pooled = [_slice(longest, _NOTHING, pooling="mean")]
+    if beside:
+        first.append(_slice(1, _GREEDY))
+        pooled.append(_slice(1, _NOTHING, pooling="last"))
+    steps = [first]
     if longest >= BLOCK_SIZE:
-        steps.append([(BLOCK_SIZE, True)])
-    steps.append([(1, False)])
-    for number, rows in enumerate(steps):
-        plan = StepPlan(
-            number,
-            tuple(
-                _slice(f"warm-up {number}.{at}", count, table, samples=samples, random=at == 0)
-                for at, (count, samples) in enumerate(rows)
-            ),
-        )
-        runner.collect(runner.submit(plan))
+        steps.append([_slice(BLOCK_SIZE, _RANDOM)])
+    steps.append([_slice(1, _GREEDY, samples=False)])
+    if pools:
+        steps.append(pooled)
+    for number, slices in enumerate(steps):
+        runner.collect(runner.submit(StepPlan(number, tuple(slices))))
 
 
 def _slice(
-    name: str, count: int, table: tuple[int, ...], *, samples: bool, random: bool
+    count: int, sampling: SamplingParams, *, samples: bool = True, pooling: Pooling | None = None
 ) -> ScheduledSequence:
+    """A prompt of `count` tokens 0."""
     tokens = (0,) * count
-    request = EngineRequest(name, "", tokens, _RANDOM if random else _GREEDY)
-    blocks = table[: -(-count // BLOCK_SIZE)]
+    request = EngineRequest("warm-up", "", tokens, sampling, pooling=pooling)
     return ScheduledSequence(
         seq=Sequence(request, 0.0, 0, list(tokens)),
         epoch=0,
         start=0,
         num_tokens=count,
         token_ids=tokens,
-        block_ids=blocks,
+        # A block may stand in a table twice: what is computed does not matter.
+        block_ids=(0,) * -(-count // BLOCK_SIZE),
         slot=-1,
-        samples=samples,
+        samples=samples and pooling is None,
         pending_input=False,
         output_index=0,
+        targets=() if sampling.prompt_logprobs is None else tokens[1:],
+        pool_start=None if pooling is None else 0,
     )

@@ -172,7 +172,7 @@ class TritonSampler:
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         # Triton need not be there where it does not run.
-        from loraplex.kernels.sampling.triton_logsumexp import log_sum_exp
+        from loraplex.kernels.sampling.triton_logsumexp import log_sum_exp, warm_up
         from loraplex.kernels.sampling.triton_sampling import TritonSampling
 
         self._vocab_size = vocab_size
@@ -181,6 +181,7 @@ class TritonSampler:
         self._log_sum_exp = log_sum_exp
         # Compiling takes seconds, which no request should wait for.
         self._sampling.warm_up()
+        warm_up(vocab_size, device)
 
     def plan(
         self, rows: Sequence[ScheduledSequence], *, eos_ids: frozenset[int], upload: HostToDevice
