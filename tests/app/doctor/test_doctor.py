@@ -76,6 +76,7 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert {name for name, verdict in found.items() if verdict != "ok"} <= MACHINE
     assert "wrong" not in found.values()
     assert "llama on the fused decoder" in outcome.stdout
+    assert ", the same bits in every batch, " in outcome.stdout
     assert ", 2 layers" in outcome.stdout
     assert not (tmp_path / "data" / "loraplex.db").exists()
 
@@ -119,6 +120,14 @@ def test_a_dtype_that_the_processor_cannot_multiply_in(
     assert "oneDNN's linears" in kernels(outcome)
     asked = doctor_for_an_old_processor(tmp_path, monkeypatch, "--model", str(model), "--dtype", "bfloat16")
     assert ", bfloat16, 2 layers" in asked.stdout
+
+
+@pytest.mark.usefixtures("torch_here")
+def test_whether_bits_depend_on_the_batch(tmp_path: Path) -> None:
+    model = ("--model", str(write_tiny_model(tmp_path / "tiny")), "--device", "cpu", "--kernels", "torch")
+    assert "bits that may depend on the batch (torch's kernels " in doctor(tmp_path, *model).stdout
+    refused = doctor(tmp_path, *model, "--batch-invariant")
+    assert "wrong base model: --batch-invariant: torch's kernels" in refused.stdout
 
 
 @pytest.mark.usefixtures("torch_here")

@@ -103,8 +103,10 @@ def _model(questions: Questions) -> str:
     if questions.batch_invariant:
         require_same_bits(backend)
     obstacle = examine_same_bits(model_dir, questions.batch_invariant) or obstacle
-    bits = "the same bits in every batch" if obstacle is None else f"bits may depend on the batch: {obstacle}"
-    return f"{kind}, {examine_dtype(model_dir, questions.dtype, device)}; {bits}"
+    bits = "the same bits in every batch"
+    if obstacle is not None:
+        bits = f"bits that may depend on the batch ({obstacle})"
+    return f"{kind}, {bits}, {examine_dtype(model_dir, questions.dtype, device)}"
 
 
 if __name__ == "__main__":
