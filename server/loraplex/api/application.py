@@ -33,6 +33,7 @@ EXPOSED_HEADERS = (
     "traceresponse",
     "x-loraplex-adapter",
     "x-loraplex-adapter-state",
+    "x-loraplex-fingerprint",
     "retry-after",
     "x-should-retry",
     *(

@@ -120,7 +120,7 @@ class ApiServices:
     """`max_model_len` in tokens, `max_body` in bytes, times in seconds. `stall_timeout`: a client that reads
     nothing for so long is cut, and one that sends nothing of its body for so long is answered 408.
     `max_kept_logprobs`: in all answers together that are sent when they are whole; some 80 bytes of JSON each.
-    `formats` are the base model's."""
+    `formats` are the base model's. `text_build` is of `loraplex.serving.text.text_build`."""
 
     engine: EngineClient
     text: Text
@@ -145,3 +145,4 @@ class ApiServices:
     access_log: AccessLog = field(default_factory=access_log)
     tracing: RequestTracing | None = None
     formats: OutputFormats = NO_FORMATS
+    text_build: str = ""

@@ -33,6 +33,10 @@ ANSWER_HEADERS: dict[str, Any] = {
         "description": "Where it was when the request arrived: device, host memory, disk.",
         "schema": {"enum": ["hot", "warm", "cold"]},
     },
+    "x-loraplex-fingerprint": {
+        "description": "The same fingerprint, seed and request give the same tokens.",
+        "schema": {"type": "string", "pattern": "^fp_[0-9a-f]{16}$"},
+    },
 } | {
     f"x-ratelimit-{what}-{kind}": {
         "description": f"Of the limit on {kind}, where one is set.",

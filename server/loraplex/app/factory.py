@@ -66,6 +66,7 @@ from loraplex.http.routing import exact
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
 from loraplex.serving.text.processor import TextProcessor
+from loraplex.serving.text.text_build import text_build
 
 if TYPE_CHECKING:  # it imports OpenTelemetry
     from loraplex.app.tracing.setup import Tracing
@@ -342,6 +343,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         log=structlog.get_logger("loraplex").warning,
     )
     data_services = ApiServices(
+        text_build=text_build(installation.model_dir),
         engine=engine,
         text=text,
         formats=base_formats(settings, text),

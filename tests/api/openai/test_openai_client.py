@@ -44,7 +44,7 @@ def test_chat_answers_with_text_usage_and_headers(plane: DataPlane) -> None:
 
 def test_base_has_no_adapter_headers(plane: DataPlane) -> None:
     raw = plane.client().chat.completions.with_raw_response.create(model=BASE, messages=HI)
-    assert not [name for name in raw.headers if name.startswith("x-loraplex")]
+    assert not [name for name in raw.headers if name.startswith("x-loraplex-adapter")]
     assert plane.engine.requests[0].adapter is None
 
 

@@ -104,6 +104,7 @@ def test_an_idle_engine_that_dies_comes_back_each_time(served: tuple[LiveServer,
     """Twice in a row; what was hot is hot again, what was pinned is pinned."""
     server, key = served
     checked(server.admin.put("tenants/acme/adapters/b/versions/v1/pin"))
+    fingerprint = complete(server, key, "a").headers["x-loraplex-fingerprint"]
     expected = {name: complete_text(server, key, name) for name in ("a", "b", "tiny")}
     for life in range(1, 3):
         engine = server.kill_engine()
@@ -113,6 +114,7 @@ def test_an_idle_engine_that_dies_comes_back_each_time(served: tuple[LiveServer,
         server.wait(lambda: server.residency()["b@v1"] == ["device", "host", "disk"])
         server.wait(lambda: server.residency()["a@v1"] == ["device", "host", "disk"])
         assert {name: complete_text(server, key, name) for name in expected} == expected
+        assert complete(server, key, "a").headers["x-loraplex-fingerprint"] == fingerprint
 
 
 def has_restarted(server: LiveServer, times: int) -> bool:

@@ -16,6 +16,7 @@ from loraplex.api.context import DataContext, context_of
 from loraplex.api.deadline import Deadline
 from loraplex.api.deps import ApiServices
 from loraplex.api.errors import fields_told, from_exception, invalid
+from loraplex.api.fingerprint import HEADER, fingerprint
 from loraplex.api.generation.charge import Charge, admitted
 from loraplex.api.generation.client_watch import ClientWatch, watch_client
 from loraplex.api.generation.constraints import checked_grammar
@@ -86,10 +87,7 @@ class GenerationEndpoint:
                 self._kind.check_model(request, services.engine.info)
                 model = await services.resolver.resolve(principal, request.model, user=request.user)
                 context.adapter, context.resolved = model.adapter, True
-                formats = services.formats.of_version(
-                    model.serving.tool_format, model.serving.reasoning_format
-                )
-                prompts = await self._tokenise(request, formats, principal)
+                prompts = await self._tokenise(request, self._formats(model), principal)
             plan = make_plan(
                 request,
                 prompts.token_ids,
@@ -129,6 +127,14 @@ class GenerationEndpoint:
             )
         except ServingError as error:  # too long, or not what the template takes
             raise invalid(self._kind.source, error.message, error.code) from error
+
+    def _formats(self, model: ResolvedModel) -> OutputFormats:
+        serving = model.serving
+        return self._services.formats.of_version(serving.tool_format, serving.reasoning_format)
+
+    def _fingerprint(self, model: ResolvedModel) -> str:
+        services = self._services
+        return fingerprint(services.engine.info, services.text_build, model.adapter, self._formats(model))
 
     def _check_choices(self, plan: GenerationPlan) -> None:
         """They are sent together, before the engine runs any of them: all must fit into an empty queue."""
@@ -207,6 +213,7 @@ class GenerationEndpoint:
         generation: Generation,
         entry: UsageEntry,
     ) -> None:
+        of_answer = self._fingerprint(model)
         answer = self._kind.answer(
             AnswerTo(
                 f"{self._kind.id_prefix}{context.internal_id}",
@@ -219,6 +226,7 @@ class GenerationEndpoint:
                 self._logprobs,
                 self._prompt_logprobs,
                 plan.reading.reasons,
+                of_answer,
             )
         )
         if plan.request.stream:
@@ -227,7 +235,7 @@ class GenerationEndpoint:
             with context.deadline.enforced():
                 first = await generation.next()
                 generation.check()
-            headers = _headers(model, reservation, generation)
+            headers = _headers(model, reservation, generation, of_answer)
             headers += [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
@@ -255,7 +263,7 @@ class GenerationEndpoint:
         await generation.last_events()
         body = answer.whole(choices, generation.usage())
         await entry.close(generation)
-        headers = _headers(model, reservation, generation)
+        headers = _headers(model, reservation, generation, of_answer)
         headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await client.send({"type": "http.response.start", "status": 200, "headers": headers})
         # In pieces, so that this ends when the client has read nearly all: what is kept for it is counted until then.
@@ -299,9 +307,10 @@ class GenerationEndpoint:
 
 
 def _headers(
-    model: ResolvedModel, reservation: Reservation, generation: Generation
+    model: ResolvedModel, reservation: Reservation, generation: Generation, of_answer: str
 ) -> list[tuple[bytes, bytes]]:
     headers = dict(limit_headers(reservation.requests, reservation.tokens))
+    headers[HEADER] = of_answer
     if model.adapter is not None:
         headers["x-loraplex-adapter"] = adapter_label(model.adapter)
         if generation.adapter_state is not None:

@@ -95,7 +95,7 @@ class StreamedAnswer(Answer, Protocol):
 class AnswerTo:
     """What answers are made for. `created` in seconds since the epoch; `label` is the request's id as its client knows
     it. Each of `prompts` has `n` choices, and room for that number of `max_tokens` in each. `reasons`: there may be
-    reasoning."""
+    reasoning. `fingerprint`: of `loraplex.api.fingerprint`."""
 
     id: str
     label: str
@@ -107,6 +107,7 @@ class AnswerTo:
     logprobs: ChatLogprobs | CompletionLogprobs
     prompt_logprobs: PromptLogprobs
     reasons: bool = False
+    fingerprint: str = ""
 
 
 def _itself(request: Any) -> Request:
@@ -185,13 +186,22 @@ def prompt_tokens(text: Text, request: Request, max_model_len: int, _: OutputFor
 def _chat_answer(to: AnswerTo) -> Answer:
     asked = Asked.of(to.request, to.prompts, to.n)
     return ChatFormat(
-        to.id, to.created, to.request.model, to.logprobs, asked, to.prompt_logprobs, reasons=to.reasons
+        to.id,
+        to.created,
+        to.request.model,
+        to.logprobs,
+        asked,
+        to.prompt_logprobs,
+        to.fingerprint,
+        reasons=to.reasons,
     )
 
 
 def _completion_answer(to: AnswerTo) -> Answer:
     asked = Asked.of(to.request, to.prompts, to.n)
-    return CompletionFormat(to.id, to.created, to.request.model, to.logprobs, asked, to.prompt_logprobs)
+    return CompletionFormat(
+        to.id, to.created, to.request.model, to.logprobs, asked, to.prompt_logprobs, to.fingerprint
+    )
 
 
 CHAT = Kind(

@@ -42,6 +42,7 @@ def _answer(kind: str, choice: str, maybe: dict[str, Any] | None = None) -> dict
             "object": {"const": kind},
             "created": _COUNT,
             "model": _STRING,
+            "system_fingerprint": _STRING,
             "choices": _list(_ref(choice)),
             "usage": _ref("Usage"),
         },

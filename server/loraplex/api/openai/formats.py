@@ -84,7 +84,8 @@ class WholeChoice:
 @dataclass(frozen=True)
 class AnswerFormat(ABC):
     """What is the same in every chunk of one answer. `created` in seconds since the epoch, `model` as the
-    client named it. `prompt_logprobs` is needed where the prompt's are asked for. A chunk's `object` is `KIND`."""
+    client named it, `fingerprint` of `loraplex.api.fingerprint`. `prompt_logprobs` is needed where the prompt's are
+    asked for. A chunk's `object` is `KIND`."""
 
     KIND: ClassVar[str]
     id: str
@@ -93,10 +94,17 @@ class AnswerFormat(ABC):
     logprobs: ChatLogprobs | CompletionLogprobs
     asked: Asked = Asked()
     prompt_logprobs: PromptLogprobs | None = None
+    fingerprint: str = ""
     _rendered: list[tuple[Sequence[ScoredToken], Rendered]] = field(default_factory=list)  # the last ones
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
     def _prompt(self, index: int) -> Sequence[int]:
         """Of a choice."""

@@ -1,0 +1,24 @@
+"""What decides the tokens that a text becomes, beside the text: for fingerprints of answers."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Those that `TextProcessor` reads."""
+_LIBRARIES = ("tokenizers", "jinja2")
+
+
+def text_build(model_dir: Path) -> str:
+    """A digest of a model's tokenizer and chat template, of the code that applies them, and of its libraries. Raises
+    OSError."""
+    digest = hashlib.sha256(" ".join(map(version, _LIBRARIES)).encode())
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    for path in (*sources, *(model_dir / name for name in _FILES)):
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
