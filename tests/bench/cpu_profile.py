@@ -107,8 +107,8 @@ class Engine:
         }
         resolve = loading.resolve_ops
 
-        def timed_ops(backend: Any) -> Any:
-            ops = resolve(backend)
+        def timed_ops(*args: Any, **kwargs: Any) -> Any:
+            ops = resolve(*args, **kwargs)
             changed: Any = {name: clock.around(part, getattr(ops, name)) for name, part in parts.items()}
             changed["linear"] = clock.around(
                 lambda x, weight, *_: "head" if weight.shape[0] == VOCABULARY else "linears", ops.linear
