@@ -187,13 +187,16 @@ def _build(
         max_num_seqs=config.max_num_seqs,
     )
     heartbeat = StepHeartbeat()
+    max_step_tokens = step_tokens(config, device)
+    blocks_ahead = 2 * -(-max_step_tokens // BLOCK_SIZE)
     kv = executor.submit(
-        lambda: WatchedKVCache(model.shape, size.num_blocks, model.dtype, device, heartbeat)
+        lambda: WatchedKVCache(
+            model.shape, size.num_blocks, model.dtype, device, heartbeat, blocks_ahead=blocks_ahead
+        )
     ).result()
     transport = ThreadedTransport(
         ArtifactStore(Path(config.artifact_dir)), base, arena, wake=wake, threads=LOADER_THREADS
     )
-    max_step_tokens = step_tokens(config, device)
     cache: AdapterCache[HostImage] = AdapterCache(
         transport=transport,
         num_pages=num_pages,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
+from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.model.base import KVCache, ModelShape
 
 
@@ -28,3 +31,36 @@ def test_a_cache_takes_memory_as_it_is_written() -> None:
     assert cache.layer(2)[4999:5002].float().sum() == 1.5 * 16 * 2 * 4 * 64
     cache.clear_blocks(torch.tensor([5000]))
     assert not cache.layer(2)[4999:5002].any()
+
+
+def is_resident(tensor: torch.Tensor) -> bool:
+    """Whether all pages are in memory."""
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - first
+    pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(size), pages)
+    return all(byte & 1 for byte in pages.raw)
+
+
+def test_memory_is_touched_ahead_of_the_highest_block_in_use() -> None:
+    probe = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        probe.madvise(23)  # MADV_POPULATE_WRITE
+    except OSError:
+        pytest.skip("this kernel touches no memory on request")
+    blocks = 2048  # of 16 KiB in a layer
+    cache = KVCache(ModelShape(3, 4, 64, 100, 8192), blocks, torch.bfloat16, torch.device("cpu"))
+    cache.layer(1)[100] = 2.0
+    touch = FirstTouch(cache.tensor, ahead=256)
+    touch.expect(0)
+    touch.wait()
+    assert all(is_resident(cache.layer(layer)[:256]) for layer in range(3))
+    assert not any(is_resident(cache.layer(layer)[1024:]) for layer in range(3))
+    assert bool((cache.layer(1)[100] == 2.0).all())  # what was written stays
+    assert not cache.layer(1)[99].any()
+    touch.expect(1000)
+    touch.wait()
+    assert all(is_resident(cache.layer(layer)[:1256]) for layer in range(3))
+    touch.expect(blocks - 1)
+    touch.wait()
+    assert all(is_resident(cache.layer(layer)) for layer in range(3))

@@ -10,6 +10,7 @@ import torch
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.control_groups import ControlGroups
+from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.model.base import KVCache, ModelShape
 
@@ -41,7 +42,7 @@ class KVSize:
 
 class WatchedKVCache(KVCache):
     """A KV cache that leaves a sign of life for each layer: whatever decoder runs, it turns to every layer's KV once a
-    pass. (On a GPU, that is when the layer's work is queued.)"""
+    pass. (On a GPU, that is when the layer's work is queued.) On a CPU its memory is touched ahead of the steps."""
 
     def __init__(
         self,
@@ -50,13 +51,23 @@ class WatchedKVCache(KVCache):
         dtype: torch.dtype,
         device: torch.device,
         heartbeat: StepHeartbeat,
+        *,
+        blocks_ahead: int,
     ) -> None:
+        """`blocks_ahead`: see `FirstTouch`."""
         super().__init__(shape, num_blocks, dtype, device)
         self._heartbeat = heartbeat
+        self._first_touch = FirstTouch(self.tensor, blocks_ahead) if device.type == "cpu" else None
+        if self._first_touch is not None:
+            self._first_touch.expect(0)
 
     def layer(self, index: int) -> torch.Tensor:
         self._heartbeat.mark()
         return super().layer(index)
+
+    def expect(self, blocks: torch.Tensor) -> None:
+        if self._first_touch is not None and blocks.shape[0]:
+            self._first_touch.expect(int(blocks.max()))
 
 
 def block_bytes(shape: ModelShape, dtype: torch.dtype) -> int:

@@ -157,6 +157,7 @@ class ModelRunner:
         vocab_size = self._model.shape.vocab_size
         inputs = self._inputs.begin_inputs(plan)
         step = flatten(plan, vocab_size=vocab_size, inputs=inputs)
+        self._kv.expect(step.fresh_blocks)
         rows = [plan.scheduled[index] for index in step.sampled]
         sampling = self._sampler.plan(rows, eos_ids=self._eos_ids, upload=inputs)
         lora = inputs.adapters(step.segments, step.num_rows)

@@ -66,6 +66,7 @@ class KVCache:
             self.tensor = untouched_zeros(sizes, dtype)
         else:
             self.tensor = torch.zeros(sizes, dtype=dtype, device=device)
+        self._layers = self.tensor.unbind(0)
 
     @property
     def num_blocks(self) -> int:
@@ -73,7 +74,10 @@ class KVCache:
 
     def layer(self, index: int) -> torch.Tensor:
         """[N, 16, 2, Hkv, D]: a view."""
-        return self.tensor[index]
+        return self._layers[index]
+
+    def expect(self, blocks: torch.Tensor) -> None:
+        """A step will begin to write to these blocks. blocks: [n] int64. For the thread that plans."""
 
     def clear_blocks(self, blocks: torch.Tensor) -> None:
         """Clear blocks whose first position is written in this step. blocks: [n] int64."""
