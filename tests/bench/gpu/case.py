@@ -17,9 +17,13 @@ Row = dict[str, Any]
 
 @dataclass
 class Bench:
-    """What the cases of one process share: the device, its ceilings, and the one large thing that is held."""
+    """What the cases of one process share: the device, its ceilings, and the one large thing that is held.
+
+    `on_building` is called with True before that is made and with False after it, so that a case's limit does not
+    depend on whether an earlier one has made it."""
 
     device: torch.device
+    on_building: Callable[[bool], None] = lambda building: None
     watch: Stopwatch = field(init=False)
     _ceilings: Ceilings | None = None
     _held: tuple[object, Any] = (None, None)
@@ -38,7 +42,9 @@ class Bench:
         """What `make` made for this key before, if nothing else was held since: a model that many cases use."""
         if self._held[0] != key:
             self.drop()
+            self.on_building(True)
             self._held = (key, make())
+            self.on_building(False)
         return self._held[1]
 
     def drop(self) -> None:
@@ -51,7 +57,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """`run` gives a row or several, each with "ok" where something was compared. `limit_s`: after so long it hangs.
+    """`run` gives a row or several, each with "ok" where something was compared. `limit_s`: after so long it hangs,
+    counted again from when `Bench.hold` has made what it holds.
     `alone`: it is timed, and nothing else may run meanwhile."""
 
     section: str

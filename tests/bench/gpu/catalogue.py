@@ -169,16 +169,22 @@ def _more(
                 "host",
                 f"{of[0]} rows, {of[1]} adapters, {name}",
                 partial(_on_steps, shape, "host", (*of, sampling)),
+                limit_s=120,
             )
             for of in hosts
             for name, sampling in (("greedy", GREEDY), ("top-k and top-p", MIXED))
         ),
         *(
-            Case("prompts", f"{of[0]} tokens, rank {of[1]}", partial(_on_steps, shape, "prompt", of))
+            Case(
+                "prompts",
+                f"{of[0]} tokens, rank {of[1]}",
+                partial(_on_steps, shape, "prompt", of),
+                limit_s=120,
+            )
             for of in prompts
         ),
         *(
-            Case("activation", f"rank {rank}", partial(_on_steps, shape, "activation", (rank,)))
+            Case("activation", f"rank {rank}", partial(_on_steps, shape, "activation", (rank,)), limit_s=120)
             for rank in ranks
         ),
     ]

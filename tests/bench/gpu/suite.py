@@ -31,6 +31,8 @@ from bench.gpu.report import write_report
 
 _RESERVE_S = 5.0
 """Of the budget, for the report."""
+_BUILD_S = 180.0
+"""So long a worker may take to make what several cases share: a model with its recordings."""
 _START_S = 90.0
 """So long a worker may take until it is there."""
 LANES = 4
@@ -38,11 +40,11 @@ LANES = 4
 
 
 class WorkerLost(Exception):
-    """A worker died, or did not answer in time: `hung`."""
+    """A worker died, or did not answer in time; `cut`: because the budget was spent."""
 
-    def __init__(self, message: str, *, hung: bool = False) -> None:
+    def __init__(self, message: str, *, cut: bool = False) -> None:
         super().__init__(message)
-        self.hung = hung
+        self.cut = cut
 
 
 class Worker:
@@ -64,15 +66,23 @@ class Worker:
         """What there is to run, and on what. Raises WorkerLost."""
         return self._answer(_START_S)
 
-    def run(self, key: str, limit_s: float) -> dict[str, Any]:
-        """Raises WorkerLost, with what became of it."""
+    def run(self, key: str, limit_s: float, left_s: float) -> dict[str, Any]:
+        """A case's result. It may take `limit_s`, and _BUILD_S before that where it builds what others use too; all
+        together no more than `left_s`. Raises WorkerLost, with what became of it."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(key) + "\n")
             self._process.stdin.flush()
         except OSError as error:
             raise WorkerLost("died before the case began") from error
-        return self._answer(limit_s)
+        end = time.monotonic() + left_s
+        allowed = limit_s
+        while True:
+            left = end - time.monotonic()
+            answer = self._answer(min(allowed, left), cut=left < allowed)
+            if "building" not in answer:
+                return answer
+            allowed = _BUILD_S if answer["building"] else limit_s
 
     def close(self) -> None:
         """End it, whatever it does."""
@@ -86,11 +96,12 @@ class Worker:
             self._answers.put(line)
         self._answers.put("")
 
-    def _answer(self, limit_s: float) -> dict[str, Any]:
+    def _answer(self, limit_s: float, *, cut: bool = False) -> dict[str, Any]:
         try:
             line = self._answers.get(timeout=max(0.1, limit_s))
         except Empty:
-            raise WorkerLost(f"no answer within {limit_s:.0f} s", hung=True) from None
+            message = "the budget was spent" if cut else f"no answer within {limit_s:.0f} s"
+            raise WorkerLost(message, cut=cut) from None
         if not line:
             raise WorkerLost(f"the process died (exit status {self._process.wait()})")
         found: dict[str, Any] = json.loads(line)
@@ -211,17 +222,16 @@ class Suite:
         begun = time.monotonic()
         left = self._end - self.clock()
         try:
-            result = lane.ready().run(case["key"], min(case["limit_s"], left))
+            result = lane.ready().run(case["key"], case["limit_s"], left)
             if result.pop("leaving"):
                 lane.close()
         except WorkerLost as error:
             lane.close()
-            cut = error.hung and left < case["limit_s"]
             result = {
                 "case": case["key"],
-                "status": "cut" if cut else "lost",
+                "status": "cut" if error.cut else "lost",
                 "rows": [],
-                "note": "the budget was spent" if cut else str(error),
+                "note": str(error),
                 "seconds": round(time.monotonic() - begun, 2),
             }
         if not self._stopped.is_set():

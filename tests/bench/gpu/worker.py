@@ -1,7 +1,8 @@
 """One process that runs cases as it is told, so that what crashes or hangs takes no other case with it.
 
 It writes a line of JSON for each line that it reads. First, unasked, what there is to run and on what; then a result
-for each key of a case.
+for each key of a case; before it {"building": true} and {"building": false} around what the case has made for others
+too, such as a model.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    bench = Bench(device)
+    bench = Bench(device, lambda building: print(json.dumps({"building": building}), file=answers))
     listed = [{"key": case.key, "limit_s": case.limit_s, "alone": case.alone} for case in cases.values()]
     answers.write(json.dumps({"cases": listed, "environment": environment(device)}) + "\n")
     for line in sys.stdin:

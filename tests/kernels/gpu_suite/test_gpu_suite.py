@@ -125,6 +125,20 @@ def test_interrupted_run_counts_and_is_resumed(tmp_path):
     assert said == []
 
 
+def test_building_for_others_is_not_part_of_a_cases_limit(tmp_path):
+    made, _ = suite(tmp_path, "building_cases")
+    assert made.run() is False
+    found = {line["case"].partition("/")[2]: line for line in lines(tmp_path)[1:]}
+    assert {name: line["status"] for name, line in found.items()} == {
+        "builds and dies": "lost",
+        "builds again": "ok",
+        "builds, then hangs": "lost",
+        "is built": "ok",
+    }
+    assert "exit status -9" in found["builds and dies"]["note"]
+    assert "no answer within" in found["builds, then hangs"]["note"]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "resumed"),
     [

@@ -27,6 +27,16 @@ def cases() -> list[Case]:
     ]
 
 
+def building_cases() -> list[Case]:
+    """Both build for longer than their limit; the first dies of what comes after."""
+    return [
+        Case("steps", "builds and dies", _build_and_die, limit_s=0.5),
+        Case("steps", "builds again", lambda bench: {"rows": bench.hold("model", _build)}, limit_s=0.5),
+        Case("steps", "builds, then hangs", _build_and_hang, limit_s=0.5),
+        Case("steps", "is built", lambda bench: {"rows": bench.hold("model", _build)}, limit_s=0.5),
+    ]
+
+
 def slow_cases() -> list[Case]:
     """The second outlasts any budget that a test gives."""
     return [
@@ -34,6 +44,23 @@ def slow_cases() -> list[Case]:
         Case("steps", "second", lambda bench: time.sleep(600), limit_s=900),
         Case("steps", "third", lambda bench: {"rows": 3}),
     ]
+
+
+def _build() -> int:
+    time.sleep(1)
+    return 1
+
+
+def _build_and_die(bench: Bench) -> Row:
+    bench.hold("model", _build)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def _build_and_hang(bench: Bench) -> Row:
+    bench.hold("another model", _build)
+    time.sleep(600)
+    return {}
 
 
 def _raise(bench: Bench) -> Row:
