@@ -19,9 +19,11 @@ from loraplex.engine.sampling.batch import TokenHistory, build_sampling_batch
 from loraplex.engine.sampling.noise import uniform
 from loraplex.engine.sampling.rows import TokenCounts, build_sample_rows
 from loraplex.engine.sampling.sampler import sample
+from loraplex.engine.sampling.scoring import score_tokens
 from loraplex.engine.types import SamplingParams, ScheduledSequence
 from loraplex.kernels.sampling.triton_logsumexp import log_sum_exp
 from loraplex.kernels.sampling.triton_sampling import TritonSampling
+from loraplex.kernels.sampling.types import TokenMasks
 from support.engine.sampling import EOS, cuts, reference_weights, row
 
 LLAMA, QWEN, GEMMA = 128256, 151936, 262144
@@ -34,7 +36,8 @@ _CHECKED = 32
 @dataclass(frozen=True)
 class SamplingCase:
     """`options` of SamplingParams, one set for each row in turn. `spread`: the logits' standard deviation; `peaked`:
-    how many tokens of each row stand out, as a trained model's do. `history`: output tokens a row."""
+    how many tokens of each row stand out, as a trained model's do. `history`: output tokens a row. `masked`: a grammar
+    allows every second row one token of ten."""
 
     name: str
     rows: int
@@ -43,6 +46,7 @@ class SamplingCase:
     spread: float = 2.0
     peaked: int = 50
     history: int = 8
+    masked: bool = False
 
 
 def run_case(case: SamplingCase, device: torch.device, ceilings: Ceilings | None = None) -> dict[str, Any]:
@@ -60,11 +64,14 @@ def run_case(case: SamplingCase, device: torch.device, ceilings: Ceilings | None
     x = logits.to(device)
     last = torch.zeros(case.rows, dtype=torch.int64, device=device)
     sampling = TritonSampling(case.rows, case.vocab_size, device)
-    tokens, ok = sampling.draw(x.clone(), options, last)
+    allowed = np.random.default_rng(2).random((case.rows, case.vocab_size)) < 0.1
+    masks = (_masks(allowed, device),) if case.masked else ()
+    tokens, ok = sampling.draw(x.clone(), options, last, *masks)
     wrong = 0
     for s in range(0, case.rows, -(-case.rows // _CHECKED)):
-        wrong += not _is_right(logits[s].numpy(), rows[s], int(tokens[s]))
-    again, _ = sampling.draw(x.clone(), options, last)
+        mask = allowed[s] if case.masked and s % 2 else None
+        wrong += not _is_right(logits[s].numpy(), rows[s], int(tokens[s]), mask)
+    again, _ = sampling.draw(x.clone(), options, last, *masks)
     right = bool(ok.all()) and wrong == 0 and torch.equal(tokens, again)
     result: dict[str, Any] = {"case": case.name, "ok": right, "wrong": wrong}
     if ceilings is None:
@@ -72,7 +79,7 @@ def run_case(case: SamplingCase, device: torch.device, ceilings: Ceilings | None
     num_bytes = 4 * case.rows * case.vocab_size
     floor = ceilings.floor_ms(num_bytes)
     # Drawing again from what penalties and biases have changed takes as long.
-    ms = median_ms(lambda: sampling.draw(x, options, last), device)
+    ms = median_ms(lambda: sampling.draw(x, options, last, *masks), device)
     result |= {"bytes": num_bytes, "floor_ms": floor, "graph_ms": ms}
     if ms is not None:
         result["times_floor"] = ms / floor
@@ -104,6 +111,18 @@ def log_sum_exp_case(
     return result
 
 
+def score_case(rows: int, vocab_size: int, device: torch.device) -> dict[str, Any]:
+    """Log probabilities of given tokens and of the 5 likeliest, against float64."""
+    x = _logits(SamplingCase("", rows, vocab_size)).to(device)
+    tokens = torch.randint(vocab_size, (rows,), generator=torch.Generator().manual_seed(3)).to(device)
+    scores = score_tokens(x, tokens, 5, log_sum_exp=log_sum_exp)
+    exact = x.double().log_softmax(-1)
+    best = exact.topk(5)
+    error = relative_error(scores.values, torch.cat((exact.gather(1, tokens[:, None]), best.values), 1))
+    right = error <= 1e-6 and torch.equal(scores.ids.long(), best.indices)
+    return {"case": f"log probabilities {rows} × {vocab_size}", "error": error, "ok": right}
+
+
 _GREEDY = {"temperature": 0.0}
 _CHAT = {"temperature": 0.7, "top_p": 0.95}
 _CHAT_K = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
@@ -122,8 +141,18 @@ def small_cases() -> list[SamplingCase]:
     """For the interpreter, and for a first look at a GPU."""
     return [
         SamplingCase("mixed, small", 7, 301, _MIXED, peaked=5),
+        SamplingCase("a grammar's masks, small", 4, 301, _MIXED[:4], peaked=5, masked=True),
         SamplingCase("greedy, two tiles", 2, 4100, (_GREEDY,)),
         SamplingCase("flat, candidates do not fit", 2, 4500, ({"top_p": 0.97},), spread=0.1, peaked=0),
+    ]
+
+
+def smoke_cases() -> list[SamplingCase]:
+    """One of each kind in Llama's vocabulary."""
+    return [
+        SamplingCase(f"greedy, 64 × {LLAMA}", 64, LLAMA, (_GREEDY,)),
+        SamplingCase(f"mixed, 16 × {LLAMA}", 16, LLAMA, _MIXED),
+        SamplingCase(f"a grammar's masks, 16 × {LLAMA}", 16, LLAMA, _MIXED[:4], masked=True),
     ]
 
 
@@ -178,10 +207,25 @@ def _rows(case: SamplingCase) -> list[ScheduledSequence]:
     return found
 
 
-def _is_right(logits: NDArray[np.float32], item: ScheduledSequence, token: int) -> bool:
+def _masks(allowed: NDArray[np.bool_], device: torch.device) -> TokenMasks:
+    """`allowed` [S, V], of every second row."""
+    masked = np.arange(1, len(allowed), 2)
+    places = np.full(len(allowed), -1)
+    places[masked] = np.arange(len(masked))
+    padded = np.pad(allowed[masked], ((0, 0), (0, -allowed.shape[1] % 32)))
+    bits = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+    return TokenMasks(*(torch.from_numpy(part).to(device) for part in (masked, places, bits)))
+
+
+def _is_right(
+    logits: NDArray[np.float32],
+    item: ScheduledSequence,
+    token: int,
+    allowed: NDArray[np.bool_] | None = None,
+) -> bool:
     params = item.seq.request.sampling
     drawn = params.temperature > 0
     u = uniform(params.seed, params.choice, item.output_index) if drawn else 0.5
-    weights = reference_weights(logits, item, None)
+    weights = reference_weights(logits, item, None, allowed)
     edges = cuts(weights)
     return bool(weights[token] > 0 and edges[token] - _EDGE <= u <= edges[token + 1] + _EDGE)
