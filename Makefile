@@ -40,8 +40,9 @@ gpu:
 	@if ls gpu-wheels/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target build/gpu-site gpu-wheels/*.whl; fi
 	PYTHONPATH=tests:server:adapters:kernels:build/gpu-site $(PYTHON) -m bench.gpu.suite --budget 540 --out $(OUT) $(ARGS)
 
+# For Python 3.12 on Linux with glibc 2.31 or later.
 gpu-wheels:
-	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest gpu-wheels ml-dtypes==0.6.0
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --constraint constraints.txt --requirement tests/bench/gpu/wheels.txt --dest gpu-wheels
 
 check: $(STAMP)-dev
 	$(BIN)/ruff check .

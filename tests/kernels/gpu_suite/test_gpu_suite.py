@@ -15,14 +15,10 @@ from bench.gpu.profile import part_of
 from bench.gpu.suite import Journal, Suite
 from loraplex.adapters.device.layout import ArenaLayout, place_tiles
 from loraplex.kernels.lora.dispatch import CHUNK
+from support.kernels.gpu_machine import write_sitecustomize
 
 ROOT = Path(__file__).parents[3]
 PARTS = ("tests", "server", "adapters", "kernels")
-NOT_NEEDED = (
-    "msgspec", "gguf", "pydantic", "pydantic_settings", "starlette", "uvicorn", "uvloop", "sqlalchemy", "alembic",
-    "psycopg", "structlog", "prometheus_client", "python_multipart", "multipart",
-)  # fmt: skip
-"""What a machine with torch, triton and transformers alone lacks. (transformers uses psutil where it is.)"""
 QUICKLY = """
 from support.kernels.quick_interpreter import quicken_interpreter
 
@@ -164,10 +160,8 @@ def test_run_is_resumed_unless_what_matters_differs(tmp_path, name, value, resum
 
 @pytest.mark.slow
 def test_all_kinds_of_cases_without_a_gpu_and_without_an_installation(tmp_path):
-    """As on a machine that has torch, triton and transformers, and nothing of ours but the files."""
-    for name in NOT_NEEDED:
-        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not there')")
-    (tmp_path / "sitecustomize.py").write_text(QUICKLY)
+    """As on a GPU machine, with nothing of ours but the files and the wheels."""
+    write_sitecustomize(tmp_path, QUICKLY)
     out = tmp_path / "out"
     command = [sys.executable, "-m", "bench.gpu.suite", "--small", "--out", str(out), "--budget", "200"]
     done = subprocess.run(
