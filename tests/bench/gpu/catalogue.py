@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.gpu import attention, equality, fused, lora, sampling
 from bench.gpu.case import Bench, Case, Row
+from bench.gpu.invariant import FULL_INVARIANT, SMALL_INVARIANT, InvariantBench
 from bench.gpu.rig import GREEDY
 from bench.gpu.steps import FULL, FULL_256, MIXED, SMALL, StepBench, StepsShape
 from bench.gpu.stopwatch import launch_us
@@ -23,6 +24,7 @@ def small() -> list[Case]:
             SMALL,
             [("steps", "decode", (2, 2, 8)), ("steps", "decode", (1, 0, 0)), ("beside", "beside", (2, 2, 8))],
         ),
+        *_invariant(SMALL_INVARIANT, bits=(10, 2, 8), steps=[(4, 2, 8)], prompts=[(18, 8)]),
         *_more(SMALL, hosts=[(2, 2, 8)], prompts=[(40, 8)], ranks=[16]),
     ]
 
@@ -55,6 +57,12 @@ def full() -> list[Case]:
         *_steps(FULL, [("steps", "decode", row) for row in most[:5]]),
         *_steps(FULL, [("beside", "beside", row) for row in most[:2]]),
         *_steps(FULL, [("parts", "profile", row) for row in ((64, 64, 16), (64, 8, 16), (64, 0, 0))]),
+        *_invariant(
+            FULL_INVARIANT,
+            bits=(700, 6, 16),
+            steps=[(64, 8, 16), (64, 64, 16), (16, 8, 16), (1, 1, 16)],
+            prompts=[(512, 16), (2048, 16)],
+        ),
         *_more(FULL, hosts=[(64, 8, 16)], prompts=[(2048, 16), (512, 16)], ranks=[16]),
         *_steps(FULL, [("steps", "decode", row) for row in [*most[5:], *other_ranks, (256, 256, 8)]]),
         *_more(FULL, hosts=[(64, 64, 16), (256, 64, 16), (1, 1, 16)], prompts=[(2048, 64)], ranks=[64, 8]),
@@ -154,6 +162,31 @@ def _steps(shape: StepsShape, rows: Sequence[tuple[str, str, tuple[int, int, int
         )
         for section, method, of in rows
     ]
+
+
+def _invariant(
+    shape: StepsShape,
+    *,
+    bits: tuple[int, int, int],
+    steps: Sequence[tuple[int, int, int]],
+    prompts: Sequence[tuple[int, int]],
+) -> list[Case]:
+    def case(name: str, method: str, arguments: tuple[int, ...]) -> Case:
+        return Case("invariant", name, partial(_on_invariant, shape, method, arguments), limit_s=150)
+
+    return [
+        case(f"bits of {bits[0]} tokens", "bits", bits),
+        *(case(f"{of[0]} rows, {of[1]} adapters, rank {of[2]}", "decode", of) for of in steps),
+        *(case(f"{of[0]} tokens, rank {of[1]}", "prompt", of) for of in prompts),
+    ]
+
+
+def _on_invariant(
+    shape: StepsShape, method: str, arguments: tuple[int, ...], bench: Bench
+) -> Row | list[Row]:
+    held = bench.hold(("invariant", shape), lambda: InvariantBench(shape, bench.device, bench.ceilings))
+    found: Row | list[Row] = getattr(held, method)(*arguments)
+    return found
 
 
 def _more(

@@ -105,14 +105,25 @@ class StateTensors:
         out.copy_(tensor)
 
 
-def random_decoder(config: Any, dtype: torch.dtype, device: torch.device) -> FusedDecoder:
+def random_decoder(
+    config: Any, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False
+) -> FusedDecoder:
     """The engine's decoder of any size, in a second."""
     spec = spec_of(config)
-    return decoder_of(RandomTensors(device, gemma=spec.gemma, tied=spec.tied), spec, dtype, device)
+    tensors = RandomTensors(device, gemma=spec.gemma, tied=spec.tied)
+    return decoder_of(tensors, spec, dtype, device, batch_invariant=batch_invariant)
 
 
-def decoder_of(tensors: Any, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> FusedDecoder:
-    return fused_decoder(tensors, spec, dtype, device, ops=resolve_ops(resolve_backend("triton", device)))
+def decoder_of(
+    tensors: Any,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_invariant: bool = False,
+) -> FusedDecoder:
+    ops = resolve_ops(resolve_backend("triton", device), batch_invariant=batch_invariant)
+    return fused_decoder(tensors, spec, dtype, device, ops=ops)
 
 
 def random_reference(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:

@@ -36,6 +36,13 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
          ("beside ms", "beside_ms", ".3f"), ("in line ÷ base", "in_line_to_base", ".3f"),
          ("beside ÷ base", "beside_to_base", ".3f")],
     ),
+    "invariant": (
+        "--batch-invariant beside the fast path",
+        [("case", "case", "s"), *_SIZES, ("base ms", "base_ms", ".3f"),
+         ("invariant base ms", "base_invariant_ms", ".3f"), ("base left", "base_ratio", ".3f"),
+         ("with adapters ms", "lora_ms", ".3f"), ("invariant with adapters ms", "lora_invariant_ms", ".3f"),
+         ("with adapters left", "lora_ratio", ".3f"), ("differing", "differing", "d"), ("right", "ok", "s")],
+    ),
     "parts": (
         "Where a step's time goes",
         [("rows", "rows", "d"), ("adapters", "adapters", "d"), ("part", "part", "s"), ("launches", "launches", "d"),
@@ -98,6 +105,12 @@ _AIMS = (
         "steps/64 rows, 64 adapters, rank 16",
         "lora_to_base",
         least=0.75,
+    ),
+    _Aim(
+        "--batch-invariant ÷ fast path, 64 rows of 8 adapters",
+        "invariant/64 rows, 8 adapters, rank 16",
+        "lora_ratio",
+        least=0.90,
     ),
     _Aim("base ÷ floor, 64 rows", "steps/64 rows, 8 adapters, rank 16", "base_times_floor", most=1.35),
     _Aim("activation of an adapter of rank 16, ms", "activation/rank 16", "ms", most=3.0),

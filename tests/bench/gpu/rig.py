@@ -59,9 +59,10 @@ class RigSize:
 
 
 class Rig:
-    """A decoder over a KV cache with a place for each of `max_sequences` sequences; slot -1 is the base."""
+    """A decoder over a KV cache with a place for each of `max_sequences` sequences; slot -1 is the base.
+    `batch_invariant`: as the engine's setting; the model is made for it or not."""
 
-    def __init__(self, model: FusedDecoder, size: RigSize) -> None:
+    def __init__(self, model: FusedDecoder, size: RigSize, *, batch_invariant: bool = False) -> None:
         self.model = model
         self.device = model.device
         self.size = size
@@ -78,8 +79,9 @@ class Rig:
             model.dtype,
             self.device,
             StepLimits(size.max_rows, size.max_sequences, self.blocks_each),
-            lora=self.arena.device_lora(size.max_rows, size.max_sequences),
+            lora=self.arena.device_lora(size.max_rows, size.max_sequences, batch_invariant=batch_invariant),
             sizes=size.sizes,
+            batch_invariant=batch_invariant,
         )
         self.record()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,12 +32,14 @@ MIXED = SamplingParams(max_tokens=1 << 20, temperature=0.8, top_p=0.9, top_k=50,
 
 @dataclass(frozen=True)
 class StepsShape:
-    """What is measured on: the config's changes, the context of every decoding row, and the rig's sizes."""
+    """What is measured on: the config's changes, the context of every decoding row, the rig's sizes, and whether
+    sums have one order (`--batch-invariant`)."""
 
     changes: Mapping[str, Any]
     dtype: torch.dtype
     context: int
     size: RigSize
+    batch_invariant: bool = False
 
 
 FULL = StepsShape(
@@ -62,7 +64,9 @@ class StepBench:
         self.ceilings = ceilings
         self.watch = Stopwatch(device)
         self.config = make_config({**LLAMA_8B, **shape.changes})
-        self.rig = Rig(random_decoder(self.config, shape.dtype, device), shape.size)
+        invariant = shape.batch_invariant
+        model = random_decoder(self.config, shape.dtype, device, batch_invariant=invariant)
+        self.rig = Rig(model, shape.size, batch_invariant=invariant)
         self.rig.kv.tensor.normal_()
         self._images: dict[int, HostImage] = {}
         self._filled = (0, 0)
@@ -71,8 +75,7 @@ class StepBench:
     def decode(self, rows: int, adapters: int, rank: int) -> dict[str, Any]:
         """Times of one recorded step: `base_ms` of the recording without adapters, `lora_ms` of the one with, in turns.
         `lora_to_base`: what is left of the base's speed."""
-        step = self._send(self._decoding(rows, adapters, rank))
-        runs = [partial(step.run, with_adapters=found) for found in (False, True)[: 1 + bool(adapters)]]
+        runs = self.decoding_runs(rows, adapters, rank)
         with torch.inference_mode():
             times = self.watch.interleaved_ms(runs)
         base_floor = self.floor_ms(rows, 0, 0)
@@ -95,6 +98,19 @@ class StepBench:
                 "floor_ratio": base_floor / floor,
             }
         return found
+
+    def decoding_runs(self, rows: int, adapters: int, rank: int) -> list[Callable[[], torch.Tensor]]:
+        """A recorded step without adapters, and where there are any, with them."""
+        step = self._send(self._decoding(rows, adapters, rank))
+        return [partial(step.run, with_adapters=found) for found in (False, True)[: 1 + bool(adapters)]]
+
+    def prompt_runs(self, tokens: int, rank: int) -> list[Callable[[], torch.Tensor]]:
+        """A prompt by itself, launched one by one, without an adapter, and where there is a rank, with one."""
+        self._fill(1, rank)
+        passes = [(self.rig.begin(self._prompt(tokens, -1)), False)]
+        if rank:
+            passes.append((self.rig.begin(self._prompt(tokens, 0)), True))
+        return [partial(_send_and_run, step, with_adapters) for step, with_adapters in passes]
 
     def beside(self, rows: int, adapters: int, rank: int) -> dict[str, Any]:
         """The same step with the A side on a stream of its own and without, in turns."""
@@ -120,11 +136,7 @@ class StepBench:
     def prompt(self, tokens: int, rank: int) -> dict[str, Any]:
         """A prompt by itself, with an adapter of this rank (0: none) and without, launched one by one: where the host
         is slower than the device, this is the host's time."""
-        self._fill(1, rank)
-        passes = [(self.rig.begin(self._prompt(tokens, -1)), False)]
-        if rank:
-            passes.append((self.rig.begin(self._prompt(tokens, 0)), True))
-        runs = [partial(_send_and_run, step, with_adapters) for step, with_adapters in passes]
+        runs = self.prompt_runs(tokens, rank)
         with torch.inference_mode():
             times = self.watch.interleaved_ms(runs, rounds=7, times=1)
         floor = self.ceilings.floor_ms(self._weight_bytes, self._prompt_flops(tokens))
