@@ -11,6 +11,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.engine import numerics
 from loraplex.engine.model.loading import load_model
 from loraplex.engine.numerics import numerical_build, obstacle_to_same_bits
+from loraplex.kernels.layers import numba_dense
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
 
@@ -34,12 +35,19 @@ def granite(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("base"), OTHERS["granite"])
 
 
-def test_kernels_that_keep_the_promise():
-    assert obstacle_to_same_bits("numba", batch_invariant=False) is None
-    assert obstacle_to_same_bits("triton", batch_invariant=True) is None
-    assert "--batch-invariant is off" in (obstacle_to_same_bits("triton", batch_invariant=False) or "")
+def obstacle(backend, dtype=torch.float32, *, asked=False):
+    return obstacle_to_same_bits(backend, dtype, batch_invariant=asked) or ""
+
+
+def test_kernels_that_keep_the_promise(monkeypatch):
+    assert not obstacle("triton", asked=True)
+    assert "--batch-invariant is off" in obstacle("triton")
     for asked in (True, False):
-        assert "torch's kernels" in (obstacle_to_same_bits("torch", batch_invariant=asked) or "")
+        assert "torch's kernels" in obstacle("torch", asked=asked)
+    for of_this_processor in (True, False):
+        monkeypatch.setattr(numba_dense, "is_for", lambda dtype, found=of_this_processor: found)
+        assert bool(obstacle("numba", torch.bfloat16)) is not of_this_processor
+    assert "oneDNN multiplies in bfloat16" in obstacle("numba", torch.bfloat16)
 
 
 def test_a_model_that_cannot_keep_it_is_refused_in_one_line_and_warned_of(granite, llama, tmp_path, caplog):

@@ -129,8 +129,6 @@ def _build(
     wrap_model: Callable[[Model], Model] | None,
     recorder: Recorder | None,
 ) -> BuiltEngine:
-    if config.batch_invariant:
-        require_same_bits(backend)
     model_dir = Path(config.model_path)
     base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
     plans = None if config.plan_dir is None else KeptPlans(Path(config.plan_dir))
@@ -145,9 +143,11 @@ def _build(
             batch_invariant=config.batch_invariant,
         )
     ).result()
-    obstacle = obstacle_to_same_bits(backend, batch_invariant=config.batch_invariant)
+    obstacle = obstacle_to_same_bits(backend, model.dtype, batch_invariant=config.batch_invariant)
     if not isinstance(model, FusedDecoder):
         obstacle = no_same_bits(base.model_type)
+    if obstacle is not None and config.batch_invariant:
+        raise refuse_bits(obstacle)
     if obstacle is not None and device.type == "cpu":
         _log.warning("answers may depend on what is computed beside them: %s", obstacle)
     layout = ArenaLayout(
@@ -294,11 +294,11 @@ def resolve_kernels(device: str, kernels: str) -> tuple[torch.device, Backend]:
         raise DeviceUnavailable(f"--kernels {kernels}: {error}") from error
 
 
-def require_same_bits(backend: Backend) -> None:
-    """For --batch-invariant. Raises DeviceUnavailable where the kernels cannot promise the same bits."""
-    obstacle = obstacle_to_same_bits(backend, batch_invariant=True)
-    if obstacle is not None:
-        raise DeviceUnavailable(f"--batch-invariant: {obstacle}; serve without it, or with other --kernels")
+def refuse_bits(obstacle: str) -> DeviceUnavailable:
+    """For --batch-invariant where the kernels cannot promise the same bits."""
+    return DeviceUnavailable(
+        f"--batch-invariant: {obstacle}; serve without it, or with other --kernels or another --dtype"
+    )
 
 
 def _tell_fallback(reason: str) -> None:

@@ -28,12 +28,19 @@ _VARIABLES = (
 """Variables by which libraries choose other instructions."""
 
 
-def obstacle_to_same_bits(backend: Backend, *, batch_invariant: bool) -> str | None:
-    """Why these kernels cannot promise the same bits; None where they can. `batch_invariant` as in EngineConfig."""
+def obstacle_to_same_bits(backend: Backend, dtype: torch.dtype, *, batch_invariant: bool) -> str | None:
+    """Why these kernels cannot promise the same bits of a model in this dtype; None where they can. `batch_invariant`
+    as in EngineConfig."""
     if backend == "torch":
         return "torch's kernels choose the order of their sums by the other rows of a step"
     if backend == "triton" and not batch_invariant:
         return "--batch-invariant is off"
+    if backend == "numba":
+        from loraplex.kernels.layers import numba_dense  # numba takes a second to import
+
+        if not numba_dense.is_for(dtype):
+            name = str(dtype).removeprefix("torch.")
+            return f"oneDNN multiplies in {name} on this processor, by the number of rows"
     return None
 
 

@@ -90,8 +90,14 @@ def _kernels(questions: Questions) -> str:
 
 
 def _model(questions: Questions) -> str:
-    from loraplex.engine.build import require_same_bits, resolve_kernels
-    from loraplex.engine.model.loading import examine_dtype, examine_model, examine_same_bits
+    from loraplex.engine.build import refuse_bits, resolve_kernels
+    from loraplex.engine.model.loading import (
+        examine_dtype,
+        examine_model,
+        examine_same_bits,
+        read_model_config,
+        serving_dtype,
+    )
     from loraplex.engine.numerics import obstacle_to_same_bits
 
     if questions.model_dir is None:
@@ -99,9 +105,10 @@ def _model(questions: Questions) -> str:
     model_dir = Path(questions.model_dir)
     kind = examine_model(model_dir, questions.max_model_len)
     device, backend = resolve_kernels(questions.device, questions.kernels)
-    obstacle = obstacle_to_same_bits(backend, batch_invariant=questions.batch_invariant)
-    if questions.batch_invariant:
-        require_same_bits(backend)
+    served = serving_dtype(read_model_config(model_dir)[0], questions.dtype, device)
+    obstacle = obstacle_to_same_bits(backend, served, batch_invariant=questions.batch_invariant)
+    if obstacle is not None and questions.batch_invariant:
+        raise refuse_bits(obstacle)
     obstacle = examine_same_bits(model_dir, questions.batch_invariant) or obstacle
     bits = "the same bits in every batch"
     if obstacle is not None:
