@@ -43,9 +43,13 @@ def check_tenant_id(value: str) -> str:
     return value
 
 
-def check_adapter_name(value: str) -> str:
+def is_adapter_name(value: str) -> bool:
     """`[a-z0-9][a-z0-9._-]{0,62}`."""
-    if not 1 <= len(value) <= 63 or value[0] not in _LOWER or not (_LOWER | set("._-")).issuperset(value):
+    return 1 <= len(value) <= 63 and value[0] in _LOWER and (_LOWER | set("._-")).issuperset(value)
+
+
+def check_adapter_name(value: str) -> str:
+    if not is_adapter_name(value):
         raise InvalidValue(
             "An adapter's name is 1 to 63 of a-z, 0-9, '.', '_' and '-', and begins with a letter or digit.",
             param="name",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,14 +82,50 @@ async def test_everything_else_is_answered_as_if_it_did_not_exist(served: Contro
 async def test_an_unknown_name_costs_no_more_than_a_foreign_one(
     served: ControlPlane, statements: list[str]
 ) -> None:
-    """Neither asks the database about the name: both are looked up among the caller's own, in memory."""
-    await served.resolver.resolve(ACME, "pirate")
-    assert statements
+    """Both are looked for among the caller's own, once; what can be no name is not looked for at all."""
+    asked = []
+    for model in ("secret", "unknown"):
+        for _ in range(2):
+            statements.clear()
+            assert isinstance(await refusal(served, model), ModelNotFound)
+            asked.append(tuple(statements))
+    assert asked == [asked[0], (), asked[0], ()]
+    assert len(asked[0]) == 1
     statements.clear()
-    for model in ("secret", "unknown", f"{SERVED_NAME}:secret@v1"):
+    for model in ("", "No Name", "x" * 64, f"{SERVED_NAME}:{SERVED_NAME}:pirate"):
         assert isinstance(await refusal(served, model), ModelNotFound)
-    await served.resolver.resolve(ACME, "json")
     assert statements == []
+
+
+async def test_only_changes_of_a_name_are_read_again(served: ControlPlane, statements: list[str]) -> None:
+    async def read_again() -> set[str]:
+        found = set()
+        for model in ("pirate", "json"):
+            statements.clear()
+            with contextlib.suppress(ModelNotFound):
+                await served.resolver.resolve(ACME, model)
+            found |= {model} if statements else set()
+        statements.clear()
+        await served.resolver.list_models(ACME)
+        return found | ({"list"} if statements else set())
+
+    await read_again()
+    assert await read_again() == set()
+    served.add("rival", "pirate", 6)
+    served.tenants.update("acme", {"weight": 2.0})
+    assert await read_again() == set()
+    changes: list[Callable[[], object]] = [
+        lambda: served.add("acme", "pirate", 7),
+        lambda: served.releases.promote("acme", "pirate", "v2"),
+        lambda: served.releases.put("acme", "pirate", [ReleaseTarget("v1", 1)]),
+        lambda: served.releases.rollback("acme", "pirate"),
+        lambda: served.catalog.delete_version("acme", "pirate", "v3"),
+        lambda: served.catalog.delete_adapter("acme", "pirate"),
+    ]
+    for change in changes:
+        change()
+        assert await read_again() == {"pirate", "list"}
+    assert isinstance(await refusal(served, "pirate"), ModelNotFound)
 
 
 async def test_a_key_for_some_models_may_use_those(served: ControlPlane) -> None:

@@ -96,6 +96,7 @@ def test_known_keys_and_adapters_serve_and_others_are_told_to_wait(
     cache = plane.key_cache(staleness_s=300)
     known = who(cache, secret)
     asyncio.run(plane.resolver.resolve(caller("acme"), "pirate"))
+    asyncio.run(plane.resolver.list_models(caller("acme")))
 
     lose()
     plane.clock.advance(60)  # what is remembered is older than it may be while the database answers
@@ -110,6 +111,8 @@ def test_known_keys_and_adapters_serve_and_others_are_told_to_wait(
         lambda: who(cache, unused),
         lambda: who(cache, "lpx_00_guess"),
         lambda: asyncio.run(plane.resolver.resolve(caller("rival"), "pirate")),
+        lambda: asyncio.run(plane.resolver.resolve(caller("acme"), "unused")),
+        lambda: asyncio.run(plane.resolver.list_models(caller("rival"))),
         lambda: plane.tenants.create("other"),
         lambda: plane.tenants.get("acme"),
         lambda: plane.keys.revoke("acme", info.id),

@@ -238,7 +238,7 @@ def _unusable(release: ReleaseInfo, states: dict[str, str]) -> str | None:
 
 def current_release(session: Session, tenant_id: str, name: str) -> ReleaseInfo | None:
     query = select(Release).where(Release.tenant_id == tenant_id, Release.name == name)
-    row = session.scalars(query.order_by(Release.revision.desc())).first()
+    row = session.scalars(query.order_by(Release.revision.desc()).limit(1)).first()
     return None if row is None else _release_info(row)
 
 

@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.orm import Session
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.control.catalog.releases import current_releases
+from loraplex.control.catalog.releases import current_release, current_releases
 from loraplex.control.catalog.versions import version_number
 from loraplex.control.db.database import Database
 from loraplex.control.db.read_through import DEFAULT_STALENESS_S, ReadThrough
-from loraplex.control.db.tables import LIVING, AdapterVersion
+from loraplex.control.db.tables import LIVING, AdapterVersion, adapter_subject, catalog_subject
 from loraplex.control.errors import AdapterUnavailable, ModelNotAllowed, ModelNotFound
+from loraplex.control.rules import is_adapter_name
+from loraplex.control.tenancy.tenants import tenant_subject
 from loraplex.control.types import ModelCard, Principal, ReleaseInfo, ResolvedModel, Serving
 
 MIN_DIGEST_CHARS = 12
@@ -48,8 +51,9 @@ class _Adapter:
 
 class Resolver:
     """Answers from memory: at most `ttl_s` behind the database, not at all behind changes of this process, and
-    `staleness_s` more while the database cannot be reached. The adapters of at most `capacity` tenants are
-    remembered."""
+    `staleness_s` more while the database cannot be reached. At most `capacity` names are remembered, and the lists of
+    `list_capacity` tenants. A request reads the name that it asks for and no other: what it costs does not depend on
+    how many adapters there are, or on what else is changed."""
 
     def __init__(
         self,
@@ -58,7 +62,8 @@ class Resolver:
         served_name: str,
         started_at: int,
         ttl_s: float = 2.0,
-        capacity: int = 2_000,
+        capacity: int = 20_000,
+        list_capacity: int = 200,
         staleness_s: float = DEFAULT_STALENESS_S,
         clock: Callable[[], float] = time.monotonic,
         random_source: random.Random | None = None,
@@ -67,8 +72,21 @@ class Resolver:
         self._served_name = served_name
         self._started_at = started_at
         self._random = random_source or random.Random()  # noqa: S311 - spreads traffic, keeps no secret
-        self._tenants: ReadThrough[str, Mapping[str, _Adapter]] = ReadThrough(
-            database, ttl_s=ttl_s, capacity=capacity, staleness_s=staleness_s, clock=clock
+        self._adapters: ReadThrough[tuple[str, str], _Adapter] = ReadThrough(
+            database,
+            ttl_s=ttl_s,
+            capacity=capacity,
+            staleness_s=staleness_s,
+            aged_by=lambda key: (adapter_subject(*key), tenant_subject(key[0])),
+            clock=clock,
+        )
+        self._lists: ReadThrough[str, Mapping[str, _Adapter]] = ReadThrough(
+            database,
+            ttl_s=ttl_s,
+            capacity=list_capacity,
+            staleness_s=staleness_s,
+            aged_by=lambda tenant_id: (catalog_subject(tenant_id), tenant_subject(tenant_id)),
+            clock=clock,
         )
 
     async def resolve(self, principal: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
@@ -81,7 +99,7 @@ class Resolver:
             return ResolvedModel(model, None)
         spelled = model.removeprefix(self._served_name + ":")
         name, _, selector = spelled.partition("@")
-        adapter = (await self._adapters(principal)).get(name)
+        adapter = await self._adapter(principal.tenant_id, name)
         if adapter is None or model.endswith("@"):
             raise _not_found(model)
         version = _select(adapter, selector) if selector else self._released(principal, name, adapter, user)
@@ -98,7 +116,7 @@ class Resolver:
     async def list_models(self, principal: Principal) -> list[ModelCard]:
         """The models of this key: the base, then the released adapters by name."""
         cards = [ModelCard(self._served_name, self._started_at, self._served_name, None)]
-        for name, adapter in sorted((await self._adapters(principal)).items()):
+        for name, adapter in sorted((await self._all_adapters(principal.tenant_id)).items()):
             release = adapter.release
             weights = (
                 {} if release is None else {int(t.version[1:]): t.weight for t in release.targets if t.weight}
@@ -147,35 +165,51 @@ class Resolver:
                 return version
         return ready[-1][0]
 
-    async def _adapters(self, principal: Principal) -> Mapping[str, _Adapter]:
-        tenant_id = principal.tenant_id
+    async def _adapter(self, tenant_id: str | None, name: str) -> _Adapter | None:
+        if tenant_id is None or not is_adapter_name(name):
+            return None
+        return await self._adapters.get((tenant_id, name), self._read_one, tenant_id, name)
+
+    async def _all_adapters(self, tenant_id: str | None) -> Mapping[str, _Adapter]:
         if tenant_id is None:
             return {}
-        return await self._tenants.get(tenant_id, self._read, tenant_id) or {}
+        return await self._lists.get(tenant_id, self._read_all, tenant_id) or {}
 
-    def _read(self, tenant_id: str) -> Mapping[str, _Adapter]:
-        found: dict[str, dict[int, _Version]] = {}
-        of = AdapterVersion
-        query = (
-            select(
-                of.name,
-                of.number,
-                of.digest,
-                of.rank,
-                of.state,
-                of.created_at,
-                of.tool_format,
-                of.reasoning_format,
-            )
-            .where(of.tenant_id == tenant_id, LIVING)
-            .order_by(of.name, of.number)
-        )
+    def _read_one(self, tenant_id: str, name: str) -> _Adapter | None:
         with self._database.read() as session:
-            for name, number, digest, rank, state, created_at, *formats in session.execute(query):
-                ref = AdapterRef(tenant_id, name, number, digest, rank)
-                found.setdefault(name, {})[number] = _Version(ref, state, created_at, Serving(*formats))
+            versions = _read_versions(session, tenant_id, AdapterVersion.name == name).get(name)
+            return None if versions is None else _Adapter(versions, current_release(session, tenant_id, name))
+
+    def _read_all(self, tenant_id: str) -> Mapping[str, _Adapter]:
+        with self._database.read() as session:
+            found = _read_versions(session, tenant_id)
             releases = current_releases(session, tenant_id)
         return {name: _Adapter(versions, releases.get(name)) for name, versions in found.items()}
+
+
+def _read_versions(
+    session: Session, tenant_id: str, *conditions: ColumnElement[bool]
+) -> dict[str, dict[int, _Version]]:
+    """The living versions by name and number."""
+    of = AdapterVersion
+    columns = (
+        of.name,
+        of.number,
+        of.digest,
+        of.rank,
+        of.state,
+        of.created_at,
+        of.tool_format,
+        of.reasoning_format,
+    )
+    query = (
+        select(*columns).where(of.tenant_id == tenant_id, LIVING, *conditions).order_by(of.name, of.number)
+    )
+    found: dict[str, dict[int, _Version]] = {}
+    for name, number, digest, rank, state, created_at, *formats in session.execute(query):
+        ref = AdapterRef(tenant_id, name, number, digest, rank)
+        found.setdefault(name, {})[number] = _Version(ref, state, created_at, Serving(*formats))
+    return found
 
 
 def _select(adapter: _Adapter, selector: str) -> _Version | None:

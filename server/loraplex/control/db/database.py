@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 import structlog
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, UOWTransaction
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.control.db import postgres, sqlite
@@ -84,6 +84,7 @@ class Database:
         """With `ages_caches` False for what no cache holds; with `in_turn` False for what is decided by nothing that
         was read: on PostgreSQL it does not queue up with the other writers."""
         with self._failures_named(), Session(self._writer, expire_on_commit=False) as session:
+            event.listen(session, "after_flush", _note_rows)
             with session.begin():
                 connection = session.connection()
                 if self.on_postgres and in_turn:
@@ -178,6 +179,12 @@ def note_change(session: Session, *subjects: str) -> None:
     """Within a `write()`: what is remembered of these is not to be served any more, however unreachable the database
     may be by then."""
     session.info.setdefault(_SUBJECTS, set()).update(subjects)
+
+
+def _note_rows(session: Session, _: UOWTransaction) -> None:
+    """A change of a row is a change of its subjects, in every writer."""
+    for row in (*session.new, *session.dirty, *session.deleted):
+        note_change(session, *row.subjects)
 
 
 def _reason(error: SQLAlchemyError) -> str:

@@ -27,7 +27,8 @@ class _Entry(Generic[V]):
 
 
 class ReadThrough(Generic[K, V]):
-    """At most `ttl_s` behind the database, not at all behind changes that this process makes.
+    """At most `ttl_s` behind the database, not at all behind changes that this process makes: any change, or those of
+    the subjects that a key is `aged_by`.
 
     While the database cannot answer, a value serves for `staleness_s` more, unless this process changed one of its
     `subjects` since it was read. What there was not is not remembered then: it may have come to be. A caller for
@@ -45,12 +46,14 @@ class ReadThrough(Generic[K, V]):
         capacity: int,
         staleness_s: float = DEFAULT_STALENESS_S,
         subjects: Callable[[V], Iterable[str]] = lambda _: (),
+        aged_by: Callable[[K], Iterable[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database = database
         self._ttl_s = ttl_s
         self._staleness_s = staleness_s
         self._subjects = subjects
+        self._aged_by = aged_by
         self._capacity = capacity
         self._clock = clock
         self._found: OrderedDict[K, _Entry[V]] = OrderedDict()
@@ -85,14 +88,17 @@ class ReadThrough(Generic[K, V]):
     def _fresh(self, key: K) -> _Entry[V] | None:
         for kept in (self._found, self._absent):
             entry = kept.get(key)
-            if entry is not None:
-                is_fresh = (
-                    entry.revision == self._database.revision and self._clock() - entry.read_at < self._ttl_s
-                )
-                if is_fresh:
-                    kept.move_to_end(key)
-                    return entry
+            if entry is None or self._clock() - entry.read_at >= self._ttl_s or self._is_aged(key, entry):
+                continue
+            kept.move_to_end(key)
+            return entry
         return None
+
+    def _is_aged(self, key: K, entry: _Entry[V]) -> bool:
+        if entry.revision == self._database.revision:
+            return False
+        changed = self._database.changed_since
+        return self._aged_by is None or any(changed(each, entry.revision) for each in self._aged_by(key))
 
     def _stale(self, key: K) -> _Entry[V] | None:
         entry = self._found.get(key)

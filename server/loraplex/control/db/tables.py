@@ -39,6 +39,21 @@ class UtcDateTime(TypeDecorator[datetime]):
 class Base(DeclarativeBase):
     """The metadata that Alembic compares with."""
 
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What a change of this row is a change of, as `Database.changed_since` names it."""
+        return ()
+
+
+def adapter_subject(tenant_id: str, name: str) -> str:
+    """The versions and the release of one name."""
+    return f"adapter:{tenant_id}/{name}"
+
+
+def catalog_subject(tenant_id: str) -> str:
+    """All versions and releases of a tenant."""
+    return f"catalog:{tenant_id}"
+
 
 class Tenant(Base):
     __tablename__ = "tenants"
@@ -152,6 +167,10 @@ class AdapterVersion(Base):
     tool_format: Mapped[str | None] = mapped_column(String(16))
     reasoning_format: Mapped[str | None] = mapped_column(String(16))
 
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        return adapter_subject(self.tenant_id, self.name), catalog_subject(self.tenant_id)
+
 
 LIVING = AdapterVersion.state != "deleted"
 """Versions that are not deleted, as a condition."""
@@ -178,6 +197,10 @@ class Release(Base):
     restores: Mapped[int | None]
     actor: Mapped[str | None] = mapped_column(String(8))
     actor_key_id: Mapped[str | None] = mapped_column(String(32))
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        return adapter_subject(self.tenant_id, self.name), catalog_subject(self.tenant_id)
 
 
 class Usage(Base):
