@@ -31,6 +31,7 @@ def warm_up(dtype: torch.dtype) -> None:
             ops.rms_norm(x, weight, 1e-5)
             ops.add_rms_norm(x, x.clone(), weight, 1e-5)
         ops.silu_and_mul(x)
+        ops.to_float32(x)
         table = list(range(-(-rows // BLOCK)))
         batch = build_attention_batch([rows], [rows], [table])
         cache = torch.zeros(len(table), BLOCK, 2, 1, 2, dtype=dtype)

@@ -74,6 +74,7 @@ class Ops:
     paged_attention: PagedAttention
     pack_weight: Callable[[torch.Tensor], Any]
     linear: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+    to_float32: Callable[[torch.Tensor], torch.Tensor]
     reads_unwritten: bool
     lay_out: LayOut | None = None
 
@@ -100,6 +101,7 @@ def _torch_ops() -> Ops:
         paged_attention=attention.paged_attention,
         pack_weight=dense.pack_weight,
         linear=dense.linear,
+        to_float32=torch.Tensor.float,
         reads_unwritten=True,
     )
 
@@ -136,6 +138,7 @@ def _triton_ops(batch_invariant: bool) -> Ops:
         paged_attention=triton_attention.paged_attention,
         pack_weight=dense.pack_weight,
         linear=triton_dense.linear if batch_invariant else dense.linear,
+        to_float32=torch.Tensor.float,
         reads_unwritten=False,
     )
 
@@ -144,7 +147,7 @@ def _numba_ops() -> Ops:
     """For tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
     # numba takes a second to import.
     from loraplex.kernels.attention import numba_attention
-    from loraplex.kernels.layers import numba_activation, numba_dense, numba_norm, numba_rope
+    from loraplex.kernels.layers import numba_activation, numba_dense, numba_norm, numba_rope, numba_widen
 
     return Ops(
         rms_norm=numba_norm.rms_norm,
@@ -157,6 +160,7 @@ def _numba_ops() -> Ops:
         paged_attention=numba_attention.paged_attention,
         pack_weight=numba_dense.pack_weight,
         linear=numba_dense.linear,
+        to_float32=numba_widen.to_float32,
         reads_unwritten=False,
         lay_out=numba_attention.build_attention_batch,
     )

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.kernels.layers.activation import gelu_tanh_and_mul, silu_and_mul
 from loraplex.kernels.layers.norm import add_rms_norm, add_rms_norm_float32, rms_norm, rms_norm_float32
-from loraplex.kernels.layers.rope import apply_rope, rope_cos_sin
+from loraplex.kernels.layers.rope import CosSinTable, apply_rope, rope_cos_sin
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
 
@@ -44,6 +44,22 @@ def test_a_float32_norm_is_rounded_once(dtype):
     if dtype is torch.bfloat16:
         assert (got != want.to(dtype)).float().mean() < 0.02
     assert torch.equal(rms_norm_float32(total, weight, 1e-5), got)
+
+
+def test_a_table_has_the_cosines_of_any_positions_in_any_order():
+    inv_freq = torch.rand(7)
+    table = CosSinTable(inv_freq, 1.25)
+    for positions in ([0], [1023, 3, 3], [1024], [5000, 0, 2047], [2]):
+        found = table.rows(torch.tensor(positions))
+        want = rope_cos_sin(torch.tensor(positions), inv_freq, 1.25)
+        for got, expected in zip(found, want, strict=True):
+            assert got.shape == (len(positions), 1, 7)
+            torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+    again = CosSinTable(inv_freq, 1.25)
+    again.rows(torch.tensor([5000]))
+    everything = torch.arange(5000)
+    # However the table grew.
+    assert torch.equal(again.rows(everything)[0], table.rows(everything)[0])
 
 
 def test_columns_beyond_the_rotated_part_stay():

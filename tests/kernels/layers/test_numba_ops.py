@@ -100,6 +100,13 @@ def test_nan_stays_in_its_row(dtype):
     assert active[others].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 5), (3, 4099), (16, 4096), (0, 7)])
+def test_to_float32(shape, dtype):
+    x = torch.randn(*shape).to(dtype)
+    assert torch.equal(OURS.to_float32(x), x.float())
+
+
 def test_rows_may_lie_apart():
     x = torch.randn(6, 200, dtype=torch.bfloat16)
     weight = torch.randn(64, dtype=torch.bfloat16)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+_TABLE_STEP = 1024
+"""Positions that a table grows by."""
+
 
 def rope_cos_sin(
     positions: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float = 1.0
@@ -14,6 +17,29 @@ def rope_cos_sin(
     """
     angles = positions[:, None].float() * inv_freq
     return (angles.cos() * attention_factor)[:, None], (angles.sin() * attention_factor)[:, None]
+
+
+class CosSinTable:
+    """`rope_cos_sin` of one rotation, looked up, for a CPU. A position's numbers are computed once, so they do not
+    depend on the other rows of a step; torch's cosine also wakes OpenMP's threads for each step.
+
+    Grows to the highest position that was asked for. For one thread at a time.
+    """
+
+    def __init__(self, inv_freq: torch.Tensor, attention_factor: float) -> None:
+        self._inv_freq = inv_freq
+        self._factor = attention_factor
+        self._cos, self._sin = (torch.empty(0, 1, len(inv_freq)) for _ in range(2))
+
+    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two of [T, 1, R/2] float32. positions: [T] int64, at least one."""
+        highest = int(positions.max())
+        if highest >= len(self._cos):
+            begin = len(self._cos)
+            end = -(-max(highest + 1, 2 * begin) // _TABLE_STEP) * _TABLE_STEP
+            more = rope_cos_sin(torch.arange(begin, end), self._inv_freq, self._factor)
+            self._cos, self._sin = torch.cat((self._cos, more[0])), torch.cat((self._sin, more[1]))
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from loraplex.engine.model.base import (
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import open_checkpoint
 from loraplex.kernels.attention.triton_tiling import AttentionShape
-from loraplex.kernels.layers.rope import rope_cos_sin
+from loraplex.kernels.layers.rope import CosSinTable, rope_cos_sin
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.ops import LayOut, Ops, resolve_ops
 
@@ -81,6 +81,10 @@ class FusedDecoder:
         self._head = head
         self._inv_freqs = tuple(
             torch.tensor(rope.inv_freq, dtype=torch.float32, device=embed.device) for rope in spec.rope.ropes
+        )
+        self._cos_sin_tables = tuple(
+            CosSinTable(inv_freq, rope.attention_factor)
+            for inv_freq, rope in zip(self._inv_freqs, spec.rope.ropes, strict=True)
         )
         # What differs between families is chosen here, so that the loop over the layers asks nothing.
         if spec.gemma:
@@ -157,10 +161,7 @@ class FusedDecoder:
         spec = self._spec
         if self._ops.reads_unwritten:
             batch.kv.clear_blocks(batch.fresh_blocks)
-        cos_sin = [
-            rope_cos_sin(batch.positions, inv_freq, rope.attention_factor)
-            for inv_freq, rope in zip(self._inv_freqs, spec.rope.ropes, strict=True)
-        ]
+        cos_sin = self._cos_sin(batch.positions)
         residual = embedding(batch.token_ids, self._embed)
         if self._embed_scale != 1.0:
             residual.mul_(self._embed_scale)
@@ -174,10 +175,19 @@ class FusedDecoder:
         logits = self._ops.linear(x, self._head, None)
         if batch.head_lora is not None:
             batch.head_lora.apply(0, HEAD, x, logits)
-        logits = logits.float() if batch.logits_out is None else batch.logits_out.copy_(logits)
+        logits = self._ops.to_float32(logits) if batch.logits_out is None else batch.logits_out.copy_(logits)
         if spec.logits_softcap is not None:
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         return logits
+
+    def _cos_sin(self, positions: torch.Tensor) -> list[_CosSin]:
+        """Of each kind of rotation."""
+        if positions.device.type == "cpu":
+            return [table.rows(positions) for table in self._cos_sin_tables]
+        return [
+            rope_cos_sin(positions, inv_freq, rope.attention_factor)
+            for inv_freq, rope in zip(self._inv_freqs, self._spec.rope.ropes, strict=True)
+        ]
 
     def _final_norm(self, x: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
