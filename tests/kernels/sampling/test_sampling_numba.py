@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from loraplex.kernels.sampling.numba_argmax import largest
+from loraplex.kernels.sampling.numba_logsumexp import log_sum_exp
 from loraplex.kernels.sampling.numba_sampling import draw
 
 SHAPES = [(1, 1), (2, 15), (3, 16), (5, 17), (4, 1000), (16, 49152)]
@@ -82,3 +83,36 @@ def test_only_the_named_rows_are_drawn_and_strided_logits_are_refused() -> None:
     assert tokens.tolist() == [0, 39]
     with pytest.raises(ValueError, match="contiguous rows of float32"):
         draw(torch.zeros(40, 2).T, tokens, ok, **options)
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 513, 49152])
+def test_log_sum_exp_equals_float64_and_does_not_depend_on_the_other_rows(columns: int) -> None:
+    logits = torch.randn(9, columns, generator=torch.Generator().manual_seed(columns)) * 8
+    logits[3] -= 1000
+    logits[4] += 1000
+    got = log_sum_exp(logits)
+    torch.testing.assert_close(
+        got.double(), logits.double().logsumexp(-1, keepdim=True), rtol=3e-7, atol=3e-7
+    )
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for first, end in ((0, 1), (4, 5), (2, 9)):
+                assert torch.equal(log_sum_exp(logits[first:end]), got[first:end])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_log_sum_exp_of_rows_that_are_not_finite() -> None:
+    logits = torch.zeros(5, 40)
+    logits[0, 3] = float("nan")
+    logits[1, 39] = float("inf")
+    logits[2] = float("-inf")
+    logits[3, 7] = float("-inf")
+    got = log_sum_exp(logits)[:, 0]
+    assert not got[:3].isfinite().any()
+    torch.testing.assert_close(got[3:], logits[3:].logsumexp(-1))
+    assert log_sum_exp(logits[:0]).shape == (0, 1)
+    with pytest.raises(ValueError, match="float32"):
+        log_sum_exp(logits.double())

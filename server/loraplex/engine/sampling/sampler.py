@@ -114,11 +114,12 @@ class TorchSampler:
 
 
 class NumbaSampler(TorchSampler):
-    """The same, with kernels for what every row needs: its largest logit, and its draw."""
+    """The same, with kernels for what every row needs, its largest logit and its draw, and for log probabilities."""
 
     def __init__(self, vocab_size: int) -> None:
         # numba takes a second to import.
         from loraplex.kernels.sampling.numba_argmax import largest
+        from loraplex.kernels.sampling.numba_logsumexp import log_sum_exp
         from loraplex.kernels.sampling.numba_masking import bar_tokens
         from loraplex.kernels.sampling.numba_sampling import draw
 
@@ -126,6 +127,7 @@ class NumbaSampler(TorchSampler):
         self._largest = largest
         self._bar_tokens = bar_tokens
         self._draw = draw
+        self._log_sum_exp = log_sum_exp
 
     def sample(
         self,
@@ -155,6 +157,19 @@ class NumbaSampler(TorchSampler):
                 top_p=_of_all(draws, "top_p", 1.0),
             )
         return tokens.masked_fill_(~ok, 0), ok
+
+    def score(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        num_top: int,
+        *,
+        listed: torch.Tensor | None = None,
+        ranked: bool = False,
+    ) -> TokenScores:
+        return score_tokens(
+            logits, tokens, num_top, listed=listed, ranked=ranked, log_sum_exp=self._log_sum_exp
+        )
 
 
 def _of_all(draws: Draws, limit: Literal["top_k", "top_p"], off: float) -> torch.Tensor:
