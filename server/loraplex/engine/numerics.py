@@ -20,6 +20,7 @@ from loraplex.engine.model.base import Model
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.kernels.backend import Backend
 
+_PACKAGES = (loraplex.kernels, loraplex.engine, loraplex.adapters)
 _LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton", "llguidance")
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
@@ -55,10 +56,11 @@ def numerical_build(model: Model, backend: Backend, *, batch_invariant: bool) ->
         f"{backend} {type(model).__name__} {backend == 'triton' and batch_invariant} {model.shape.max_positions}",
         *_processor(model.device, backend),
     ]
+    obstacle = obstacle_to_same_bits(backend, model.dtype, batch_invariant=batch_invariant)
+    if obstacle is not None or not isinstance(model, FusedDecoder):
+        # Libraries may cut sums by the number of threads. Kernels that keep the promise do not.
+        parts.append(f"threads {torch.get_num_threads()}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-_PACKAGES = (loraplex.kernels, loraplex.engine, loraplex.adapters)
 
 
 def _libraries(model: Model) -> tuple[str, ...]:
@@ -84,8 +86,7 @@ def _digest(package: Path) -> str:
 def _processor(device: torch.device, backend: Backend) -> list[str]:
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device), f"cuda {torch.version.cuda}"]
-    # oneDNN may cut sums by the number of threads.
-    found = [torch.backends.cpu.get_cpu_capability(), f"threads {torch.get_num_threads()}"]
+    found = [torch.backends.cpu.get_cpu_capability()]
     if backend == "numba":
         from loraplex.kernels.numba_runtime.vectors import host_features, host_name
 
