@@ -4,7 +4,6 @@ the wheels of `make gpu-wheels`."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.kernels.gpu_machine import hidden_modules, wheels, write_sitecustomize
+from support.kernels.gpu_machine import gpu_environment, hidden_modules, wheels, write_sitecustomize
 
 ROOT = Path(__file__).parents[3]
 LISTED = """
@@ -23,20 +22,11 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 
 
-def environment(folder: Path, *more: Path) -> dict[str, str]:
-    parts = [folder, *more, *(ROOT / part for part in ("tests", "server", "adapters", "kernels"))]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, parts)),
-        "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-
-
 def imported(folder: Path, *modules: str) -> set[str]:
     done = subprocess.run(
         [sys.executable, "-c", LISTED, *modules],
         check=False,
-        env=environment(folder),
+        env=gpu_environment(folder),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -49,7 +39,7 @@ def test_programs_for_a_gpu_import_nothing_that_its_machine_lacks(tmp_path):
     write_sitecustomize(tmp_path)
     found = imported(
         tmp_path, "bench.gpu.suite", "bench.gpu.worker", "bench.gpu.catalogue", "bench.gpu.smoke",
-        "loraplex.engine.build",
+        "bench.gpu.engine.__main__", "bench.gpu.engine.product",
     )  # fmt: skip
     assert not found & set(hidden_modules())
     # Each wheel is needed: what a machine may have already is harmless, what nothing imports is not taken along.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,24 +14,7 @@ from bench.gpu.profile import part_of
 from bench.gpu.suite import Journal, Suite
 from loraplex.adapters.device.layout import ArenaLayout, place_tiles
 from loraplex.kernels.lora.dispatch import CHUNK
-from support.kernels.gpu_machine import write_sitecustomize
-
-ROOT = Path(__file__).parents[3]
-PARTS = ("tests", "server", "adapters", "kernels")
-QUICKLY = """
-from support.kernels.quick_interpreter import quicken_interpreter
-
-quicken_interpreter()
-"""
-
-
-def environment(*before: Path) -> dict[str, str]:
-    path = [str(part) for part in before] + [str(ROOT / part) for part in PARTS]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+from support.kernels.gpu_machine import QUICKLY, gpu_environment, write_sitecustomize
 
 
 def suite(out: Path, cases: str, **options) -> tuple[Suite, list[str]]:
@@ -40,7 +22,7 @@ def suite(out: Path, cases: str, **options) -> tuple[Suite, list[str]]:
     made = Suite(
         f"support.kernels.gpu_suite_cases:{cases}",
         out,
-        **{"budget_s": 120, "lanes": 2, "commit": "abc", "environment": environment(), "say": said.append}
+        **{"budget_s": 120, "lanes": 2, "commit": "abc", "environment": gpu_environment(), "say": said.append}
         | options,
     )
     return made, said
@@ -165,7 +147,7 @@ def test_all_kinds_of_cases_without_a_gpu_and_without_an_installation(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "bench.gpu.suite", "--small", "--out", str(out), "--budget", "200"]
     done = subprocess.run(
-        command, check=False, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True
+        command, check=False, env=gpu_environment(tmp_path), cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = {line["case"]: line for line in lines(out)[1:]}

@@ -35,18 +35,24 @@ class LocalEngine:
     ) -> None:
         self.store = ArtifactStore(work_dir / "artifacts")
         self.base = load_base_spec(model_dir, cache_dir=work_dir)
-        config = EngineConfig(
-            model_path=str(model_dir), artifact_dir=str(work_dir / "artifacts"), device="cpu", **settings
-        )
+        settings = {"device": "cpu", **settings}
+        config = EngineConfig(model_path=str(model_dir), artifact_dir=str(work_dir / "artifacts"), **settings)
         self.built = build_engine(config, lambda: None, wrap_model=wrap_model, recorder=recorder)
         self.core = self.built.core
         self.events: dict[str, list[TokenEvent]] = {}
 
-    def publish(self, folder: Path, *, tenant: str = "acme", name: str | None = None) -> AdapterRef:
-        """Admit a PEFT directory and put it into the store."""
+    def publish(
+        self,
+        folder: Path,
+        *,
+        tenant: str = "acme",
+        name: str | None = None,
+        put: Callable[[Path, Path], Any] = shutil.copy,
+    ) -> AdapterRef:
+        """Admit a PEFT directory and put it into the store; `put(source, target)` brings its tensors there."""
         with self.store.begin_staging() as staging:
             shutil.copy(folder / "adapter_config.json", staging.config_path)
-            shutil.copy(folder / "adapter_model.safetensors", staging.tensors_path)
+            put(folder / "adapter_model.safetensors", staging.tensors_path)
             spec = inspect_adapter(staging.config_path, staging.tensors_path, self.base, max_rank=64)
             self.store.commit(staging, spec.digest)
         return AdapterRef(tenant, name or folder.name, 1, spec.digest, spec.rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
@@ -36,6 +37,25 @@ class Hiding:
 
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 """
+
+
+QUICKLY = """
+from support.kernels.quick_interpreter import quicken_interpreter
+
+quicken_interpreter()
+"""
+"""More for `write_sitecustomize`."""
+
+
+def gpu_environment(*before: Path) -> dict[str, str]:
+    """Of a process that interprets kernels, with nothing of ours but the files. `before`: first in its path."""
+    root = Path(__file__).parents[3]
+    parts = [*before, *(root / part for part in ("tests", "server", "adapters", "kernels"))]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, parts)),
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 def wheels() -> list[str]:
