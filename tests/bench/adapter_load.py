@@ -30,6 +30,7 @@ from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.cache.residency import Ticket
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import build_image
+from loraplex.adapters.device.host_slab import HostSlab
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.transport import ThreadedTransport
 from loraplex.adapters.ref import AdapterRef
@@ -108,7 +109,8 @@ def run(root: Path, options: argparse.Namespace) -> None:
     arena = AdapterArena(layout, num_pages, 2 * options.count, torch.device("cpu"))
     pages = iter([tuple(range(n, n + per_adapter)) for n in range(0, num_pages, per_adapter)])
     woken = threading.Semaphore(0)
-    transport = ThreadedTransport(store, base, arena, wake=woken.release)
+    host = HostSlab(2 * per_adapter * options.count * layout.page_bytes, layout.page_bytes)
+    transport = ThreadedTransport(store, base, arena, host, wake=woken.release)
 
     def wait(ticket: Ticket[T]) -> T:
         woken.acquire()

@@ -15,6 +15,7 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import HostImage
+from loraplex.adapters.device.host_slab import HostSlab
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.transport import ThreadedTransport
 from loraplex.adapters.errors import LoraplexError
@@ -162,6 +163,7 @@ def _build(
     )
     host_bytes = config.adapter_cpu_memory or host_budget(available_memory(torch.device("cpu")))
     require_room("--adapter-cpu-memory", host_bytes, layout)
+    host = HostSlab(host_bytes, layout.page_bytes, pinned=device.type == "cuda")
     arena = executor.submit(
         lambda: AdapterArena(layout, num_pages, num_slots, device, kernels=config.kernels)
     ).result()
@@ -195,13 +197,13 @@ def _build(
         )
     ).result()
     transport = ThreadedTransport(
-        ArtifactStore(Path(config.artifact_dir)), base, arena, wake=wake, threads=LOADER_THREADS
+        ArtifactStore(Path(config.artifact_dir)), base, arena, host, wake=wake, threads=LOADER_THREADS
     )
     cache: AdapterCache[HostImage] = AdapterCache(
         transport=transport,
         num_pages=num_pages,
         num_slots=num_slots,
-        host_bytes=host_bytes,
+        host_bytes=host.num_bytes,
         load_timeout_s=config.adapter_load_timeout,
         clock=time.monotonic,
         max_loads=LOADER_THREADS,
@@ -270,7 +272,7 @@ def _build(
         kv_bytes=size.num_blocks * block_bytes(model.shape, model.dtype),
         arena_page_bytes=layout.page_bytes,
         arena_pages=num_pages,
-        adapter_cpu_bytes=host_bytes,
+        adapter_cpu_bytes=host.num_bytes,
         max_adapter_rank=config.max_adapter_rank,
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,

@@ -259,3 +259,22 @@ def test_adapters_waiting_for_the_device_do_not_evict_each_other_from_host_memor
     assert rig.cache.usage().host_bytes_used <= 3 * PAGE_BYTES
     rig.cache.release(lease)
     assert rig.step(*waiting)[0] is Residency.LOADING
+
+
+def test_a_load_that_waits_for_host_memory_is_given_it() -> None:
+    """The oldest image goes at once, though the limit is not reached; none goes once nothing waits."""
+    rig = CacheRig(num_pages=2, num_slots=2, host_pages=10, sizes={"a": 2, "b": 2, "c": 2})
+    a, b, c = map(make_ref, "abc")
+    rig.bring(a, b)
+    rig.step(c)
+    assert [move.digest for move in rig.transport.loads] == ["c"]
+    rig.transport.shortage = PAGE_BYTES
+    image = rig.cache._entries.by_digest["a"].image
+    assert image is not None
+    release = image.release
+    image.release = lambda: (release(), setattr(rig.transport, "shortage", 0))
+    rig.step(c)
+    assert rig.cache.state("a") == "cold"
+    assert rig.cache.state("b") == "hot"
+    assert rig.cache.usage().host_evictions == 1
+    assert not image.is_live

@@ -14,6 +14,7 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Residency
 from loraplex.adapters.cache.residency import Ticket
 from loraplex.adapters.device.host_image import HostImage
+from loraplex.adapters.device.host_slab import HostSlab
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.transport import ThreadedTransport
 from loraplex.adapters.ref import AdapterRef
@@ -45,19 +46,22 @@ PATIENCE_S = 30.0
 class Rig:
     """A store, an arena full of NaN, and the transport between them."""
 
-    def __init__(self, root: Path, *, num_pages: int = 8, num_slots: int = 3) -> None:
+    def __init__(
+        self, root: Path, *, num_pages: int = 8, num_slots: int = 3, host_bytes: int = 1 << 20
+    ) -> None:
         self.root = root
         self.store = ArtifactStore(root / "store")
         base = load_base_spec(write_base(root / "base", ARCH))
         self.layout = ArenaLayout(GROUPS, ARCH.layers, torch.float32, max_rank=16, page_bytes=16 << 10)
         self.arena = dirty_arena(self.layout, num_pages, num_slots)
         self.woken = threading.Semaphore(0)
-        self.transport = ThreadedTransport(self.store, base, self.arena, wake=self.woken.release)
+        self.host = HostSlab(host_bytes, self.layout.page_bytes)
+        self.transport = ThreadedTransport(self.store, base, self.arena, self.host, wake=self.woken.release)
         self.cache: AdapterCache[HostImage] = AdapterCache(
             transport=self.transport,
             num_pages=num_pages,
             num_slots=num_slots,
-            host_bytes=1 << 20,
+            host_bytes=self.host.num_bytes,
             load_timeout_s=PATIENCE_S,
             clock=lambda: 0.0,
         )
@@ -228,7 +232,7 @@ def test_shared_inspection_covers_config_and_header_alone(rig: Rig) -> None:
         ticket = rig.transport.load(ref)
         rig.wait(ticket)
         assert ticket.value.digest == ref.digest
-        images.append(ticket.value.pages)
+        images.append(torch.cat(ticket.value.memory.runs))
     first, second, half, other_order = images
     assert not torch.equal(first, second)
     assert not torch.equal(half, second)
@@ -378,3 +382,47 @@ def test_a_job_that_cannot_tell_its_end_ends_no_thread(rig: Rig, monkeypatch: py
     for _ in range(4):
         rig.transport.load(ref)
     rig.wait(rig.transport.load(ref))
+
+
+def test_a_full_slab_makes_room_for_the_next_adapter(tmp_path: Path) -> None:
+    """Images lie in the slab alone: what leaves the cache gives its pages back."""
+    rig = Rig(tmp_path, num_pages=40, num_slots=8, host_bytes=3 * (16 << 10))
+    refs = [rig.put(draft_adapter(ARCH, rank=4, seed=seed)) for seed in range(6)]
+    try:
+        for ref in [*refs, *refs]:
+            assert rig.fetch(ref) is Residency.READY
+            used = rig.cache.usage().host_bytes_used
+            assert used == rig.host.num_bytes - rig.host.num_free * rig.host.page_bytes
+            assert 0 < used <= rig.host.num_bytes
+        assert rig.cache.usage().host_evictions > 0
+        for ref in refs:
+            rig.cache.drop(ref.digest)
+        assert rig.host.num_free == rig.host.num_pages
+    finally:
+        rig.transport.close()
+
+
+def test_an_image_that_nobody_wants_any_more_goes_back(rig: Rig) -> None:
+    """Cancelled before it is read, and after."""
+    ref = rig.put(draft_adapter(ARCH))
+    late = rig.transport.load(ref)
+    rig.wait(late)
+    assert rig.host.num_free < rig.host.num_pages
+    late.cancel()
+    assert rig.host.num_free == rig.host.num_pages
+    image = HostImage("any", 8, rig.host.take(2), np.empty((0, 5), np.int32))
+    early: Ticket[HostImage] = Ticket(discard=HostImage.release)
+    early.cancel()
+    early.succeed(image)
+    assert rig.host.num_free == rig.host.num_pages
+
+
+def test_a_load_that_fails_gives_its_pages_back(rig: Rig) -> None:
+    one, other = (rig.put(draft_adapter(ARCH, seed=seed)) for seed in (1, 2))
+    rig.files(one).tensors.write_bytes(rig.files(other).tensors.read_bytes())
+    assert "is damaged" in rig.error_of(one)
+    infinite = draft_adapter(ARCH, seed=3)
+    name = next(iter(infinite.tensors))
+    infinite.tensors[name] = np.full_like(infinite.tensors[name], np.inf)
+    assert rig.error_of(rig.put(infinite))
+    assert rig.host.num_free == rig.host.num_pages

@@ -6,12 +6,14 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from loraplex.adapters.device.host_image import HostImage, build_image
+from loraplex.adapters.device.host_slab import HostPages, HostSlab
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.spec import AdapterSpec, SiteWeights, TensorSlice
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
@@ -187,5 +189,11 @@ def random_adapter(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "adapter"
         raw.tofile(path)
-        image = build_image(spec, path, layout, pin=device.type == "cuda")
+        image = build_image(spec, path, layout, memory=partial(_own_slab, layout, device))
     return Adapter(image, dense)
+
+
+def _own_slab(layout: ArenaLayout, device: torch.device, num_pages: int) -> HostPages:
+    """Memory of one adapter, as the engine's."""
+    slab = HostSlab(num_pages * layout.page_bytes, layout.page_bytes, pinned=device.type == "cuda")
+    return slab.take(num_pages)

@@ -20,14 +20,19 @@ class FakeClock:
         return self.now
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FakeImage:
     digest: str
     num_pages: int
+    is_live: bool = True
 
     @property
     def num_bytes(self) -> int:
         return self.num_pages * PAGE_BYTES
+
+    def release(self) -> None:
+        assert self.is_live, "host memory is given back twice"
+        self.is_live = False
 
 
 @dataclass(eq=False)
@@ -54,6 +59,7 @@ class HandTransport:
         self.loads: list[FakeMove] = []
         self.copies: list[FakeMove] = []
         self.num_loads = 0
+        self.shortage = 0
 
     def load(self, ref: AdapterRef) -> Ticket[FakeImage]:
         def cancel() -> None:
@@ -78,6 +84,9 @@ class HandTransport:
     def clear(self, slot: int) -> None:
         self.slots[slot] = None
 
+    def host_shortage(self) -> int:
+        return self.shortage
+
     def finish_load(self, digest: str | None = None, *, error: str | None = None) -> None:
         """The oldest load, or the oldest of that digest."""
         move = next(move for move in self.loads if digest in (None, move.digest))
@@ -91,6 +100,7 @@ class HandTransport:
         move = next(move for move in self.copies if digest in (None, move.digest))
         self.copies.remove(move)
         if error is None:
+            assert move.image.is_live, "a copy reads host memory that was given back"
             self._fill(move.pages, move.digest)
             move.ticket.succeed(None)
         else:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import HostImage, build_image
+from loraplex.adapters.device.host_slab import HostPages
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.spec import AdapterSpec, SiteWeights, TensorSlice
 from loraplex.kernels.lora.site_groups import SiteGroup
@@ -130,7 +131,7 @@ def _poison(arena: AdapterArena) -> None:
     """Fill every page with NaN."""
     size = arena.layout.page_bytes // arena.layout.dtype.itemsize
     page = torch.full((size,), float("nan"), dtype=arena.layout.dtype).view(torch.uint8)[None]
-    image = HostImage("poison", 8, page, np.array([[0, 0, 0, 0, 0]], np.int32))
+    image = HostImage("poison", 8, HostPages([page]), np.array([[0, 0, 0, 0, 0]], np.int32))
     for number in range(arena.num_bytes // arena.layout.page_bytes - 1):
         arena.write(image, 0, (number,))
     arena.clear_slot(0)

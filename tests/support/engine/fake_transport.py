@@ -64,6 +64,7 @@ class FakeTransport:
         self.slots[slot] = pages
 
         def done() -> None:
+            assert image.is_live, "a copy reads host memory that was given back"
             for page in pages:
                 self.pages[page] = adapter_mark(image.digest)
             ticket.succeed(None)
@@ -73,6 +74,9 @@ class FakeTransport:
 
     def clear(self, slot: int) -> None:
         self.slots.pop(slot, None)
+
+    def host_shortage(self) -> int:
+        return 0
 
     def mark_in_slot(self, slot: int) -> int:
         """What a step that names this slot reads there now."""

@@ -175,8 +175,7 @@ class CachedAdapters(Generic[ImageT]):
         for entry in [entry for entry in self.stuck if entry.copy is not None and entry.copy.done]:
             self.stuck.remove(entry)
             self._free_device(entry)
-            entry.image = None
-            self.host_bytes -= entry.num_bytes
+            self._release_image(entry)
 
     def evict(self, entry: CachedAdapter[ImageT]) -> None:
         """DEVICE → HOST if it still has its image, else cold."""
@@ -193,8 +192,7 @@ class CachedAdapters(Generic[ImageT]):
         if entry.stage is Stage.HOST:
             self.remove_entry(entry)
         elif entry.image is not None:
-            entry.image = None
-            self.host_bytes -= entry.num_bytes
+            self._release_image(entry)
             del self.hosted[entry.ref.digest]
 
     def remove_entry(self, entry: CachedAdapter[ImageT]) -> None:
@@ -203,7 +201,7 @@ class CachedAdapters(Generic[ImageT]):
         if entry.slot >= 0:
             self._free_device(entry)
         if entry.image is not None:
-            self.host_bytes -= entry.num_bytes
+            self._release_image(entry)
         for index in (self.by_digest, self.loading, self.copying, self.hosted):
             index.pop(digest, None)
 
@@ -237,6 +235,16 @@ class CachedAdapters(Generic[ImageT]):
     def _took(self, entry: CachedAdapter[ImageT], stage: str, now: float) -> None:
         entry.seconds[stage] = now - entry.since
         self.seconds[stage] += now - entry.since
+
+    def _release_image(self, entry: CachedAdapter[ImageT]) -> None:
+        assert entry.image is not None
+        entry.image.release()
+        entry.image = None
+        self.host_bytes -= entry.num_bytes
+
+    def host_shortage(self) -> int:
+        """Bytes of host memory that loads wait for."""
+        return self._transport.host_shortage() if self.loading else 0
 
     def _free_device(self, entry: CachedAdapter[ImageT]) -> None:
         assert not entry.leases, "pages with a lease on them may not be given away"

@@ -78,7 +78,8 @@ class DeviceEviction(Generic[ImageT]):
 
 
 class HostEviction(Generic[ImageT]):
-    """Host memory: `limit` bytes for images, except those that are on their way to the device."""
+    """Host memory: `limit` bytes for images, except those that are on their way to the device. Loads that wait for some
+    of it are given it at once, as far as there are images to drop."""
 
     def __init__(self, entries: CachedAdapters[ImageT], current: Pass, limit: int) -> None:
         self._entries = entries
@@ -115,9 +116,10 @@ class HostEviction(Generic[ImageT]):
         return not hosted or self._entries.host_bytes * (hosted + 1) <= self.limit * hosted
 
     def trim(self) -> None:
-        """Drop images until the rest is within the limit: the least recently used first, those with waiting requests
-        last. One of the latter stays, or an image larger than the limit could never be copied."""
-        if self._entries.host_bytes <= self.limit:
+        """Drop images until the rest is within the limit and no load waits for memory: the least recently used first,
+        those with waiting requests last. One of the latter stays, or an image larger than the limit could never be
+        copied."""
+        if self._is_enough():
             return
         waiting = []
         for entry in list(self._entries.hosted.values()):
@@ -125,12 +127,15 @@ class HostEviction(Generic[ImageT]):
                 waiting.append(entry)
             elif entry.stage is not Stage.COPYING:
                 self._entries.drop_image(entry)
-                if self._entries.host_bytes <= self.limit:
+                if self._is_enough():
                     return
         for entry in waiting[:-1]:
             self._entries.drop_image(entry)
-            if self._entries.host_bytes <= self.limit:
+            if self._is_enough():
                 return
+
+    def _is_enough(self) -> bool:
+        return self._entries.host_bytes <= self.limit and not self._entries.host_shortage()
 
     def _waits(self, digest: str) -> bool:
         entry = self._entries.get(digest)

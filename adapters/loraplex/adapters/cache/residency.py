@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -42,17 +43,28 @@ class Image(Protocol):
     def num_bytes(self) -> int: ...
     @property
     def num_pages(self) -> int: ...
+    def release(self) -> None:
+        """Give its memory back: once, when it is in no list and no copy reads it."""
+        ...
 
 
 ImageT = TypeVar("ImageT", bound=Image)
 
 
 class Ticket(Generic[T]):
-    """The outcome, some day, of work in another thread, which completes it once; the step thread reads it."""
+    """The outcome, some day, of work in another thread, which completes it once; the step thread reads it. `discard` is
+    called with the value of a ticket that was cancelled, in whichever thread comes last."""
 
-    __slots__ = ("_damaged", "_error", "_on_cancel", "_outcome")
+    __slots__ = ("_cancelled", "_damaged", "_discard", "_error", "_lock", "_on_cancel", "_outcome")
 
-    def __init__(self, on_cancel: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_cancel: Callable[[], None] | None = None,
+        discard: Callable[[T], None] | None = None,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._discard = discard
         self._outcome: list[T] | None = (
             None  # a list of one, so that a value of None can be told from no value
         )
@@ -61,7 +73,11 @@ class Ticket(Generic[T]):
         self._on_cancel = on_cancel
 
     def succeed(self, value: T) -> None:
-        self._outcome = [value]
+        with self._lock:
+            self._outcome = [value]
+            unwanted = self._cancelled
+        if unwanted and self._discard is not None:
+            self._discard(value)
 
     def fail(self, message: str, *, damaged: bool = False) -> None:
         """`message` is one line for the client. `damaged` means that the stored bytes are damaged, so that another try
@@ -71,6 +87,12 @@ class Ticket(Generic[T]):
 
     def cancel(self) -> None:
         """This ticket is not read again: its result is to be dropped."""
+        with self._lock:
+            unwanted = () if self._cancelled or self._outcome is None else tuple(self._outcome)
+            self._cancelled = True
+        if self._discard is not None:
+            for value in unwanted:
+                self._discard(value)
         if self._on_cancel is not None:
             self._on_cancel()
 
@@ -94,7 +116,7 @@ class Ticket(Generic[T]):
 
 
 class AdapterTransport(Protocol[ImageT]):
-    """Moves adapters. All three return at once."""
+    """Moves adapters. Everything returns at once."""
 
     def load(self, ref: AdapterRef) -> Ticket[ImageT]:
         """Begin to bring an adapter from disk into host memory."""
@@ -103,6 +125,10 @@ class AdapterTransport(Protocol[ImageT]):
     def copy(self, image: ImageT, slot: int, pages: tuple[int, ...]) -> Ticket[None]:
         """Begin to copy an image into these device pages (as many as it has) and to describe it in `slot`. It
         may write to them until the ticket is done; it can't be cancelled."""
+        ...
+
+    def host_shortage(self) -> int:
+        """Bytes of host memory that loads wait for, and that only images which are dropped can bring."""
         ...
 
     def clear(self, slot: int) -> None:

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loraplex.adapters.device.device_copies import CopyQueue, HostQueue, PacedCopies, StreamQueue
 from loraplex.adapters.device.device_lora import DeviceLora, effective_segments
 from loraplex.adapters.device.host_image import HostImage
+from loraplex.adapters.device.host_slab import adjacent_runs
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.placement import HEAD_LAYER
 from loraplex.kernels.backend import resolve_backend
@@ -34,7 +36,10 @@ class AdapterArena:
         device: torch.device,
         *,
         kernels: str = "auto",
+        queue: CopyQueue | None = None,
     ) -> None:
+        """`queue` takes the copies to the device; None: the calling thread's current stream, and on a CPU nothing
+        does."""
         self.layout = layout
         self.device = device
         self.backend = resolve_backend(kernels, device)
@@ -48,6 +53,7 @@ class AdapterArena:
         self._layers = self._empty_tables(layout.groups, layout.num_layers, num_slots)
         # The head is one group more, run once and for the sampled rows alone: a model of one layer, so to say.
         self._head = None if layout.head is None else self._empty_tables((layout.head,), 1, num_slots)
+        self._copies = PacedCopies(queue or (HostQueue() if device.type == "cpu" else StreamQueue()))
         self._filled = np.zeros(num_slots, np.bool_)
         if self._pages.numel() // GRANULE_BYTES >= 2**31:
             raise ValueError("an adapter arena can't be larger than 128 GiB")
@@ -73,19 +79,22 @@ class AdapterArena:
         return self._pages.numel()
 
     def write(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
-        """Copy an image into these pages, one copy for each run of adjacent ones, and describe it in `slot`.
-
-        On a GPU the copies are enqueued on the calling thread's current stream; until that has finished no step
-        may use the slot. Raises ValueError where the pages are not as many as the image's, or not the arena's.
+        """Copy an image into these pages, piece by piece, and describe it in `slot`. Returns when the device has its
+        pages. For one thread at a time. Raises ValueError where the pages are not as many as the image's, or not the
+        arena's.
         """
         if len(pages) != image.num_pages or not all(0 <= page < self._num_pages for page in pages):
             raise ValueError(f"an image of {image.num_pages} pages can't be written to pages {pages}")
-        first = 0
-        for index in range(1, len(pages) + 1):
-            if index == len(pages) or pages[index] != pages[index - 1] + 1:
-                start = pages[first] + 1  # behind the page of zeros
-                self._copy(image.pages[first:index], self._pages[start : start + index - first])
-                first = index
+        done = 0
+        for run in image.memory.runs:
+            first = 0
+            for start, end in adjacent_runs(pages[done : done + run.shape[0]]):
+                part = run[first : first + end - start]
+                # One further on the device, behind the page of zeros.
+                self._copies.copy(part, self._pages[start + 1 : end + 1])
+                first += end - start
+            done += first
+        self._copies.finish()
         self._describe(image, slot, pages)
 
     def clear_slot(self, slot: int) -> None:
@@ -146,13 +155,6 @@ class AdapterArena:
             present=np.zeros((num_slots, *places), np.bool_),
             vectors=np.zeros((num_slots, *places), np.int32),
         )
-
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        if self.device.type == "cpu":
-            # In this thread alone: torch would start a team of threads for it, beside the step's.
-            np.copyto(target.numpy(), source.numpy())
-        else:
-            target.copy_(source, non_blocking=True)
 
     def _writes_to(self, segments: Sequence[Segment]) -> tuple[int, ...]:
         """How often each slot has changed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.admission.base_model import BaseWeights
 from loraplex.adapters.device.dora import dora_vectors
+from loraplex.adapters.device.host_slab import HostPages, loose_pages
 from loraplex.adapters.device.layout import ArenaLayout, TileKind
 from loraplex.adapters.device.placement import Placement, place
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, LoadAbandoned
@@ -28,7 +29,7 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF1
 class HostImage:
     """One adapter, ready to be copied page by page.
 
-    `pages` is uint8 [num_pages, page_bytes], pinned where the device is a GPU. `sites` int32 [n, 5] has a row for
+    `memory` holds its pages, in order; it goes back with `release`. `sites` int32 [n, 5] has a row for
     each chunk of each site that the adapter has: layer, number of the site, chunk, and where its A and its B tile
     begin, in granules from the start of the image. `vectors` int32 [m, 3] has one for each site with vectors: layer,
     number, and where they begin. The head's blocks stand in both as sites of layer HEAD_LAYER, numbered by
@@ -40,17 +41,21 @@ class HostImage:
 
     digest: str
     rank: int
-    pages: torch.Tensor
+    memory: HostPages
     sites: NDArray[np.int32]
     vectors: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 3), np.int32))
 
     @property
     def num_pages(self) -> int:
-        return self.pages.shape[0]
+        return self.memory.num_pages
 
     @property
     def num_bytes(self) -> int:
-        return self.pages.numel()
+        return self.memory.num_bytes
+
+    def release(self) -> None:
+        """Give its memory back. Once, when nothing reads it any more."""
+        self.memory.release()
 
 
 def build_image(
@@ -59,7 +64,7 @@ def build_image(
     layout: ArenaLayout,
     *,
     base: BaseWeights | None = None,
-    pin: bool = False,
+    memory: Callable[[int], HostPages] | None = None,
     wanted: Callable[[], bool] = lambda: True,
     feed: Callable[[memoryview], object] = lambda _: None,
 ) -> HostImage:
@@ -69,15 +74,31 @@ def build_image(
     are filled up to whole chunks with zeros. DoRA needs `base`, whose weights are read in slices. Holds the largest
     tensor, or for DoRA one site's in float32, beside the image. `wanted` is called before each matrix; if it returns
     False, LoadAbandoned is raised. `feed` gets every byte of the file, in order and before it is used, so that a caller
-    can hash the file without a second read.
+    can hash the file without a second read. `memory` gives that number of pages; None: torch's allocator does. They are
+    given back where this raises.
 
     Raises ArtifactCorrupt where the adapter does not fit the layout, AdapterRefused("non_finite") where a value is not
     finite in its dtype, BaseModelInvalid where the base's weights can't be read as they were, OSError.
     """
     _check_fits(spec, layout)
     placement = place(spec, layout)
-    pages = torch.empty(placement.num_pages, layout.page_bytes, dtype=torch.uint8, pin_memory=pin)
-    image = _Image(spec, layout, placement, pages)
+    pages = memory(placement.num_pages) if memory else loose_pages(placement.num_pages, layout.page_bytes)
+    try:
+        _fill(_Image(spec, layout, placement, pages), spec, tensors_path, base, wanted, feed)
+    except BaseException:
+        pages.release()
+        raise
+    return HostImage(spec.digest, spec.rank, pages, placement.sites, placement.vectors)
+
+
+def _fill(
+    image: _Image,
+    spec: AdapterSpec,
+    tensors_path: Path,
+    base: BaseWeights | None,
+    wanted: Callable[[], bool],
+    feed: Callable[[memoryview], object],
+) -> None:
     plain: dict[int, tuple[TensorSlice, int, Literal["a", "b"]]] = {}
     for index, site in enumerate(spec.sites):
         if site.magnitude is None:
@@ -94,7 +115,6 @@ def build_image(
                 _check_wanted(wanted)
                 image.put_dora(index, site.magnitude, tensors_path, base)
     image.check_finite()
-    return HostImage(spec.digest, spec.rank, pages, placement.sites, placement.vectors)
 
 
 class _Image:
@@ -102,15 +122,17 @@ class _Image:
     threads of its own for a loader thread, beside the step's."""
 
     def __init__(
-        self, spec: AdapterSpec, layout: ArenaLayout, placement: Placement, pages: torch.Tensor
+        self, spec: AdapterSpec, layout: ArenaLayout, placement: Placement, pages: HostPages
     ) -> None:
         self._spec = spec
         self._pieces = placement.pieces
         self._dtype = NUMPY_DTYPES[_DTYPE_NAMES[layout.dtype]]
-        flat = pages.numpy().reshape(-1)
-        self._rounded, self._exact = flat.view(self._dtype), flat.view(np.float32)
+        each = [page for run in pages.runs for page in run.numpy()]
+        self._rounded = _Elements(each, self._dtype)
+        self._exact = _Elements(each, np.dtype(np.float32))
+        plain_bytes = _Elements(each, np.dtype(np.uint8))
         for nobodys in placement.fillers:
-            flat[nobodys] = 0
+            plain_bytes[nobodys][...] = 0
 
     def put(self, index: int, kind: Literal["a", "b"], values: NDArray[Any]) -> None:
         """A [rank, in_features] or B [out_features, rank] of the site with this index, in any dtype."""
@@ -137,7 +159,9 @@ class _Image:
 
     def check_finite(self) -> None:
         """Raises AdapterRefused for the first site that has another value."""
-        if not any(kind == "vectors" for _, kind in self._pieces) and _all_finite(self._rounded):
+        if not any(kind == "vectors" for _, kind in self._pieces) and all(
+            map(_all_finite, self._rounded.pages)
+        ):
             return
         for (index, kind), pieces in self._pieces.items():
             into = self._exact if kind == "vectors" else self._rounded
@@ -153,10 +177,25 @@ class _Image:
         # Rounded before it is transposed: half as much to move.
         self._cut(index, "b", scaled.astype(self._dtype, copy=False).T, self._rounded)
 
-    def _cut(self, index: int, kind: TileKind, matrix: NDArray[Any], into: NDArray[Any]) -> None:
+    def _cut(self, index: int, kind: TileKind, matrix: NDArray[Any], into: _Elements) -> None:
         for piece in self._pieces[index, kind]:
             part = matrix[piece.rows, piece.columns]
             into[piece.elements].reshape(part.shape)[...] = part
+
+
+class _Elements:
+    """An image's pages as elements of one dtype, numbered through. No tile, and nothing between two, lies on more than
+    one page."""
+
+    def __init__(self, pages: Sequence[NDArray[np.uint8]], dtype: np.dtype[Any]) -> None:
+        self.pages: list[NDArray[Any]] = [page.view(dtype) for page in pages]
+        self._per_page = self.pages[0].shape[0]
+
+    def __getitem__(self, elements: slice) -> NDArray[Any]:
+        page, first = divmod(elements.start, self._per_page)
+        assert first + elements.stop - elements.start <= self._per_page
+        found: NDArray[Any] = self.pages[page][first : first + elements.stop - elements.start]
+        return found
 
 
 def _check_wanted(wanted: Callable[[], bool]) -> None:

@@ -17,6 +17,7 @@ from loraplex.adapters.admission.inspection_cache import InspectionCache
 from loraplex.adapters.cache.residency import Ticket
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import HostImage, build_image
+from loraplex.adapters.device.host_slab import HostSlab
 from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, LoadAbandoned, LoraplexError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.spec import BaseSpec
@@ -35,9 +36,10 @@ class ThreadedTransport:
     """The real `AdapterTransport`: `threads` loaders, and one thread that copies.
 
     A load parses the stored bytes as an upload is parsed, lays them out, and hashes them again as it reads them;
-    whatever is wrong becomes the ticket's error. A copy runs on a stream of its own where the device is a GPU, and its
-    ticket is done when the stream is. `wake` is called from those threads after each ticket that is done. A load that
-    is cancelled stops at its next matrix; while a thread hangs in it, that thread has a replacement.
+    whatever is wrong becomes the ticket's error. Images lie in `host`; a load waits where it is full. A copy runs on a
+    stream of its own where the device is a GPU, and its ticket is done when the stream is. `wake` is called from those
+    threads after each ticket that is done. A load that is cancelled stops at its next matrix; while a thread hangs in
+    it, that thread has a replacement.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ThreadedTransport:
         store: ArtifactStore,
         base: BaseSpec,
         arena: AdapterArena,
+        host: HostSlab,
         *,
         wake: Callable[[], None],
         threads: int = 2,
@@ -53,6 +56,7 @@ class ThreadedTransport:
         self._inspections = InspectionCache(base, arena.layout.max_chunks * CHUNK)
         self._base_weights = BaseWeights(base)
         self._arena = arena
+        self._host = host
         self._wake = wake
         self._loaders = _Workers("adapter-load", threads)
         self._copiers = _Workers("adapter-copy", 1)
@@ -70,7 +74,9 @@ class ThreadedTransport:
             self._wake()
 
         job = _Job(work)
-        ticket: Ticket[HostImage] = Ticket(on_cancel=lambda: self._loaders.abandon(job))
+        ticket: Ticket[HostImage] = Ticket(
+            on_cancel=lambda: self._loaders.abandon(job), discard=HostImage.release
+        )
         if not self._loaders.submit(job):
             ticket.fail("the threads that load adapters all hang; is the disk there?")
             self._wake()
@@ -90,6 +96,9 @@ class ThreadedTransport:
         self._copiers.submit(_Job(work))
         return ticket
 
+    def host_shortage(self) -> int:
+        return self._host.shortage
+
     def clear(self, slot: int) -> None:
         self._arena.clear_slot(slot)
 
@@ -108,7 +117,11 @@ class ThreadedTransport:
             # Damaged bytes may lead to whatever: say so if that is what they are.
             self._store.verify(ref.digest)
             raise
-        check_digest(ref.digest, found)
+        try:
+            check_digest(ref.digest, found)
+        except ArtifactCorrupt:
+            image.release()
+            raise
         return image
 
     def _lay_out(
@@ -125,7 +138,7 @@ class ThreadedTransport:
             tensors,
             self._arena.layout,
             base=self._base_weights,
-            pin=self._stream is not None,
+            memory=lambda num_pages: self._host.take(num_pages, wanted=wanted, on_shortage=self._wake),
             wanted=wanted,
             feed=sha.update,
         )
@@ -137,7 +150,7 @@ class ThreadedTransport:
             return
         with torch.cuda.stream(self._stream):
             self._arena.write(image, slot, pages)
-        self._stream.synchronize()
+        self._stream.synchronize()  # the adapter's tables as well
 
 
 def _reason(error: Exception, what: str) -> str:
