@@ -84,8 +84,8 @@ $(STAMP)-dev: $(STAMP)
 	@echo "installing what the tests need"; $(PIP) $(DEV) || { echo "The test tools could not be installed: see pip's lines above"; exit 1; }
 	@touch $@
 
-# Clients that others wrote, each in a place of its own; the tests that need them are skipped without.
-clients: $(foreach client,langchain litellm litellm_proxy node openai_agents pydantic_ai instructor guidellm lm_eval vllm_tests codex claude_code llm_comply,$(CLIENTS)/$(client)/.installed)
+# Clients that others wrote, and the transformers of a GPU machine, each in a place of its own; the tests that need them are skipped without.
+clients: $(foreach client,langchain litellm litellm_proxy node openai_agents pydantic_ai instructor guidellm lm_eval vllm_tests codex claude_code llm_comply transformers_gpu,$(CLIENTS)/$(client)/.installed)
 
 # guidellm, lm-eval and vLLM's own entrypoint tests against a real server: docs/compatibility.md.
 outside: $(STAMP)-dev clients
