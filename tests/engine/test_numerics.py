@@ -45,9 +45,13 @@ def test_kernels_that_keep_the_promise(monkeypatch):
     for asked in (True, False):
         assert "torch's kernels" in obstacle("torch", asked=asked)
     for of_this_processor in (True, False):
-        monkeypatch.setattr(numba_dense, "is_for", lambda dtype, found=of_this_processor: found)
+        features = {"avx2", "avx512f", "avx512bf16"} | (set() if of_this_processor else {"amx-bf16"})
+        monkeypatch.setattr(numba_dense, "host_features", lambda found=features: found)
         assert bool(obstacle("numba", torch.bfloat16)) is not of_this_processor
+        assert not obstacle("numba", torch.bfloat16, asked=True)
     assert "oneDNN multiplies in bfloat16" in obstacle("numba", torch.bfloat16)
+    monkeypatch.setattr(numba_dense, "host_features", lambda: {"neon"})
+    assert "oneDNN multiplies in bfloat16" in obstacle("numba", torch.bfloat16, asked=True)
 
 
 def test_a_model_that_cannot_keep_it_is_refused_in_one_line_and_warned_of(granite, llama, tmp_path, caplog):

@@ -42,7 +42,7 @@ def warm_up(dtype: torch.dtype) -> None:
             ops.rotate_and_write(heads, 1, cos, cos, cache, batch, q_norm=norm, k_norm=norm, eps=1e-5)
         ops.paged_attention(heads[:, :1], cache, batch, scale=1.0, window=None, softcap=None)
     row = torch.zeros(1, 2, dtype=dtype)
-    ops.linear(row, numba_dense.pack_weight(row), None)
+    ops.linear(row, numba_dense.pack_weight(row, batch_invariant=True), None)
     numba_lora.warm_up(dtype, dtype)
     logits = torch.zeros(1, 1)
     log_sum_exp(logits)

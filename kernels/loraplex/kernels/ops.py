@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -80,12 +81,12 @@ class Ops:
 
 
 def resolve_ops(backend: Backend, *, batch_invariant: bool = False) -> Ops:
-    """The implementations of a backend that `resolve_backend` returned. `batch_invariant`: on a GPU those whose rows
-    have the same bits in every step (ADR 0039); on a CPU they always have."""
+    """The implementations of a backend that `resolve_backend` returned. `batch_invariant`: those whose rows have the
+    same bits in every step (ADR 0039); on a CPU nearly all have them anyway."""
     if backend == "triton":
         return _triton_ops(batch_invariant)
     if backend == "numba":
-        return _numba_ops()
+        return _numba_ops(batch_invariant)
     return _torch_ops()
 
 
@@ -143,7 +144,7 @@ def _triton_ops(batch_invariant: bool) -> Ops:
     )
 
 
-def _numba_ops() -> Ops:
+def _numba_ops(batch_invariant: bool) -> Ops:
     """For tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
     # numba takes a second to import.
     from loraplex.kernels.attention import numba_attention
@@ -158,7 +159,7 @@ def _numba_ops() -> Ops:
         gelu_tanh_and_mul=numba_activation.gelu_tanh_and_mul,
         rotate_and_write=numba_rope.rotate_and_write,
         paged_attention=numba_attention.paged_attention,
-        pack_weight=numba_dense.pack_weight,
+        pack_weight=partial(numba_dense.pack_weight, batch_invariant=batch_invariant),
         linear=numba_dense.linear,
         to_float32=numba_widen.to_float32,
         reads_unwritten=False,

@@ -39,7 +39,7 @@ def obstacle_to_same_bits(backend: Backend, dtype: torch.dtype, *, batch_invaria
     if backend == "numba":
         from loraplex.kernels.layers import numba_dense  # numba takes a second to import
 
-        if not numba_dense.is_for(dtype):
+        if not numba_dense.is_for(dtype, batch_invariant=batch_invariant):
             name = str(dtype).removeprefix("torch.")
             return f"oneDNN multiplies in {name} on this processor, by the number of rows"
     return None
@@ -52,8 +52,8 @@ def numerical_build(model: Model, backend: Backend, *, batch_invariant: bool) ->
         *(f"{package.__name__} {_digest(Path(package.__path__[0]))}" for package in _PACKAGES),
         *(f"{name} {_version(name)}" for name in _libraries(model)),
         *(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ),
-        # Other kernels have no such choice.
-        f"{backend} {type(model).__name__} {backend == 'triton' and batch_invariant} {model.shape.max_positions}",
+        f"{backend} {type(model).__name__} {model.shape.max_positions}",
+        f"batch invariant {_decides(backend, model.dtype) and batch_invariant}",
         *_processor(model.device, backend),
     ]
     obstacle = obstacle_to_same_bits(backend, model.dtype, batch_invariant=batch_invariant)
@@ -61,6 +61,11 @@ def numerical_build(model: Model, backend: Backend, *, batch_invariant: bool) ->
         # Libraries may cut sums by the number of threads. Kernels that keep the promise do not.
         parts.append(f"threads {torch.get_num_threads()}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _decides(backend: Backend, dtype: torch.dtype) -> bool:
+    """Whether `batch_invariant` changes what is computed."""
+    return obstacle_to_same_bits(backend, dtype, batch_invariant=False) is not None
 
 
 def _libraries(model: Model) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ ROUNDING = {torch.float32: 2**-22, BF16: 2**-8, torch.float16: 2**-11}
 @pytest.fixture(autouse=True)
 def packed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks on any processor: the product is the same, only slower."""
-    monkeypatch.setattr(numba_dense, "is_for", lambda dtype: True)
+    monkeypatch.setattr(numba_dense, "is_for", lambda dtype, batch_invariant: True)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_an_odd_number_of_inputs_is_packed_in_float32_alone() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_other_weights_are_as_without_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba_dense, "is_for", lambda dtype: False)
+    monkeypatch.setattr(numba_dense, "is_for", lambda dtype, batch_invariant: False)
     weight, x = drawn(40, 32).to(dtype), drawn(3, 32, seed=1).to(dtype)
     packed = pack_weight(weight)
     assert isinstance(packed, torch.Tensor)
@@ -123,5 +123,7 @@ def test_only_processors_that_gain_by_it(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         monkeypatch.setattr(numba_dense, "host_features", lambda found=features: frozenset(found))
         assert [numba_dense.is_for(dtype) for dtype in DTYPES] == [in_32, in_16, in_16]
+        asked = [numba_dense.is_for(dtype, batch_invariant=True) for dtype in DTYPES]
+        assert asked == [in_32] * 3
     assert not numba_dense.is_for(torch.float64)
     assert "avx2" in host_features() or "neon" in host_features()

@@ -45,12 +45,12 @@ def block_size() -> int:
     return 32 if "avx512f" in host_features() else 16
 
 
-def pack_weight(weight: torch.Tensor) -> PackedWeight | torch.Tensor:
-    """The weight [N, K] of a linear, as `linear` reads it fastest: in blocks where these products are made for the
-    dtype and the processor, else what `dense.pack_weight` makes of it."""
+def pack_weight(weight: torch.Tensor, *, batch_invariant: bool = False) -> PackedWeight | torch.Tensor:
+    """The weight [N, K] of a linear, as `linear` reads it fastest: in blocks where these products are used for the
+    dtype and the processor (`is_for`), else what `dense.pack_weight` makes of it."""
     out_features, in_features = weight.shape
     in_pairs = weight.itemsize == 2
-    if not is_for(weight.dtype) or (in_pairs and in_features % 2):
+    if not is_for(weight.dtype, batch_invariant=batch_invariant) or (in_pairs and in_features % 2):
         return dense.pack_weight(weight)
     width = block_size()
     num_blocks = -(-out_features // width)
@@ -104,11 +104,12 @@ def linear(
     return y
 
 
-def is_for(dtype: torch.dtype) -> bool:
-    """Whether these products are made for a dtype on this processor: any in float32 with AVX2, and in 16 bits unless
-    the processor has AMX, whose tiles only oneDNN uses."""
+def is_for(dtype: torch.dtype, *, batch_invariant: bool = False) -> bool:
+    """Whether these products are used for a dtype on this processor: any with AVX2, but in 16 bits on one with AMX,
+    whose tiles only oneDNN uses, just where a row's bits must not depend on other rows (`batch_invariant`)."""
     features = host_features()
-    return dtype in LIKE and "avx2" in features and (dtype is torch.float32 or "amx-bf16" not in features)
+    is_fastest = dtype is torch.float32 or "amx-bf16" not in features
+    return dtype in LIKE and "avx2" in features and (is_fastest or batch_invariant)
 
 
 def _most_rows(context, like):
