@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.gpu import attention, equality, fused, lora, sampling
 from bench.gpu.case import Bench, Case, Row
+from bench.gpu.decoding.switches import FULL_AB, SMALL_AB, SwitchBench
 from bench.gpu.invariant import FULL_INVARIANT, SMALL_INVARIANT, InvariantBench
 from bench.gpu.rig import GREEDY
 from bench.gpu.steps import FULL, FULL_256, MIXED, SMALL, StepBench, StepsShape
@@ -76,6 +77,36 @@ def full() -> list[Case]:
         *_equality(equality.full_cases()[4:]),
         *_steps(FULL_256, [("steps", "decode", (256, 256, 64))]),
     ]
+
+
+def small_ab(*names: str) -> list[Case]:
+    """Both sides of these switches, on tiny shapes."""
+    return _switched(SMALL_AB, names, [(2, 2, 8)])
+
+
+def full_ab(*names: str) -> list[Case]:
+    """The same for a GPU."""
+    cases = _switched(FULL_AB, names, [(64, 8, 16), (64, 64, 16), (256, 64, 16)])
+    return [Case("ceilings", "device", _ceilings), *cases]
+
+
+def _switched(shape: StepsShape, names: Sequence[str], steps: Sequence[tuple[int, int, int]]) -> list[Case]:
+    return [
+        Case(
+            "ab",
+            f"{name}: {of[0]} rows, {of[1]} adapters, rank {of[2]}",
+            partial(_on_switch, shape, name, of),
+            limit_s=150,
+        )
+        for name in names
+        for of in steps
+    ]
+
+
+def _on_switch(shape: StepsShape, name: str, of: tuple[int, int, int], bench: Bench) -> Row:
+    held = bench.hold((name, shape), lambda: SwitchBench(name, shape, bench.device, bench.ceilings))
+    found: Row = held.decode(*of)
+    return found
 
 
 def _ceilings(bench: Bench) -> Row:

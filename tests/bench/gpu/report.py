@@ -36,6 +36,11 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
          ("beside ms", "beside_ms", ".3f"), ("in line ÷ base", "in_line_to_base", ".3f"),
          ("beside ÷ base", "beside_to_base", ".3f")],
     ),
+    "ab": (
+        "Two ways of the same step, in turns",
+        [*_SIZES, ("a", "a", "s"), ("b", "b", "s"), ("base ms", "base_ms", ".3f"), ("a ms", "a_ms", ".3f"),
+         ("b ms", "b_ms", ".3f"), ("a ÷ b", "a_to_b", ".3f"), ("difference", "error", ".1e"), ("right", "ok", "s")],
+    ),
     "invariant": (
         "--batch-invariant beside the fast path",
         [("case", "case", "s"), *_SIZES, ("base ms", "base_ms", ".3f"),

@@ -22,6 +22,7 @@ from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.engine.types import Sequence as EngineSequence
 from loraplex.kernels.lora.overlap import Lane, StreamLane
+from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 
@@ -60,26 +61,36 @@ class RigSize:
 
 class Rig:
     """A decoder over a KV cache with a place for each of `max_sequences` sequences; slot -1 is the base.
-    `batch_invariant`: as the engine's setting; the model is made for it or not."""
+    `batch_invariant`: as the engine's setting; the model is made for it or not. `tiling`: another one for adapters.
+    `kv`: that of another rig of the same size, to share."""
 
-    def __init__(self, model: FusedDecoder, size: RigSize, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        model: FusedDecoder,
+        size: RigSize,
+        *,
+        batch_invariant: bool = False,
+        tiling: LoraTiling | None = None,
+        kv: KVCache | None = None,
+    ) -> None:
         self.model = model
         self.device = model.device
         self.size = size
         self.blocks_each = -(-size.max_len // BLOCK_SIZE)
-        self.kv = KVCache(model.shape, size.max_sequences * self.blocks_each, model.dtype, model.device)
+        self.kv = kv or KVCache(model.shape, size.max_sequences * self.blocks_each, model.dtype, model.device)
         self.layout = ArenaLayout(
             model.site_groups, model.num_layers, model.dtype, max_rank=size.max_rank, head=model.head_group
         )
         self.num_pages = size.arena_bytes // self.layout.page_bytes
         self.arena = AdapterArena(self.layout, self.num_pages, size.slots, self.device, kernels="triton")
+        tiling = tiling or (INVARIANT_TILING if batch_invariant else LoraTiling())
         assert model.attention_needs is not None
         self.source = PackedSource(
             model.attention_needs,
             model.dtype,
             self.device,
             StepLimits(size.max_rows, size.max_sequences, self.blocks_each),
-            lora=self.arena.device_lora(size.max_rows, size.max_sequences, batch_invariant=batch_invariant),
+            lora=self.arena.device_lora(size.max_rows, size.max_sequences, tiling),
             sizes=size.sizes,
             batch_invariant=batch_invariant,
         )

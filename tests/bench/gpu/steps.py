@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from bench.gpu.decoding.profile import by_part
 from bench.gpu.models import LLAMA_8B, TINY, make_config, random_adapter, random_decoder
-from bench.gpu.profile import by_part
 from bench.gpu.rig import GREEDY, Rig, RigSize, Step
 from bench.gpu.stopwatch import Stopwatch
 from bench.gpu.timing import Ceilings
@@ -24,6 +24,7 @@ from loraplex.adapters.device.host_image import HostImage
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.sampling.sampler import make_sampler
 from loraplex.engine.types import SamplingParams, ScheduledSequence, StepPlan
 
@@ -58,15 +59,24 @@ SMALL = StepsShape(
 class StepBench:
     """A whole model in Llama-3.1-8B's shape with a full KV cache, made once for many cases."""
 
-    def __init__(self, shape: StepsShape, device: torch.device, ceilings: Ceilings) -> None:
+    def __init__(
+        self,
+        shape: StepsShape,
+        device: torch.device,
+        ceilings: Ceilings,
+        *,
+        model: FusedDecoder | None = None,
+        **rig: Any,
+    ) -> None:
+        """`model` of another bench of the same shape, to share; `rig`: options of `Rig`."""
         self.shape = shape
         self.device = device
         self.ceilings = ceilings
         self.watch = Stopwatch(device)
         self.config = make_config({**LLAMA_8B, **shape.changes})
         invariant = shape.batch_invariant
-        model = random_decoder(self.config, shape.dtype, device, batch_invariant=invariant)
-        self.rig = Rig(model, shape.size, batch_invariant=invariant)
+        model = model or random_decoder(self.config, shape.dtype, device, batch_invariant=invariant)
+        self.rig = Rig(model, shape.size, batch_invariant=invariant, **rig)
         self.rig.kv.tensor.normal_()
         self._images: dict[int, HostImage] = {}
         self._filled = (0, 0)
@@ -111,6 +121,10 @@ class StepBench:
         if rank:
             passes.append((self.rig.begin(self._prompt(tokens, 0)), True))
         return [partial(_send_and_run, step, with_adapters) for step, with_adapters in passes]
+
+    def record_beside(self) -> None:
+        """From now on steps run the adapters' A side on a stream of its own."""
+        self.rig.record(beside=True)
 
     def beside(self, rows: int, adapters: int, rank: int) -> dict[str, Any]:
         """The same step with the A side on a stream of its own and without, in turns."""

@@ -35,6 +35,8 @@ _BUILD_S = 180.0
 """So long a worker may take to make what several cases share: a model with its recordings."""
 _START_S = 90.0
 """So long a worker may take until it is there."""
+AB_NAMES = ("programs", "side-stream")
+"""Keys of `bench.gpu.decoding.switches`, which imports torch."""
 LANES = 4
 """Processes beside each other, for cases that are not timed."""
 
@@ -143,7 +145,8 @@ class Journal:
 
 @dataclass
 class Suite:
-    """One run. `catalogue`: "module:function" that gives the cases. `say` is told of progress."""
+    """One run. `catalogue`: "module:function" that gives the cases, with ":" and
+    an argument behind it for each that it takes. `say` is told of progress."""
 
     catalogue: str
     out: Path
@@ -307,13 +310,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="tiny shapes, interpreted, without a GPU")
     parser.add_argument("--lanes", type=int, default=LANES, help="processes for cases that are not timed")
     parser.add_argument("--commit", default=None, help="where git is not there to ask")
+    parser.add_argument(
+        "--ab",
+        action="append",
+        default=[],
+        metavar="NAME",
+        choices=AB_NAMES,
+        help="steps of both sides of a switch instead, in turns; may be repeated: " + ", ".join(AB_NAMES),
+    )
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     environment = dict(os.environ)
     if given.small:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    size = "small" if given.small else "full"
     suite = Suite(
-        catalogue=f"bench.gpu.catalogue:{'small' if given.small else 'full'}",
+        catalogue=":".join(["bench.gpu.catalogue", f"{size}_ab" if given.ab else size, *given.ab]),
         out=given.out,
         budget_s=given.budget,
         only=given.only,

@@ -29,9 +29,9 @@ def main() -> None:
     # What libraries print must not be taken for answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    module, _, name = sys.argv[1].partition(":")
-    make: Callable[[], list[Case]] = getattr(importlib.import_module(module), name)
-    cases = {case.key: case for case in make()}
+    module, name, *arguments = sys.argv[1].split(":")
+    make: Callable[..., list[Case]] = getattr(importlib.import_module(module), name)
+    cases = {case.key: case for case in make(*arguments)}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.gpu import floors
+from bench.gpu.decoding import floors
 from bench.gpu.steps import SMALL, StepBench
 from bench.gpu.timing import Ceilings
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import catalogue, lora, report
-from bench.gpu.profile import part_of
+from bench.gpu.decoding.profile import part_of
 from bench.gpu.suite import Journal, Suite
 from loraplex.adapters.device.layout import ArenaLayout, place_tiles
 from loraplex.kernels.lora.dispatch import CHUNK

@@ -18,6 +18,9 @@ from loraplex.kernels.backend import resolve_backend
 from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora.dispatch import GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment, begin_pass
 from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.lora.triton_tiling import LoraTiling
+
+_TILING = LoraTiling()
 
 
 class AdapterArena:
@@ -124,10 +127,10 @@ class AdapterArena:
             self._last_head = (key, self._begin(self._head, segments, num_rows))
         return self._last_head[1]
 
-    def device_lora(self, max_rows: int, max_sequences: int, *, batch_invariant: bool = False) -> DeviceLora:
+    def device_lora(self, max_rows: int, max_sequences: int, tiling: LoraTiling = _TILING) -> DeviceLora:
         """Passes whose lists travel with a step's other inputs, for steps of up to `max_rows` rows of `max_sequences`
-        sequences; `batch_invariant`: a row gets the same bits in every step. Call it once, in the thread that runs the
-        steps, before the first `write`; for the backend "triton"."""
+        sequences; with INVARIANT_TILING a row gets the same bits in every step. Call it once, in the thread that
+        runs the steps, before the first `write`; for the backend "triton"."""
         assert self._device_lora is None
         assert not self._filled.any()
         self._device_lora = DeviceLora(
@@ -137,7 +140,7 @@ class AdapterArena:
             self._scratch,
             max_rows=max_rows,
             max_sequences=max_sequences,
-            batch_invariant=batch_invariant,
+            tiling=tiling,
         )
         return self._device_lora
 

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.kernels.lora.dispatch import LoraPass, LoraWeights, Scratch, Segment
-from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
 if TYPE_CHECKING:
     from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
+    from loraplex.kernels.lora.triton_tiling import LoraTiling
 
 
 def effective_segments(
@@ -43,7 +43,7 @@ class DeviceLora:
         *,
         max_rows: int,
         max_sequences: int,
-        batch_invariant: bool,
+        tiling: LoraTiling,
     ) -> None:
         # Triton need not be there where it does not run.
         from loraplex.kernels.lora.triton_lora import TritonLora
@@ -54,7 +54,7 @@ class DeviceLora:
                 scratch,
                 max_rows=max_rows,
                 max_segments=max_sequences,
-                tiling=INVARIANT_TILING if batch_invariant else LoraTiling(),
+                tiling=tiling,
             )
 
         self._weights = (layers, head)

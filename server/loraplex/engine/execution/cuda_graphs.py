@@ -19,6 +19,7 @@ from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.model.base import AttentionNeeds, ForwardBatch, KVCache, Model
 from loraplex.kernels.lora.overlap import Lane, OverlappedLora
+from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -76,7 +77,8 @@ def prepare_inputs(
         recorder = CudaRecorder()
     lora = None
     if arena is not None:
-        lora = arena.device_lora(limits.max_rows, limits.max_sequences, batch_invariant=batch_invariant)
+        tiling = INVARIANT_TILING if batch_invariant else LoraTiling()
+        lora = arena.device_lora(limits.max_rows, limits.max_sequences, tiling)
     source = PackedSource(
         needs,
         model.dtype,

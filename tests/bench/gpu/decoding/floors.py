@@ -1,6 +1,6 @@
 """The formula of docs/performance.md in numbers: the least time of a decoding step of Llama-3.1-8B in bfloat16.
 
-    PYTHONPATH=tests:server:adapters:kernels python3 -m bench.gpu.floors
+    PYTHONPATH=tests:server:adapters:kernels python3 -m bench.gpu.decoding.floors
 
 prints the tables of that page. Nothing is measured here: each GPU's figures are assumptions, and stated as such.
 """

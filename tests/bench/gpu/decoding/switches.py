@@ -1,0 +1,87 @@
+"""Two ways to run the same decoding step, in turns: what `--ab` of the suite compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench.gpu.rig import RigSize
+from bench.gpu.steps import FULL, SMALL, StepBench, StepsShape
+from bench.gpu.timing import Ceilings, relative_error
+from loraplex.kernels.lora.triton_tiling import LoraTiling
+
+FULL_AB = replace(
+    FULL,
+    size=RigSize(
+        max_rows=256, max_sequences=256, max_len=1040, sizes=(64, 256), arena_bytes=6 << 30, slots=64, max_rank=16
+    ),
+)  # fmt: skip
+SMALL_AB = SMALL
+_ERROR = 2e-2
+"""Of the logits of a whole model: sums are taken in another order."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """`make` builds each side from the options of `StepBench`; the first is named `a`."""
+
+    a: str
+    b: str
+    make_a: Callable[..., StepBench]
+    make_b: Callable[..., StepBench]
+
+
+def _programs(count: int) -> Callable[..., StepBench]:
+    def make(*arguments: Any, **options: Any) -> StepBench:
+        return StepBench(*arguments, tiling=LoraTiling(programs_per_sm=count), **options)
+
+    return make
+
+
+def _on_a_stream(*arguments: Any, **options: Any) -> StepBench:
+    bench = StepBench(*arguments, **options)
+    bench.record_beside()
+    return bench
+
+
+SWITCHES: Mapping[str, Switch] = {
+    "programs": Switch(
+        "3 LoRA programs a multiprocessor", "4 LoRA programs a multiprocessor", _programs(3), _programs(4)
+    ),
+    "side-stream": Switch("A side in line", "A side on a stream of its own", StepBench, _on_a_stream),
+}
+
+
+class SwitchBench:
+    """Both sides of a switch over one model and one KV cache."""
+
+    def __init__(self, name: str, shape: StepsShape, device: torch.device, ceilings: Ceilings) -> None:
+        self._switch = SWITCHES[name]
+        self._a = self._switch.make_a(shape, device, ceilings)
+        rig = self._a.rig
+        self._b = self._switch.make_b(shape, device, ceilings, model=rig.model, kv=rig.kv)
+
+    def decode(self, rows: int, adapters: int, rank: int) -> dict[str, Any]:
+        """Times of one recorded step in turns. `a_to_b`: how often as fast b is."""
+        base, a = self._a.decoding_runs(rows, adapters, rank)
+        _, b = self._b.decoding_runs(rows, adapters, rank)
+        with torch.inference_mode():
+            before, after = a().clone(), b().clone()
+            base_ms, a_ms, b_ms = self._a.watch.interleaved_ms([base, a, b])
+        error = relative_error(after, before)
+        return {
+            "rows": rows,
+            "adapters": adapters,
+            "rank": rank,
+            "a": self._switch.a,
+            "b": self._switch.b,
+            "base_ms": base_ms,
+            "a_ms": a_ms,
+            "b_ms": b_ms,
+            "a_to_b": a_ms / b_ms,
+            "error": error,
+            "ok": error <= _ERROR,
+        }

@@ -1,0 +1,70 @@
+"""`--ab` runs both sides of a switch in turns, and notices where they differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.gpu import catalogue, report, suite
+from bench.gpu.case import Bench
+from bench.gpu.decoding import switches
+from loraplex.kernels.lora.triton_lora import LoraLauncher
+
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+
+
+@pytest.fixture
+def bench():
+    return Bench(torch.device("cpu"))
+
+
+def test_both_sides_of_every_switch_compute_the_same(bench, tmp_path):
+    cases = catalogue.small_ab(*switches.SWITCHES)
+    results = {}
+    for case in cases:
+        row = case.run(bench)
+        assert row["ok"], row
+        assert row["a"] != row["b"]
+        assert row["a_ms"] > 0 < row["b_ms"]
+        results[case.key] = {"case": case.key, "status": "ok", "rows": [row]}
+    run = {"identity": {"device": "none", "commit": "abc"}, "environment": {}, "started": "", "command": ""}
+    report.write_report(tmp_path, [run], list(results), results)
+    told = (tmp_path / "results.md").read_text()
+    assert all(switch.b in told for switch in switches.SWITCHES.values())
+
+
+def test_a_side_that_computes_something_else_is_noticed(bench, monkeypatch):
+    (case,) = catalogue.small_ab("side-stream")
+    right = LoraLauncher.shrink
+    sides = []
+    make = switches.SwitchBench.__init__
+
+    def broken(self, *arguments):
+        make(self, *arguments)
+        sides.append(self._b.rig.source.lora.layers)
+
+    def wrong(self, layer, group, x):
+        right(self, layer, group, x * 1.5 if sides and self._planner is sides[0]._planner else x)
+
+    monkeypatch.setattr(switches.SwitchBench, "__init__", broken)
+    monkeypatch.setattr(LoraLauncher, "shrink", wrong)
+    assert not case.run(bench)["ok"]
+
+
+def test_the_cases_for_a_gpu_are_all_three_sizes_of_each_switch():
+    keys = [case.key for case in catalogue.full_ab("programs")]
+    assert keys == [
+        "ceilings/device",
+        "ab/programs: 64 rows, 8 adapters, rank 16",
+        "ab/programs: 64 rows, 64 adapters, rank 16",
+        "ab/programs: 256 rows, 64 adapters, rank 16",
+    ]
+
+
+def test_an_unknown_switch_is_refused_with_those_there_are(capsys, tmp_path):
+    assert set(suite.AB_NAMES) == set(switches.SWITCHES)
+    with pytest.raises(SystemExit):
+        suite.main(["--out", str(tmp_path), "--ab", "luck"])
+    told = capsys.readouterr().err
+    assert "luck" in told
+    assert all(name in told for name in suite.AB_NAMES)
