@@ -1,9 +1,10 @@
 """Linears, attention, LoRA and the fused kernels of a CPU beside torch's and oneDNN's:
-`python tests/bench/cpu_kernels.py [threads]`.
+`python tests/bench/cpu_kernels.py [threads [dtype]]`.
 
-SmolLM2-135M's shapes in bfloat16. Turns of both follow each other; figures are of single calls, the median and the
-least, in milliseconds for 30 layers. With one thread it is the processor's time, which holds on a busy machine too;
-with more it is the clock's, which is worth nothing there. The load of the machine is printed, before and after.
+SmolLM2-135M's shapes, in bfloat16 unless another dtype is named. Turns of both follow each other; figures are of single
+calls, the median and the least, in milliseconds for 30 layers. With one thread it is the processor's time, which holds
+on a busy machine too; with more it is the clock's, which is worth nothing there. The load of the machine is printed,
+before and after.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from support.kernels.lora_arena import ManualArena, make_arena
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, INNER = 30, 9, 3, 64, 576, 1536
 TURNS = 15
-DTYPE = torch.bfloat16
+DTYPE: torch.dtype = getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "bfloat16")
 CPU = torch.device("cpu")
 GROUPS = (
     SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), HIDDEN, (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM)),

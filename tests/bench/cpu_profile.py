@@ -199,9 +199,10 @@ def product_rate(dtype: torch.dtype) -> float:
 
 
 def floors(
-    rows: int, adapters: int, positions: int, machine: Machine, dtype: torch.dtype
+    rows: int, adapters: int, positions: int, pairs: int, machine: Machine, dtype: torch.dtype
 ) -> dict[str, float]:
-    """The least milliseconds of the parts that read much or compute much. `positions`: of KV, of all sequences."""
+    """The least milliseconds of the parts that read much or compute much. `positions`: of KV, of all sequences;
+    `pairs`: of a row and a position that it sees."""
     size = dtype.itemsize
     weights = 2 * HIDDEN * QUERY + 2 * HIDDEN * KEY_VALUE + 3 * HIDDEN * INNER
     # A of q, k, v, gate, up · o · down, and B of q · k, v · gate, up · o, down
@@ -214,7 +215,11 @@ def floors(
         "head": head,
     }
     sampled = rows if rows <= MAX_BATCH else 1
-    products = {"linears": LAYERS * weights * rows, "head": head * sampled}
+    products = {
+        "linears": LAYERS * weights * rows,
+        "attention": LAYERS * 2 * QUERY * pairs,
+        "head": head * sampled,
+    }
     if adapters:
         products["adapters"] = LAYERS * lora * rows
     return {
@@ -268,7 +273,8 @@ def decode(
             found[name].append(timed.step())
     for timed in engines.values():
         timed.engine.run()
-    least = floors(batch, adapters, batch * context, machine, engines_dtype(engines))
+    seen = batch * context
+    least = floors(batch, adapters, seen, seen, machine, engines_dtype(engines))
     report(f"decode, batch {batch}, {adapters} adapters, context {context}", found, least)
     print(f"detokenising a step's {batch} tokens: {detokenising(batch, arguments.model):.2f} ms", flush=True)
 
@@ -303,7 +309,8 @@ def prefill(
                 step = timed.step()
                 if "linears" in step[1] and turn:
                     found[name].append(step)
-    least = floors(prompt, min(adapters, 1), prompt, machine, engines_dtype(engines))
+    pairs = prompt * (prompt + 1) // 2
+    least = floors(prompt, min(adapters, 1), prompt, pairs, machine, engines_dtype(engines))
     report(f"prefill of {prompt} tokens, {min(adapters, 1)} adapters", found, least)
 
 

@@ -81,6 +81,7 @@ def make_asked(subject: Subject, tmp_path: Path) -> Iterator[Callable[..., Asked
                 "adapter_memory": 8 << 20,
                 "adapter_cpu_memory": 8 << 20,
                 "max_num_seqs": 12,
+                "num_threads": 1,
                 **settings,
             },
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,11 +53,15 @@ def test_24_of_24_have_the_same_bits(
         return Question(prompt, names[number % len(names)], {"max_tokens": 12, **options})
 
     def engine(name: str, **settings: int) -> Asked:
-        common = {"kernels": "numba", "dtype": "bfloat16", "max_model_len": 512, "kv_cache_memory": 128 << 20}
+        common: dict[str, Any] = {
+            "kernels": "numba",
+            "num_threads": 1,
+            "dtype": "bfloat16",
+            "max_model_len": 512,
+        }
         common["batch_invariant"] = True  # without it, a library multiplies on processors with AMX
-        asked = Asked(
-            real_model_dir, tmp_path / name, adapters, **{**common, "adapter_memory": 64 << 20, **settings}
-        )
+        common |= {"kv_cache_memory": 128 << 20, "adapter_memory": 64 << 20}
+        asked = Asked(real_model_dir, tmp_path / name, adapters, **(common | settings))
         made.append(asked)
         return asked
 

@@ -80,7 +80,7 @@ class Asked:
         work.mkdir()
         self._recorder = Recorder()
         with self._recorder.patched():
-            self.engine = LocalEngine(base, work, num_threads=1, **settings)
+            self.engine = LocalEngine(base, work, **settings)
         # Of two tenants in turns: they preempt each other.
         self._refs = {
             name: self.engine.publish(folder, name=name, tenant="brook" if number % 2 else "acme")
