@@ -13,7 +13,7 @@ ARGS ?=
 OUT ?= build/gpu
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: quickstart test test-slow test-all check docs chart soak gpu gpu-wheels fmt clean clients outside dashboards
+.PHONY: quickstart test test-slow test-all check docs chart soak gpu gpu-site gpu-wheels fmt clean clients outside dashboards
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -36,9 +36,11 @@ soak: $(STAMP)-dev
 
 # For a machine with a GPU and torch, triton and transformers in its own Python; nothing is installed beside them but
 # what 'make gpu-wheels' fetched, on a machine that has the network.
-gpu:
-	@if ls gpu-wheels/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target build/gpu-site gpu-wheels/*.whl; fi
+gpu: gpu-site
 	PYTHONPATH=tests:server:adapters:kernels:build/gpu-site $(PYTHON) -m bench.gpu.suite --budget 540 --out $(OUT) $(ARGS)
+
+gpu-site:
+	@if ls gpu-wheels/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target build/gpu-site gpu-wheels/*.whl; fi
 
 # For Python 3.12 on Linux with glibc 2.31 or later.
 gpu-wheels:

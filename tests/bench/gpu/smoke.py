@@ -4,7 +4,8 @@ wrong, in less than a minute.
     PYTHONPATH=tests:server:adapters:kernels python3 -m bench.gpu.smoke
 
 All in one process, nothing recorded, nothing timed. The first thing to run on a GPU that the kernels have not seen.
-`--small` runs tiny shapes in float16, interpreted, without a GPU. The exit status is 0 if all is right, else 1.
+`--small` runs tiny shapes in float16, interpreted, without a GPU; `--tiny` only two LoRA and two attention cases of
+tiny shapes, for compute-sanitizer. The exit status is 0 if all is right, else 1.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ Check = tuple[str, Callable[[], dict[str, Any]]]
 """A kernel, and what compares it: a row with "case", "ok" and, where there is one, "error"."""
 
 
-def checks(device: torch.device, *, small: bool) -> Iterator[Check]:
-    """Of every kernel of the engine."""
+def checks(device: torch.device, *, small: bool, tiny: bool = False) -> Iterator[Check]:
+    """Of every kernel of the engine; `tiny`: LoRA and attention alone, in tilings for tiny shapes."""
     # Triton decides as it is imported whether it interprets.
     import torch
 
     from bench.gpu import attention, fused, lora, sampling
 
-    for case in lora.engine_cases(small=small):
+    for case in lora.small_cases() if tiny else lora.engine_cases(small=small):
         yield "LoRA, shrink and expand", partial(lora.run_case, case, device, recorded=False)
-    if not small:
+    if not small and not tiny:
         head = lora.LoraCase("the head, 64 adapters", lora.LLAMA_8B_HEAD, (16,) * 64, lora.distinct(64, 64))
         yield "LoRA, shrink and expand", partial(lora.run_case, head, device, recorded=False)
-    for step in attention.engine_cases(small=small):
+    for step in attention.small_cases() if tiny else attention.engine_cases(small=small):
         yield "attention", partial(attention.run_case, step, device, recorded=False)
+    if tiny:
+        return
     dtype = torch.float16 if small else torch.bfloat16
     hidden, inner, heads = (48, 80, (4, 2, 16)) if small else (4096, 14336, (32, 8, 128))
     for rows in (1, 5) if small else (1, 64, 2048):
@@ -59,10 +62,10 @@ def checks(device: torch.device, *, small: bool) -> Iterator[Check]:
     yield "log probabilities", partial(sampling.score_case, 3 if small else 64, vocab_size, device)
 
 
-def run(device: torch.device, *, small: bool, say: Callable[[str], None] = print) -> bool:
+def run(device: torch.device, *, small: bool, tiny: bool = False, say: Callable[[str], None] = print) -> bool:
     """Whether all were right. Tells each check, and each kernel with its largest error."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for kernel, compare in checks(device, small=small):
+    for kernel, compare in checks(device, small=small, tiny=tiny):
         begun = time.monotonic()
         try:
             row = compare()
@@ -92,6 +95,9 @@ def _shown(error: float | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu.smoke", description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="tiny shapes, interpreted, without a GPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="two LoRA and two attention cases, for compute-sanitizer"
+    )
     given = parser.parse_args(arguments)
     if given.small:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -105,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "interpreted" if given.small else torch.cuda.get_device_name(device)
     begun = time.monotonic()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
-    right = run(device, small=given.small)
+    right = run(device, small=given.small, tiny=given.tiny)
     print(f"\n{'all is right' if right else 'something is wrong'}, {time.monotonic() - begun:.0f} s")
     return 0 if right else 1
 

@@ -33,6 +33,13 @@ def test_smoke_checks_every_kernel_and_finds_them_right():
     assert set(verdicts(said).values()) == {"right"}
 
 
+def test_tiny_smoke_is_two_cases_of_lora_and_two_of_attention():
+    said: list[str] = []
+    assert smoke.run(CPU, small=True, tiny=True, say=said.append)
+    assert verdicts(said) == dict.fromkeys(KERNELS[:2], "right")
+    assert said.index("") == 4
+
+
 def test_smoke_names_a_wrong_kernel_and_one_that_cannot_run(monkeypatch):
     right = triton_norm.add_rms_norm
     monkeypatch.setattr(triton_norm, "add_rms_norm", lambda x, *rest: right(x * 1.01, *rest))
