@@ -256,6 +256,14 @@ class TestEngine:
         shown = (await admin.get("/engine")).json()
         assert shown["healthy"] is True
         assert shown["info"]["model_name"] == "tiny-bytes"
+        assert "memory" not in shown["info"]
+        assert shown["memory"] == {
+            "weights": 1 << 19, "arena": 1 << 24, "kv": 1 << 20,
+            "workspace": None, "others": None, "free": None, "total": None,
+        }  # fmt: skip
+        document = (await admin.get(str(admin.base_url.copy_with(path="/openapi.json")))).json()
+        schema = document["components"]["schemas"]["EngineMemory"]
+        assert set(schema["required"]) == set(shown["memory"])
         assert shown["stats"]["num_running"] == 0
         plane.engine.unhealthy_reason = "it died"
         shown = (await admin.get("/engine")).json()

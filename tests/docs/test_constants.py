@@ -35,7 +35,7 @@ from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.usage import journal, roll_up
 from loraplex.engine import build, sizing
 from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
-from loraplex.engine.execution import kv_cache
+from loraplex.engine.execution import device_memory, kv_cache
 from loraplex.engine.scheduling import block_needs, step_budget
 from loraplex.http import body, context
 from loraplex.kernels.numba_runtime import cache as numba_cache
@@ -268,8 +268,14 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("operations.md", "a tenth of the free memory", (sizing._ADAPTER_FRACTION == 0.1,)),
     (
         "operations.md",
-        "KV cache | {:g} of the free memory, at most {:g} GiB | {:g} of the device memory",
-        (kv_cache._CPU_FRACTION, kv_cache._CPU_LIMIT / GIB, kv_cache._CUDA_FRACTION),
+        "KV cache | {:g} of the free memory, at most {:g} GiB | what the largest step and the recordings leave, less "
+        "{:g} of the device memory (at least {:g} MiB)",
+        (
+            kv_cache._CPU_FRACTION,
+            kv_cache._CPU_LIMIT / GIB,
+            device_memory.HEADROOM_SHARE,
+            device_memory.MIN_HEADROOM / MIB,
+        ),
     ),
     (
         "operations.md",

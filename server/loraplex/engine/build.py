@@ -22,22 +22,31 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.engine.config import BLOCK_SIZE, EngineConfig, SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
+from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import Recorder, StepLimits
-from loraplex.engine.execution.kv_cache import WatchedKVCache, available_memory, block_bytes, size_kv_cache
+from loraplex.engine.execution.kv_cache import (
+    KVSize,
+    WatchedKVCache,
+    available_memory,
+    block_bytes,
+    blocks_of,
+    size_kv_cache,
+)
 from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.execution.step_preparation import StepPreparation
 from loraplex.engine.execution.threads import set_threads
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.grammar.matchers import GrammarMatchers
 from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.heartbeat import StepHeartbeat
-from loraplex.engine.model.base import Model
+from loraplex.engine.model.base import KVCache, Model
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.model.loading import eos_token_ids, load_model, no_same_bits
 from loraplex.engine.model.plans import KeptPlans
 from loraplex.engine.numerics import numerical_build, obstacle_to_same_bits
-from loraplex.engine.reports import EngineInfo
+from loraplex.engine.reports import EngineInfo, MemoryUse
 from loraplex.engine.sampling.sampler import make_sampler
 from loraplex.engine.sizing import adapter_budget, arena_size, host_budget, require_room
 from loraplex.kernels.backend import (
@@ -89,12 +98,15 @@ def build_engine(
     *,
     wrap_model: Callable[[Model], Model] | None = None,
     recorder: Recorder | None = None,
+    memory: DeviceMemory | None = None,
 ) -> BuiltEngine:
     """Load the base model, size the KV cache and the arena, and put an engine around them.
 
     `wake` is called from loader threads when the core should look again, `on_stage` with what is done now where that
     takes long. `wrap_model` may put something around the model, for example a recorder of its logits. `recorder`
     records decoding steps where the model's kernels allow it; CUDA graphs do on a GPU unless another one is given.
+    `memory` is the device's: the KV cache gets what the largest step and the recordings leave of it. None on a GPU
+    means that GPU's, on a CPU that the cache gets a share of what is free.
     Raises LoraplexError with what is wrong and what to do.
     """
     set_threads(config.num_threads)
@@ -106,7 +118,7 @@ def build_engine(
     executor = Executor()
     try:
         try:
-            return _build(config, wake, on_stage, executor, device, backend, wrap_model, recorder)
+            return _build(config, wake, on_stage, executor, device, backend, wrap_model, recorder, memory)
         except _CompilationFailed as error:
             if config.kernels != "auto":
                 raise DeviceUnavailable(
@@ -114,7 +126,7 @@ def build_engine(
                 ) from error
             _tell_fallback(str(error))
         plain = replace(config, kernels="torch")
-        return _build(plain, wake, on_stage, executor, device, "torch", wrap_model, recorder)
+        return _build(plain, wake, on_stage, executor, device, "torch", wrap_model, recorder, memory)
     except BaseException:
         executor.close()
         raise
@@ -129,7 +141,11 @@ def _build(
     backend: Backend,
     wrap_model: Callable[[Model], Model] | None,
     recorder: Recorder | None,
+    memory: DeviceMemory | None,
 ) -> BuiltEngine:
+    if memory is None and device.type == "cuda":
+        memory = CudaMemory(device)
+    others = None if memory is None else memory.total() - memory.free()
     model_dir = Path(config.model_path)
     base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
     plans = None if config.plan_dir is None else KeptPlans(Path(config.plan_dir))
@@ -180,22 +196,28 @@ def _build(
         except Exception as error:  # of any kind: what is compiled depends on the processor
             raise _CompilationFailed(describe_failure("numba", error)) from error
         on_stage("loading")
-    size = size_kv_cache(
-        model.shape,
-        model.dtype,
-        device,
-        kv_cache_memory=config.kv_cache_memory,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-    )
     heartbeat = StepHeartbeat()
     max_step_tokens = step_tokens(config, device)
     blocks_ahead = 2 * -(-max_step_tokens // BLOCK_SIZE)
-    kv = executor.submit(
-        lambda: WatchedKVCache(
-            model.shape, size.num_blocks, model.dtype, device, heartbeat, blocks_ahead=blocks_ahead
+
+    def make_kv(num_blocks: int) -> KVCache:
+        return executor.submit(
+            lambda: WatchedKVCache(
+                model.shape, num_blocks, model.dtype, device, heartbeat, blocks_ahead=blocks_ahead
+            )
+        ).result()
+
+    def size_kv(budget: int | None) -> KVSize:
+        return size_kv_cache(
+            model.shape,
+            model.dtype,
+            device,
+            kv_cache_memory=config.kv_cache_memory,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            budget=budget,
         )
-    ).result()
+
     transport = ThreadedTransport(
         ArtifactStore(Path(config.artifact_dir)), base, arena, host, wake=wake, threads=LOADER_THREADS
     )
@@ -210,22 +232,6 @@ def _build(
     )
     eos_ids = eos_token_ids(model_dir)
     served = model if wrap_model is None else wrap_model(model)
-    inputs = None
-    if model.attention_needs is not None:
-        # Triton need not be there where it does not run.
-        from loraplex.engine.execution.cuda_graphs import prepare_inputs
-
-        max_blocks = -(-size.max_model_len // BLOCK_SIZE)
-        limits = StepLimits(max_step_tokens, config.max_num_seqs, max_blocks)
-        inputs = prepare_inputs(
-            served,
-            model.attention_needs,
-            kv,
-            arena,
-            limits,
-            recorder,
-            batch_invariant=config.batch_invariant,
-        )
     sampler = make_sampler(
         backend, vocab_size=model.shape.vocab_size, max_rows=config.max_num_seqs, device=device
     )
@@ -235,13 +241,39 @@ def _build(
     )
     lookahead = _lookahead(config, device)
     masks = MaskMaker(grammars, vocab_size, lookahead=lookahead > 0)
-    runner = ModelRunner(
-        served, kv, executor, eos_ids=eos_ids, lora=arena, inputs=inputs, sampler=sampler, masks=masks
+    max_scored = max(1, _MAX_SCORED_BYTES // (4 * vocab_size))
+    steps = StepPreparation(
+        served,
+        arena,
+        executor,
+        sampler,
+        needs=model.attention_needs,
+        recorder=recorder,
+        max_scored=max_scored,
+        batch_invariant=config.batch_invariant,
     )
-    if inputs is not None:
-        from loraplex.engine.execution.warm_up import warm_up
-
-        warm_up(runner, inputs, pools=model.hidden_size is not None)
+    limits = StepLimits(max_step_tokens, config.max_num_seqs, 0)
+    workspace = None
+    if memory is None:
+        size = size_kv(None)
+        kv = make_kv(size.num_blocks)
+        steps.begin(kv, replace(limits, max_blocks=blocks_of(size.max_model_len)))
+    else:
+        longest = config.max_model_len or model.shape.max_positions
+        limits = replace(limits, max_blocks=blocks_of(longest))
+        workspace, budget = steps.measure(memory, make_kv, limits)
+        if config.kv_cache_memory > budget:
+            _log.warning("--kv-cache-memory leaves less than is needed for the steps: %d bytes would", budget)
+        size = size_kv(budget)
+        kv = make_kv(size.num_blocks)
+        steps.record_again(kv)
+    runner = ModelRunner(
+        served, kv, executor, eos_ids=eos_ids, lora=arena, inputs=steps.inputs, sampler=sampler, masks=masks
+    )
+    if memory is None:
+        steps.warm_up(runner)
+    else:
+        steps.run_largest(runner)
     core = EngineCore(
         SchedulerConfig(
             num_blocks=size.num_blocks,
@@ -249,7 +281,7 @@ def _build(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_step_tokens,
             max_waiting=config.max_waiting,
-            max_scored_tokens=max(1, _MAX_SCORED_BYTES // (4 * model.shape.vocab_size)),
+            max_scored_tokens=max_scored,
             lookahead=lookahead,
         ),
         runner,
@@ -283,6 +315,15 @@ def _build(
         hidden_size=model.hidden_size,
         same_bits=obstacle is None,
         numerics=numerical_build(model, backend, batch_invariant=config.batch_invariant),
+        memory=MemoryUse(
+            weights=model.weight_bytes,
+            arena=arena.num_bytes,
+            kv=kv.tensor.nbytes,
+            workspace=workspace,
+            others=others,
+            free=None if memory is None else memory.free(),
+            total=None if memory is None else memory.total(),
+        ),
     )
     return BuiltEngine(core, info, heartbeat, runner, transport, grammars)
 

@@ -12,6 +12,21 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of the device's memory by what takes them, as the start left it. `workspace`: recordings, inputs, and the
+    tensors of the largest step. `others`: what other processes and the driver had before. On a CPU the pools may take
+    their memory later, and what is None is not known."""
+
+    weights: int
+    arena: int
+    kv: int
+    workspace: int | None = None
+    others: int | None = None
+    free: int | None = None
+    total: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """The properties of a started engine. Sizes in bytes, tokens, blocks or pages as named."""
 
@@ -43,6 +58,7 @@ class EngineInfo:
     """Whether a request's tokens are promised not to depend on what is computed beside it."""
     numerics: str = ""
     """The digest of `loraplex.engine.numerics.numerical_build`."""
+    memory: MemoryUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

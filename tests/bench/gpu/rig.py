@@ -34,6 +34,8 @@ class Repeater:
         work()
         return work
 
+    def forget(self) -> None: ...
+
 
 class NoLane:
     """Where there are no streams: the work at once."""

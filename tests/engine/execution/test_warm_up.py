@@ -34,6 +34,8 @@ class Repeater:
         work()
         return work
 
+    def forget(self) -> None: ...
+
 
 class LateLane:
     """As late as a stream may be: the work is done when it is waited for."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Logprobs, Scores
-from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats, MemoryUse
 from loraplex.engine.types import (
     AdapterState,
     EngineError,
@@ -64,6 +64,7 @@ def fake_engine_info(**changes: Any) -> EngineInfo:
         max_num_seqs=64,
         max_waiting=1024,
         hidden_size=HIDDEN_SIZE,
+        memory=MemoryUse(weights=1 << 19, arena=1 << 24, kv=1 << 20),
         sites=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     )
     return replace(info, **changes)

@@ -16,6 +16,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.engine.build import build_engine
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.inputs import Recorder
 from loraplex.engine.pooling import Pooling
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
@@ -31,13 +32,16 @@ class LocalEngine:
         *,
         wrap_model: Callable[[Any], Any] | None = None,
         recorder: Recorder | None = None,
+        memory: DeviceMemory | None = None,
         **settings: Any,
     ) -> None:
         self.store = ArtifactStore(work_dir / "artifacts")
         self.base = load_base_spec(model_dir, cache_dir=work_dir)
         settings = {"device": "cpu", **settings}
         config = EngineConfig(model_path=str(model_dir), artifact_dir=str(work_dir / "artifacts"), **settings)
-        self.built = build_engine(config, lambda: None, wrap_model=wrap_model, recorder=recorder)
+        self.built = build_engine(
+            config, lambda: None, wrap_model=wrap_model, recorder=recorder, memory=memory
+        )
         self.core = self.built.core
         self.events: dict[str, list[TokenEvent]] = {}
 

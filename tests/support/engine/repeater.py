@@ -27,3 +27,5 @@ class Repeater:
             return self.last
 
         return replay
+
+    def forget(self) -> None: ...

@@ -15,7 +15,7 @@ from loraplex.adapters.admission.base_model import BaseWeights
 from loraplex.adapters.device.dora import dora_vectors
 from loraplex.adapters.device.host_slab import HostPages, loose_pages
 from loraplex.adapters.device.layout import ArenaLayout, TileKind
-from loraplex.adapters.device.placement import Placement, place
+from loraplex.adapters.device.placement import HEAD_LAYER, Placement, place
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, LoadAbandoned
 from loraplex.adapters.spec import AdapterSpec, TensorSlice
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, read_tensor, scan_tensors
@@ -181,6 +181,18 @@ class _Image:
         for piece in self._pieces[index, kind]:
             part = matrix[piece.rows, piece.columns]
             into[piece.elements].reshape(part.shape)[...] = part
+
+
+def blank_image(layout: ArenaLayout) -> HostImage:
+    """An adapter of the largest rank on every site of every layer and the head, of zeros, that takes one page: all of
+    its tiles lie in the same place."""
+    pages = loose_pages(1, layout.page_bytes)
+    pages.runs[0].zero_()
+    head = 0 if layout.head is None else len(layout.head.sites)
+    places = [(layer, number) for layer in range(layout.num_layers) for number in range(len(layout.sites))]
+    places += [(HEAD_LAYER, block) for block in range(head)]
+    rows = [(*place, chunk, 0, 0) for place in places for chunk in range(layout.max_chunks)]
+    return HostImage("blank", layout.max_chunks * CHUNK, pages, np.array(rows, np.int32))
 
 
 class _Elements:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 
 from loraplex.admin.framework.dependencies import Operator, Services
 from loraplex.admin.framework.route import AdminRoute
-from loraplex.admin.schemas.engine import CachePage, CacheRow, Engine
+from loraplex.admin.schemas.engine import CachePage, CacheRow, Engine, EngineMemory
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.control.catalog.all_versions import list_all_versions
 from loraplex.control.types import VersionInfo
@@ -32,12 +32,15 @@ async def get_engine(_: Operator, services: Services) -> Engine:
             stats = dataclasses.asdict(await engine.stats())
         except ServingError:
             stats = None  # the engine has just gone; `healthy` below reports it
+    info = dataclasses.asdict(engine.info)
+    memory = info.pop("memory")
     return Engine(
         healthy=engine.healthy,
         unhealthy_reason=engine.unhealthy_reason,
         restarts=engine.num_restarts,
         live_requests=engine.num_live,
-        info=dataclasses.asdict(engine.info),
+        memory=None if memory is None else EngineMemory(**memory),
+        info=info,
         stats=stats,
     )
 

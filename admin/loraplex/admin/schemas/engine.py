@@ -32,6 +32,19 @@ class CachePage(ResponseBody):
     next_cursor: str | None
 
 
+class EngineMemory(ResponseBody):
+    """The device's memory in bytes by what takes it, as the start left it. `workspace`: recordings, inputs and the
+    tensors of the largest step; `others`: other processes and the driver. What is null is not known on a CPU."""
+
+    weights: int
+    arena: int
+    kv: int
+    workspace: int | None
+    others: int | None
+    free: int | None
+    total: int | None
+
+
 class Engine(ResponseBody):
     """`info` is what the engine reported at its start; `stats` its gauges and counters now, null while no engine
     answers."""
@@ -40,5 +53,6 @@ class Engine(ResponseBody):
     unhealthy_reason: str | None
     restarts: int
     live_requests: int
+    memory: EngineMemory | None
     info: dict[str, Any]
     stats: dict[str, Any] | None

@@ -12,6 +12,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.app.plan.devices import MIB, Device
 from loraplex.engine.build import step_tokens
 from loraplex.engine.config import BLOCK_SIZE, EngineConfig
+from loraplex.engine.execution.device_memory import headroom
 from loraplex.engine.execution.kv_cache import KVSize, block_bytes, size_kv_cache
 from loraplex.engine.model.outline import ModelOutline
 from loraplex.engine.sizing import (
@@ -171,6 +172,9 @@ def _kv_size(
             f"sequence of {max(wanted.context, wanted.max_model_len)} tokens needs {_gib(needed)}: {remedy}."
         )
 
+    # A start measures what is an estimate here.
+    left = max(block_bytes(model.shape, model.dtype), kv_free - activations - headroom(device.memory))
+
     def sized(budget: int) -> KVSize:
         return size_kv_cache(
             model.shape,
@@ -179,6 +183,7 @@ def _kv_size(
             kv_cache_memory=budget,
             max_model_len=wanted.max_model_len,
             max_num_seqs=wanted.max_num_seqs,
+            budget=left if target.type == "cuda" else None,
             available=kv_free,
         )
 

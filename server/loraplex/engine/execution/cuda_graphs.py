@@ -59,6 +59,10 @@ class CudaRecorder:
 
         return replay
 
+    def forget(self) -> None:
+        # A pool is gone with the last of its graphs.
+        self._pool = None
+
 
 def prepare_inputs(
     model: Model,
@@ -70,11 +74,9 @@ def prepare_inputs(
     *,
     batch_invariant: bool = False,
 ) -> PackedSource:
-    """Where the steps of a model begin whose kernels take lists of work, its decoding steps recorded: by `recorder`, as
-    CUDA graphs on a GPU where there is none given, elsewhere not at all. `batch_invariant`: with the lists and tiles
+    """Where the steps of a model begin whose kernels take lists of work, its decoding steps recorded by
+    `recorder`, where there is one. `batch_invariant`: with the lists and tiles
     that give a row the same bits in every step."""
-    if recorder is None and model.device.type == "cuda":
-        recorder = CudaRecorder()
     lora = None
     if arena is not None:
         tiling = INVARIANT_TILING if batch_invariant else LoraTiling()
@@ -134,6 +136,12 @@ def record_decoding(
         variants = tuple(recorder.record(partial(model.forward, found)) for found in batches)
         source.replays[size] = partial(_replay, variants)
     source.replays = dict(sorted(source.replays.items()))
+
+
+def forget_recordings(source: PackedSource, recorder: Recorder) -> None:
+    """Drop what `record_decoding` made, before it is called for another KV cache."""
+    source.replays = {}
+    recorder.forget()
 
 
 def _replay(variants: Sequence[Callable[[], torch.Tensor]], with_adapters: bool) -> torch.Tensor:

@@ -74,6 +74,10 @@ class Recorder(Protocol):
         """Returns a function that does the same work again over the same memory, and returns what `work` returned."""
         ...
 
+    def forget(self) -> None:
+        """What was recorded so far is not replayed any more, and its memory may go."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:

@@ -16,8 +16,6 @@ from loraplex.engine.model.base import KVCache, ModelShape
 
 _CPU_FRACTION = 0.3
 _CPU_LIMIT = 4 << 30
-_CUDA_FRACTION = 0.85
-"""Of what is free once the weights are loaded. The rest is for activations and adapters."""
 
 
 class SequenceTooLong(LoraplexError):
@@ -75,6 +73,11 @@ def block_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
     return BLOCK_SIZE * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
+def blocks_of(num_positions: int) -> int:
+    """Blocks of one sequence."""
+    return -(-num_positions // BLOCK_SIZE)
+
+
 def size_kv_cache(
     shape: ModelShape,
     dtype: torch.dtype,
@@ -83,10 +86,11 @@ def size_kv_cache(
     kv_cache_memory: int = 0,
     max_model_len: int = 0,
     max_num_seqs: int = 64,
+    budget: int | None = None,
     available: int | None = None,
 ) -> KVSize:
-    """The number of blocks for `kv_cache_memory` bytes (0: chosen from what is available, `available` bytes if
-    given), never more than `max_num_seqs` sequences can use.
+    """The number of blocks for `kv_cache_memory` bytes (0: for `budget` bytes; None: a
+    share of the `available` bytes; None: of what is free now), never more than `max_num_seqs` sequences can use.
 
     `max_model_len` 0 means what the model's positions and the memory allow. Raises KVMemoryTooSmall where one
     sequence of an asked `max_model_len` does not fit, and where not even one block does; SequenceTooLong for an
@@ -97,7 +101,8 @@ def size_kv_cache(
             f"max_model_len {max_model_len} is beyond the {shape.max_positions} positions of the model; lower it"
         )
     one = block_bytes(shape, dtype)
-    budget = kv_cache_memory or _choose_budget(device, available)
+    if kv_cache_memory or budget is None:
+        budget = kv_cache_memory or _choose_budget(device, available)
     num_blocks = budget // one
     wanted = max_model_len or shape.max_positions
     per_sequence = -(-wanted // BLOCK_SIZE)
@@ -128,8 +133,6 @@ def available_memory(device: torch.device) -> int:
 
 def _choose_budget(device: torch.device, available: int | None) -> int:
     free = available_memory(device) if available is None else available
-    if device.type == "cuda":
-        return int(free * _CUDA_FRACTION)
     return min(int(free * _CPU_FRACTION), _CPU_LIMIT)
 
 

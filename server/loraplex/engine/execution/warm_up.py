@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.execution.inputs import StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.pooling import Pooling
@@ -58,12 +59,38 @@ def warm_up(runner: ModelRunner, source: PackedSource, *, pools: bool) -> None:
         runner.collect(runner.submit(StepPlan(number, tuple(slices))))
 
 
+def run_largest_step(runner: ModelRunner, limits: StepLimits, *, max_scored: int, slot: int) -> None:
+    """Run a step of as many rows and sequences as one may have, on the adapter in `slot`, each of them sampled with
+    every option, and `max_scored` positions of prompts scored. Writes as `warm_up` does. Raises DeviceOutOfMemory
+    where it does not fit."""
+    longest = BLOCK_SIZE * limits.max_blocks
+    num_sequences = min(limits.max_sequences, limits.max_rows)
+    rest = limits.max_rows - num_sequences
+    slices = []
+    for number in range(num_sequences):
+        more = min(rest, longest - 1)
+        rest -= more
+        scored = min(more, max_scored)
+        max_scored -= scored
+        slices.append(_slice(1 + more, _EVERY_OPTION, name=f"largest {number}", slot=slot, num_scored=scored))
+    runner.collect(runner.submit(StepPlan(0, tuple(slices))))
+
+
 def _slice(
-    count: int, sampling: SamplingParams, *, samples: bool = True, pooling: Pooling | None = None
+    count: int,
+    sampling: SamplingParams,
+    *,
+    samples: bool = True,
+    pooling: Pooling | None = None,
+    name: str = "warm-up",
+    slot: int = -1,
+    num_scored: int | None = None,
 ) -> ScheduledSequence:
-    """A prompt of `count` tokens 0."""
+    """A prompt of `count` tokens 0. `num_scored` positions of it are scored; None: all, where `sampling` says so."""
     tokens = (0,) * count
-    request = EngineRequest("warm-up", "", tokens, sampling, pooling=pooling)
+    request = EngineRequest(name, "", tokens, sampling, pooling=pooling)
+    if num_scored is None:
+        num_scored = 0 if sampling.prompt_logprobs is None else count - 1
     return ScheduledSequence(
         seq=Sequence(request, 0.0, 0, list(tokens)),
         epoch=0,
@@ -72,10 +99,10 @@ def _slice(
         token_ids=tokens,
         # A block may stand in a table twice: what is computed does not matter.
         block_ids=(0,) * -(-count // BLOCK_SIZE),
-        slot=-1,
+        slot=slot,
         samples=samples and pooling is None,
         pending_input=False,
         output_index=0,
-        targets=() if sampling.prompt_logprobs is None else tokens[1:],
+        targets=tokens[:num_scored],
         pool_start=None if pooling is None else 0,
     )

@@ -141,6 +141,11 @@ class Model(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights, as they are laid out."""
+        ...
+
+    @property
     def hidden_size(self) -> int | None:
         """C of `ForwardBatch.take_hidden`; None where the model cannot give hidden states."""
         ...

@@ -18,7 +18,7 @@ from loraplex.engine.model.base import (
     ModelUnsupported,
 )
 from loraplex.engine.model.family import DecoderSpec
-from loraplex.engine.model.weights import open_checkpoint
+from loraplex.engine.model.weights import open_checkpoint, tensor_bytes
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.layers.rope import CosSinTable, rope_cos_sin
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
@@ -96,6 +96,10 @@ class FusedDecoder:
             self._run_layers = self._llama_layers
             self._add_rms_norm = self._ops.add_rms_norm
             self._embed_scale = 1.0
+
+    @property
+    def weight_bytes(self) -> int:
+        return tensor_bytes((self._layers, self._embed, self._norm, self._head))
 
     @property
     def shape(self) -> ModelShape:

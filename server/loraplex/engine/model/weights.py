@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,3 +64,19 @@ def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
         except BaseModelInvalid as error:
             raise ModelUnsupported(error.message) from error
         yield checkpoint
+
+
+def tensor_bytes(parts: Any) -> int:
+    """Bytes of all tensors in dataclasses and tuples of them, each counted once."""
+    found: dict[int, torch.Tensor] = {}
+    waiting = [parts]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, torch.Tensor):
+            found[id(part)] = part
+        elif isinstance(part, tuple):
+            waiting += part
+        elif dataclasses.is_dataclass(part):
+            waiting += [getattr(part, field.name) for field in dataclasses.fields(part)]
+    # In a layout of oneDNN's own, `nbytes` may be missing.
+    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())

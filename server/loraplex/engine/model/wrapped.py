@@ -16,6 +16,7 @@ import torch
 
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.sites import find_sites
+from loraplex.engine.model.weights import tensor_bytes
 from loraplex.kernels.attention.dispatch import paged_attention, write_kv
 from loraplex.kernels.layers.dense import linear
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
@@ -56,6 +57,10 @@ class TransformersDecoder:
     @property
     def shape(self) -> ModelShape:
         return self._shape
+
+    @property
+    def weight_bytes(self) -> int:
+        return tensor_bytes((tuple(self._model.parameters()), tuple(self._model.buffers())))
 
     @property
     def attention_needs(self) -> None:
