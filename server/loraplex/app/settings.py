@@ -143,9 +143,11 @@ class Settings(BaseSettings):
         le=1 << 24,
         description="Longest prompt plus answer, in tokens (0: what the model and the KV cache allow)",
     )
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="Sequences in one step")
+    max_num_seqs: int = Field(
+        0, ge=0, le=4096, description="Sequences in one step (0: 64 on a CPU, 256 on a GPU)"
+    )
     max_num_batched_tokens: int = Field(
-        0, ge=0, le=1 << 18, description="Tokens in one step (0: 256 on a CPU, 512 on a GPU)"
+        0, ge=0, le=1 << 18, description="Tokens in one step (0: 256 on a CPU, 2048 to 8192 on a GPU)"
     )
     max_waiting: int = Field(1024, ge=1, le=1 << 20, description="Requests that may wait; more get 503")
     kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, for example 2GiB")

@@ -48,7 +48,15 @@ from loraplex.engine.model.plans import KeptPlans
 from loraplex.engine.numerics import numerical_build, obstacle_to_same_bits
 from loraplex.engine.reports import EngineInfo, MemoryUse
 from loraplex.engine.sampling.sampler import make_sampler
-from loraplex.engine.sizing import adapter_budget, arena_size, host_budget, require_room
+from loraplex.engine.sizing import (
+    adapter_budget,
+    arena_size,
+    host_budget,
+    most_sequences,
+    most_tokens,
+    require_room,
+    row_bytes,
+)
 from loraplex.kernels.backend import (
     Backend,
     BackendUnavailable,
@@ -145,6 +153,7 @@ def _build(
 ) -> BuiltEngine:
     if memory is None and device.type == "cuda":
         memory = CudaMemory(device)
+    config = replace(config, max_num_seqs=most_sequences(config.max_num_seqs, device.type))
     others = None if memory is None else memory.total() - memory.free()
     model_dir = Path(config.model_path)
     base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
@@ -197,7 +206,12 @@ def _build(
             raise _CompilationFailed(describe_failure("numba", error)) from error
         on_stage("loading")
     heartbeat = StepHeartbeat()
-    max_step_tokens = step_tokens(config, device)
+    max_step_tokens = most_tokens(
+        config.max_num_batched_tokens,
+        device.type,
+        row_bytes(model.site_groups, model.dtype.itemsize),
+        0 if memory is None else memory.total(),
+    )
     blocks_ahead = 2 * -(-max_step_tokens // BLOCK_SIZE)
 
     def make_kv(num_blocks: int) -> KVCache:
@@ -354,12 +368,6 @@ def _device(asked: str) -> torch.device:
     if asked == "cuda" and not torch.cuda.is_available():
         raise DeviceUnavailable("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
     return torch.device(asked)
-
-
-def step_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Tokens of a step. A CPU computes a prompt as fast in smaller chunks, and all other sequences' next tokens wait
-    for a whole chunk: 0.4 s for 512 tokens of a small model."""
-    return config.max_num_batched_tokens or (512 if device.type == "cuda" else 256)
 
 
 def _lookahead(config: EngineConfig, device: torch.device) -> Literal[0, 1]:

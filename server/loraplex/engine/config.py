@@ -7,12 +7,14 @@ from typing import Literal
 
 BLOCK_SIZE = 16
 """Token positions in a KV block."""
+DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
+"""Sequences of a step where no setting says, by device."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The configuration of an engine process. Sizes in bytes, tokens or sequences as named; 0 means "choose from the
-    machine" for the memory sizes and the tokens of a step (512 on a GPU, 256 elsewhere) and "what the model allows"
+    machine" for the memory sizes and for the sequences and tokens of a step (see `sizing`) and "what the model allows"
     for `max_model_len`. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device
     runs. `batch_invariant` is a promise to keep or to refuse (`loraplex.engine.numerics`). `cache_dir` keeps what is
     costly to find out about a base model's weights, `plan_dir` the plan made of its config."""
@@ -22,7 +24,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_model_len: int = 0
-    max_num_seqs: int = 64
+    max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     max_waiting: int = 1024
     kv_cache_memory: int = 0

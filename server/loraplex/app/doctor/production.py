@@ -6,6 +6,7 @@ from loraplex.app.doctor.findings import Finding, fail, ok, warn
 from loraplex.app.doctor.machine import Disk, Machine
 from loraplex.app.ports.connections import RESERVED_FILES
 from loraplex.app.settings import Settings
+from loraplex.engine.config import DEFAULT_SEQUENCES
 
 GIB = 1 << 30
 _PROCESS_BYTES = GIB
@@ -88,7 +89,8 @@ def check_store(settings: Settings, store: tuple[Disk, ...]) -> Finding:
 
 def check_open_files(settings: Settings, machine: Machine) -> Finding:
     """The server raises its own limit as far as it may; each request has a connection."""
-    wanted = settings.max_waiting + settings.max_num_seqs + RESERVED_FILES
+    sequences = settings.max_num_seqs or DEFAULT_SEQUENCES["cpu" if settings.device == "cpu" else "cuda"]
+    wanted = settings.max_waiting + sequences + RESERVED_FILES
     if machine.open_files is None:
         return ok("no limit")
     found = f"at most {machine.open_files}; {wanted} for --max-waiting, --max-num-seqs and the server itself"

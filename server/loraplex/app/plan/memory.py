@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.plan.devices import MIB, Device
-from loraplex.engine.build import step_tokens
-from loraplex.engine.config import BLOCK_SIZE, EngineConfig
+from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.device_memory import headroom
 from loraplex.engine.execution.kv_cache import KVSize, block_bytes, size_kv_cache
 from loraplex.engine.model.outline import ModelOutline
@@ -21,6 +20,9 @@ from loraplex.engine.sizing import (
     arena_bytes,
     arena_size,
     host_budget,
+    most_sequences,
+    most_tokens,
+    row_bytes,
 )
 from loraplex.kernels.lora.site_groups import HEAD
 
@@ -46,7 +48,7 @@ class Wanted:
     sites: tuple[str, ...] = ()
     context: int = 1024
     max_model_len: int = 0
-    max_num_seqs: int = 64
+    max_num_seqs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,7 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
     """`host_free`: host memory behind the weights and the processes, None where it is not known. Raises PlanDoesNotFit
     and what a start raises: KVMemoryTooSmall, SequenceTooLong, AdapterMemoryTooSmall."""
     target = torch.device(device.kind)
-    config = EngineConfig(
-        model_path="", artifact_dir="", device=device.kind, max_num_seqs=wanted.max_num_seqs
-    )
+    wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))
     layout = ArenaLayout(
         model.site_groups,
         model.num_layers,
@@ -97,7 +97,8 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
             "catalog wait in host memory and on the disk: plan for those that are asked for within a few seconds."
         )
     reserve, weights = RESERVES[device.kind], model.weight_bytes
-    activations = _activations(model, step_tokens(config, target), wanted.max_num_seqs)
+    tokens = most_tokens(0, device.kind, row_bytes(model.site_groups, model.dtype.itemsize), device.memory)
+    activations = _activations(model, tokens, wanted.max_num_seqs)
     free = device.memory - reserve - weights
     if free <= activations:
         raise PlanDoesNotFit(

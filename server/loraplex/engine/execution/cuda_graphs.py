@@ -21,7 +21,7 @@ from loraplex.engine.model.base import AttentionNeeds, ForwardBatch, KVCache, Mo
 from loraplex.kernels.lora.overlap import Lane, OverlappedLora
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_SIZES = (1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 64))
 
 
 def graph_sizes(max_sequences: int) -> tuple[int, ...]:
