@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -100,6 +100,22 @@ def test_a_clean_life(peer: Peer) -> None:
     assert status == 0
     assert all(line["logger"] == "engine" for line in log)
     assert "engine_ready" in [line["event"] for line in log]
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cuda", 2e-4), ("cpu", 5e-3)])
+def test_threads_take_short_turns_where_a_step_is_short(
+    tmp_path: Path, device: Literal["cuda", "cpu"], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CLOSE", "log")
+    peer = Peer(tmp_path, EngineConfig("ok", "/nowhere", device=device))
+    try:
+        peer.next(wire.Ready)
+        peer.send(wire.Shutdown(5))
+        list(peer.events())
+        (line,) = [line for line in peer.exit()[1] if line["event"] == "fake_closed"]
+        assert line["switch_interval"] == pytest.approx(seconds)
+    finally:
+        peer.close()
 
 
 def test_the_clients_end_ends_the_process(peer: Peer) -> None:

@@ -23,6 +23,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.ipc.log_lines import log
 from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats, TenantStats
 from loraplex.engine.types import (
     AdapterState,
@@ -192,6 +193,8 @@ class FakeEngine:
         if os.environ.get("FAKE_CLOSE") == "hang":
             threading.Event().wait()
         self.closed = True
+        if os.environ.get("FAKE_CLOSE") == "log":
+            log("fake_closed", switch_interval=sys.getswitchinterval())
 
 
 def build_fake_engine(
@@ -210,7 +213,7 @@ def build_fake_engine(
         max_model_len=1024,
         vocab_size=VOCAB_SIZE,
         eos_ids=(0,),
-        device="cpu",
+        device="cuda:0" if config.device == "cuda" else "cpu",
         dtype="float32",
         block_size=16,
         num_kv_blocks=64,
@@ -219,7 +222,7 @@ def build_fake_engine(
         arena_pages=0,
         adapter_cpu_bytes=0,
         max_adapter_rank=64,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs or 64,
         max_waiting=config.max_waiting,
     )
     step_s = float(os.environ.get("FAKE_STEP_S", "0.002"))

@@ -42,6 +42,10 @@ MAX_EVENTS_PER_FRAME = 4096
 MAX_TOKENS_PER_FRAME = 1 << 20
 OPENMP_SPINS = "10000"
 """About 0.1 ms."""
+GPU_SWITCH_INTERVAL_S = 2e-4
+"""How long a thread may keep Python's lock while another waits for it. By itself that is 5 ms, about a decoding step on
+a GPU: the thread that plans the next step, the worker that launches this one, the socket's and the loaders' would wait
+for each other that long. On a CPU a step takes longer, and its kernels run without the lock."""
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 
@@ -227,6 +231,12 @@ def show_as(name: str) -> None:
     _prctl(PR_SET_NAME, name.encode())
 
 
+def set_switch_interval(device: str) -> None:
+    """For an engine on this device, as torch names it."""
+    if device.startswith("cuda"):
+        sys.setswitchinterval(GPU_SWITCH_INTERVAL_S)
+
+
 def _prctl(option: int, value: int | bytes) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -268,7 +278,13 @@ def run(
         log("engine_start_failed", level="error", error=str(error))
         connection.close()
         return 2
-    server = EngineServer(connection, lambda wake: build(config, wake, server.show_stage))
+
+    def start(wake: Callable[[], None]) -> BuiltEngineLike:
+        engine = build(config, wake, server.show_stage)
+        set_switch_interval(engine.info.device)
+        return engine
+
+    server = EngineServer(connection, start)
     try:
         return server.serve()
     finally:
