@@ -99,8 +99,11 @@ def test_weights_are_those_of_the_loaded_model(tmp_path: Path) -> None:
     assert outline_model(model, CUDA, "bfloat16").weight_bytes * 2 == outline.weight_bytes
 
 
+_NO_WEIGHTS = ("_inv_freqs", "_cos_sin_tables", "_ops", "_spec")
+
+
 def tensors_of(value: Any, depth: int = 6) -> list[torch.Tensor]:
-    """Of an object and what it holds, without the frequencies of RoPE."""
+    """Of an object and what it holds, without the frequencies of RoPE and what is computed from them."""
     if isinstance(value, torch.Tensor):
         return [value]
     if depth == 0 or isinstance(value, str | int | float | bool):
@@ -108,7 +111,7 @@ def tensors_of(value: Any, depth: int = 6) -> list[torch.Tensor]:
     if isinstance(value, tuple | list):
         return [tensor for one in value for tensor in tensors_of(one, depth - 1)]
     names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
-    parts = [getattr(value, name) for name in names if name not in ("_inv_freqs", "_ops", "_spec")]
+    parts = [getattr(value, name) for name in names if name not in _NO_WEIGHTS]
     return [tensor for one in parts if not callable(one) for tensor in tensors_of(one, depth - 1)]
 
 
