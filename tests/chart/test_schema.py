@@ -155,7 +155,7 @@ def test_a_secret_is_refused_as_a_value(values: dict[str, Any]) -> None:
         {"replicas": "two"},
         {"replicas": -1},
         {"settings": {"max_num_seqs": "many"}},
-        {"settings": {"max_num_seqs": -1}},
+        {"settings": {"max_num_seqs": 0}},
         {"settings": {"device": "tpu"}},
         {"settings": {"engine_spare": "yes"}},
         {"settings": {"port": 0}},

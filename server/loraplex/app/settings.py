@@ -144,7 +144,11 @@ class Settings(BaseSettings):
         description="Longest prompt plus answer, in tokens (0: what the model and the KV cache allow)",
     )
     max_num_seqs: int = Field(
-        0, ge=0, le=4096, description="Sequences in one step (0: 64 on a CPU, 256 on a GPU)"
+        0,  # where nothing is said, which nobody can say
+        ge=1,
+        le=4096,
+        validate_default=False,
+        description="Sequences in one step (default: 64 on a CPU, 256 on a GPU)",
     )
     max_num_batched_tokens: int = Field(
         0, ge=0, le=1 << 18, description="Tokens in one step (0: 256 on a CPU, 2048 to 8192 on a GPU)"

@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_served_is_told_in_one_line(tmp_path: Path) -> No
 
 
 def test_a_wrong_setting(tmp_path: Path) -> None:
-    outcome = doctor(tmp_path, "--max-num-seqs", "-1")
+    outcome = doctor(tmp_path, "--max-num-seqs", "0")
     assert outcome.code == 1
     assert "--max-num-seqs" in outcome.said[0]
 

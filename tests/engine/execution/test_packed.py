@@ -105,8 +105,8 @@ def test_an_adapter_row_without_adapters_is_refused() -> None:
     assert inputs.adapters([], 1) is None
 
 
-@pytest.mark.parametrize("most", [1, 3, 64, 100, 256, 1000])
+@pytest.mark.parametrize("most", [1, 3, 64, 100, 256, 512, 1000])
 def test_recorded_sizes_reach_as_far_as_they_may(most: int) -> None:
     sizes = graph_sizes(most)
     assert list(sizes) == sorted(set(sizes))
-    assert sizes[-1] == min(most, 256)
+    assert sizes[-1] == min(most, 512)

@@ -29,7 +29,7 @@ def plan(
     ] = "",
     context: Annotated[int, typer.Option(min=1, help="Tokens of a typical sequence")] = 1024,
     max_model_len: Annotated[int, typer.Option(min=0, help="As of serve (0: chosen)")] = 0,
-    max_num_seqs: Annotated[int, typer.Option(min=0, max=4096, help="As of serve (0: by the device)")] = 0,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, max=4096, help="As of serve")] = None,
     dtype: Annotated[str, typer.Option(help="As of serve: auto, bfloat16, float16 or float32")] = "auto",
     gpu_memory: Annotated[
         str,
@@ -56,7 +56,7 @@ def plan(
                 "sites": tuple(part.strip() for part in target_modules.split(",") if part.strip()),
                 "context": context,
                 "max_model_len": max_model_len,
-                "max_num_seqs": max_num_seqs,
+                "max_num_seqs": max_num_seqs or 0,
             },
         )
 

@@ -77,7 +77,7 @@ def with_settings(run: Any, only: tuple[str, ...] = (), **flags: Any) -> Any:
                 None,
                 _option_names(name, is_switch=field.annotation is bool),
                 metavar=_metavar(field),
-                help=f"{field.description}{_shown_default(field.default)}",
+                help=f"{field.description}{_shown_default(field)}",
                 show_default=False,
             ),
             annotation=(bool | None) if field.annotation is bool else (str | None),
@@ -124,9 +124,15 @@ def _metavar(field: FieldInfo) -> str | None:
     return names.get(field.annotation)
 
 
-def _shown_default(default: object) -> str:
+def _shown_default(field: FieldInfo) -> str:
+    """None where the description has it: a default that is no value for users."""
+    default = field.default
     shown = ("on" if default else "off") if isinstance(default, bool) else str(default)
-    return "" if shown in ("", "[]", "None", "PydanticUndefined") else f"  [default: {shown}]"
+    return (
+        ""
+        if field.validate_default is False or shown in ("", "[]", "None", "PydanticUndefined")
+        else f"  [default: {shown}]"
+    )
 
 
 def _serve(settings: Settings) -> None:
