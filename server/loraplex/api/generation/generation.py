@@ -116,6 +116,9 @@ class Generation:
             Echo(spelling, prompt, scored=scored, num_top=num_top)
             for spelling, prompt in zip(plan.echoes, plan.prompts, strict=False)
         ]
+        started = (
+            time.monotonic()
+        )  # not behind `submit`: the engine's process may take its first step at once
         streams = engine.submit(*requests)
         try:
             for index, stream in enumerate(streams):
@@ -127,7 +130,7 @@ class Generation:
                     shown=plan.reading.shown,
                 )
                 echo = echoes[index // plan.n] if echoes else None
-                choices.append(_Choice(index, stream, stops, plan.reading.parser(), time.monotonic(), echo))
+                choices.append(_Choice(index, stream, stops, plan.reading.parser(), started, echo))
         except BaseException:
             for stream in streams:
                 stream.abort()
