@@ -116,9 +116,8 @@ class Generation:
             Echo(spelling, prompt, scored=scored, num_top=num_top)
             for spelling, prompt in zip(plan.echoes, plan.prompts, strict=False)
         ]
-        started = (
-            time.monotonic()
-        )  # not behind `submit`: the engine's process may take its first step at once
+        # Before the submission: the engine's process may take its first step at once.
+        started = time.monotonic()
         streams = engine.submit(*requests)
         try:
             for index, stream in enumerate(streams):
