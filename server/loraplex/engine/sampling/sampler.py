@@ -10,7 +10,7 @@ it depends on neither batch-mates nor a generator's state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from loraplex.engine.sampling.batch import (
     build_sampling_batch,
 )
 from loraplex.engine.sampling.rows import TokenCounts, build_sample_rows
-from loraplex.engine.sampling.scoring import TokenScores, score_tokens
+from loraplex.engine.sampling.scoring import TokenScores, score_tokens, torch_log_sum_exp
 from loraplex.engine.types import ScheduledSequence
 from loraplex.kernels.backend import Backend
 from loraplex.kernels.sampling.types import TokenMasks
@@ -78,10 +78,33 @@ def make_sampler(backend: Backend, *, vocab_size: int, max_rows: int, device: to
     return TorchSampler(vocab_size)
 
 
-class TorchSampler:
+class _Scorer:
+    """The scores of any Sampler. `log_sum_exp`: [L, V] → [L, 1]."""
+
+    def __init__(self, log_sum_exp: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._log_sum_exp = log_sum_exp
+
+    def score(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        num_top: int,
+        *,
+        listed: torch.Tensor | None = None,
+        ranked: bool = False,
+    ) -> TokenScores:
+        return score_tokens(
+            logits, tokens, num_top, listed=listed, ranked=ranked, log_sum_exp=self._log_sum_exp
+        )
+
+
+class TorchSampler(_Scorer):
     """A Sampler of torch operations, on any device."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(
+        self, vocab_size: int, log_sum_exp: Callable[[torch.Tensor], torch.Tensor] = torch_log_sum_exp
+    ) -> None:
+        super().__init__(log_sum_exp)
         self._vocab_size = vocab_size
         self._history = TokenHistory()
 
@@ -101,17 +124,6 @@ class TorchSampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return sample(logits, batch, last_tokens, masks)
 
-    def score(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        num_top: int,
-        *,
-        listed: torch.Tensor | None = None,
-        ranked: bool = False,
-    ) -> TokenScores:
-        return score_tokens(logits, tokens, num_top, listed=listed, ranked=ranked)
-
 
 class NumbaSampler(TorchSampler):
     """The same, with kernels for what every row needs, its largest logit and its draw, and for log probabilities."""
@@ -123,11 +135,10 @@ class NumbaSampler(TorchSampler):
         from loraplex.kernels.sampling.numba_masking import bar_tokens
         from loraplex.kernels.sampling.numba_sampling import draw
 
-        super().__init__(vocab_size)
+        super().__init__(vocab_size, log_sum_exp)
         self._largest = largest
         self._bar_tokens = bar_tokens
         self._draw = draw
-        self._log_sum_exp = log_sum_exp
 
     def sample(
         self,
@@ -158,19 +169,6 @@ class NumbaSampler(TorchSampler):
             )
         return tokens.masked_fill_(~ok, 0), ok
 
-    def score(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        num_top: int,
-        *,
-        listed: torch.Tensor | None = None,
-        ranked: bool = False,
-    ) -> TokenScores:
-        return score_tokens(
-            logits, tokens, num_top, listed=listed, ranked=ranked, log_sum_exp=self._log_sum_exp
-        )
-
 
 def _of_all(draws: Draws, limit: Literal["top_k", "top_p"], off: float) -> torch.Tensor:
     """[R, 1]: a limit of all sampled rows, those without it too."""
@@ -181,7 +179,7 @@ def _of_all(draws: Draws, limit: Literal["top_k", "top_p"], off: float) -> torch
     return values
 
 
-class TritonSampler:
+class TritonSampler(_Scorer):
     """A Sampler that draws in a few launches whatever the rows' options; see
     `loraplex.kernels.sampling.triton_sampling` for how its draws may differ from `sample`."""
 
@@ -190,10 +188,10 @@ class TritonSampler:
         from loraplex.kernels.sampling.triton_logsumexp import log_sum_exp, warm_up
         from loraplex.kernels.sampling.triton_sampling import TritonSampling
 
+        super().__init__(log_sum_exp)
         self._vocab_size = vocab_size
         self._counts = TokenCounts(vocab_size)
         self._sampling = TritonSampling(max_rows, vocab_size, device)
-        self._log_sum_exp = log_sum_exp
         # Compiling takes seconds, which no request should wait for.
         self._sampling.warm_up()
         warm_up(vocab_size, device)
@@ -215,19 +213,6 @@ class TritonSampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert batch.rows is not None, "this batch was planned for another sampler"
         return self._sampling.draw(logits, batch.rows, last_tokens, masks)
-
-    def score(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        num_top: int,
-        *,
-        listed: torch.Tensor | None = None,
-        ranked: bool = False,
-    ) -> TokenScores:
-        return score_tokens(
-            logits, tokens, num_top, listed=listed, ranked=ranked, log_sum_exp=self._log_sum_exp
-        )
 
 
 def sample(

@@ -52,7 +52,7 @@ class HostScores:
     ranks: NDArray[Any] | None
 
 
-def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+def torch_log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     return logits.logsumexp(dim=-1, keepdim=True)
 
 
@@ -63,7 +63,7 @@ def score_tokens(
     *,
     listed: torch.Tensor | None = None,
     ranked: bool = False,
-    log_sum_exp: Callable[[torch.Tensor], torch.Tensor] = _log_sum_exp,
+    log_sum_exp: Callable[[torch.Tensor], torch.Tensor] = torch_log_sum_exp,
 ) -> TokenScores:
     """logits [L, V] float32, L ≥ 1, left as they are; tokens [L] int64, below V. `num_top` k is cut to V. Values are
     not finite where a row's logits are not. `listed` [L, M] int64, below V: tokens that are named; `ranked`: ranks are
