@@ -9,7 +9,7 @@ from support.adapters.tiny_adapters import save_adapters
 from support.engine.local_engine import LocalEngine
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
 from support.engine.repeater import Repeater
-from support.models.checkpoints import FAMILIES, save_tiny
+from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
 
@@ -43,6 +43,40 @@ def test_tokens_are_those_of_transformers_and_peft(family, lookahead, requests, 
     answered = ask_mixed(engine, adapters, seed=family, requests=requests, tokens=tokens)
     engine.close()
     assert len(recorder.replays) > 1
+    check_answers(answered, base, adapters)
+
+
+@pytest.mark.parametrize(
+    ("family", "requests", "tokens"),
+    [
+        ("starcoder2", 3, 3),
+        *(pytest.param(family, 7, 9, marks=pytest.mark.soak) for family in ("granite", "smollm3", "gemma")),
+    ],
+)
+def test_adapters_of_a_model_through_transformers_travel_with_the_step(family, requests, tokens, tmp_path):
+    """Its linears are one group each, and its attention takes no lists: nothing is recorded. Layers and head, prompts
+    in chunks beside decodes."""
+    options = OTHERS[family]
+    base = save_tiny(tmp_path / "base", options)
+    sites = ["q_proj", "v_proj", "o_proj", "lm_head", *(() if family == "starcoder2" else ("down_proj",))]
+    chosen = {
+        "all": {"r": 8, "lora_alpha": 16, "target_modules": sites},
+        "many-ranks": {
+            "r": 20,
+            "lora_alpha": 10,
+            "target_modules": ["k_proj", "v_proj"],
+            "rank_pattern": {"v_proj": 1},
+        },
+    }
+    adapters = save_adapters(base, tmp_path, chosen)
+    recorder = Repeater()
+    engine = cramped_engine(
+        base, tmp_path / "work", options, recorder=recorder, kernels="triton", lookahead=1, max_num_seqs=6
+    )
+    answered = ask_mixed(engine, adapters, seed=family, requests=requests, tokens=tokens)
+    engine.close()
+    assert engine.built.info.decoder == "transformers"
+    assert not recorder.replays
     check_answers(answered, base, adapters)
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from loraplex.kernels.lora import triton_expand, triton_lora, triton_shrink
 from loraplex.kernels.lora.site_groups import SiteGroup
-from loraplex.kernels.lora.triton_lora import TritonLoraPass
+from loraplex.kernels.lora.triton_lora import TritonLora
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
-from loraplex.kernels.lora.types import Scratch, segments_by_slot
+from loraplex.kernels.lora.types import Scratch
 from support.kernels.lora_arena import make_arena
 from support.kernels.triton_aot import Recorder, Variant, check, products_in_flight
 
@@ -67,17 +68,20 @@ def launched(
             recorder = Recorder(kernel, lambda arguments, stage=stage: keep(stage, arguments))
             patch.setattr(triton_lora, stage, recorder)
         arena = make_arena([GROUP], 1, dtype, [rank], max_rank=64)
-        by_slot = segments_by_slot([(0, 0, rows)], arena.weights.num_chunks, rows)
-        lora = TritonLoraPass(
+        lora = TritonLora(
             arena.weights,
             Scratch(torch.device("cpu")),
-            by_slot,
-            rows,
+            max_rows=rows,
+            max_segments=1,
             tiling=tiling or LoraTiling(),
             programs=528,
         )
+        lora.write(0)
+        numbers = np.zeros(lora.work_size, np.int32)
+        step = lora.plan([(0, 0, rows)], rows, numbers)
+        launcher = lora.launcher(torch.from_numpy(numbers), step, [0])
         x = torch.empty(rows, GROUP.in_features, dtype=dtype)
-        lora.apply(0, "qkv", x, torch.empty(rows, sum(GROUP.out_features), dtype=dtype))
+        launcher.apply(0, "qkv", x, torch.empty(rows, sum(GROUP.out_features), dtype=dtype))
     return found
 
 

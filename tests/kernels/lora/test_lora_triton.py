@@ -12,9 +12,9 @@ import torch
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.kernels.lora.dispatch import begin_pass
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
-from loraplex.kernels.lora.triton_lora import TritonLora, TritonLoraPass
+from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
 from loraplex.kernels.lora.triton_tiling import LoraTiling
-from loraplex.kernels.lora.types import Scratch, Segment, segments_by_slot
+from loraplex.kernels.lora.types import LoraWeights, Scratch, Segment
 from support.adapters.lora_zoo import Zoo, make_adapter
 from support.kernels.lora_arena import ManualArena, decode, lengths, make_arena
 from support.kernels.triton_interpreter import repair_bfloat16
@@ -104,10 +104,26 @@ def poisoned() -> Scratch:
 
 
 def one_pass(
-    arena: ManualArena, segments: list[Segment], num_rows: int, tiling: LoraTiling = TILING
-) -> TritonLoraPass:
-    by_slot = segments_by_slot(segments, arena.weights.num_chunks, num_rows)
-    return TritonLoraPass(arena.weights, poisoned(), by_slot, num_rows, tiling=tiling, programs=5)
+    weights: LoraWeights,
+    segments: Sequence[Segment],
+    num_rows: int,
+    tiling: LoraTiling = TILING,
+    programs: int = 5,
+) -> LoraLauncher:
+    """The pass of a step alone, of an arena that has room for no larger one. Hidden values are NaN at first."""
+    scratch = Scratch(DEVICE)
+    lora = TritonLora(
+        weights, scratch, max_rows=num_rows, max_segments=len(segments), tiling=tiling, programs=programs
+    )
+    scratch.buffer("lora hidden", (lora.hidden_size,), torch.float32).fill_(float("nan"))
+    slots = [slot for slot, _, _ in segments if slot >= 0]
+    for slot in slots:
+        lora.write(slot)
+    numbers = np.zeros(lora.work_size, np.int32)
+    step = lora.plan(segments, num_rows, numbers)
+    assert step.size <= lora.work_size
+    assert step.hidden <= lora.hidden_size
+    return lora.launcher(torch.from_numpy(numbers).to(DEVICE), step, slots)
 
 
 def check(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -122,7 +138,7 @@ def run_all(
     arena: ManualArena, segments: list[Segment], dtype: torch.dtype, layers: Sequence[int] = (0,)
 ) -> None:
     num_rows = sum(count for _, _, count in segments)
-    lora = one_pass(arena, segments, num_rows)
+    lora = one_pass(arena.weights, segments, num_rows)
     for layer in layers:
         for group in arena.weights.groups:
             x, y = inputs(group, num_rows, dtype)
@@ -158,7 +174,7 @@ def test_inputs_of_another_dtype_than_the_tiles(arenas, monkeypatch) -> None:
 def test_tiles_as_they_run_on_a_gpu(arenas, monkeypatch) -> None:
     repair_bfloat16(monkeypatch)
     arena, segments = arenas["bfloat16"], lengths([(3, 1), (1, 3), (2, 9), (0, 65)])
-    lora = one_pass(arena, segments, 78, LoraTiling())
+    lora = one_pass(arena.weights, segments, 78, LoraTiling())
     for group in GROUPS:
         x, y = inputs(group, 78, torch.bfloat16)
         want = arena.expected(0, group, segments, x, y)
@@ -171,7 +187,7 @@ def test_the_head_has_rows_of_its_own() -> None:
     segments = lengths([(0, 1), (-1, 2), (1, 3), (2, 1)])
     x, y = inputs(HEAD_GROUP, 7, torch.float32)
     want = arena.expected(0, HEAD_GROUP, segments, x, y)
-    one_pass(arena, segments, 7).apply(0, HEAD, x, y)
+    one_pass(arena.weights, segments, 7).apply(0, HEAD, x, y)
     check(y, want)
 
 
@@ -181,7 +197,7 @@ def test_rows_of_the_base_and_sites_that_an_adapter_lacks_keep_their_bits(arenas
     x, y = inputs(qkv, 7, torch.float32)
     before = y.clone()
     x[0] = y[0] = before[0] = float("nan")
-    one_pass(arena, segments, 7).apply(1, "qkv", x, y)
+    one_pass(arena.weights, segments, 7).apply(1, "qkv", x, y)
     for row in (3, 4, 5, 6):  # the base, one without these sites, one without this layer, the base
         assert torch.equal(y[row], before[row])
     assert torch.equal(y[1:3, 48:64], before[1:3, 48:64])  # k_proj
@@ -197,7 +213,7 @@ def test_a_row_that_is_not_finite_stays_alone(arenas) -> None:
         x, y = inputs(GROUPS[1], count, torch.float32)
         want = arena.expected(0, GROUPS[1], segments, x, y)
         x[1] = float("inf")
-        one_pass(arena, segments, count).apply(0, "down", x, y)
+        one_pass(arena.weights, segments, count).apply(0, "down", x, y)
         rest = [row for row in range(count) if row != 1]
         check(y[rest], want[rest])
 
@@ -210,7 +226,7 @@ def test_columns_beside_the_operands_are_not_touched(arenas) -> None:
     wide_y = torch.full((9, 80), float("nan"), device=DEVICE)
     wide_x[:, 5:42] = x
     wide_y[1:8, 3:64] = y
-    one_pass(arena, segments, 7).apply(0, "qkv", wide_x[:, 5:42], wide_y[1:8, 3:64])
+    one_pass(arena.weights, segments, 7).apply(0, "qkv", wide_x[:, 5:42], wide_y[1:8, 3:64])
     check(wide_y[1:8, 3:64], arena.expected(0, group, segments, x, y))
     wide_y[1:8, 3:64] = float("nan")
     assert bool(wide_y.isnan().all())
@@ -219,14 +235,10 @@ def test_columns_beside_the_operands_are_not_touched(arenas) -> None:
 def test_the_same_batch_gives_the_same_bits_however_many_programs_share_it(arenas) -> None:
     arena, segments = arenas["float32"], lengths([(2, 33), (1, 3), (6, 1), (0, 5)])
     num_rows = sum(count for _, _, count in segments)
-    by_slot = segments_by_slot(segments, arena.weights.num_chunks, num_rows)
     found = []
     for programs in (200, 333):  # both split prompts alike
         x, y = inputs(GROUPS[0], num_rows, torch.float32)
-        lora = TritonLoraPass(
-            arena.weights, Scratch(DEVICE), by_slot, num_rows, tiling=TILING, programs=programs
-        )
-        lora.apply(0, "qkv", x, y)
+        one_pass(arena.weights, segments, num_rows, programs=programs).apply(0, "qkv", x, y)
         found.append(y)
     assert torch.equal(found[0], found[1])
 
@@ -317,11 +329,8 @@ def test_real_images_in_an_arena_of_pages(tmp_path: Path) -> None:
         ],
     )
     weights, segments = zoo.arena.layers, lengths([(0, 1), (3, 2), (-1, 1), (1, 18), (2, 1)])
-    scratch = Scratch(torch.device("cpu"))
-    reference = begin_pass("torch", weights, scratch, segments, 23)
-    lora = TritonLoraPass(
-        weights, scratch, segments_by_slot(segments, weights.num_chunks, 23), 23, tiling=TILING, programs=3
-    )
+    reference = begin_pass("torch", weights, Scratch(torch.device("cpu")), segments, 23)
+    lora = one_pass(weights, segments, 23, programs=3)
     assert reference is not None
     for layer in range(LAYERS):
         for group in GROUPS:
@@ -356,13 +365,13 @@ def test_two_launches_a_group_whatever_the_batch(arenas, monkeypatch) -> None:
         launched.clear()
         rows = sum(count for _, _, count in segments)
         x, y = inputs(GROUPS[0], rows, torch.float32)
-        one_pass(arena, segments, rows).apply(0, "qkv", x, y)
+        one_pass(arena.weights, segments, rows).apply(0, "qkv", x, y)
         assert [name for name, _ in launched] == ["shrink", "expand"]
     launched.clear()
     # An adapter without a site in this layer, and one without a site of this group.
     for layer, segments in ((1, decode([SPARSE])), (0, decode([7]))):
         x, y = inputs(GROUPS[0], 1, torch.float32)
-        one_pass(arena, segments, 1).apply(layer, "qkv", x, y)
+        one_pass(arena.weights, segments, 1).apply(layer, "qkv", x, y)
     assert launched == []
 
 
@@ -387,7 +396,7 @@ def test_warming_up_launches_all_that_a_step_may_and_changes_nothing(arenas, mon
 
 def test_bad_calls_are_refused(arenas) -> None:
     arena = arenas["float32"]
-    lora = one_pass(arena, decode([0, 1]), 2)
+    lora = one_pass(arena.weights, decode([0, 1]), 2)
     x, y = inputs(GROUPS[0], 2, torch.float32)
     with pytest.raises(ValueError, match="rows got x"):
         lora.apply(0, "qkv", x[:1], y)

@@ -108,7 +108,7 @@ class AdapterArena:
     def lora_pass(self, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
         """Prepare the layers of a step of `num_rows` rows: `segments` are (slot, first_row, num_rows), slot -1 for
         base rows, which may also be left out. None if no row has an adapter that changes a layer. Raises ValueError
-        as `begin_pass` does, and for an empty slot.
+        as `begin_pass` does, and for an empty slot. Not for the backend "triton": see `device_lora`.
 
         The last pass is kept: a step like the one before, as most are while all sequences decode, costs nothing.
         """
@@ -145,6 +145,7 @@ class AdapterArena:
         return self._device_lora
 
     def _begin(self, weights: LoraWeights, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
+        assert self.backend != "triton"
         chosen = effective_segments(segments, weights, self._filled)
         return begin_pass(self.backend, weights, self._scratch, chosen, num_rows)
 

@@ -16,16 +16,17 @@ Rows of the base model and sites that an adapter lacks stay as they are. The wei
 tile [CHUNK, K] and a B tile [CHUNK, N_i] for each chunk, anywhere in one flat storage; tables hold the offsets. This is
 the segmented gather matrix-vector product of Punica (Chen et al., MLSys 2024), with ranks cut into equal chunks.
 
-This module is the one point of dispatch: `begin_pass` prepares a step, `LoraPass.apply` runs a group of a layer.
+`begin_pass` prepares a step on the CPU's kernels and torch's, `LoraPass.apply` runs a group of a layer. In Triton, a
+step is prepared by `loraplex.kernels.lora.triton_lora.TritonLora`, over tables that stay on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
-from loraplex.kernels.backend import Backend
 from loraplex.kernels.lora.reference import TorchLoraPass
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.types import (
@@ -51,7 +52,11 @@ __all__ = [
 
 
 def begin_pass(
-    backend: Backend, weights: LoraWeights, scratch: Scratch, segments: Sequence[Segment], num_rows: int
+    backend: Literal["torch", "numba"],
+    weights: LoraWeights,
+    scratch: Scratch,
+    segments: Sequence[Segment],
+    num_rows: int,
 ) -> LoraPass | None:
     """Prepare a step of `num_rows` rows; None if no row has an adapter. Rows that no segment names are the base
     model's. Segments must not overlap; one adapter may have several.
@@ -63,13 +68,9 @@ def begin_pass(
         return None
     if backend == "torch":
         return TorchLoraPass(weights, scratch, by_slot, num_rows)
-    if backend == "numba":
-        from loraplex.kernels.lora.numba_lora import NumbaLoraPass  # takes a second to import
+    from loraplex.kernels.lora.numba_lora import NumbaLoraPass  # takes a second to import
 
-        return NumbaLoraPass(weights, scratch, by_slot, num_rows)
-    from loraplex.kernels.lora.triton_lora import TritonLoraPass  # need not be there where it does not run
-
-    return TritonLoraPass(weights, scratch, by_slot, num_rows)
+    return NumbaLoraPass(weights, scratch, by_slot, num_rows)
 
 
 def lora_reference(

@@ -19,7 +19,7 @@ waits for x, and the one of `expand` for it. Passes that share hidden values mus
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -317,65 +317,10 @@ class TritonLora:
         )
 
 
-class TritonLoraPass(LoraLauncher):
-    """A pass made from the tables on the host, like `TorchLoraPass`: what the step needs of them travels with its
-    list of work, in one copy."""
-
-    def __init__(
-        self,
-        weights: LoraWeights,
-        scratch: Scratch,
-        by_slot: Mapping[int, Sequence[Segment]],
-        num_rows: int,
-        *,
-        tiling: LoraTiling = _DEFAULT,
-        programs: int | None = None,
-    ) -> None:
-        device = weights.storage.device
-        programs = programs or _count_programs(device, tiling)
-        planner = LoraPlanner(weights.groups, weights.tables.shape[1] - 1, tiling, programs)
-        slots = sorted(by_slot)
-        records = site_records(weights, slots)
-        # The copied records get new numbers.
-        segments = [
-            (number, first, count) for number, slot in enumerate(slots) for _, first, count in by_slot[slot]
-        ]
-        fixed_parts = [records, *_units(planner)]
-        starts = np.cumsum([0, *(_rounded(part.size) for part in fixed_parts)])
-        capacity = int(starts[-1]) + planner.capacity(num_rows, len(segments))
-        host = torch.empty(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
-        numbers = host.numpy()
-        for start, part in zip(starts, fixed_parts, strict=False):
-            numbers[start : start + part.size] = part.reshape(-1)
-        step = planner.write(segments, planner.widest(records), num_rows, numbers[starts[-1] :])
-        moved = host[: int(starts[-1]) + step.size].to(device, non_blocking=True)
-        views = [
-            moved[start : start + part.size].view(part.shape)
-            for start, part in zip(starts.tolist(), fixed_parts, strict=False)
-        ]
-        active: NDArray[np.bool_] = np.logical_or.reduce(planner.present(records), axis=0)
-        super().__init__(
-            weights.storage,
-            planner,
-            programs=programs,
-            records=views[0],
-            units=views[1:],
-            work=moved[int(starts[-1]) :],
-            hidden=scratch.buffer(_HIDDEN, (max(1, step.hidden),), torch.float32),
-            active=active,
-            step=step,
-        )
-
-
 def _units(planner: LoraPlanner) -> list[NDArray[np.int32]]:
     """Of each group those of small and of large pieces."""
     sizes = (planner.tiling.block_n, planner.tiling.large_block_n)
     return [plan.units(size) for plan in planner.groups for size in sizes]
-
-
-def _rounded(size: int) -> int:
-    """Up to a multiple of 64 bytes: what lies behind may be read in wide loads."""
-    return -(-size // 16) * 16
 
 
 def _count_programs(device: torch.device, tiling: LoraTiling) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,6 +89,13 @@ class StepLimits:
     max_blocks: int
 
 
+def lay_out_plainly(device: torch.device, layer_block_bytes: int) -> LayOut:
+    """Makes what `loraplex.kernels.attention.dispatch` takes for a batch, of tensors that are copied one by one.
+    `layer_block_bytes`: the size of one KV block of one layer."""
+    most = max(1, MAX_GATHER_BYTES // layer_block_bytes)
+    return partial(build_attention_batch, block_size=BLOCK_SIZE, max_gather_blocks=most, device=device)
+
+
 class PlainInputs:
     """A tensor each, copied as it is made: what a CPU wants, where nothing is copied, and what runs anywhere."""
 
@@ -101,8 +109,7 @@ class PlainInputs:
         """`layer_block_bytes`: the size of one KV block of one layer. `lay_out`: of the model's attention, where it
         has one of its own."""
         self._device = device
-        self._lay_out = lay_out
-        self._max_gather_blocks = max(1, MAX_GATHER_BYTES // layer_block_bytes)
+        self._lay_out = lay_out or lay_out_plainly(device, layer_block_bytes)
         self._lora = lora
 
     def ints(self, values: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
@@ -120,16 +127,7 @@ class PlainInputs:
     def attention(
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> Any:
-        if self._lay_out is not None:
-            return self._lay_out(num_rows, seq_lens, block_tables)
-        return build_attention_batch(
-            num_rows,
-            seq_lens,
-            block_tables,
-            block_size=BLOCK_SIZE,
-            max_gather_blocks=self._max_gather_blocks,
-            device=self._device,
-        )
+        return self._lay_out(num_rows, seq_lens, block_tables)
 
     def adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
         return self._source(segments).lora_pass(segments, num_rows) if segments else None

@@ -6,6 +6,9 @@ the block tables, is as long as the step needs it. So a copy is as long as what 
 
 A step of decoding rows alone is laid out for the least recorded size that it fits, with rows of padding behind its own;
 any other step for the largest step there is.
+
+Attention of a model that runs through transformers takes no lists: its tensors are made and copied apart, no pass of
+such a model is recorded, and all else travels as above.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from loraplex.kernels.attention.triton_attention import AttentionScratch, Triton
 from loraplex.kernels.attention.triton_plan import AttentionCapacity, AttentionPlan
 from loraplex.kernels.attention.triton_tiling import choose_tilings
 from loraplex.kernels.lora.triton_lora import LoraLauncher
+from loraplex.kernels.ops import LayOut
 
 _ALIGN = 64
 _FREE_BYTES = 256 << 10
@@ -40,10 +44,11 @@ Replay = Callable[[bool], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a step lie, in bytes; a size for `num_rows` rows."""
+    """Where the parts of a step lie, in bytes; a size for `num_rows` rows. `plan`: of attention's lists, None where
+    there are none."""
 
     num_rows: int
-    plan: AttentionPlan
+    plan: AttentionPlan | None
     rows: dict[str, int]
     lora: int
     lora_end: int
@@ -52,7 +57,7 @@ class Layout:
     num_bytes: int
 
     @classmethod
-    def make(cls, num_rows: int, plan: AttentionPlan, lora_ints: int) -> Layout:
+    def make(cls, num_rows: int, plan: AttentionPlan | None, lora_ints: int) -> Layout:
         rows: dict[str, int] = {}
         at = 0
         for name in ROWS:
@@ -60,7 +65,8 @@ class Layout:
             at = _aligned(at + 8 * num_rows)
         lora_end = _aligned(at + 4 * lora_ints)
         free_end = _aligned(lora_end + _FREE_BYTES)
-        return cls(num_rows, plan, rows, at, lora_end, free_end, free_end, free_end + 4 * plan.num_ints)
+        end = free_end if plan is None else free_end + 4 * plan.num_ints
+        return cls(num_rows, plan, rows, at, lora_end, free_end, free_end, end)
 
 
 @dataclass(slots=True)
@@ -73,16 +79,18 @@ class Frame:
 
 
 class PackedSource:
-    """Where the steps of a model begin whose kernels take lists of work (see `Model.attention_needs`).
+    """Where the steps of a model begin on Triton's kernels.
 
-    `lora`: the arena's adapters on the device, or None. `sizes`: for how many decoding rows passes are recorded, in
-    ascending order; `replays` is filled by the code that captures them. `batch_invariant`: attention gives a row the
-    same bits in every step; `lora` is made for that or not. No more than three steps may be in flight.
+    `attention`: the properties that its lists of work depend on (see `Model.attention_needs`), or what makes the batch
+    that attention takes in place of them. `lora`: the arena's adapters on the device, or None. `sizes`: for how many
+    decoding rows passes are recorded, in ascending order, none where attention takes no lists; `replays` is filled by
+    the code that captures them. `batch_invariant`: attention gives a row the same bits in every step; `lora` is made
+    for that or not. No more than three steps may be in flight.
     """
 
     def __init__(
         self,
-        needs: AttentionNeeds,
+        attention: AttentionNeeds | LayOut,
         dtype: torch.dtype,
         device: torch.device,
         limits: StepLimits,
@@ -91,27 +99,29 @@ class PackedSource:
         sizes: Sequence[int] = (),
         batch_invariant: bool = False,
     ) -> None:
-        capability, programs = _device_traits(device)
-        tilings = choose_tilings(needs.shape, dtype.itemsize, capability, batch_invariant=batch_invariant)
-
-        def plan(rows: int, sequences: int, longest: int) -> AttentionPlan:
-            capacity = AttentionCapacity(rows, sequences, sequences * limits.max_blocks, longest)
-            return AttentionPlan(needs.shape, capacity, tilings, num_programs=programs, windows=needs.windows)
-
         self.device = device
         self.dtype = dtype
         self.limits = limits
         self.lora = lora
         self.replays: dict[int, Replay] = {}
         lora_ints = 0 if lora is None else lora.layers.work_size + lora.head_work_size
-        largest = plan(limits.max_rows, limits.max_sequences, limits.max_rows)
-        self.layout = Layout.make(limits.max_rows, largest, lora_ints)
-        self.layouts = {size: Layout.make(size, plan(size, size, 1), lora_ints) for size in sizes}
+        self.lay_out: LayOut | None = None
+        self.scratch: AttentionScratch | None = None
+        self.layouts: dict[int, Layout] = {}
+        if isinstance(attention, AttentionNeeds):
+            plan = _planner(attention, dtype, device, limits, batch_invariant=batch_invariant)
+            largest = plan(limits.max_rows, limits.max_sequences, limits.max_rows)
+            plans = {size: plan(size, size, 1) for size in sizes}
+            self.layout = Layout.make(limits.max_rows, largest, lora_ints)
+            self.layouts = {size: Layout.make(size, plan, lora_ints) for size, plan in plans.items()}
+            widest = max((largest, *plans.values()), key=lambda plan: plan.partial_rows)
+            self.scratch = AttentionScratch.allocate(widest, device)
+        else:
+            if sizes:
+                raise ValueError("steps whose attention takes no lists of work cannot be recorded")
+            self.lay_out = attention
+            self.layout = Layout.make(limits.max_rows, None, lora_ints)
         every = (self.layout, *self.layouts.values())
-        self.scratch = max(
-            (AttentionScratch.allocate(layout.plan, device) for layout in every),
-            key=lambda scratch: scratch.part.shape[0],
-        )
         num_bytes = max(layout.num_bytes for layout in every)
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         hosts = [
@@ -138,6 +148,8 @@ class PackedSource:
         inputs.adapters([], 0)
         inputs.head_adapters([], 0)
         inputs.send()
+        assert layout.plan is not None
+        assert self.scratch is not None
         array = self.view(layout.attention, 4 * layout.plan.num_ints, torch.int32)
         return rows, graph_batch(layout.plan, array, self.scratch)
 
@@ -204,7 +216,11 @@ class PackedInputs:
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> Any:
         layout, source = self._layout, self.source
+        if source.lay_out is not None:
+            return source.lay_out(num_rows, seq_lens, block_tables)
         start, plan = layout.attention, layout.plan
+        assert plan is not None
+        assert source.scratch is not None
         array = self.frame.numbers[start : start + 4 * plan.num_ints].view(np.int32)
         counts = plan.write(array, num_rows, seq_lens, block_tables, padded_rows=self.size)
         self._used = max(self._used, start + 4 * counts.num_ints)
@@ -262,6 +278,25 @@ class PackedInputs:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
+
+
+def _planner(
+    needs: AttentionNeeds,
+    dtype: torch.dtype,
+    device: torch.device,
+    limits: StepLimits,
+    *,
+    batch_invariant: bool,
+) -> Callable[[int, int, int], AttentionPlan]:
+    """Makes plans for a number of rows, of sequences, and of rows of one sequence."""
+    capability, programs = _device_traits(device)
+    tilings = choose_tilings(needs.shape, dtype.itemsize, capability, batch_invariant=batch_invariant)
+
+    def plan(rows: int, sequences: int, longest: int) -> AttentionPlan:
+        capacity = AttentionCapacity(rows, sequences, sequences * limits.max_blocks, longest)
+        return AttentionPlan(needs.shape, capacity, tilings, num_programs=programs, windows=needs.windows)
+
+    return plan
 
 
 def _device_traits(device: torch.device) -> tuple[tuple[int, int], int]:

@@ -29,8 +29,9 @@ class StepTooLarge(LoraplexError):
 
 
 class StepPreparation:
-    """Where the steps of an engine begin. `needs`: of a model whose kernels take lists of work; None: its steps take
-    plain tensors, and nothing is recorded. `max_scored`: positions of prompts that a step scores."""
+    """Where the steps of an engine begin. On Triton's kernels that is a `PackedSource`; on others steps take plain
+    tensors. `needs`: of a model whose attention takes lists of work; None: nothing is recorded. `max_scored`: positions
+    of prompts that a step scores."""
 
     def __init__(
         self,
@@ -58,12 +59,14 @@ class StepPreparation:
     def begin(self, kv: KVCache, limits: StepLimits) -> None:
         """Once: make the inputs, and record decoding steps over `kv`."""
         self._limits = limits
-        if self._needs is None:
+        if self._arena.backend != "triton":
             return
         # Triton need not be there where it does not run.
         from loraplex.engine.execution.cuda_graphs import CudaRecorder, prepare_inputs
 
-        if self._recorder is None and self._model.device.type == "cuda":
+        if self._needs is None:
+            self._recorder = None
+        elif self._recorder is None and self._model.device.type == "cuda":
             self._recorder = CudaRecorder()
         self.inputs = prepare_inputs(
             self._model,
