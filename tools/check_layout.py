@@ -24,6 +24,7 @@ ROOT_PACKAGES = (
     "loraplex.admin",
     "loraplex.api",
     "loraplex.app",
+    "loraplex.contrib",
     "loraplex.control",
     "loraplex.engine",
     "loraplex.http",

@@ -1,0 +1,225 @@
+"""Push each checkpoint of a PEFT training to a Loraplex server.
+
+    trainer = Trainer(..., callbacks=[PushCallback("support", tenant="acme")])
+
+The server's address and the key come from LORAPLEX_URL and LORAPLEX_API_KEY. The key needs the scope `adapters:write`.
+This file needs transformers and httpx. It may be copied to a machine where Loraplex is not installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+from urllib.parse import quote
+
+import httpx
+from transformers import TrainerCallback
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+RETRIED = (408, 429, 502, 503, 504, 507)
+"""Statuses after which a push is tried again."""
+
+_log = logging.getLogger(__name__)
+
+
+class PushFailed(Exception):
+    """A checkpoint was not served. The message names the checkpoint, the reason and the server's code."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushedCheckpoint:
+    """A checkpoint on the server. `seconds`: from the end of its save until it was released (or, without a release,
+    until the server answered)."""
+
+    step: int
+    version: str
+    digest: str
+    seconds: float
+
+
+class _Checkpoint:
+    """The two open files of a checkpoint. They can be read after the trainer has deleted the directory."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        self.step = step
+        self.saved_at = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            self.files: dict[str, IO[bytes]] = {
+                name: stack.enter_context(open(directory / name, "rb")) for name in FILES
+            }
+            self._open = stack.pop_all()
+
+    def __enter__(self) -> _Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+
+class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Pushes each checkpoint as the next version of `name`, and gives it all the traffic of the name.
+
+    A thread pushes, so training goes on meanwhile. Of the checkpoints that wait for it, only the newest is kept. A push
+    is repeated while the server is busy or cannot be reached, for up to `timeout_s` seconds. A checkpoint that is
+    refused is logged, and training goes on; with `strict` the next save, or the end of the training, raises PushFailed.
+    The end of the training waits for the last push. Only the process of rank 0 pushes.
+
+    `pushed` and `failures` list what came of each checkpoint that was sent.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        tenant: str,
+        url: str | None = None,
+        api_key: str | None = None,
+        release: bool = True,
+        subfolder: str = "",
+        timeout_s: float = 300.0,
+        strict: bool = False,
+    ) -> None:
+        """`url`: the server's data port, or its admin port. `release`: whether the new version takes all the traffic
+        of the name at once; otherwise it waits for `loraplex release`. `subfolder`: where in a checkpoint PEFT saves
+        the adapter, if it is not called "default". Raises ValueError where no key is given."""
+        super().__init__()
+        self._name = name
+        self._release = release
+        self._subfolder = subfolder
+        self._timeout_s = timeout_s
+        self._strict = strict
+        api_key = api_key or os.environ.get("LORAPLEX_API_KEY", "")
+        if not api_key:
+            raise ValueError("PushCallback needs a key: set LORAPLEX_API_KEY or give api_key")
+        base_url = (url or os.environ.get("LORAPLEX_URL", "http://127.0.0.1:8000")).rstrip("/")
+        self._client = httpx.Client(
+            base_url=base_url, headers={"authorization": f"Bearer {api_key}"}, timeout=60.0
+        )
+        self._adapter = f"/admin/v1/tenants/{quote(tenant, safe='')}/adapters/{quote(name, safe='')}"
+        self.pushed: list[PushedCheckpoint] = []
+        self.failures: list[PushFailed] = []
+        self._raised = 0
+        self._changed = threading.Condition()
+        self._waiting: _Checkpoint | None = None
+        self._busy = False
+        self._thread: threading.Thread | None = None
+
+    # What the trainer calls.
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._raise_failures()
+        directory = Path(args.output_dir) / f"checkpoint-{state.global_step}" / self._subfolder
+        try:
+            checkpoint = _Checkpoint(directory, state.global_step)
+        except OSError as error:
+            self._fail(state.global_step, f"{error.filename}: {error.strerror}; is the model a PEFT model?")
+            return
+        with self._changed:
+            if self._waiting is not None:
+                _log.info("the checkpoint of step %d is not pushed: a newer one is there", self._waiting.step)
+                self._waiting.__exit__(None, None, None)
+            self._waiting = checkpoint
+            if not self._busy:
+                self._busy = True
+                self._thread = threading.Thread(target=self._push_all, name="loraplex-push", daemon=True)
+                self._thread.start()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.wait()
+        self._raise_failures()
+
+    def wait(self) -> None:
+        """Until nothing is left to push."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy)
+
+    def _raise_failures(self) -> None:
+        if self._strict and len(self.failures) > self._raised:
+            self._raised = len(self.failures)
+            raise self.failures[-1]
+
+    # The thread.
+
+    def _push_all(self) -> None:
+        while True:
+            with self._changed:
+                checkpoint, self._waiting = self._waiting, None
+                if checkpoint is None:
+                    self._busy = False
+                    self._changed.notify_all()
+                    return
+            with checkpoint:
+                try:
+                    self._push(checkpoint)
+                except PushFailed as error:
+                    self._fail(checkpoint.step, str(error))
+                except Exception as error:  # the training must not wait for a thread that has ended
+                    self._fail(checkpoint.step, f"{type(error).__name__}: {error}")
+
+    def _fail(self, step: int, reason: str) -> None:
+        failure = PushFailed(f"the checkpoint of step {step} was not pushed to {self._name!r}: {reason}")
+        self.failures.append(failure)
+        _log.warning("%s", failure)
+
+    def _push(self, checkpoint: _Checkpoint) -> None:
+        end = time.monotonic() + self._timeout_s
+        made = self._send(end, f"{self._adapter}/versions", checkpoint).json()
+        if self._release:
+            self._send(end, f"{self._adapter}/release/promote", None, {"version": made["version"]})
+        seconds = time.monotonic() - checkpoint.saved_at
+        self.pushed.append(PushedCheckpoint(checkpoint.step, made["version"], made["digest"], seconds))
+        _log.info("step %d is %s of %r, after %.2f s", checkpoint.step, made["version"], self._name, seconds)
+
+    def _send(
+        self, end: float, path: str, checkpoint: _Checkpoint | None, body: dict[str, str] | None = None
+    ) -> httpx.Response:
+        """Post until the server accepts it. Raises PushFailed for a refusal, and at `end`."""
+        while True:
+            delay = 1.0
+            try:
+                if checkpoint is None:
+                    answer = self._client.post(path, json=body)
+                else:
+                    for file in checkpoint.files.values():
+                        file.seek(0)
+                    parts = {name: (name, file) for name, file in checkpoint.files.items()}
+                    answer = self._client.post(path, files=parts)
+            except httpx.TransportError as error:
+                reason = f"{self._client.base_url} cannot be reached: {error}"
+            else:
+                if answer.is_success:
+                    return answer
+                reason = _reason(answer)
+                if answer.status_code not in RETRIED:
+                    raise PushFailed(reason)
+                delay = _retry_after_s(answer, delay)
+            if time.monotonic() + delay > end:
+                raise PushFailed(f"{reason} (tried for {self._timeout_s:g} s)")
+            time.sleep(delay)
+
+
+def _reason(answer: httpx.Response) -> str:
+    """The server's own words, and its code."""
+    try:
+        problem = answer.json()
+        return f"{answer.status_code} {problem['code']}: {problem.get('detail') or problem.get('title')}"
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {answer.status_code}"
+
+
+def _retry_after_s(answer: httpx.Response, default: float) -> float:
+    try:
+        return max(0.1, float(answer.headers["retry-after"]))
+    except (KeyError, ValueError):
+        return default

@@ -1,0 +1,238 @@
+"""`PushCallback` against a server that is told what to answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from email.message import EmailMessage
+from email.parser import BytesParser
+from email.policy import HTTP
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from loraplex.contrib.transformers import FILES, PushCallback, PushFailed
+
+Answer = tuple[int, dict[str, str], object]
+CREATED: Answer = (201, {}, {"version": "v7", "digest": "sha256:00"})
+RELEASED: Answer = (200, {}, {})
+
+
+class ScriptedServer(ThreadingHTTPServer):
+    """Answers as scripted, in order; keeps what it was asked. `gate` holds every answer back until it is set."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answers: list[Answer] = []
+        self.asked: list[tuple[str, str, bytes]] = []
+        self.arrived = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ScriptedServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if "multipart" in self.headers.get("content-type", ""):
+            body = b"Content-Type: " + self.headers["content-type"].encode() + b"\r\n\r\n" + body
+        self.server.asked.append((self.path, self.headers.get("authorization", ""), body))
+        self.server.arrived.release()
+        assert self.server.gate.wait(30)
+        status, headers, answer = self.server.answers.pop(0)
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        for name, value in {**headers, "content-length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.gate.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def save(directory: Path, step: int) -> None:
+    """As the trainer does it before it calls `on_save`."""
+    checkpoint = directory / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    for name in FILES:
+        (checkpoint / name).write_bytes(f"{name} of {step}".encode())
+
+
+def on_save(
+    callback: PushCallback, directory: Path, step: int, *, is_world_process_zero: bool = True
+) -> None:
+    state = SimpleNamespace(global_step=step, is_world_process_zero=is_world_process_zero)
+    callback.on_save(SimpleNamespace(output_dir=str(directory)), state, None)
+
+
+def uploaded(body: bytes) -> dict[str | None, bytes]:
+    message = BytesParser(EmailMessage, policy=HTTP).parsebytes(body)
+    return {
+        part.get_param("name", header="content-disposition"): part.get_payload(decode=True)
+        for part in message.iter_parts()
+    }
+
+
+def callback_for(server: ScriptedServer, **options: object) -> PushCallback:
+    return PushCallback("support", tenant="acme", url=server.url, api_key="lpx_key", **options)
+
+
+def test_a_checkpoint_is_uploaded_and_takes_the_traffic(server: ScriptedServer, tmp_path: Path) -> None:
+    server.answers = [CREATED, RELEASED]
+    callback = callback_for(server)
+    save(tmp_path, 10)
+    on_save(callback, tmp_path, 10)
+    callback.wait()
+    (upload, key, body), (promote, _, change) = server.asked
+    assert upload == "/admin/v1/tenants/acme/adapters/support/versions"
+    assert key == "Bearer lpx_key"
+    assert uploaded(body) == {name: f"{name} of 10".encode() for name in FILES}
+    assert promote == "/admin/v1/tenants/acme/adapters/support/release/promote"
+    assert json.loads(change) == {"version": "v7"}
+    (pushed,) = callback.pushed
+    assert (pushed.step, pushed.version, pushed.digest) == (10, "v7", "sha256:00")
+
+
+def test_without_a_release_the_traffic_stays(server: ScriptedServer, tmp_path: Path) -> None:
+    server.answers = [CREATED]
+    callback = callback_for(server, release=False)
+    save(tmp_path, 10)
+    on_save(callback, tmp_path, 10)
+    callback.wait()
+    assert len(server.asked) == len(callback.pushed) == 1
+
+
+def test_training_goes_on_and_only_the_newest_waiting_checkpoint_is_pushed(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
+    server.answers = [CREATED, RELEASED, CREATED, RELEASED]
+    server.gate.clear()
+    callback = callback_for(server)
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+        on_save(callback, tmp_path, step)
+        if step == 1:
+            assert server.arrived.acquire(timeout=30)
+        # As `save_total_limit` does; what was saved is pushed all the same.
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    server.gate.set()
+    callback.wait()
+    bodies = [body for path, _, body in server.asked if path.endswith("/versions")]
+    assert [uploaded(body)[FILES[1]] for body in bodies] == [
+        f"{FILES[1]} of {step}".encode() for step in (1, 3)
+    ]
+    assert [pushed.step for pushed in callback.pushed] == [1, 3]
+
+
+def test_a_busy_server_is_asked_again_with_the_whole_files(server: ScriptedServer, tmp_path: Path) -> None:
+    busy: Answer = (503, {"retry-after": "0.1"}, {"code": "server_overloaded", "detail": "too many uploads"})
+    server.answers = [busy, CREATED, busy, RELEASED]
+    callback = callback_for(server)
+    save(tmp_path, 5)
+    on_save(callback, tmp_path, 5)
+    callback.wait()
+    assert [path.rsplit("/", 1)[1] for path, _, _ in server.asked] == ["versions"] * 2 + ["promote"] * 2
+    assert uploaded(server.asked[1][2])[FILES[0]] == f"{FILES[0]} of 5".encode()
+    assert not callback.failures
+
+
+def test_a_server_that_stays_away_is_given_up(server: ScriptedServer, tmp_path: Path) -> None:
+    server.answers = [(503, {"retry-after": "60"}, {"code": "draining", "detail": "restarting"})]
+    callback = callback_for(server, timeout_s=5)
+    save(tmp_path, 5)
+    on_save(callback, tmp_path, 5)
+    callback.wait()
+    (failure,) = callback.failures
+    assert "step 5" in str(failure)
+    assert "503 draining: restarting (tried for 5 s)" in str(failure)
+
+
+def test_a_refused_checkpoint_is_reported_and_the_next_one_pushed(
+    server: ScriptedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal: Answer = (422, {}, {"code": "non_finite", "detail": "lora_A of layer 3 has NaN"})
+    server.answers = [refusal, CREATED, RELEASED]
+    callback = callback_for(server)
+    for step in (1, 2):
+        save(tmp_path, step)
+        on_save(callback, tmp_path, step)
+        callback.wait()
+    assert (
+        "the checkpoint of step 1 was not pushed to 'support': 422 non_finite: lora_A of layer 3 has NaN"
+        in caplog.text
+    )
+    callback.on_train_end(None, None, None)
+    assert [pushed.step for pushed in callback.pushed] == [2]
+
+
+def test_strict_ends_the_training(server: ScriptedServer, tmp_path: Path) -> None:
+    server.answers = [(422, {}, {"code": "non_finite", "detail": "NaN"})]
+    callback = callback_for(server, strict=True)
+    save(tmp_path, 1)
+    on_save(callback, tmp_path, 1)
+    with pytest.raises(PushFailed, match="non_finite"):
+        callback.on_train_end(None, None, None)
+
+
+def test_a_model_without_adapter_files_is_named(server: ScriptedServer, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    callback = callback_for(server)
+    on_save(callback, tmp_path, 3)
+    callback.wait()
+    (failure,) = callback.failures
+    assert FILES[0] in str(failure)
+    assert not server.asked
+
+
+def test_other_ranks_push_nothing(server: ScriptedServer, tmp_path: Path) -> None:
+    callback = callback_for(server)
+    save(tmp_path, 3)
+    on_save(callback, tmp_path, 3, is_world_process_zero=False)
+    callback.wait()
+    assert not server.asked
+
+
+def test_without_a_key_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LORAPLEX_API_KEY", raising=False)
+    with pytest.raises(ValueError, match="LORAPLEX_API_KEY"):
+        PushCallback("support", tenant="acme")
+
+
+def test_torch_and_the_rest_of_loraplex_are_not_imported() -> None:
+    program = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find_spec(name, *rest)
+import loraplex.contrib.transformers
+others = [name for name in sys.modules if name.startswith("loraplex.") and "contrib" not in name]
+assert not others, others
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
