@@ -23,7 +23,7 @@ from support.kernels.triton_aot import Recorder, Variant, check, products_in_fli
 RECORD = Path(__file__).parents[1] / "aot" / "lora.json"
 GROUP = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 4096, (4096, 1024, 1024))
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-UNSPECIALISED = ("which", "layer", "first_site", "num_sites", "splits", "units")
+UNSPECIALISED = ("which", "layer", "first_site", "num_sites", "units")
 
 
 def launched(

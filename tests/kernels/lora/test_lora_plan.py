@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
-from loraplex.kernels.lora.triton_plan import EXPAND, LARGE, PIECE_FIELDS, SHRINK, SMALL, LoraPlanner, Work
+from loraplex.kernels.lora.triton_plan import (
+    EXPAND,
+    LARGE,
+    LIST_FIELDS,
+    PIECE_FIELDS,
+    SHRINK,
+    SMALL,
+    LoraPlanner,
+    Work,
+)
 from loraplex.kernels.lora.triton_tiling import LoraTiling
 
 GROUPS = (
@@ -42,18 +52,19 @@ def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], int, np.ndarray]
 def pieces(into: np.ndarray, work: Work, kind: int, stage: int, group: int) -> np.ndarray:
     """As a program finds them."""
     number = PLANNER.list_number(kind, stage, group)
-    start, count = into[2 * number : 2 * number + 2]
+    start, count, splits, split = into[LIST_FIELDS * number : LIST_FIELDS * (number + 1)]
     assert count == work.pieces[kind][stage][group]
+    assert splits == work.splits[kind][group]
+    if count:
+        features = GROUPS[group].in_features
+        assert (splits - 1) * split < features <= splits * split
+        assert split % 16 == 0
     assert start + count * PIECE_FIELDS <= work.size
     return into[start : start + count * PIECE_FIELDS].reshape(count, PIECE_FIELDS)
 
 
-def planes(work: Work, kind: int, group: int) -> int:
-    return work.large_splits[group] if kind == LARGE else PLANNER.groups[group].splits
-
-
 def hidden_of(work: Work, kind: int, group: int, piece: np.ndarray) -> Iterator[tuple[int, int]]:
-    size = PLANNER.groups[group].hidden_sites * planes(work, kind, group) * piece[1] * piece[5]
+    size = PLANNER.groups[group].hidden_sites * work.splits[kind][group] * piece[1] * piece[5]
     yield int(piece[4]), int(piece[4] + size)
 
 
@@ -113,18 +124,38 @@ def test_a_list_of_64_adapters_takes_a_few_kilobytes() -> None:
     """Of the 8B shape at rank 16: what a step copies."""
     into = np.zeros(PLANNER.capacity(64, 64), np.int32)
     work = PLANNER.write([(slot, slot, 1) for slot in range(64)], np.full((64, 2), 2, np.int32), 64, into)
-    assert work.size * 4 <= 64 * 2 * len(GROUPS) * 32 + 64
+    assert work.size * 4 <= 64 * 2 * len(GROUPS) * 32 + 128
 
 
 def test_a_prompt_of_few_pieces_is_split_for_all_programs() -> None:
     into = np.zeros(PLANNER.capacity(8192, 8), np.int32)
     widest = np.full((1, 2), 2, np.int32)
     few = PLANNER.write([(0, 0, 512)], widest, 512, into)
-    assert few.large_splits == (8, 8)
+    assert few.splits[LARGE] == (8, 8)
     many = PLANNER.write([(0, 0, 8192)], widest, 8192, into)
-    assert many.large_splits[0] == 2
+    assert many.splits[LARGE][0] == 2
     assert few.block_r == 16
     assert PLANNER.write([(0, 0, 512)], np.full((1, 2), 8, np.int32), 512, into).block_r == 64
+
+
+def decoding(planner: LoraPlanner, pieces: int, *, fixed: bool) -> Work:
+    """Of a row an adapter, all of rank 16."""
+    into = np.zeros(planner.capacity(256, 256), np.int32)
+    widest = np.full((pieces, len(GROUPS)), 2, np.int32)
+    return planner.write([(slot, slot, 1) for slot in range(pieces)], widest, pieces, into, fixed=fixed)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_k_is_cut_into_as_few_planes_as_give_every_program_work(fixed: bool) -> None:
+    found = {pieces: decoding(PLANNER, pieces, fixed=fixed).splits[SMALL] for pieces in (1, 8, 64, 256)}
+    # 64 pieces of three sites: 4 planes make 768 items for 528 programs. 14 of 1,024 columns are the most of `down`.
+    assert found == {1: (16, 14), 8: (16, 14), 64: (4, 14), 256: (1, 4)}
+
+
+@pytest.mark.parametrize("change", [{"splits_by_work": False}, {"batch_invariant": True}])
+def test_planes_may_follow_from_the_site_alone(change: dict[str, bool]) -> None:
+    planner = LoraPlanner(GROUPS, 32, replace(LoraTiling(), **change), 528)
+    assert {decoding(planner, pieces, fixed=True).splits[SMALL] for pieces in (1, 64, 256)} == {(16, 14)}
 
 
 def test_batches_beyond_the_capacity_are_refused() -> None:

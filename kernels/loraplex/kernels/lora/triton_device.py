@@ -14,12 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loraplex.kernels.lora.triton_plan import PIECE_FIELDS, RECORD_HEAD, UNIT_FIELDS
+from loraplex.kernels.lora.triton_plan import LIST_FIELDS, PIECE_FIELDS, RECORD_HEAD, UNIT_FIELDS
 from loraplex.kernels.lora.triton_tiling import ROW_ROWS
 from loraplex.kernels.lora.types import CHUNK, GRANULE_BYTES
 
 CHUNK_RANKS = tl.constexpr(CHUNK)
 VECTOR_GRANULE = tl.constexpr(GRANULE_BYTES // 4)
+LIST = tl.constexpr(LIST_FIELDS)
 PIECE = tl.constexpr(PIECE_FIELDS)
 UNIT = tl.constexpr(UNIT_FIELDS)
 HEAD = tl.constexpr(RECORD_HEAD)
@@ -31,12 +32,12 @@ def tile_rows(
     tiles_ptr,
     first_chunk,
     columns,
-    MAXCHUNK_RANKSS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
     GRANULE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Of BLOCK_R ranks from a chunk's first on: whether the adapter has them, and where their rows begin."""
     rank = tl.arange(0, BLOCK_R)
     chunk = first_chunk + rank // CHUNK_RANKS
-    tile = tl.load(tiles_ptr + chunk, chunk < MAXCHUNK_RANKSS, 0)
+    tile = tl.load(tiles_ptr + chunk, chunk < MAX_CHUNKS, 0)
     return tile > 0, tile.to(tl.int64) * GRANULE + rank % CHUNK_RANKS * columns

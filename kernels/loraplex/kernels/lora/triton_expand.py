@@ -10,6 +10,7 @@ from loraplex.kernels.lora.triton_device import (
     CHUNK_RANKS,
     FEW_ROWS,
     HEAD,
+    LIST,
     PIECE,
     UNIT,
     VECTOR_GRANULE,
@@ -154,7 +155,7 @@ def _expand_by_tiles(
         _add_to(y_ptr, y_stride, update, vectors_ptr, has_vectors, row, num_rows, n, num_columns)
 
 
-@triton.jit(do_not_specialize=["which", "layer", "first_site", "num_sites", "splits", "units"])
+@triton.jit(do_not_specialize=["which", "layer", "first_site", "num_sites", "units"])
 def expand(
     y_ptr,
     y_stride,
@@ -168,7 +169,6 @@ def expand(
     layer,
     first_site,
     num_sites,
-    splits,
     units,
     LAYERS: tl.constexpr,
     SITES: tl.constexpr,
@@ -187,8 +187,10 @@ def expand(
     y [T, N] with rows y_stride apart, h as `shrink` left it. The list is number `which` of `work`, a unit is BLOCK_N
     columns of a site. `floats` is the storage as float32. ALIGNED: every site's width is a multiple of 16.
     """
-    start = tl.load(work_ptr + 2 * which)
-    num_items = tl.load(work_ptr + 2 * which + 1) * units
+    list_ptr = work_ptr + LIST * which
+    start = tl.load(list_ptr)
+    num_items = tl.load(list_ptr + 1) * units
+    splits = tl.load(list_ptr + 2)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         piece_ptr = work_ptr + start + item // units * PIECE
         unit_ptr = units_ptr + item % units * UNIT

@@ -135,8 +135,8 @@ class LoraLauncher:
 
     def _launch_shrink(self, kind: int, layer: int, g: int, plan: GroupPlan, x: torch.Tensor) -> None:
         tiling = self._planner.tiling
-        split, splits = self._split(kind, g, plan)
         small = kind == SMALL
+        splits = plan.max_splits if self._step is None else self._step.splits[kind][g]
         shrink[self._grid(kind, SHRINK, g, plan.hidden_sites * splits)](
             x,
             x.stride(0),
@@ -148,8 +148,6 @@ class LoraLauncher:
             layer,
             plan.first_site,
             plan.hidden_sites,
-            splits,
-            split,
             plan.group.in_features,
             **self._constants(),
             BLOCK_M=tiling.small_rows if small else tiling.large_rows,
@@ -177,7 +175,6 @@ class LoraLauncher:
             layer,
             plan.first_site,
             plan.hidden_sites,
-            self._split(kind, g, plan)[1],
             units.shape[0],
             **self._constants(),
             PLANES=tiling.planes,
@@ -189,11 +186,6 @@ class LoraLauncher:
             num_warps=tiling.small_warps if small else tiling.large_warps,
             num_stages=tiling.small_stages,
         )
-
-    def _split(self, kind: int, g: int, plan: GroupPlan) -> tuple[int, int]:
-        if kind == SMALL or self._step is None:
-            return plan.split, plan.splits
-        return self._step.large_split[g], self._step.large_splits[g]
 
 
 class TritonLora:
@@ -258,9 +250,10 @@ class TritonLora:
         if num_rows > self._max_rows:
             raise ValueError(f"a step of {num_rows} rows, where {self._max_rows} are the most")
         chosen = [segment for of_slot in by_slot.values() for segment in of_slot]
-        if fixed and self._planner.hidden_capacity(num_rows, len(chosen), fixed=True) > self._hidden.numel():
+        step = self._planner.write(chosen, self._widest, num_rows, into, fixed=fixed)
+        if step.hidden > self._hidden.numel():
             raise ValueError(f"{num_rows} rows are too many for recorded launches")
-        return self._planner.write(chosen, self._widest, num_rows, into, fixed=fixed)
+        return step
 
     def launcher(self, work: torch.Tensor, step: Work, slots: Sequence[int]) -> LoraLauncher:
         """The pass of a step that `plan` planned, and whose list `work` holds on the device."""
@@ -288,8 +281,7 @@ class TritonLora:
             ((tiling.block_r,), never) if tiling.batch_invariant else (tiling.large_blocks_r, once)
         )
         for block_r in blocks:
-            splits = (tiling.large_block_k,) * n
-            step = Work(1, 0, 0, (once, large), block_r, splits, (1,) * n)
+            step = Work(1, 0, 0, (once, large), once, block_r)
             launcher = self._launcher(empty, step, None)
             for plan in planner.groups:
                 x = torch.empty(1, plan.group.in_features, dtype=dtype, device=device)

@@ -2,7 +2,8 @@
 
 The buffer is int32 throughout, so that it can travel with a step's other inputs in one copy:
 
-    head     2 numbers a list: where it begins in the buffer, how many pieces it has
+    head     LIST_FIELDS numbers a list: where it begins in the buffer, how many pieces it has, into how many planes
+             their K is cut, and how many columns a plane has
     pieces   PIECE_FIELDS each, list by list
 
 A piece is a run of adjacent rows of one adapter, with of `shrink` a block of ranks. There is a list for each group of
@@ -25,6 +26,8 @@ from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.lora.triton_tiling import ROW_ROWS, LoraTiling
 from loraplex.kernels.lora.types import CHUNK, LoraWeights, Segment
 
+LIST_FIELDS = 4
+"""Of a list's head."""
 PIECE_FIELDS = 8
 """First row, rows, slot, first chunk, and of the piece's hidden values: where they begin, ranks a row; two unused."""
 UNIT_FIELDS = 8
@@ -39,13 +42,12 @@ SHRINK, EXPAND = 0, 1
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     """The properties of a group that do not depend on the batch. `hidden_sites`: those that have hidden values of their
-    own; the head's blocks share one A. `split` columns of K go into each of the `splits` planes of a small piece."""
+    own; the head's blocks share one A. A small piece's K is cut into `max_splits` planes at most."""
 
     group: SiteGroup
     first_site: int
     hidden_sites: int
-    split: int
-    splits: int
+    max_splits: int
 
     @property
     def aligned(self) -> bool:
@@ -65,16 +67,15 @@ class GroupPlan:
 @dataclass(frozen=True, slots=True)
 class Work:
     """The sizes of a list that the host wrote. `size` int32 of the buffer are used, `hidden` float32 are
-    needed for hidden values. `pieces[kind][stage][group]` counts. `block_r` ranks of large pieces are shrunk at a time,
-    of group g from `large_splits[g]` parts of K of `large_split[g]` columns."""
+    needed for hidden values. `pieces[kind][stage][group]` and `splits[kind][group]` count: pieces, and planes of K.
+    `block_r` ranks of large pieces are shrunk at a time."""
 
     num_rows: int
     size: int
     hidden: int
     pieces: tuple[tuple[tuple[int, ...], ...], ...]
+    splits: tuple[tuple[int, ...], ...]
     block_r: int
-    large_split: tuple[int, ...]
-    large_splits: tuple[int, ...]
 
 
 def site_records(weights: LoraWeights, slots: Sequence[int]) -> NDArray[np.int32]:
@@ -91,7 +92,7 @@ def site_records(weights: LoraWeights, slots: Sequence[int]) -> NDArray[np.int32
 class LoraPlanner:
     """Writes lists of work for one arena's groups of sites.
 
-    `programs`: how many run at a time; large pieces are split so that as many have something to do.
+    `programs`: how many run at a time; pieces are split so that as many have something to do.
     """
 
     def __init__(
@@ -103,13 +104,13 @@ class LoraPlanner:
         plans = []
         first = 0
         for group in groups:
-            split, splits = tiling.split(group.in_features)
+            _, most = tiling.split(group.in_features, tiling.max_splits)
             hidden_sites = 1 if group.key == HEAD else len(group.sites)
-            plans.append(GroupPlan(group, first, hidden_sites, split, splits))
+            plans.append(GroupPlan(group, first, hidden_sites, most))
             first += len(group.sites)
         self.groups = tuple(plans)
-        self.head_size = 2 * 4 * len(plans)
-        """Numbers at the buffer's beginning: the lists' places and lengths."""
+        self.head_size = LIST_FIELDS * 4 * len(plans)
+        """Numbers at the buffer's beginning: the lists' heads."""
 
     def list_number(self, kind: int, stage: int, group: int) -> int:
         return (2 * kind + stage) * len(self.groups) + group
@@ -141,7 +142,7 @@ class LoraPlanner:
         small = max_rows if fixed else min(max_rows, max(self.tiling.max_small_rows, ROW_ROWS * max_segments))
         most = 0
         for plan in self.groups:
-            values = small * plan.splits * plan.hidden_sites
+            values = self._most_planes(plan, small) * plan.hidden_sites
             if not fixed:
                 # Planes of large pieces are several only while there are fewer pieces than programs.
                 values += max(max_rows * plan.hidden_sites, 2 * self.tiling.large_rows * self._programs)
@@ -174,7 +175,8 @@ class LoraPlanner:
         block_r = self._block_r(widest, slots[~small])
         steps = (self.tiling.block_r, block_r)
         lists: list[NDArray[np.int32]] = [np.empty((0, PIECE_FIELDS), np.int32)] * (4 * len(self.groups))
-        splits = [(self.tiling.large_block_k, 1)] * len(self.groups)
+        # Of small pieces and of large ones, by group.
+        splits = [[(1, 1)] * len(self.groups) for _ in kinds]
         hidden = 0
         for g, plan in enumerate(self.groups):
             first = 0
@@ -183,11 +185,8 @@ class LoraPlanner:
                 if not len(listed):
                     continue
                 blocks = -(-chunks * CHUNK // steps[kind])
-                planes = plan.splits
-                if kind == LARGE:
-                    splits[g] = self._large_split(plan, int(blocks.sum()))
-                    planes = splits[g][1]
-                sizes = plan.hidden_sites * planes * listed[:, 1] * chunks * CHUNK
+                splits[kind][g] = self._split(kind, plan, int(blocks.sum()))
+                sizes = plan.hidden_sites * splits[kind][g][1] * listed[:, 1] * chunks * CHUNK
                 ends = first + np.cumsum(sizes, dtype=np.int64)
                 listed[:, 4] = ends - sizes
                 listed[:, 5] = chunks * CHUNK
@@ -199,7 +198,7 @@ class LoraPlanner:
             raise ValueError(
                 f"a step of {num_rows} rows needs {hidden} hidden values: more than can be counted"
             )
-        size = self._fill(lists, into)
+        size = self._fill(lists, splits, into)
         lengths = [len(pieces) for pieces in lists]
         n = len(self.groups)
         return Work(
@@ -210,9 +209,8 @@ class LoraPlanner:
                 tuple(tuple(lengths[(2 * kind + stage) * n : (2 * kind + stage + 1) * n]) for stage in (0, 1))
                 for kind in (SMALL, LARGE)
             ),
+            splits=tuple(tuple(count for _, count in of_kind) for of_kind in splits),
             block_r=block_r,
-            large_split=tuple(split for split, _ in splits),
-            large_splits=tuple(count for _, count in splits),
         )
 
     def _block_r(self, widest: NDArray[np.int32], slots: NDArray[np.int32]) -> int:
@@ -222,22 +220,41 @@ class LoraPlanner:
             (size for size in self.tiling.large_blocks_r if size >= most), self.tiling.large_blocks_r[-1]
         )
 
-    def _large_split(self, plan: GroupPlan, tiles: int) -> tuple[int, int]:
-        """Into how many parts K is cut: enough that all programs have work."""
-        features, block = plan.group.in_features, self.tiling.large_block_k
+    def _split(self, kind: int, plan: GroupPlan, tiles: int) -> tuple[int, int]:
+        """The columns in a plane, and the number of planes: enough that all programs have work."""
         wanted = -(-self._programs // max(1, tiles * plan.hidden_sites))
+        features, block = plan.group.in_features, self.tiling.large_block_k
+        if kind == SMALL:
+            return self.tiling.split(features, wanted)
         wanted = max(1, min(wanted, features // (4 * block)))
         splits = max(size for size in self.tiling.large_splits if size <= wanted)
         split = -(-features // (splits * block)) * block
         return split, -(-features // split)
 
-    def _fill(self, lists: Sequence[NDArray[np.int32]], into: NDArray[np.int32]) -> int:
+    def _most_planes(self, plan: GroupPlan, max_rows: int) -> int:
+        """Rows by planes, of any step of up to `max_rows` rows in small pieces: the fewer pieces, the more planes."""
+        height = self.tiling.small_rows
+        pieces = range(1, -(-max_rows // height) + 1)
+        return max(
+            (min(max_rows, height * count) * self._split(SMALL, plan, count)[1] for count in pieces),
+            default=0,
+        )
+
+    def _fill(
+        self,
+        lists: Sequence[NDArray[np.int32]],
+        splits: Sequence[Sequence[tuple[int, int]]],
+        into: NDArray[np.int32],
+    ) -> int:
         size = self.head_size + sum(pieces.size for pieces in lists)
         if size > len(into):
             raise ValueError(f"a list of work of {size} numbers does not fit into {len(into)}")
         start = self.head_size
+        n = len(self.groups)
         for number, pieces in enumerate(lists):
-            into[2 * number : 2 * number + 2] = start, len(pieces)
+            split, count = splits[number // (2 * n)][number % n]
+            head = LIST_FIELDS * number
+            into[head : head + LIST_FIELDS] = start, len(pieces), count, split
             into[start : start + pieces.size] = pieces.reshape(-1)
             start += pieces.size
         return size

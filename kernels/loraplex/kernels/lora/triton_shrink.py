@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loraplex.kernels.lora.triton_device import CHUNK_RANKS, FEW_ROWS, HEAD, PIECE, tile_rows
+from loraplex.kernels.lora.triton_device import CHUNK_RANKS, FEW_ROWS, HEAD, LIST, PIECE, tile_rows
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _put_hidden(h_ptr, total, ranks, num_rows, has_rank, ROWS: tl.constexpr, BLO
     )
 
 
-@triton.jit(do_not_specialize=["which", "layer", "first_site", "num_sites", "splits"])
+@triton.jit(do_not_specialize=["which", "layer", "first_site", "num_sites"])
 def shrink(
     x_ptr,
     x_stride,
@@ -99,8 +99,6 @@ def shrink(
     layer,
     first_site,
     num_sites,
-    splits,
-    split,
     K,
     LAYERS: tl.constexpr,
     SITES: tl.constexpr,
@@ -114,12 +112,15 @@ def shrink(
     """h[plane, site, row, rank] = the sum over the plane's part of K of x[row, k] · A[rank, k], in float32.
 
     x [T, K] with rows x_stride apart; h flat: a piece's values [splits, num_sites, its rows, its ranks] begin where it
-    says. The list is number `which` of `work`. Units are (site, plane): the plane's part is `split` columns. Pieces of
-    one row, and of a few, go without tensor cores where BY_ROWS.
+    says. The list is number `which` of `work`, whose head has the number of planes and how many columns one has. Units
+    are (site, plane). Pieces of one row, and of a few, go without tensor cores where BY_ROWS.
     """
-    start = tl.load(work_ptr + 2 * which)
+    list_ptr = work_ptr + LIST * which
+    start = tl.load(list_ptr)
+    splits = tl.load(list_ptr + 2)
+    split = tl.multiple_of(tl.load(list_ptr + 3), 16)
     units = num_sites * splits
-    num_items = tl.load(work_ptr + 2 * which + 1) * units
+    num_items = tl.load(list_ptr + 1) * units
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         piece_ptr = work_ptr + start + item // units * PIECE
         first_row = tl.load(piece_ptr)

@@ -16,8 +16,9 @@ class LoraTiling:
 
     Small pieces have up to `small_rows` rows, as many as tensor cores multiply at least; large ones up to
     `large_rows`. A program reads `block_k` columns of x and A at a time, `block_n` of B and y, `block_r` ranks. A small
-    piece's K is cut into up to `max_splits` planes, of whole `block_k`s; `planes` of them are summed at a time. Steps
-    with more than `max_small_rows` rows in small pieces make large ones of those above ROW_ROWS.
+    piece's K is cut into up to `max_splits` planes, of whole `block_k`s; `planes` of them are summed at a time. With
+    `splits_by_work` there are as few planes as give every program work: each costs a write and several reads of hidden
+    values. Steps with more than `max_small_rows` rows in small pieces make large ones of those above ROW_ROWS.
 
     Of large pieces, K is cut into one of `large_splits`, one of `large_blocks_r` ranks are computed at a time, and
     `expand_rows` rows are expanded at a time: below 64, see `loraplex.kernels.lora.triton_expand`.
@@ -31,6 +32,7 @@ class LoraTiling:
     block_n: int = 256
     block_r: int = 16
     max_splits: int = 16
+    splits_by_work: bool = True
     planes: int = 8
     small_warps: int = 4
     small_stages: int = 2
@@ -59,10 +61,15 @@ class LoraTiling:
                 "64 rows and more are expanded with WGMMA, whose operands in registers ptxas gets wrong"
             )
 
-    def split(self, in_features: int) -> tuple[int, int]:
-        """Of a small piece: the columns in a plane, and the number of planes."""
+    def split(self, in_features: int, wanted: int) -> tuple[int, int]:
+        """Of a small piece: the columns in a plane, and the number of planes. `wanted` planes would give every program
+        work; they are counted in powers of two. Without `splits_by_work`, and where a row's bits must not depend on
+        the step, the site alone decides."""
+        most = self.max_splits
+        if self.splits_by_work and not self.batch_invariant:
+            most = min(most, 1 << (max(1, wanted) - 1).bit_length())
         blocks = -(-in_features // self.block_k)
-        split = -(-blocks // self.max_splits) * self.block_k
+        split = -(-blocks // most) * self.block_k
         return split, -(-in_features // split)
 
 

@@ -34,9 +34,9 @@ class Switch:
     make_b: Callable[..., StepBench]
 
 
-def _programs(count: int) -> Callable[..., StepBench]:
+def _tiled(**changes: Any) -> Callable[..., StepBench]:
     def make(*arguments: Any, **options: Any) -> StepBench:
-        return StepBench(*arguments, tiling=LoraTiling(programs_per_sm=count), **options)
+        return StepBench(*arguments, tiling=LoraTiling(**changes), **options)
 
     return make
 
@@ -49,7 +49,16 @@ def _on_a_stream(*arguments: Any, **options: Any) -> StepBench:
 
 SWITCHES: Mapping[str, Switch] = {
     "programs": Switch(
-        "3 LoRA programs a multiprocessor", "4 LoRA programs a multiprocessor", _programs(3), _programs(4)
+        "3 LoRA programs a multiprocessor",
+        "4 LoRA programs a multiprocessor",
+        _tiled(programs_per_sm=3),
+        _tiled(programs_per_sm=4),
+    ),
+    "splits": Switch(
+        "planes of K by the site",
+        "planes of K by the step's pieces",
+        _tiled(splits_by_work=False),
+        _tiled(splits_by_work=True),
     ),
     "side-stream": Switch("A side in line", "A side on a stream of its own", StepBench, _on_a_stream),
 }
