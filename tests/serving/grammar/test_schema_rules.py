@@ -48,6 +48,9 @@ def test_schema_of_64_kib_passes_and_one_byte_more_is_refused() -> None:
         ),
         ({"$schema": "http://json-schema.org/draft-03/schema#", "divisibleBy": 3}, "$schema"),
         ({"items": {"minProperties": 2}}, "items.minProperties"),
+        ({"items": {"enum": [1, {"a": [2**53 + 1]}]}}, "items.enum"),
+        ({"const": -(2**64 - 1)}, "const"),
+        ({"minimum": 10**4000}, "minimum"),
         ({"$defs": {"a": {"required": ["x"], "minProperties": 3}}}, "$defs.a.minProperties"),
     ],
 )
@@ -61,6 +64,8 @@ def test_what_would_not_be_enforced_is_refused_at_its_place(schema: Any, path: s
         True,
         {},
         {"minProperties": 1},
+        {"enum": [2**53 - 1, -(2**53), 1e300], "maximum": 10**15},
+        {"properties": {"const": {"title": "a", "default": 2**64 - 1}}},
         {"required": ["a", "b"], "minProperties": 3, "type": "object"},
         {"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}},
         {"properties": {"x-guidance": {"type": "string"}}},

@@ -1,7 +1,7 @@
 """What is checked of a JSON schema before llguidance sees it, and where in it the reason of a refusal stands.
 
-llguidance judges the keywords: it refuses what it cannot enforce. Here are the limits that it does not have, the one
-rule that it accepts and does not enforce, and the way from its message to a place in the schema.
+llguidance judges the keywords: it refuses what it cannot enforce. Here are the limits that it does not have, the two
+rules that it accepts and does not enforce, and the way from its message to a place in the schema.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from loraplex.serving.errors import GrammarRefused
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 64
 """Levels of objects and arrays of the schema itself."""
+MAX_INTEGER = 1 << 53
+"""Of what a schema compares with: a 64-bit float has each integer up to it."""
 
 _ONE = (
     "additionalProperties",
@@ -30,6 +32,8 @@ _ONE = (
 )
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+_NUMBERS = ("enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 _Path = tuple["_Path", str | int] | None
 """From the inside out, because a written one for each of many nested schemas would take the square of their size."""
@@ -109,10 +113,26 @@ def _check_node(path: _Path, node: Mapping[str, Any]) -> None:
             # The keys of additional properties may repeat; those of an object count once.
             why = f"'minProperties' is only supported up to one more than 'required' names ({named + 1} here)"
             raise GrammarRefused(why, _written((path, "minProperties")))
+    for word in _NUMBERS:
+        if word in node and _has_large_integer(node[word]):
+            why = f"'{word}' has an integer beyond 2^53, which would be read as a 64-bit float"
+            raise GrammarRefused(why, _written((path, word)))
     reference = node.get("$ref")
     if isinstance(reference, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", reference) and "$id" not in node:
         why = "'$ref' must point into this schema: others are not fetched"
         raise GrammarRefused(why, _written((path, "$ref")))
+
+
+def _has_large_integer(value: Any) -> bool:
+    """Whether llguidance, which reads numbers as 64-bit floats, may take an integer within `value` for another one."""
+    open_ = [value]
+    while open_:
+        item = open_.pop()
+        if isinstance(item, dict | list):
+            open_ += _items(item)
+        elif isinstance(item, int) and abs(item) > MAX_INTEGER:
+            return True
+    return False
 
 
 def _subschemas(schema: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
