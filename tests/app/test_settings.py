@@ -31,6 +31,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "kv_cache_memory": ("2GiB", 2 << 30),
     "adapter_memory": ("64MiB", 64 << 20),
     "adapter_cpu_memory": ("65 MiB", 65 << 20),
+    "adapter_image_cache": ("1GiB", 1 << 30),
     "adapter_load_timeout": ("90.5", 90.5),
     "max_adapter_rank": ("32", 32),
     "max_adapter_upload": ("10MB", 10_000_000),

@@ -155,6 +155,8 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
         batch_invariant=settings.batch_invariant,
         cache_dir=str(settings.data_dir.resolve()),
         plan_dir=str(plan_dir(settings.data_dir.resolve())),
+        image_dir=str(settings.data_dir.resolve() / "images"),
+        adapter_image_cache=settings.adapter_image_cache,
     )
 
 

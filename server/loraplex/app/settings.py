@@ -157,6 +157,9 @@ class Settings(BaseSettings):
     kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, for example 2GiB")
     adapter_memory: Bytes = Field(0, ge=0, description="Device bytes for adapters")
     adapter_cpu_memory: Bytes = Field(0, ge=0, description="Host bytes for adapters")
+    adapter_image_cache: Bytes = Field(
+        2 << 30, ge=0, description="Disk bytes for laid-out copies of adapters, which load faster (0: none)"
+    )
     adapter_load_timeout: float = Field(
         60.0, gt=0, le=3600, description="Seconds that an adapter's way from disk to host memory may take"
     )

@@ -16,6 +16,7 @@ from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import HostImage
 from loraplex.adapters.device.host_slab import HostSlab
+from loraplex.adapters.device.image_files import ImageFiles, image_key
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.transport import ThreadedTransport
 from loraplex.adapters.errors import LoraplexError
@@ -232,9 +233,12 @@ def _build(
             budget=budget,
         )
 
-    transport = ThreadedTransport(
-        ArtifactStore(Path(config.artifact_dir)), base, arena, host, wake=wake, threads=LOADER_THREADS
-    )
+    images = None
+    if config.image_dir is not None and config.adapter_image_cache:
+        key = image_key(layout, base.fingerprint)
+        images = ImageFiles(Path(config.image_dir), key, config.adapter_image_cache)
+    store = ArtifactStore(Path(config.artifact_dir))
+    transport = ThreadedTransport(store, base, arena, host, wake=wake, threads=LOADER_THREADS, images=images)
     cache: AdapterCache[HostImage] = AdapterCache(
         transport=transport,
         num_pages=num_pages,

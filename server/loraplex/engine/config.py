@@ -17,7 +17,8 @@ class EngineConfig:
     machine" for the memory sizes and for the sequences and tokens of a step (see `sizing`) and "what the model allows"
     for `max_model_len`. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device
     runs. `batch_invariant` is a promise to keep or to refuse (`loraplex.engine.numerics`). `cache_dir` keeps what is
-    costly to find out about a base model's weights, `plan_dir` the plan made of its config."""
+    costly to find out about a base model's weights, `plan_dir` the plan made of its config, `image_dir` up to
+    `adapter_image_cache` bytes of laid-out adapters."""
 
     model_path: str
     artifact_dir: str
@@ -38,6 +39,8 @@ class EngineConfig:
     adapter_load_timeout: float = 60.0
     cache_dir: str | None = None
     plan_dir: str | None = None
+    image_dir: str | None = None
+    adapter_image_cache: int = 0
     model_name: str = ""
 
 

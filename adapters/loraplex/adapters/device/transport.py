@@ -17,7 +17,8 @@ from loraplex.adapters.admission.inspection_cache import InspectionCache
 from loraplex.adapters.cache.residency import Ticket
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import HostImage, build_image
-from loraplex.adapters.device.host_slab import HostSlab
+from loraplex.adapters.device.host_slab import HostPages, HostSlab
+from loraplex.adapters.device.image_files import ImageFiles
 from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, LoadAbandoned, LoraplexError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.spec import BaseSpec
@@ -35,11 +36,11 @@ CLOSE_TIMEOUT_S = 5.0
 class ThreadedTransport:
     """The real `AdapterTransport`: `threads` loaders, and one thread that copies.
 
-    A load parses the stored bytes as an upload is parsed, lays them out, and hashes them again as it reads them;
-    whatever is wrong becomes the ticket's error. Images lie in `host`; a load waits where it is full. A copy runs on a
-    stream of its own where the device is a GPU, and its ticket is done when the stream is. `wake` is called from those
-    threads after each ticket that is done. A load that is cancelled stops at its next matrix; while a thread hangs in
-    it, that thread has a replacement.
+    A load reads the laid-out image of `images`, if there is one. Else it parses the stored bytes as an upload is
+    parsed, lays them out, and hashes them again as it reads them. Whatever is wrong becomes the ticket's error. Images
+    lie in `host`; a load waits where it is full. A copy runs on a stream of its own where the device is a GPU, and its
+    ticket is done when the stream is. `wake` is called from those threads after each ticket that is done. A load that
+    is cancelled stops at its next matrix; while a thread hangs in it, that thread has a replacement.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class ThreadedTransport:
         *,
         wake: Callable[[], None],
         threads: int = 2,
+        images: ImageFiles | None = None,
     ) -> None:
         self._store = store
+        self._images = images
         self._inspections = InspectionCache(base, arena.layout.max_chunks * CHUNK)
         self._base_weights = BaseWeights(base)
         self._arena = arena
@@ -109,6 +112,9 @@ class ThreadedTransport:
 
     def _load(self, ref: AdapterRef, wanted: Callable[[], bool]) -> HostImage:
         folder = self._store.path(ref.digest)
+        kept = self._read_image(ref.digest, folder, wanted)
+        if kept is not None:
+            return kept
         try:
             image, found = self._lay_out(ref.digest, folder / CONFIG_NAME, folder / TENSORS_NAME, wanted)
         except LoadAbandoned:
@@ -122,7 +128,18 @@ class ThreadedTransport:
         except ArtifactCorrupt:
             image.release()
             raise
+        if self._images is not None:
+            self._images.loaded(image)
         return image
+
+    def _read_image(self, digest: str, folder: Path, wanted: Callable[[], bool]) -> HostImage | None:
+        """None where there is none, and where the upload itself is lost: that is for the caller to find."""
+        if self._images is None or not all((folder / name).is_file() for name in (CONFIG_NAME, TENSORS_NAME)):
+            return None
+        return self._images.read_image(digest, lambda num_pages: self._take(num_pages, wanted), wanted)
+
+    def _take(self, num_pages: int, wanted: Callable[[], bool]) -> HostPages:
+        return self._host.take(num_pages, wanted=wanted, on_shortage=self._wake)
 
     def _lay_out(
         self, digest: str, config: Path, tensors: Path, wanted: Callable[[], bool]
@@ -138,7 +155,7 @@ class ThreadedTransport:
             tensors,
             self._arena.layout,
             base=self._base_weights,
-            memory=lambda num_pages: self._host.take(num_pages, wanted=wanted, on_shortage=self._wake),
+            memory=lambda num_pages: self._take(num_pages, wanted),
             wanted=wanted,
             feed=sha.update,
         )

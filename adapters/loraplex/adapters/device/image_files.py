@@ -1,0 +1,203 @@
+"""Laid-out adapters on the disk: a cache beside the store, which can be rebuilt from it at any time.
+
+    ROOT/<key>/<digest>       a header, the tables of the image, its pages, as they lie in host memory
+
+To lay out an upload takes a hash of all its bytes, a conversion and a transposition of each matrix. An image is read
+into its pages as it is, and hashed on the way: a third of the processor's time for an upload in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from loraplex.adapters.device.host_image import HostImage
+from loraplex.adapters.device.host_slab import HostPages
+from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.adapters.errors import LoadAbandoned
+from loraplex.adapters.store.files import open_regular, read_into, write_all
+
+_log = logging.getLogger(__name__)
+
+MIN_FREE_BYTES = 1 << 30
+"""Nothing is written that would leave less of the disk than this."""
+_SPAN_BYTES = 1 << 19
+"""Bytes that are read and hashed at a time: they stay in the processor's own cache."""
+_MAX_REMEMBERED = 16_384
+_STALE_S = 3600.0
+_SUM_BYTES = hashlib.sha256().digest_size
+_HEAD = struct.Struct("<64sIIIII")
+"""Digest, rank, pages, bytes of a page, rows of `sites` and of `vectors`."""
+
+
+class ImageFiles:
+    """At most `max_bytes` of images under `root`, the least recently used removed first. `key` names the layout and
+    the base that they were made for: see `image_key`.
+
+    An image is written when its adapter is loaded for the second time in this process, so that adapters which are
+    loaded once cost no write. Any thread may call everything here, and several processes may share a `root`. Nothing
+    raises for a disk that fails or is full: the image counts as absent.
+    """
+
+    def __init__(self, root: Path, key: str, max_bytes: int) -> None:
+        self._root = root
+        self._folder = root / key
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._loaded: OrderedDict[str, None] = OrderedDict()
+        self._used: int | None = None  # unknown until the first write
+
+    def read_image(
+        self, digest: str, memory: Callable[[int], HostPages], wanted: Callable[[], bool]
+    ) -> HostImage | None:
+        """The image of an adapter, in pages from `memory`; None where there is none. One that is damaged is removed.
+        Raises LoadAbandoned once `wanted` returns False, and what `memory` raises."""
+        path = self._folder / digest
+        try:
+            with open_regular(path) as file:
+                image = _read(file, digest, memory, wanted)
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            _log.warning("the laid-out adapter %s cannot be used and is removed: %s", digest[:12], error)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        return image
+
+    def loaded(self, image: HostImage) -> None:
+        """An adapter was laid out from its upload: write its image, if that happens for the second time."""
+        with self._lock:
+            again = image.digest in self._loaded
+            self._loaded[image.digest] = None
+            self._loaded.move_to_end(image.digest)
+            if len(self._loaded) > _MAX_REMEMBERED:
+                self._loaded.popitem(last=False)
+        if again and image.num_bytes <= self._max_bytes:
+            try:
+                self._write(image)
+            except OSError as error:
+                _log.warning("the laid-out adapter %s is not kept: %s", image.digest[:12], error)
+
+    def _write(self, image: HostImage) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        disk = os.statvfs(self._folder)
+        if disk.f_bavail * disk.f_frsize < image.num_bytes + MIN_FREE_BYTES:
+            return
+        tables = image.sites.tobytes() + image.vectors.tobytes()
+        page_bytes = image.num_bytes // image.num_pages
+        head = _HEAD.pack(
+            image.digest.encode(),
+            image.rank,
+            image.num_pages,
+            page_bytes,
+            len(image.sites),
+            len(image.vectors),
+        )
+        sha = hashlib.sha256(head + tables)
+        descriptor, scratch = tempfile.mkstemp(prefix=".", dir=self._folder)
+        try:
+            with open(descriptor, "wb", buffering=0) as file:
+                file.seek(_SUM_BYTES)
+                write_all(file, head + tables)
+                for run in image.memory.runs:
+                    view = run.numpy().reshape(-1).data
+                    for start in range(0, len(view), _SPAN_BYTES):
+                        sha.update(view[start : start + _SPAN_BYTES])
+                        write_all(file, view[start : start + _SPAN_BYTES])
+                file.seek(0)
+                write_all(file, sha.digest())
+            os.replace(scratch, self._folder / image.digest)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(scratch)
+            raise
+        with self._lock:
+            self._used = None if self._used is None else self._used + image.num_bytes
+            if self._used is None or self._used > self._max_bytes:
+                self._used = self._trim()
+
+    def _trim(self) -> int:
+        """Remove the least recently used files until the rest is within nine tenths of the limit, if it is not within
+        the limit; and what a crash left unfinished. Returns the bytes that are left."""
+        found: list[tuple[float, int, Path]] = []
+        for folder in self._root.iterdir():
+            for path in folder.iterdir() if folder.is_dir() else ():
+                with contextlib.suppress(OSError):  # another process was first
+                    status = path.lstat()
+                    if path.name.startswith(".") and time.time() - status.st_mtime > _STALE_S:
+                        path.unlink()
+                    else:
+                        found.append((status.st_mtime, status.st_size, path))
+        used = sum(size for _, size, _ in found)
+        if used > self._max_bytes:
+            for _, size, path in sorted(found):
+                if used <= self._max_bytes * 9 // 10:
+                    break
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                used -= size
+        return used
+
+
+def image_key(layout: ArenaLayout, base_fingerprint: str) -> str:
+    """Whatever the bytes of an image depend on beside the upload: the layout, the base (for DoRA), the sources of this
+    package, and the libraries that round."""
+    sha = hashlib.sha256(f"numpy {version('numpy')} ml_dtypes {version('ml_dtypes')}\n".encode())
+    package = Path(__file__).parent.parent
+    for source in sorted(package.rglob("*.py")):
+        sha.update(hashlib.sha256(source.read_bytes()).digest())
+    shape = (layout.groups, layout.num_layers, layout.dtype, layout.page_bytes, layout.head)
+    sha.update(f"{shape} {base_fingerprint}".encode())
+    return sha.hexdigest()[:32]
+
+
+def _read(
+    file: BinaryIO, digest: str, memory: Callable[[int], HostPages], wanted: Callable[[], bool]
+) -> HostImage:
+    """Raises ValueError where it is not an image of this adapter, to the bit."""
+    start = bytearray(_SUM_BYTES + _HEAD.size)
+    if read_into(file, memoryview(start)) < len(start):
+        raise ValueError("it is cut short")
+    head = bytes(start[_SUM_BYTES:])
+    name, rank, num_pages, page_bytes, num_sites, num_vectors = _HEAD.unpack(head)
+    tables = bytearray(4 * (5 * num_sites + 3 * num_vectors))
+    size = len(start) + len(tables) + num_pages * page_bytes
+    if name != digest.encode() or os.fstat(file.fileno()).st_size != size or not num_pages:
+        raise ValueError("it is another adapter's, or has another length")
+    read_into(file, memoryview(tables))
+    sha = hashlib.sha256(head + tables)
+    pages = memory(num_pages)
+    try:
+        if pages.num_bytes != num_pages * page_bytes:
+            raise ValueError("it has pages of another size")
+        for run in pages.runs:
+            view = run.numpy().reshape(-1).data
+            for first in range(0, len(view), _SPAN_BYTES):
+                if not wanted():
+                    raise LoadAbandoned("no request waits for this adapter any more")
+                span = view[first : first + _SPAN_BYTES]
+                read_into(file, span)
+                sha.update(span)
+        if sha.digest() != bytes(start[:_SUM_BYTES]):
+            raise ValueError("its bytes are damaged")
+    except BaseException:
+        pages.release()
+        raise
+    numbers = np.frombuffer(bytes(tables), np.int32)
+    sites, vectors = numbers[: 5 * num_sites].reshape(-1, 5), numbers[5 * num_sites :].reshape(-1, 3)
+    return HostImage(digest, rank, pages, sites, vectors)
