@@ -17,7 +17,7 @@ from loraplex.admin.framework import strict_request
 from loraplex.admin.routes.usage import DEFAULT_PERIOD
 from loraplex.admin.services import ReportGate, UploadGate
 from loraplex.admin.uploads import receive
-from loraplex.api import deadline, deps
+from loraplex.api import deps, millisecond_headers
 from loraplex.api.generation import planning
 from loraplex.api.metrics import Scraper, api_metrics, engine_metrics, label_sets
 from loraplex.api.openai import schemas
@@ -133,7 +133,8 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ),
     ("api.md", "up to {} token ids with -100 to 100", (schemas.MAX_LOGIT_BIAS,)),
     ("api.md", "`n` | 1 to {} ", (schemas.MAX_CHOICES,)),
-    ("api.md", "(1 to {:,}; anything else is a 400", (deadline.MAX_MS,)),
+    ("api.md", "(1 to {:,}; anything else is a 400", (millisecond_headers.MAX_MS,)),
+    ("api.md", "(0 to {:,}; anything else is a 400", (millisecond_headers.MAX_MS,)),
     ("api.md", "0 to {} (completions)", (schemas.MAX_COMPLETION_LOGPROBS,)),
     ("api.md", "`top_logprobs` | 0 to {} ", (bound("top_logprobs", "maximum"),)),
     (

@@ -29,6 +29,8 @@ class DataContext(RequestContext):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     deadline: Deadline = NO_DEADLINE
+    max_load_ms: int | None = None
+    """How long the client waits for an adapter that is not on the device; None: as long as it takes."""
     trace: RequestTrace | None = None
     is_anthropic: bool = False
     """The answer, an error too, has Anthropic's shape."""

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import anyio
 from starlette.types import Scope
 
-from loraplex.api.errors import ApiError, invalid
+from loraplex.api.errors import ApiError
+from loraplex.api.millisecond_headers import read_milliseconds
 
 HEADER = "x-loraplex-timeout-ms"
-MAX_MS = 24 * 3600 * 1000
 
 
 class Deadline:
@@ -26,17 +26,7 @@ class Deadline:
     @classmethod
     def of(cls, scope: Scope, started: float) -> Deadline:
         """As the request's headers ask. Raises ApiError (400)."""
-        given = [value for name, value in scope["headers"] if name == HEADER.encode()]
-        if not given:
-            return cls(started, None)
-        digits = given[0].strip()
-        # As many digits as the largest has, so that no number is too long to be read.
-        if len(given) > 1 or not digits.isdigit() or len(digits) > len(str(MAX_MS)):
-            raise _not_milliseconds()
-        timeout_ms = int(digits)
-        if not 1 <= timeout_ms <= MAX_MS:
-            raise _not_milliseconds()
-        return cls(started, timeout_ms)
+        return cls(started, read_milliseconds(scope, HEADER, 1))
 
     @property
     def left_s(self) -> float | None:
@@ -72,7 +62,3 @@ class Deadline:
 
 
 NO_DEADLINE = Deadline(0.0, None)
-
-
-def _not_milliseconds() -> ApiError:
-    return invalid(HEADER, f"'{HEADER}' is a whole number of milliseconds from 1 to {MAX_MS}, given once.")

@@ -72,7 +72,8 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence to generate. `request_id` is the internal, unique id. `deadline` is in seconds from its arrival in
-    the engine, by the engine's clock (None: no deadline). `weight` is the tenant's share;
+    the engine, by the engine's clock (None: no deadline); `max_load`, what it waits of that for an adapter that is not
+    on the device (None: as long as it takes; 0: not at all). `weight` is the tenant's share;
     `priority` (higher first) orders within the tenant only. `adapter` None is the base model. `grammar` is the text of
     an llguidance grammar (what its LLMatcher takes) that the answer must match; where it ends, the answer ends with
     finish_reason "stop"."""
@@ -85,6 +86,7 @@ class EngineRequest:
     weight: float = 1.0
     priority: int = 0
     deadline: float | None = None
+    max_load: float | None = None
     grammar: str | None = None
     pooling: Pooling | None = None
     """The hidden states of the prompt are wanted, pooled so. Nothing is sampled then: `max_tokens` is 0."""

@@ -147,6 +147,7 @@ class Reply:
     error: tuple[ErrorCode, str] | None = None
     refused: bool = False
     is_own: bool = False
+    retry_after_s: float | None = None
     hold: bool = False
     hold_after: int | None = None
     adapter_state: AdapterState = "hot"
@@ -360,7 +361,7 @@ class FakeEngineClient:
             ends_with_eos, cut, num_output = False, True, len(tokens)
         usage = Usage(len(request.prompt_ids), num_output, reply.cached_tokens)
         if reply.error is not None:
-            error = EngineError(*reply.error, is_own=reply.is_own)
+            error = EngineError(*reply.error, reply.retry_after_s, is_own=reply.is_own)
             usage = Usage(0, 0) if reply.refused else usage
             terminal = TokenEvent(request.request_id, (), "error", error, usage, adapter_state=state)
         else:

@@ -253,7 +253,9 @@ class History:
         self._add(self.world.request(f"r{len(self.oracle.records)}"))
 
     def _add(self, request: EngineRequest) -> None:
-        self.oracle.sent(request, self.now, self.room)
+        digest = "" if request.adapter is None else request.adapter.digest
+        is_hot = self.core.residency().get(digest) == "hot"
+        self.oracle.sent(request, self.now, self.room, is_hot=is_hot)
         self._happened(f"{request.request_id} arrives")
         self.core.add_request(request)
 

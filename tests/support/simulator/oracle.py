@@ -32,6 +32,7 @@ class Record:
     tokens: list[int] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
     told_state: bool = False
+    was_hot: bool = False  # its adapter, when it came or at the end of a step since
     aborted: bool = False
     room: float = inf  # the least memory that the device had in its time
     terminal: TokenEvent | None = None
@@ -61,12 +62,12 @@ class Oracle:
         self.records: dict[str, Record] = {}
         self.live: dict[str, Record] = {}
 
-    def sent(self, request: EngineRequest, now: float, room: float) -> None:
-        """`room`: what the device has of memory for a step now."""
+    def sent(self, request: EngineRequest, now: float, room: float, *, is_hot: bool) -> None:
+        """`room`: what the device has of memory for a step now. `is_hot`: its adapter is on the device."""
         crowded = len(self.live) >= self._world.config.max_waiting
         for other in self.live.values():
             other.crowded |= crowded
-        record = Record(request, now, crowded, room=room)
+        record = Record(request, now, crowded, room=room, was_hot=is_hot)
         self.records[request.request_id] = self.live[request.request_id] = record
 
     def room_is(self, room: float) -> None:
@@ -175,6 +176,12 @@ class Oracle:
                 return broken or request.request_id in self._grammars.late
             case "deadline_exceeded":
                 return request.deadline is not None and now >= record.arrival + request.deadline
+            case "adapter_unavailable" if error.message.endswith("it is being loaded"):
+                patience = request.max_load
+                timing = None if record.terminal is None else record.terminal.timing
+                at_once = timing is not None and timing.arrived is None
+                in_time = patience is not None and (at_once or now >= record.arrival + patience)
+                return in_time and error.retry_after_s is not None and error.retry_after_s >= 0
             case "adapter_unavailable":
                 digest = request.adapter.digest if request.adapter is not None else None
                 # A copy past its time keeps its pages; others may not fit beside them, or may not have for a while.
@@ -201,6 +208,12 @@ class Oracle:
                 raise Violation(f"{request_id} was aborted and goes on")
             if deadline is not None and record.arrival + deadline <= started:
                 raise Violation(f"{request_id} goes on past its deadline")
+            patience, ref = record.request.max_load, record.request.adapter
+            if patience is None or ref is None:
+                continue
+            record.was_hot |= core.residency().get(ref.digest) == "hot"
+            if record.arrival + patience <= started and not record.was_hot:
+                raise Violation(f"{request_id} waits for its adapter for longer than it wanted")
 
     def check_end(self, core: EngineCore) -> None:
         """The core has said that it has no work."""

@@ -12,6 +12,7 @@ from loraplex.engine.core import request_tracker
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.core.in_flight import InFlightSteps
 from loraplex.engine.core.request_tracker import RequestTracker
+from loraplex.engine.core.timers import SequenceTimers
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.step_budget import StepBudget
 from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan, StepResult
@@ -219,6 +220,21 @@ def matcher_waited_for_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "_take_matchers", lambda self, now: None)
 
 
+def slow_load_waited_for(patch: pytest.MonkeyPatch) -> None:
+    add = EngineCore.add_request
+    patch.setattr(EngineCore, "add_request", lambda self, request: add(self, replace(request, max_load=None)))
+
+
+def slow_load_noticed_on_arrival_alone(patch: pytest.MonkeyPatch) -> None:
+    take_due = SequenceTimers.take_due
+
+    def miss(self: SequenceTimers, now: float, num_live: int) -> list[Sequence]:
+        due = take_due(self, now, num_live)
+        return [seq for seq in due if seq.request.max_load is None or seq.deadline_at is not None]
+
+    patch.setattr(SequenceTimers, "take_due", miss)
+
+
 def matcher_kept_behind_its_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "_close_grammar", lambda self, request_id: None)
 
@@ -255,6 +271,8 @@ STEP_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     scores_of_an_event_lost,
     matcher_not_waited_for,
     matcher_waited_for_for_ever,
+    slow_load_waited_for,
+    slow_load_noticed_on_arrival_alone,
     matcher_kept_behind_its_request,
     end_of_a_grammar_missed,
 )

@@ -1,6 +1,6 @@
 """The world of a random history of the engine core: how large everything is, who sends requests, and what goes wrong.
 
-Drawn from one seed. Five streams of chance, so that a new kind of mishap changes no history but by that mishap.
+Drawn from one seed. Six streams of chance, so that a new kind of mishap changes no history but by that mishap.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class World:
         self.mishaps = random.Random(seed)  # of memory and numbers
         self.constraining = random.Random(seed)  # grammars
         self.embedding = random.Random(seed)
+        self.hurrying = random.Random(seed)  # requests that do not wait long for their adapters
         self.seed = seed
         self.fair = fair
         self.lookahead = self.rng.randint(0, 1)
@@ -119,11 +120,17 @@ class World:
             priority=rng.choice((0, 0, 0, 1)),
             deadline=10 ** rng.uniform(-1, 1) if rng.random() < self.p_deadline else None,
             grammar=self._grammar() if self.constraining.random() < 0.25 else None,
+            max_load=self._max_load(),
         )
         if self.embedding.random() < 0.15:
             pooling = self.embedding.choice(POOLINGS)
             return replace(request, sampling=SamplingParams(max_tokens=0), grammar=None, pooling=pooling)
         return request
+
+    def _max_load(self) -> float | None:
+        if self.hurrying.random() >= 0.2:
+            return None
+        return self.hurrying.choice((0.0, 10 ** self.hurrying.uniform(-2, 1)))
 
     def _grammar(self) -> str:
         kind = self.constraining.choice(("ends", "ends", "ends", "breaks", "refused"))

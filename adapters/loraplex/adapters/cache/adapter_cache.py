@@ -22,6 +22,7 @@ from loraplex.adapters.cache.cache_report import check_cache, count_usage, list_
 from loraplex.adapters.cache.entries import CachedAdapter, CachedAdapters, Stage
 from loraplex.adapters.cache.eviction import DeviceEviction, HostEviction, Pass
 from loraplex.adapters.cache.failures import MAX_FAILURES, Failures
+from loraplex.adapters.cache.load_times import LoadTimes
 from loraplex.adapters.cache.pins import Pins
 from loraplex.adapters.cache.prefetch_queue import PrefetchQueue
 from loraplex.adapters.cache.residency import (
@@ -75,6 +76,7 @@ class AdapterCache(Generic[ImageT]):
         self._host = HostEviction(self._entries, self._pass, host_bytes)
         self._prefetches = PrefetchQueue()
         self._failures = Failures()
+        self._load_times = LoadTimes()
         self._damaged: dict[str, None] = {}
 
     # The course of a step.
@@ -216,6 +218,16 @@ class AdapterCache(Generic[ImageT]):
         """Where an adapter is: on the device, in host memory, or on disk only (also: not known at all)."""
         return self._entries.state(digest)
 
+    def seconds_left(self, digest: str, loads_ahead: int = 0) -> float:
+        """Until an adapter is on the device, as far as earlier loads tell, if `loads_ahead` others that have not begun
+        come first. Does not count a wait for memory that is in use."""
+        now = self._clock()
+        left = self._load_times.seconds_left(
+            self._entries.get(digest), now,
+            loads_ahead=loads_ahead + len(self._entries.loading), max_loads=self._max_loads,
+        )  # fmt: skip
+        return max(left, self._failures.retry_at(digest) - now)
+
     @property
     def on_device(self) -> KeysView[str]:
         """The versions that can be leased now."""
@@ -297,6 +309,7 @@ class AdapterCache(Generic[ImageT]):
             self._fail(entry, ticket.error, now)
             return
         self._entries.loaded(entry, ticket.value, now)
+        self._load_times.took("disk", now - entry.since)
         self._pins.set_size(entry.ref.digest, entry.num_pages)
         # The back-off continues for an adapter that again does not fit.
         if unfit := self._device.why_never(entry.ref.digest, entry.num_pages):
@@ -323,6 +336,7 @@ class AdapterCache(Generic[ImageT]):
             self._fail(entry, ticket.error, now)
             return
         self._entries.copied(entry, now)
+        self._load_times.took("copy", now - entry.since)
         entry.safe_until = self._pass.number + 1
         self._on_idle(entry)
 

@@ -27,6 +27,7 @@ from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.generation.usage_entry import UsageEntry, outcome_of
 from loraplex.api.limit_headers import limit_headers
 from loraplex.api.metrics import adapter_label
+from loraplex.api.millisecond_headers import MAX_LOAD_HEADER, read_milliseconds
 from loraplex.api.openai.body import parse_json, read_json
 from loraplex.api.openai.delta import Delta
 from loraplex.api.openai.formats import WholeChoice
@@ -68,6 +69,7 @@ class GenerationEndpoint:
         principal = await authenticate(scope, services.authenticator, self._kind.key_header)
         async with admitted(services.limiter, services.metrics, context, principal) as charge:
             context.deadline = Deadline.of(scope, context.started)
+            context.max_load_ms = read_milliseconds(scope, MAX_LOAD_HEADER, 0)
             self._kind.check_head(scope)
             with self._capacity.request(context.tenant_id), fields_told(lambda field: context.told(field)):
                 await self._serve(scope, receive, send, charge)
@@ -172,6 +174,7 @@ class GenerationEndpoint:
                 adapter=model.adapter,
                 max_output_tokens=reservation.max_output_tokens,
                 deadline_s=context.deadline.left_s,
+                max_load_s=None if context.max_load_ms is None else context.max_load_ms / 1000,
             )
             generation = Generation.start(
                 services.engine,

@@ -163,10 +163,11 @@ def engine_requests(
     adapter: AdapterRef | None,
     max_output_tokens: int | None,
     deadline_s: float | None = None,
+    max_load_s: float | None = None,
 ) -> list[EngineRequest]:
     """One for each choice, in the order of their indices: all choices of the first prompt, then the next's. A prompt
     is scored with its first choice. `max_output_tokens` is what the limits leave for each answer, `deadline_s` what is
-    left of the request's time."""
+    left of the request's time, `max_load_s` how long it waits for its adapter."""
     fields = plan.request
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     temperature = 1.0 if fields.temperature is None else fields.temperature
@@ -206,6 +207,7 @@ def engine_requests(
                 weight=weight,
                 priority=fields.priority or 0,
                 deadline=deadline_s,
+                max_load=max_load_s,
                 grammar=plan.grammar,
                 pooling=fields.pooling,
             )

@@ -14,13 +14,14 @@ from pydantic.json_schema import SkipJsonSchema
 
 from loraplex.api.anthropic.headers import VERSION_HEADER, ApiVersion
 from loraplex.api.anthropic.schemas import MessagesRequest
-from loraplex.api.deadline import HEADER, MAX_MS
+from loraplex.api.deadline import HEADER
 from loraplex.api.deps import ApiServices
 from loraplex.api.documents import ANSWER_HEADERS, KEY_IN_EITHER_HEADER, json_of, messages_refused
 from loraplex.api.embeddings.schemas import EmbeddingsRequest
 from loraplex.api.generation.endpoints import GenerationEndpoint
 from loraplex.api.generation.kinds import CHAT, COMPLETION, EMBEDDINGS, MESSAGES, RESPONSES
 from loraplex.api.generation.tenant_capacity import TenantCapacity
+from loraplex.api.millisecond_headers import MAX_LOAD_HEADER, MAX_MS
 from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
 from loraplex.api.responses.schemas import ResponsesRequest
 from loraplex.api.route import Caller, DataRoute
@@ -41,6 +42,13 @@ Version = Annotated[
 Timeout = Annotated[
     Annotated[int, Field(ge=1, le=MAX_MS)] | SkipJsonSchema[None],
     Header(alias=HEADER, description="Milliseconds that the whole request may take."),
+]
+MaxLoad = Annotated[
+    Annotated[int, Field(ge=0, le=MAX_MS)] | SkipJsonSchema[None],
+    Header(
+        alias=MAX_LOAD_HEADER,
+        description="Milliseconds to wait for an adapter that is not on the device; 0: not at all.",
+    ),
 ]
 
 
@@ -75,29 +83,41 @@ class GenerationRoute(DataRoute):
         self.app = endpoint
 
 
-async def create_chat_completion(_: Caller, request: ChatRequest, timeout_ms: Timeout = None) -> Response:
+async def create_chat_completion(
+    _: Caller, request: ChatRequest, timeout_ms: Timeout = None, max_load_ms: MaxLoad = None
+) -> Response:
     """Answer a conversation."""
     raise NotImplementedError
 
 
-async def create_completion(_: Caller, request: CompletionRequest, timeout_ms: Timeout = None) -> Response:
+async def create_completion(
+    _: Caller, request: CompletionRequest, timeout_ms: Timeout = None, max_load_ms: MaxLoad = None
+) -> Response:
     """Continue a text."""
     raise NotImplementedError
 
 
-async def create_response(_: Caller, request: ResponsesRequest, timeout_ms: Timeout = None) -> Response:
+async def create_response(
+    _: Caller, request: ResponsesRequest, timeout_ms: Timeout = None, max_load_ms: MaxLoad = None
+) -> Response:
     """Answer a conversation, by OpenAI's Responses API."""
     raise NotImplementedError
 
 
 async def create_message(
-    _: Caller, request: MessagesRequest, version: Version = None, timeout_ms: Timeout = None
+    _: Caller,
+    request: MessagesRequest,
+    version: Version = None,
+    timeout_ms: Timeout = None,
+    max_load_ms: MaxLoad = None,
 ) -> Response:
     """Answer a conversation, by Anthropic's Messages API."""
     raise NotImplementedError
 
 
-async def create_embedding(_: Caller, request: EmbeddingsRequest, timeout_ms: Timeout = None) -> Response:
+async def create_embedding(
+    _: Caller, request: EmbeddingsRequest, timeout_ms: Timeout = None, max_load_ms: MaxLoad = None
+) -> Response:
     """Turn texts into vectors."""
     raise NotImplementedError
 

@@ -61,6 +61,8 @@ def check_request(
             "internal_error",
             f"the tenant's weight is {request.weight}, not within {MIN_WEIGHT:g} … {MAX_WEIGHT:g}",
         )
+    if request.max_load is not None and not (math.isfinite(request.max_load) and request.max_load >= 0):
+        return EngineError("internal_error", f"max_load is {request.max_load}, not a number of seconds")
     if request.deadline is not None and not math.isfinite(request.deadline):
         return EngineError("internal_error", f"the deadline is {request.deadline}, not a number of seconds")
     if num_prompt + max_tokens > config.max_model_len:
@@ -81,3 +83,16 @@ def check_request(
             "server_overloaded", f"{config.max_waiting} requests are waiting already; try again later"
         )
     return None
+
+
+def too_slow(request: EngineRequest, seconds: float) -> EngineError:
+    """For a request whose adapter will not be on the device for `seconds`, which is longer than it waits."""
+    assert request.adapter is not None
+    assert request.max_load is not None
+    adapter = request.adapter
+    return EngineError(
+        "adapter_unavailable",
+        f"adapter {adapter.name}@v{adapter.version} cannot be on the device within the "
+        f"{1000 * request.max_load:g} ms that the request allows; it is being loaded",
+        retry_after_s=seconds,
+    )

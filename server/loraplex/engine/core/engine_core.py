@@ -10,7 +10,6 @@ what they are told. Here is what drives them: `add`, `abort` and `step`.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -18,10 +17,11 @@ from typing import Any, Protocol
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.core.admission import check_request
+from loraplex.engine.core.admission import check_request, too_slow
 from loraplex.engine.core.in_flight import InFlightSteps, Runner
 from loraplex.engine.core.request_tracker import RequestTracker
 from loraplex.engine.core.stats import cache_entries, engine_stats
+from loraplex.engine.core.timers import SequenceTimers
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.reports import CacheEntry, EngineStats
 from loraplex.engine.scheduling.scheduler import Scheduler
@@ -31,7 +31,6 @@ from loraplex.engine.types import (
     EngineError,
     EngineRequest,
     Sequence,
-    SequenceState,
     TokenEvent,
 )
 
@@ -83,7 +82,8 @@ class EngineCore:
             heartbeat=heartbeat or StepHeartbeat(clock),
             clock=clock,
         )
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._deadlines = SequenceTimers()
+        self._max_loads = SequenceTimers()
         self._num_added = 0
         self._at_rest = False  # the last step did nothing, and found that nothing had happened
         self._moves = 0
@@ -157,15 +157,21 @@ class EngineCore:
         if refusal is not None:
             self._tracker.refuse(request, refusal)
             return
+        if self._refuse_slow_load(request, now):
+            return
         self._num_added += 1
         seq = Sequence(request, now, self._num_added, list(request.prompt_ids))
         if request.deadline is not None:
             seq.deadline_at = now + request.deadline
-            heapq.heappush(self._deadlines, (seq.deadline_at, seq.order, seq))
+            self._deadlines.add(seq.deadline_at, seq)
+        if request.adapter is not None and request.max_load is not None:
+            self._max_loads.add(now + request.max_load, seq)
         self._tracker.open(seq)
         hold = False
         if request.grammar is not None and self._grammars is not None:
             hold = not self._grammars.open(request.request_id, request.tenant_id, request.grammar)
+        if hold and request.adapter is not None:
+            self._scheduler.adapters.expected.expect(request.adapter, now)
         self._scheduler.add_sequence(seq, hold=hold)
 
     def abort(self, request_id: str) -> None:
@@ -196,16 +202,27 @@ class EngineCore:
         return True
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, seq = heapq.heappop(self._deadlines)
-            if seq.state is not SequenceState.FINISHED:
-                self._tracker.error(
-                    seq, "deadline_exceeded", f"not finished within {seq.request.deadline:g} s"
-                )
-        if len(self._deadlines) > 2 * len(self._tracker.live) + 64:
-            # Requests with long deadlines end long before them: don't keep every one of them until then.
-            self._deadlines = [d for d in self._deadlines if d[2].state is not SequenceState.FINISHED]
-            heapq.heapify(self._deadlines)
+        num_live = len(self._tracker.live)
+        for seq in self._deadlines.take_due(now, num_live):
+            self._tracker.error(seq, "deadline_exceeded", f"not finished within {seq.request.deadline:g} s")
+        for seq in self._max_loads.take_due(now, num_live):
+            ref = seq.request.adapter
+            if ref is not None and seq.first_scheduled is None and self._cache.state(ref.digest) != "hot":
+                error = too_slow(seq.request, self._scheduler.adapters.seconds_to_device(ref))
+                self._tracker.end(seq, "error", error=error)
+                self._scheduler.adapters.expected.expect(ref, now)
+
+    def _refuse_slow_load(self, request: EngineRequest, now: float) -> bool:
+        """Whether the request is refused because its adapter cannot be on the device in time. It is loaded then."""
+        ref = request.adapter
+        if ref is None or request.max_load is None or self._cache.state(ref.digest) == "hot":
+            return False
+        seconds = self._scheduler.adapters.seconds_to_device(ref)
+        if 0 < request.max_load >= seconds:
+            return False
+        self._tracker.refuse(request, too_slow(request, seconds))
+        self._scheduler.adapters.expected.expect(ref, now)
+        return True
 
     def _fail_unavailable(self) -> None:
         failed, self._scheduler.failed = self._scheduler.failed, []
@@ -233,12 +250,11 @@ class EngineCore:
         if pause_s <= 0 and (
             scheduler.running
             or scheduler.queue.num_ready
-            or (scheduler.num_waiting_for_adapter and not self._at_rest)
+            or (scheduler.is_waiting_for_adapters and not self._at_rest)
         ):
             return 0.0
-        while self._deadlines and self._deadlines[0][2].state is SequenceState.FINISHED:
-            heapq.heappop(self._deadlines)
-        times = [self._deadlines[0][0] - now] if self._deadlines else []
+        due = (self._deadlines.next_at(), self._max_loads.next_at())
+        times = [at - now for at in due if at is not None]
         if pause_s > 0 and self._tracker.live:
             times.append(pause_s)
         if (timeout := self._cache.next_timeout_s()) is not None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease, Residency
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.scheduling.expected_adapters import ExpectedAdapters
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.tenant_heap import TenantLane
 from loraplex.engine.types import Sequence
@@ -68,6 +70,13 @@ class _TenantTurns:
         for lanes in self._tenants.values():
             yield from lanes
 
+    def num_before(self, tenant_id: str) -> int:
+        """The lanes whose turn comes before that of another one of this tenant."""
+        own = len(self._tenants.get(tenant_id, ()))
+        return own + sum(
+            min(len(lanes), own + 1) for tenant, lanes in self._tenants.items() if tenant != tenant_id
+        )
+
     def first(self, count: int) -> list[TenantLane]:
         """The first lane of each of the first `count` tenants."""
         heads = zip(range(count), self._tenants.values(), strict=False)
@@ -104,6 +113,7 @@ class AdapterScheduler:
         self._queue = queue
         self._aging_s = aging_s
         self._load_charge = load_charge
+        self.expected = ExpectedAdapters()
         self._schedulable: frozenset[str] = frozenset()
         self._unrequested = _TenantTurns()  # closed lanes whose adapter was not requested
         self._requested: dict[str, TenantLane] = {}  # by digest, the lane that was charged for it
@@ -146,6 +156,13 @@ class AdapterScheduler:
         self._set_schedulable_adapters(self._cache.on_device - kept, now)
         return pending
 
+    def seconds_to_device(self, ref: AdapterRef) -> float:
+        """Until this adapter is on the device if a request came for it now, as far as earlier loads tell."""
+        is_cold = self._cache.state(ref.digest) == "cold"
+        return self._cache.seconds_left(
+            ref.digest, self._unrequested.num_before(ref.tenant_id) if is_cold else 0
+        )
+
     def _request_adapters(self, pending: PendingAdapters, now: float, running: Running) -> Collection[str]:
         """Returns the adapters that may not be scheduled. While one with precedence waits for device memory, some must
         leave the device, and no other is requested.
@@ -171,7 +188,17 @@ class AdapterScheduler:
                     residency = self._request(pending, lane, self._may_evict(lane))
                     stuck[lane.tenant_id] += residency is Residency.NO_ROOM
                     loading |= residency is Residency.LOADING
+        for ref in self.expected.refs(now):
+            self._request_expected(pending, ref)
         return ()
+
+    def _request_expected(self, pending: PendingAdapters, ref: AdapterRef) -> None:
+        """Request an adapter that no request waits for. None that one waits for is evicted for it."""
+        residency = self._cache.request(ref, lambda digest: not self._queue.lanes(digest))
+        if residency is Residency.LOADING:
+            pending.loading[ref.digest] = None
+        elif residency is not Residency.NO_ROOM:
+            self.expected.remove(ref.digest)
 
     def _drain(self, lane: TenantLane, running: Running) -> Collection[str]:
         """Adapters that no new request may use, so that this lane's adapter finds device memory: one at a time, the one

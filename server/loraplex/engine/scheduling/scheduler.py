@@ -70,6 +70,11 @@ class Scheduler:
         """Waiting sequences whose adapter is not schedulable now."""
         return len(self.queue) - self.queue.num_ready
 
+    @property
+    def is_waiting_for_adapters(self) -> bool:
+        """Whether a sequence waits for its adapter, or an adapter is expected."""
+        return self.num_waiting_for_adapter > 0 or len(self.adapters.expected) > 0
+
     def add_sequence(self, seq: Sequence, *, hold: bool = False) -> None:
         """With `hold`, it waits outside of the queue until `release`, and is no backlog of its tenant."""
         self.queue.enter(seq)

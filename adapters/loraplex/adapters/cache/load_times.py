@@ -1,0 +1,39 @@
+"""What the way of an adapter to the device is expected to take."""
+
+from __future__ import annotations
+
+from loraplex.adapters.cache.entries import CachedAdapter, Stage
+from loraplex.adapters.cache.residency import ImageT
+
+_NEWEST = 0.2
+"""The share of the newest load in the mean, so that some five loads count."""
+
+
+class LoadTimes:
+    """Running means of the seconds that loads and copies took. 0 until there was one."""
+
+    def __init__(self) -> None:
+        self._mean = {"disk": 0.0, "copy": 0.0}
+
+    def took(self, stage: str, seconds: float) -> None:
+        """A load ("disk") or a copy ("copy") has ended."""
+        mean = self._mean[stage]
+        self._mean[stage] = mean + _NEWEST * (seconds - mean) if mean else seconds
+
+    def seconds_left(
+        self, entry: CachedAdapter[ImageT] | None, now: float, *, loads_ahead: int, max_loads: int
+    ) -> float:
+        """Until an adapter is on the device, if nothing but loads and its copy keeps it: `loads_ahead` begin before its
+        own, `max_loads` at a time. None is an adapter that is cold."""
+        if entry is None:
+            return (loads_ahead // max_loads + 1) * self._mean["disk"] + self._mean["copy"]
+        spent = now - entry.since
+        match entry.stage:
+            case Stage.LOADING:
+                return max(0.0, self._mean["disk"] - spent) + self._mean["copy"]
+            case Stage.HOST:
+                return self._mean["copy"]
+            case Stage.COPYING:
+                return max(0.0, self._mean["copy"] - spent)
+            case Stage.DEVICE:
+                return 0.0
