@@ -1,7 +1,8 @@
 """Throughput with many adapters on small memory, beside a few that fit: what a churn of loads costs.
 
-    PYTHONPATH=tests python -m bench.adapter_churn MODEL [--many 200] [--few 4] [--hot 8] [--warm 16] [--rounds 3]
-        [--requests 120] [--new 24] [--rank 16] [--sites all|qv] [--stored F32] [--images 2048] [--dtype bfloat16]
+    PYTHONPATH=tests python -m bench.adapters.adapter_churn MODEL [--many 200] [--few 4] [--hot 8] [--warm 16]
+        [--rounds 3] [--requests 120] [--new 24] [--rank 16] [--sites all|qv] [--stored F32] [--images 2048]
+        [--dtype bfloat16]
 
 MODEL is the directory of SmolLM2-135M-Instruct. The engine is the real one, in this process, with a thread of its own.
 Device memory holds `--hot` adapters of `--rank`, host memory `--warm`. `--images` is the size of the

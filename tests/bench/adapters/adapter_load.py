@@ -1,6 +1,7 @@
 """What the first use of a cold adapter costs a processor, from its stored files to the arena.
 
-    PYTHONPATH=tests python -m bench.adapter_load MODEL [--rank 16] [--count 16] [--stored F32] [--dtype bfloat16]
+    PYTHONPATH=tests python -m bench.adapters.adapter_load MODEL [--rank 16] [--count 16] [--stored F32]
+        [--dtype bfloat16]
 
 MODEL is the directory of SmolLM2-135M-Instruct. `--count` adapters of `--rank` on all seven sites, `--stored` in F32 as
 PEFT saves them or in BF16, go through the engine's transport one after another: `load` (disk to host memory, by a
