@@ -6,11 +6,12 @@ Each returns the text of one grammar, which `GrammarChecker.check` must accept b
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from loraplex.serving.errors import GrammarRefused
-from loraplex.serving.grammar.schema_rules import check_schema
+from loraplex.serving.grammar.schema_rules import checked_text
 
 MAX_GRAMMAR_BYTES = 64 << 10
 """Of a Lark or GBNF text, and of all choices together."""
@@ -25,16 +26,23 @@ ESCAPES = 'nrbtf\\"'
 property could be one that the schema names, and one pattern's key another's."""
 
 
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]+")
+
+
 def json_schema(schema: Any, *, compact: bool = False) -> str:
     """JSON that fits `schema`, an object or a boolean of JSON Schema (drafts 4 to 2020-12). `compact`: without any
     white space. Raises GrammarRefused."""
-    return _grammar(json_schema=_with_white_space(schema, compact))
+    return f'{{"grammars":[{{"json_schema":{_with_white_space(schema, compact)}}}]}}'
 
 
 def json_schema_fragment(schema: Any, *, compact: bool = False) -> str:
     """The same to stand in a rule of a Lark grammar, as `%json {…}`. Raises GrammarRefused."""
     # In ASCII: Lark's own lexer reads it first.
-    return f"%json {json.dumps(_with_white_space(schema, compact), separators=(',', ':'))}"
+    return "%json " + _BEYOND_ASCII.sub(_escaped, _with_white_space(schema, compact))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]
 
 
 def json_object(*, compact: bool = False) -> str:
@@ -84,14 +92,13 @@ def _rules(text: str) -> list[str]:
     return [line for line in text.splitlines() if "::=" in line]
 
 
-def _with_white_space(schema: Any, compact: bool) -> Any:
-    check_schema(schema)
+def _with_white_space(schema: Any, compact: bool) -> str:
+    text = checked_text(schema)
     options: dict[str, object] = {"whitespace_flexible": not compact, "json_allowed_escapes": ESCAPES}
     if not compact:
         options["whitespace_pattern"] = WHITE_SPACE
-    if schema is True:
-        schema = {}
-    return {"x-guidance": options, **schema}
+    # Large schemas are written once.
+    return f'{{"x-guidance":{_dumps(options)}{"," if len(text) > 2 else ""}{text[1:]}'
 
 
 def _grammar(**source: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from loraplex.serving.errors import GrammarRefused
 
@@ -19,21 +19,16 @@ MAX_SCHEMA_DEPTH = 64
 MAX_INTEGER = 1 << 53
 """Of what a schema compares with: a 64-bit float has each integer up to it."""
 
-_ONE = (
-    "additionalProperties",
-    "items",
-    "additionalItems",
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "propertyNames",
-)
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-
+_HOLDS: Mapping[str, Literal["one", "named", "one or listed"]] = {
+    **dict.fromkeys(("additionalProperties", "additionalItems", "propertyNames", "contains"), "one"),
+    **dict.fromkeys(("not", "if", "then", "else"), "one"),
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"), "named"),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems", "items"), "one or listed"),
+}
+"""How a keyword's value holds other schemas."""
 _NUMBERS = ("enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_WITHOUT_NUMBERS = frozenset((str, bool, type(None)))
+_CHECKED = frozenset((*_NUMBERS, "minProperties", "$ref"))
 
 _Path = tuple["_Path", str | int] | None
 """From the inside out, because a written one for each of many nested schemas would take the square of their size."""
@@ -42,24 +37,28 @@ _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
 
 
-def check_schema(schema: Any) -> None:
-    """Raises GrammarRefused for a schema that is too large or too deep, or that holds what would be accepted and not
-    enforced."""
+def checked_text(schema: Any) -> str:
+    """A schema as compact JSON; {} for True. Raises GrammarRefused for one that is too large or too deep, or that holds
+    what would be accepted and not enforced."""
     if schema is True:
-        return
+        return "{}"
     if not isinstance(schema, dict):
         reason = "no text fits the schema 'false'" if schema is False else "a schema must be an object"
         raise GrammarRefused(reason)
-    size = len(json.dumps(schema, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace"))
+    text = json.dumps(schema, separators=(",", ":"), ensure_ascii=False)
+    size = len(text.encode("utf-8", "replace"))
     if size > MAX_SCHEMA_BYTES:
         raise GrammarRefused(f"the schema has {size} bytes; at most {MAX_SCHEMA_BYTES} are allowed")
-    _check_depth(schema)
+    if text.count("{") + text.count("[") > MAX_SCHEMA_DEPTH:
+        _check_depth(schema)
     if "x-guidance" in schema:
         raise GrammarRefused("the keyword 'x-guidance' is not supported", "x-guidance")
     if "draft-03" in str(schema.get("$schema")):
         raise GrammarRefused("JSON Schema is supported from draft 4 on", "$schema")
     for path, node in _subschemas(schema):
-        _check_node(path, node)
+        if not _CHECKED.isdisjoint(node):
+            _check_node(path, node)
+    return text
 
 
 def locate(schema: Any, reason: str) -> tuple[str, str]:
@@ -129,7 +128,8 @@ def _has_large_integer(value: Any) -> bool:
     while open_:
         item = open_.pop()
         if isinstance(item, dict | list):
-            open_ += _items(item)
+            if not _WITHOUT_NUMBERS.issuperset(map(type, _items(item))):
+                open_ += _items(item)
         elif isinstance(item, int) and abs(item) > MAX_INTEGER:
             return True
     return False
@@ -143,13 +143,19 @@ def _subschemas(schema: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
         if not isinstance(node, dict):
             continue
         yield path, node
-        inner: list[tuple[_Path, Any]] = [((path, name), node[name]) for name in _ONE if name in node]
-        for name in _MAPS:
-            if isinstance(named := node.get(name), dict):
-                inner += [(((path, name), key), value) for key, value in named.items()]
-        for name in _LISTS:
-            if isinstance(listed := node.get(name), list):
-                inner += [(((path, name), index), value) for index, value in enumerate(listed)]
+        inner: list[tuple[_Path, Any]] = []
+        for name, value in node.items():
+            holds = _HOLDS.get(name)
+            if holds is None:
+                continue
+            within: _Path = (path, name)
+            if isinstance(value, dict):
+                if holds == "named":
+                    inner += [((within, key), named) for key, named in value.items()]
+                else:
+                    inner.append((within, value))
+            elif isinstance(value, list) and holds == "one or listed":
+                inner += [((within, index), listed) for index, listed in enumerate(value)]
         open_ += reversed(inner)
 
 
