@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from loraplex.kernels.attention.dispatch import build_attention_batch as torch_batch
+from loraplex.kernels.attention.dispatch import paged_attention as torch_attention
 from loraplex.kernels.attention.numba_attention import build_attention_batch as numba_batch
+from loraplex.kernels.attention.numba_attention import paged_attention as numba_attention
 from loraplex.kernels.lora.dispatch import LoraPass, Scratch, Segment, begin_pass
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.ops import Ops, resolve_ops
@@ -70,8 +72,8 @@ def attention(name: str, rows: list[int], lens: list[int]) -> None:
     q, options = qkv[:, :HEADS], {"scale": DIM**-0.5, "window": None, "softcap": None}
     compare(
         f"attention {name}",
-        lambda layer: OURS.paged_attention(q, caches[layer], ours, **options),
-        lambda layer: TORCH.paged_attention(q, caches[layer], theirs, **options),
+        lambda layer: numba_attention(q, caches[layer], ours, **options),
+        lambda layer: torch_attention(q, caches[layer], theirs, **options),
     )
     none = {"q_norm": None, "k_norm": None, "eps": 0.0}
     compare(

@@ -103,9 +103,8 @@ class Engine:
             "silu_and_mul": "activation",
             "gelu_tanh_and_mul": "activation",
             "rotate_and_write": "rotate and write",
-            "paged_attention": "attention",
         }
-        resolve = loading.resolve_ops
+        resolve, choose = loading.resolve_ops, loading.choose_attention
 
         def timed_ops(*args: Any, **kwargs: Any) -> Any:
             ops = resolve(*args, **kwargs)
@@ -114,6 +113,11 @@ class Engine:
                 lambda x, weight, *_: "head" if weight.shape[0] == VOCABULARY else "linears", ops.linear
             )
             return dataclasses.replace(ops, **changed)
+
+        def timed_attention(*args: Any, **kwargs: Any) -> Any:
+            attention: Any = choose(*args, **kwargs)
+            attention.run = clock.around("attention", attention.run)
+            return attention
 
         class TimedPass:
             def __init__(self, lora: Any) -> None:
@@ -141,6 +145,7 @@ class Engine:
         make = build.make_sampler
         with (
             mock.patch.object(loading, "resolve_ops", timed_ops),
+            mock.patch.object(loading, "choose_attention", timed_attention),
             mock.patch.object(build, "make_sampler", timed_sampler),
         ):
             self.engine = LocalEngine(

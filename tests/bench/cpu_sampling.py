@@ -40,7 +40,7 @@ def main() -> None:
             times: dict[str, list[float]] = {backend: [] for backend in samplers}
             for _ in range(TURNS):
                 for backend, sampler in samplers.items():
-                    batch = sampler.plan(rows, eos_ids=EOS, upload=PlainInputs(CPU, size, None))
+                    batch = sampler.plan(rows, eos_ids=EOS, upload=PlainInputs(CPU))
                     given = logits.clone()
                     begin = time.perf_counter()
                     sampler.sample(given, batch, torch.zeros(size, dtype=torch.int64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from loraplex.kernels.attention.numba_attention import build_attention_batch
+from loraplex.kernels.attention.numba_attention import build_attention_batch, paged_attention
 from loraplex.kernels.attention.numba_attention_products import BLOCK
 from loraplex.kernels.layers import numba_dense
 from loraplex.kernels.lora import numba_lora
@@ -40,7 +40,7 @@ def warm_up(dtype: torch.dtype) -> None:
         for norm in (None, torch.ones(2, dtype=dtype), torch.ones(2)):
             cos = torch.ones(rows, 1, 1)
             ops.rotate_and_write(heads, 1, cos, cos, cache, batch, q_norm=norm, k_norm=norm, eps=1e-5)
-        ops.paged_attention(heads[:, :1], cache, batch, scale=1.0, window=None, softcap=None)
+        paged_attention(heads[:, :1], cache, batch, scale=1.0, window=None, softcap=None)
     row = torch.zeros(1, 2, dtype=dtype)
     ops.linear(row, numba_dense.pack_weight(row, batch_invariant=True), None)
     numba_lora.warm_up(dtype, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -33,37 +33,16 @@ class RotateAndWrite(Protocol):
     ) -> None:
         """Norm the queries and keys of `heads` [T, Hq + 2·Hkv, D] by head where there are weights [D] for it, rotate
         them by cos and sin [T, 1, R/2], and write keys and values into one layer's cache [N, P, 2, Hkv, D]. Queries
-        are changed in place; what `heads` holds of keys afterwards is not said."""
+        are changed in place; what `heads` holds of keys afterwards is not said. `batch` is what the backend's
+        `AttentionKernel` laid out."""
         ...
-
-
-class PagedAttention(Protocol):
-    def __call__(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        batch: Any,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """The formula of `loraplex.kernels.attention.dispatch`; `batch` is what the backend lays a step out as."""
-        ...
-
-
-LayOut = Callable[[Sequence[int], Sequence[int], Sequence[Sequence[int]]], Any]
-"""Of a step's sequences: how many rows of the flat batch each has, how many positions at its end, and its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation of each, with the shapes and the rounding of `loraplex.kernels.layers.norm`, `.activation`,
-    `.rope`, `.attention` and `.dense`. What `pack_weight` returns is for `linear` alone. `reads_unwritten`: whether
-    attention reads positions of a block that its sequence has not written, so that a block must be cleared before it
-    is begun. `lay_out` makes what `rotate_and_write` and
-    `paged_attention` take for a batch, where that is neither `loraplex.kernels.attention.dispatch`'s nor lists of
-    work."""
+    `.rope` and `.dense`. What `pack_weight` returns is for `linear` alone. Attention itself is an `AttentionKernel`
+    (`loraplex.kernels.attention.choice`)."""
 
     rms_norm: Norm
     add_rms_norm: AddNorm
@@ -72,12 +51,9 @@ class Ops:
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor]
     rotate_and_write: RotateAndWrite
-    paged_attention: PagedAttention
     pack_weight: Callable[[torch.Tensor], Any]
     linear: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
     to_float32: Callable[[torch.Tensor], torch.Tensor]
-    reads_unwritten: bool
-    lay_out: LayOut | None = None
 
 
 def resolve_ops(backend: Backend, *, batch_invariant: bool = False) -> Ops:
@@ -99,11 +75,9 @@ def _torch_ops() -> Ops:
         silu_and_mul=activation.silu_and_mul,
         gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
-        paged_attention=attention.paged_attention,
         pack_weight=dense.pack_weight,
         linear=dense.linear,
         to_float32=torch.Tensor.float,
-        reads_unwritten=True,
     )
 
 
@@ -136,18 +110,15 @@ def _triton_ops(batch_invariant: bool) -> Ops:
         silu_and_mul=triton_activation.silu_and_mul,
         gelu_tanh_and_mul=triton_activation.gelu_tanh_and_mul,
         rotate_and_write=rotate_and_write,
-        paged_attention=triton_attention.paged_attention,
         pack_weight=dense.pack_weight,
         linear=triton_dense.linear if batch_invariant else dense.linear,
         to_float32=torch.Tensor.float,
-        reads_unwritten=False,
     )
 
 
 def _numba_ops(batch_invariant: bool) -> Ops:
     """For tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
     # numba takes a second to import.
-    from loraplex.kernels.attention import numba_attention
     from loraplex.kernels.layers import numba_activation, numba_dense, numba_norm, numba_rope, numba_widen
 
     return Ops(
@@ -158,12 +129,9 @@ def _numba_ops(batch_invariant: bool) -> Ops:
         silu_and_mul=numba_activation.silu_and_mul,
         gelu_tanh_and_mul=numba_activation.gelu_tanh_and_mul,
         rotate_and_write=numba_rope.rotate_and_write,
-        paged_attention=numba_attention.paged_attention,
         pack_weight=partial(numba_dense.pack_weight, batch_invariant=batch_invariant),
         linear=numba_dense.linear,
         to_float32=numba_widen.to_float32,
-        reads_unwritten=False,
-        lay_out=numba_attention.build_attention_batch,
     )
 
 

@@ -265,7 +265,6 @@ def _build(
         arena,
         executor,
         sampler,
-        needs=model.attention_needs,
         recorder=recorder,
         max_scored=max_scored,
         batch_invariant=config.batch_invariant,

@@ -17,7 +17,8 @@ from loraplex.adapters.device.host_slab import HostPages, HostSlab
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.spec import AdapterSpec, SiteWeights, TensorSlice
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
-from loraplex.engine.model.fused import FusedDecoder, fused_decoder
+from loraplex.engine.model.fused import FusedDecoder, attention_needs, fused_decoder
+from loraplex.kernels.attention.choice import choose_attention
 from loraplex.kernels.backend import resolve_backend
 from loraplex.kernels.ops import resolve_ops
 
@@ -124,8 +125,12 @@ def decoder_of(
     *,
     batch_invariant: bool = False,
 ) -> FusedDecoder:
-    ops = resolve_ops(resolve_backend("triton", device), batch_invariant=batch_invariant)
-    return fused_decoder(tensors, spec, dtype, device, ops=ops)
+    backend = resolve_backend("triton", device)
+    ops = resolve_ops(backend, batch_invariant=batch_invariant)
+    attention = choose_attention(
+        backend, attention_needs(spec), dtype, device, batch_invariant=batch_invariant
+    )
+    return fused_decoder(tensors, spec, dtype, device, ops=ops, attention=attention)
 
 
 def random_reference(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:

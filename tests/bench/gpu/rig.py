@@ -21,6 +21,7 @@ from loraplex.engine.model.base import ForwardBatch, KVCache
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.engine.types import Sequence as EngineSequence
+from loraplex.kernels.attention.kernel import RecordableAttention
 from loraplex.kernels.lora.overlap import Lane, StreamLane
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
@@ -86,15 +87,14 @@ class Rig:
         self.num_pages = size.arena_bytes // self.layout.page_bytes
         self.arena = AdapterArena(self.layout, self.num_pages, size.slots, self.device, kernels="triton")
         tiling = tiling or (INVARIANT_TILING if batch_invariant else LoraTiling())
-        assert model.attention_needs is not None
+        assert isinstance(model.attention, RecordableAttention)
         self.source = PackedSource(
-            model.attention_needs,
+            model.attention,
             model.dtype,
             self.device,
             StepLimits(size.max_rows, size.max_sequences, self.blocks_each),
             lora=self.arena.device_lora(size.max_rows, size.max_sequences, tiling),
             sizes=size.sizes,
-            batch_invariant=batch_invariant,
         )
         self.record()
 

@@ -54,7 +54,7 @@ def run_case(case: SamplingCase, device: torch.device, ceilings: Ceilings | None
     draw gives the same; `wrong` are not. With `ceilings` it is timed. `floor_ms`: one read of the logits. `torch_ms`:
     of the sampler of torch operations, launched one by one, with the copy of the logits that it spoils."""
     logits, rows = _logits(case), _rows(case)
-    upload = PlainInputs(device, 1, None)
+    upload = PlainInputs(device)
     options = build_sample_rows(
         rows, vocab_size=case.vocab_size, eos_ids=EOS, counts=TokenCounts(case.vocab_size), upload=upload
     )

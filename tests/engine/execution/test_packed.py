@@ -12,8 +12,10 @@ from loraplex.engine.execution.batch import flatten
 from loraplex.engine.execution.cuda_graphs import graph_sizes
 from loraplex.engine.execution.inputs import PlainInputs, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource
-from loraplex.engine.model.base import AttentionNeeds
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence, StepPlan
+from loraplex.kernels.attention.kernel import AttentionNeeds
+from loraplex.kernels.attention.torch_kernel import TorchAttention
+from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 
 CPU = torch.device("cpu")
@@ -23,7 +25,8 @@ LIMITS = StepLimits(max_rows=40, max_sequences=6, max_blocks=8)
 
 def make_source(sizes: tuple[int, ...] = ()) -> PackedSource:
     needs = AttentionNeeds(AttentionShape(4, 2, 16, 16), (None, 9))
-    source = PackedSource(needs, torch.float32, CPU, LIMITS, lora=None, sizes=sizes)
+    attention = TritonAttention(needs, torch.float32, CPU)
+    source = PackedSource(attention, torch.float32, CPU, LIMITS, lora=None, sizes=sizes)
     source.replays = {size: lambda _with_adapters: torch.empty(0) for size in sizes}
     return source
 
@@ -50,7 +53,7 @@ def make_plan(rng: random.Random, *, decoding: bool) -> StepPlan:
 def test_any_step_arrives_as_it_was_planned(decoding: bool) -> None:
     rng = random.Random(7)
     source = make_source((2, 4, 6))
-    plain = PlainInputs(CPU, 1024, None)
+    plain = PlainInputs(CPU, TorchAttention(2, 16, torch.float32, CPU))
     for _ in range(60):
         plan = make_plan(rng, decoding=decoding)
         inputs = source.begin_inputs(plan)

@@ -60,7 +60,7 @@ class Drawer:
             sampler = self._samplers[size] = make_sampler(
                 self.backend, vocab_size=size, max_rows=16, device=CPU
             )
-        batch = sampler.plan(rows, eos_ids=EOS, upload=PlainInputs(CPU, 1, None))
+        batch = sampler.plan(rows, eos_ids=EOS, upload=PlainInputs(CPU))
         last = torch.zeros(len(rows), dtype=torch.int64)
         tokens, ok = sampler.sample(x, batch, last, pack(allowed))
         return tokens.tolist(), ok.tolist()

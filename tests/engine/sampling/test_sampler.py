@@ -37,7 +37,7 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     ) -> tuple[list[int], list[bool]]:
         x = torch.tensor(np.asarray(logits), dtype=torch.float32)
         batch = build_sampling_batch(
-            rows, vocab_size=x.shape[1], eos_ids=EOS, history=TokenHistory(), upload=PlainInputs(CPU, 1, None)
+            rows, vocab_size=x.shape[1], eos_ids=EOS, history=TokenHistory(), upload=PlainInputs(CPU)
         )
         last = torch.tensor(pending if pending is not None else [0] * len(rows))
         tokens, ok = sample(x, batch, last) if numba is None else numba.sample(x, batch, last)
@@ -223,7 +223,7 @@ def test_all_samplers_give_a_growing_sequence_the_same_tokens():
         for step, x in enumerate(logits):
             rows = [replace(row("", p, pending=9), seq=seq, output_index=step, pending_input=step > 0)
                     for p, seq in zip(tables, seqs, strict=True)]  # fmt: skip
-            batch = chosen.plan(rows, eos_ids=EOS, upload=PlainInputs(CPU, 1, None))
+            batch = chosen.plan(rows, eos_ids=EOS, upload=PlainInputs(CPU))
             if step:
                 for seq, token in zip(seqs, last.tolist(), strict=True):
                     seq.token_ids.append(token)

@@ -52,7 +52,7 @@ def plan(rows, vocab_size, counts=None):
         vocab_size=vocab_size,
         eos_ids=EOS,
         counts=counts or TokenCounts(vocab_size),
-        upload=PlainInputs(DEVICE, 1, None),
+        upload=PlainInputs(DEVICE),
     )
 
 
@@ -77,7 +77,7 @@ def torch_draw(logits, rows, pending=None):
         vocab_size=x.shape[1],
         eos_ids=EOS,
         history=TokenHistory(),
-        upload=PlainInputs(torch.device("cpu"), 1, None),
+        upload=PlainInputs(torch.device("cpu")),
     )
     tokens, ok = sampler.sample(x, batch, torch.tensor([0] * len(rows) if pending is None else pending))
     return tokens.tolist(), ok.tolist()
@@ -259,7 +259,7 @@ def test_masks_over_several_tiles():
     assert all(allowed[s, tokens[s]] for s in (0, 1, 2))
     cpu = torch.device("cpu")
     batch = build_sampling_batch(
-        rows, vocab_size=vocab_size, eos_ids=EOS, history=TokenHistory(), upload=PlainInputs(cpu, 1, None)
+        rows, vocab_size=vocab_size, eos_ids=EOS, history=TokenHistory(), upload=PlainInputs(cpu)
     )
     want, _ = sampler.sample(torch.tensor(logits), batch, torch.zeros(size, dtype=torch.int64), masks(cpu))
     assert tokens == want.tolist()

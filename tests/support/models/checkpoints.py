@@ -12,6 +12,7 @@ import torch
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
 from loraplex.kernels.attention.dispatch import build_attention_batch
+from loraplex.kernels.attention.torch_kernel import TorchAttention
 
 VOCAB = 131
 
@@ -201,12 +202,14 @@ class PagedRun:
             positions += span
             fresh += [self.tables[i][p // BLOCK_SIZE] for p in span if p % BLOCK_SIZE == 0]
             self.done[i] += count
-        lay_out = self.model.lay_out_attention or partial(
-            build_attention_batch,
-            block_size=BLOCK_SIZE,
-            max_gather_blocks=self.gather_blocks,
-            device=self.model.device,
-        )
+        lay_out = self.model.attention.lay_out
+        if isinstance(self.model.attention, TorchAttention):
+            lay_out = partial(
+                build_attention_batch,
+                block_size=BLOCK_SIZE,
+                max_gather_blocks=self.gather_blocks,
+                device=self.model.device,
+            )
         batch = ForwardBatch(
             token_ids=torch.tensor(rows),
             positions=torch.tensor(positions),

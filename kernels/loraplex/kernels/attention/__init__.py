@@ -1,5 +1,5 @@
 """Attention over a paged KV cache, for a flat batch of ragged sequences.
 
-`dispatch.paged_attention` and `dispatch.write_kv` choose the implementation. `reference` is the formula in torch.
-`triton_attention` is the GPU path, `numba_attention` the CPU path. `types.AttentionBatch` is a step's batch.
+`dispatch` has the formula. `kernel.AttentionKernel` is the seam, `choice.choose_attention` chooses the implementation.
+`triton_kernel` is the GPU path, `numba_kernel` the CPU path, `torch_kernel` runs anywhere.
 """

@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -187,11 +188,14 @@ def paged_attention(
     return out
 
 
+_Ints = TypeVar("_Ints", int, torch.Tensor)
+
+
 def key_value_offsets(
-    head: int, position: int, dim: int, head_dim: int, element_size: int
-) -> tuple[int, int]:
+    head: _Ints, position: _Ints, dim: _Ints, head_dim: int, element_size: int
+) -> tuple[_Ints, _Ints]:
     """Where a block's memory has K and V of one KV head, position in the block and dimension: in elements from its
-    begin."""
+    begin. Tensors are broadcast."""
     base = head * 2 * BLOCK * head_dim
     if element_size == 4:
         return base + dim * BLOCK + position, base + (BLOCK + position) * head_dim + dim

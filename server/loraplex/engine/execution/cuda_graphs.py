@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from loraplex.adapters.device.arena import AdapterArena
-from loraplex.engine.execution.inputs import Recorder, StepLimits, lay_out_plainly
+from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource
-from loraplex.engine.model.base import AttentionNeeds, ForwardBatch, KVCache, Model
+from loraplex.engine.model.base import ForwardBatch, KVCache, Model
+from loraplex.kernels.attention.kernel import AttentionKernel, RecordableAttention
 from loraplex.kernels.lora.overlap import Lane, OverlappedLora
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
@@ -66,7 +67,7 @@ class CudaRecorder:
 
 def prepare_inputs(
     model: Model,
-    needs: AttentionNeeds | None,
+    attention: AttentionKernel,
     kv: KVCache,
     arena: AdapterArena | None,
     limits: StepLimits,
@@ -75,24 +76,20 @@ def prepare_inputs(
     batch_invariant: bool = False,
 ) -> PackedSource:
     """Where the steps of a model begin on Triton's kernels, its decoding steps recorded by `recorder`, where there is
-    one. `needs`: see `Model.attention_needs`; without, nothing is recorded. `batch_invariant`: with the lists and tiles
-    that give a row the same bits in every step."""
+    one and its `attention` can be recorded. `batch_invariant`: the adapters give a row the same bits in every step."""
     lora = None
     if arena is not None:
         tiling = INVARIANT_TILING if batch_invariant else LoraTiling()
         lora = arena.device_lora(limits.max_rows, limits.max_sequences, tiling)
-    if needs is None:
-        block = kv.layer(0)[:1]
-        plain = lay_out_plainly(model.device, block.numel() * block.element_size())
-        return PackedSource(plain, model.dtype, model.device, limits, lora=lora)
+    if not isinstance(attention, RecordableAttention):
+        return PackedSource(attention, model.dtype, model.device, limits, lora=lora)
     source = PackedSource(
-        needs,
+        attention,
         model.dtype,
         model.device,
         limits,
         lora=lora,
         sizes=() if recorder is None else graph_sizes(limits.max_sequences),
-        batch_invariant=batch_invariant,
     )
     if recorder is not None:
         record_decoding(model, kv, source, recorder)

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.model.base import LoraPass
-from loraplex.kernels.attention.dispatch import build_attention_batch
-from loraplex.kernels.ops import LayOut
-
-MAX_GATHER_BYTES = 64 << 20
-"""Bound of a decode gather's K and V of one layer, unless one sequence alone needs more."""
+from loraplex.kernels.attention.kernel import AttentionKernel
 
 Segments = Sequence[tuple[int, int, int]]
 
@@ -89,27 +83,18 @@ class StepLimits:
     max_blocks: int
 
 
-def lay_out_plainly(device: torch.device, layer_block_bytes: int) -> LayOut:
-    """Makes what `loraplex.kernels.attention.dispatch` takes for a batch, of tensors that are copied one by one.
-    `layer_block_bytes`: the size of one KV block of one layer."""
-    most = max(1, MAX_GATHER_BYTES // layer_block_bytes)
-    return partial(build_attention_batch, block_size=BLOCK_SIZE, max_gather_blocks=most, device=device)
-
-
 class PlainInputs:
     """A tensor each, copied as it is made: what a CPU wants, where nothing is copied, and what runs anywhere."""
 
     def __init__(
         self,
         device: torch.device,
-        layer_block_bytes: int,
-        lora: LoraSource | None,
-        lay_out: LayOut | None = None,
+        attention: AttentionKernel | None = None,
+        lora: LoraSource | None = None,
     ) -> None:
-        """`layer_block_bytes`: the size of one KV block of one layer. `lay_out`: of the model's attention, where it
-        has one of its own."""
+        """`attention`: the model's; None where there is no model."""
         self._device = device
-        self._lay_out = lay_out or lay_out_plainly(device, layer_block_bytes)
+        self._attention = attention
         self._lora = lora
 
     def ints(self, values: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
@@ -127,7 +112,8 @@ class PlainInputs:
     def attention(
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> Any:
-        return self._lay_out(num_rows, seq_lens, block_tables)
+        assert self._attention is not None
+        return self._attention.lay_out(num_rows, seq_lens, block_tables)
 
     def adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
         return self._source(segments).lora_pass(segments, num_rows) if segments else None

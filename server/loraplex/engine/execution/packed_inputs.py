@@ -23,13 +23,11 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.device.device_lora import DeviceLora
 from loraplex.engine.execution.inputs import Segments, StepLimits
-from loraplex.engine.model.base import AttentionNeeds, LoraPass
+from loraplex.engine.model.base import LoraPass
 from loraplex.engine.types import StepPlan
-from loraplex.kernels.attention.triton_attention import AttentionScratch, TritonAttentionBatch, graph_batch
-from loraplex.kernels.attention.triton_plan import AttentionCapacity, AttentionPlan
-from loraplex.kernels.attention.triton_tiling import choose_tilings
+from loraplex.kernels.attention.kernel import AttentionKernel, AttentionLayout, RecordableAttention
+from loraplex.kernels.attention.triton_plan import AttentionCapacity
 from loraplex.kernels.lora.triton_lora import LoraLauncher
-from loraplex.kernels.ops import LayOut
 
 _ALIGN = 64
 _FREE_BYTES = 256 << 10
@@ -44,11 +42,11 @@ Replay = Callable[[bool], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a step lie, in bytes; a size for `num_rows` rows. `plan`: of attention's lists, None where
+    """Where the parts of a step lie, in bytes; a size for `num_rows` rows. `lists`: of attention's work, None where
     there are none."""
 
     num_rows: int
-    plan: AttentionPlan | None
+    lists: AttentionLayout | None
     rows: dict[str, int]
     lora: int
     lora_end: int
@@ -57,7 +55,7 @@ class Layout:
     num_bytes: int
 
     @classmethod
-    def make(cls, num_rows: int, plan: AttentionPlan | None, lora_ints: int) -> Layout:
+    def make(cls, num_rows: int, lists: AttentionLayout | None, lora_ints: int) -> Layout:
         rows: dict[str, int] = {}
         at = 0
         for name in ROWS:
@@ -65,8 +63,8 @@ class Layout:
             at = _aligned(at + 8 * num_rows)
         lora_end = _aligned(at + 4 * lora_ints)
         free_end = _aligned(lora_end + _FREE_BYTES)
-        end = free_end if plan is None else free_end + 4 * plan.num_ints
-        return cls(num_rows, plan, rows, at, lora_end, free_end, free_end, end)
+        end = free_end if lists is None else free_end + 4 * lists.num_ints
+        return cls(num_rows, lists, rows, at, lora_end, free_end, free_end, end)
 
 
 @dataclass(slots=True)
@@ -81,23 +79,20 @@ class Frame:
 class PackedSource:
     """Where the steps of a model begin on Triton's kernels.
 
-    `attention`: the properties that its lists of work depend on (see `Model.attention_needs`), or what makes the batch
-    that attention takes in place of them. `lora`: the arena's adapters on the device, or None. `sizes`: for how many
-    decoding rows passes are recorded, in ascending order, none where attention takes no lists; `replays` is filled by
-    the code that captures them. `batch_invariant`: attention gives a row the same bits in every step; `lora` is made
-    for that or not. No more than three steps may be in flight.
+    `lora`: the arena's adapters on the device, or None. `sizes`: for how many decoding rows passes are recorded, in
+    ascending order, none where `attention` cannot be recorded; `replays` is filled by the code that captures them. No
+    more than three steps may be in flight.
     """
 
     def __init__(
         self,
-        attention: AttentionNeeds | LayOut,
+        attention: AttentionKernel,
         dtype: torch.dtype,
         device: torch.device,
         limits: StepLimits,
         *,
         lora: DeviceLora | None,
         sizes: Sequence[int] = (),
-        batch_invariant: bool = False,
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -105,24 +100,26 @@ class PackedSource:
         self.lora = lora
         self.replays: dict[int, Replay] = {}
         lora_ints = 0 if lora is None else lora.layers.work_size + lora.head_work_size
-        self.lay_out: LayOut | None = None
-        self.scratch: AttentionScratch | None = None
+        self.attention = attention
         self.layouts: dict[int, Layout] = {}
-        if isinstance(attention, AttentionNeeds):
-            plan = _planner(attention, dtype, device, limits, batch_invariant=batch_invariant)
-            largest = plan(limits.max_rows, limits.max_sequences, limits.max_rows)
-            plans = {size: plan(size, size, 1) for size in sizes}
-            self.layout = Layout.make(limits.max_rows, largest, lora_ints)
-            self.layouts = {size: Layout.make(size, plan, lora_ints) for size, plan in plans.items()}
-            widest = max((largest, *plans.values()), key=lambda plan: plan.partial_rows)
-            self.scratch = AttentionScratch.allocate(widest, device)
+        if isinstance(attention, RecordableAttention):
+            largest = AttentionCapacity(
+                limits.max_rows,
+                limits.max_sequences,
+                limits.max_sequences * limits.max_blocks,
+                limits.max_rows,
+            )
+            decoding = [AttentionCapacity(size, size, size * limits.max_blocks, 1) for size in sizes]
+            first, *others = attention.layouts([largest, *decoding])
+            self.layout = Layout.make(limits.max_rows, first, lora_ints)
+            self.layouts = {
+                size: Layout.make(size, lists, lora_ints) for size, lists in zip(sizes, others, strict=True)
+            }
         else:
             if sizes:
-                raise ValueError("steps whose attention takes no lists of work cannot be recorded")
-            self.lay_out = attention
+                raise ValueError(f"steps cannot be recorded whose attention is {attention.name}'s")
             self.layout = Layout.make(limits.max_rows, None, lora_ints)
-        every = (self.layout, *self.layouts.values())
-        num_bytes = max(layout.num_bytes for layout in every)
+        num_bytes = max(layout.num_bytes for layout in (self.layout, *self.layouts.values()))
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         hosts = [
             torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -139,7 +136,7 @@ class PackedSource:
         size = next((size for size in self.replays if size >= count), None) if decoding else None
         return PackedInputs(self, self._frame(), size)
 
-    def empty_batch(self, size: int) -> tuple[dict[str, torch.Tensor], TritonAttentionBatch]:
+    def empty_batch(self, size: int) -> tuple[dict[str, torch.Tensor], Any]:
         """The rows and the attention of a recorded size, holding a step of padding alone."""
         layout = self.layouts[size]
         inputs = PackedInputs(self, self._frame(), size)
@@ -148,10 +145,9 @@ class PackedSource:
         inputs.adapters([], 0)
         inputs.head_adapters([], 0)
         inputs.send()
-        assert layout.plan is not None
-        assert self.scratch is not None
-        array = self.view(layout.attention, 4 * layout.plan.num_ints, torch.int32)
-        return rows, graph_batch(layout.plan, array, self.scratch)
+        assert layout.lists is not None
+        array = self.view(layout.attention, 4 * layout.lists.num_ints, torch.int32)
+        return rows, layout.lists.recorded_batch(array)
 
     def recorded_adapters(self, size: int) -> tuple[LoraLauncher, LoraLauncher | None]:
         """The passes that read the adapters' lists of a recorded size."""
@@ -215,19 +211,17 @@ class PackedInputs:
     def attention(
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> Any:
-        layout, source = self._layout, self.source
-        if source.lay_out is not None:
-            return source.lay_out(num_rows, seq_lens, block_tables)
-        start, plan = layout.attention, layout.plan
-        assert plan is not None
-        assert source.scratch is not None
-        array = self.frame.numbers[start : start + 4 * plan.num_ints].view(np.int32)
-        counts = plan.write(array, num_rows, seq_lens, block_tables, padded_rows=self.size)
-        self._used = max(self._used, start + 4 * counts.num_ints)
-        view = source.view(start, 4 * plan.num_ints, torch.int32)
-        if self.size is not None:
-            return graph_batch(plan, view, source.scratch)
-        return TritonAttentionBatch(plan, view, source.scratch, counts.num_rows, counts.windows)
+        start, lists = self._layout.attention, self._layout.lists
+        if lists is None:
+            return self.source.attention.lay_out(num_rows, seq_lens, block_tables)
+        num_bytes = 4 * lists.num_ints
+        host = self.frame.numbers[start : start + num_bytes].view(np.int32)
+        device = self.source.view(start, num_bytes, torch.int32)
+        batch, used = lists.lay_out(
+            host, device, num_rows, seq_lens, block_tables, recorded=self.size is not None
+        )
+        self._used = max(self._used, start + 4 * used)
+        return batch
 
     def adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
         return self._pass(segments, num_rows, head=False)
@@ -278,32 +272,3 @@ class PackedInputs:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
-
-
-def _planner(
-    needs: AttentionNeeds,
-    dtype: torch.dtype,
-    device: torch.device,
-    limits: StepLimits,
-    *,
-    batch_invariant: bool,
-) -> Callable[[int, int, int], AttentionPlan]:
-    """Makes plans for a number of rows, of sequences, and of rows of one sequence."""
-    capability, programs = _device_traits(device)
-    tilings = choose_tilings(needs.shape, dtype.itemsize, capability, batch_invariant=batch_invariant)
-
-    def plan(rows: int, sequences: int, longest: int) -> AttentionPlan:
-        capacity = AttentionCapacity(rows, sequences, sequences * limits.max_blocks, longest)
-        return AttentionPlan(needs.shape, capacity, tilings, num_programs=programs, windows=needs.windows)
-
-    return plan
-
-
-def _device_traits(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability, and programs that run at the same time; where kernels are interpreted, any numbers do."""
-    if device.type != "cuda":
-        return (9, 0), 4
-    return (
-        torch.cuda.get_device_capability(device),
-        2 * torch.cuda.get_device_properties(device).multi_processor_count,
-    )

@@ -39,9 +39,8 @@ class InputSource(Protocol):
 class _Plain:
     """An InputSource that prepares nothing."""
 
-    def __init__(self, model: Model, kv: KVCache, lora: LoraSource | None) -> None:
-        block = kv.layer(0)[:1]
-        self._arguments = (model.device, block.numel() * block.element_size(), lora, model.lay_out_attention)
+    def __init__(self, model: Model, lora: LoraSource | None) -> None:
+        self._arguments = (model.device, model.attention, lora)
 
     def begin_inputs(self, plan: StepPlan) -> StepInputs:
         return PlainInputs(*self._arguments)
@@ -137,7 +136,7 @@ class ModelRunner:
         self._kv = kv
         self._executor = executor
         self._eos_ids = eos_ids
-        self._inputs = inputs or _Plain(model, kv, lora)
+        self._inputs = inputs or _Plain(model, lora)
         self._sampler: Sampler = sampler or TorchSampler(model.shape.vocab_size)
         self._masks = masks
         self._previous = _SampledTokens({})

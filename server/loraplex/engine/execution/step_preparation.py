@@ -13,8 +13,9 @@ from loraplex.engine.execution.device_memory import DeviceMemory, headroom
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.runner import ModelRunner
-from loraplex.engine.model.base import AttentionNeeds, KVCache, Model
+from loraplex.engine.model.base import KVCache, Model
 from loraplex.engine.sampling.sampler import Sampler
+from loraplex.kernels.attention.kernel import RecordableAttention
 
 if TYPE_CHECKING:
     from loraplex.engine.execution.packed_inputs import PackedSource
@@ -30,8 +31,7 @@ class StepTooLarge(LoraplexError):
 
 class StepPreparation:
     """Where the steps of an engine begin. On Triton's kernels that is a `PackedSource`; on others steps take plain
-    tensors. `needs`: of a model whose attention takes lists of work; None: nothing is recorded. `max_scored`: positions
-    of prompts that a step scores."""
+    tensors. `max_scored`: positions of prompts that a step scores."""
 
     def __init__(
         self,
@@ -40,7 +40,6 @@ class StepPreparation:
         executor: Executor,
         sampler: Sampler,
         *,
-        needs: AttentionNeeds | None,
         recorder: Recorder | None,
         max_scored: int,
         batch_invariant: bool,
@@ -49,7 +48,6 @@ class StepPreparation:
         self._arena = arena
         self._executor = executor
         self._sampler = sampler
-        self._needs = needs
         self._recorder = recorder
         self._max_scored = max_scored
         self._batch_invariant = batch_invariant
@@ -64,13 +62,13 @@ class StepPreparation:
         # Triton need not be there where it does not run.
         from loraplex.engine.execution.cuda_graphs import CudaRecorder, prepare_inputs
 
-        if self._needs is None:
+        if not isinstance(self._model.attention, RecordableAttention):
             self._recorder = None
         elif self._recorder is None and self._model.device.type == "cuda":
             self._recorder = CudaRecorder()
         self.inputs = prepare_inputs(
             self._model,
-            self._needs,
+            self._model.attention,
             kv,
             self._arena,
             limits,

@@ -10,25 +10,15 @@ import torch
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import BLOCK_SIZE
-from loraplex.kernels.attention.triton_tiling import AttentionShape
+from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora.site_groups import SiteGroup
-from loraplex.kernels.ops import LayOut
 
 
 class ModelUnsupported(LoraplexError):
     """This checkpoint can't be served; the message says which property of it, and what to do."""
 
     code = "model_unsupported"
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionNeeds:
-    """Properties of a model that attention over lists of work needs: its sizes, and the windows of its layers, each
-    once."""
-
-    shape: AttentionShape
-    windows: tuple[int | None, ...]
 
 
 class LoraPass(Protocol):
@@ -55,9 +45,9 @@ class ModelShape:
 class KVCache:
     """One preallocated pool of KV blocks for all layers: [layers, N, 16, 2, Hkv, D], K before V.
 
-    Invariant, for kernels that read what is not written yet (`Ops.reads_unwritten`): where a block belongs to a
-    sequence, its positions beyond the sequence's end hold zeros. A block's last owner may have left anything there,
-    NaN included, and a masked NaN still spoils a sum.
+    Invariant, for kernels that read what is not written yet (`AttentionKernel.reads_unwritten`): where a block belongs
+    to a sequence, its positions beyond the sequence's end hold zeros. A block's last owner may have left anything
+    there, NaN included, and a masked NaN still spoils a sum.
     """
 
     def __init__(self, shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -89,13 +79,13 @@ class KVCache:
 class ForwardBatch:
     """The rows of one step, T in all, flat: sequences one after another, each with its next positions.
 
-    `token_ids`, `positions` [T] int64. `attention` knows where each sequence's KV lies, in the form that the model
-    takes. `fresh_blocks` [n] int64 are those that the step begins. `logits_rows` [S] int64 are the rows whose logits
-    are wanted. `take_hidden` is called with the hidden states behind the final norm, [P, C], of `hidden_rows` [P]
-    int64. `logits_out` [S, V] float32 is where the logits go; None: into a new tensor. `lora` is None where no row has
-    an adapter that changes a layer; `head_lora`, over the rows of `logits_rows`, where none has one that changes the
-    head. `begin_lora` (layer, group, x) is called with each x that `lora.apply` will get, before the base's product of
-    it: what needs x alone may run beside that. A model need not call it.
+    `token_ids`, `positions` [T] int64. `attention` knows where each sequence's KV lies: what the model's
+    `AttentionKernel` laid out. `fresh_blocks` [n] int64 are those that the step begins. `logits_rows` [S] int64 are the
+    rows whose logits are wanted. `take_hidden` is called with the hidden states behind the final norm, [P, C], of
+    `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a new tensor. `lora` is None
+    where no row has an adapter that changes a layer; `head_lora`, over the rows of `logits_rows`, where none has one
+    that changes the head. `begin_lora` (layer, group, x) is called with each x that `lora.apply` will get, before the
+    base's product of it: what needs x alone may run beside that. A model need not call it.
     """
 
     token_ids: torch.Tensor
@@ -127,14 +117,8 @@ class Model(Protocol):
     def head_group(self) -> SiteGroup | None: ...
 
     @property
-    def attention_needs(self) -> AttentionNeeds | None:
-        """None where attention takes no lists of work."""
-        ...
-
-    @property
-    def lay_out_attention(self) -> LayOut | None:
-        """Builds the batch that attention takes. None where that is an `AttentionBatch`
-        (`loraplex.kernels.attention.dispatch`), or lists of work."""
+    def attention(self) -> AttentionKernel:
+        """What computes its attention. It lays out the batch of each step."""
         ...
 
     @property

@@ -11,18 +11,15 @@ import torch
 from torch.nn.functional import embedding
 
 from loraplex.engine.config import BLOCK_SIZE
-from loraplex.engine.model.base import (
-    AttentionNeeds,
-    ForwardBatch,
-    ModelShape,
-    ModelUnsupported,
-)
+from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import open_checkpoint, tensor_bytes
+from loraplex.kernels.attention.choice import choose_attention
+from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.layers.rope import CosSinTable, rope_cos_sin
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
-from loraplex.kernels.ops import LayOut, Ops, resolve_ops
+from loraplex.kernels.ops import Ops, resolve_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +68,12 @@ class FusedDecoder:
         head: Any,
         *,
         ops: Ops,
+        attention: AttentionKernel,
     ) -> None:
         """`head` is packed as the layers' weights are."""
         self._spec = spec
         self._ops = ops
+        self._kernel = attention
         self._layers = tuple(layers)
         self._embed = embed
         self._norm = norm
@@ -109,16 +108,8 @@ class FusedDecoder:
         )
 
     @property
-    def attention_needs(self) -> AttentionNeeds | None:
-        if self._ops.reads_unwritten or self._ops.lay_out is not None:
-            return None
-        spec = self._spec
-        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE)
-        return AttentionNeeds(shape, tuple(dict.fromkeys(spec.windows)))
-
-    @property
-    def lay_out_attention(self) -> LayOut | None:
-        return self._ops.lay_out
+    def attention(self) -> AttentionKernel:
+        return self._kernel
 
     @property
     def num_layers(self) -> int:
@@ -163,7 +154,7 @@ class FusedDecoder:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         spec = self._spec
-        if self._ops.reads_unwritten:
+        if self._kernel.reads_unwritten:
             batch.kv.clear_blocks(batch.fresh_blocks)
         cos_sin = self._cos_sin(batch.positions)
         residual = embedding(batch.token_ids, self._embed)
@@ -260,7 +251,7 @@ class FusedDecoder:
             k_norm=layer.k_norm,
             eps=spec.rms_norm_eps,
         )
-        out = self._ops.paged_attention(
+        out = self._kernel.run(
             heads[:, : spec.num_heads],
             cache,
             batch.attention,
@@ -300,13 +291,14 @@ def load_fused(
     *,
     unread: tuple[str, ...] = (),
     ops: Ops | None = None,
+    attention: AttentionKernel | None = None,
 ) -> FusedDecoder:
     """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the
     checkpoint. Tensors whose names begin with one of `unread` belong to other parts of a larger model. Raises
     ModelUnsupported for a tensor that is missing, of another shape, or unknown to the family: it would change the
     computation."""
     with open_checkpoint(model_dir) as checkpoint:
-        decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops)
+        decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops, attention=attention)
         leftover = [name for name in checkpoint.leftover() if not name.startswith(unread)]
     if leftover:
         shown = ", ".join(leftover[:4]) + (", …" if len(leftover) > 4 else "")
@@ -324,9 +316,15 @@ def fused_decoder(
     device: torch.device,
     *,
     ops: Ops | None = None,
+    attention: AttentionKernel | None = None,
 ) -> FusedDecoder:
-    """The same of tensors that come from anywhere."""
-    return _Reader(tensors, spec, dtype, device, ops).decoder()
+    """The same of tensors that come from anywhere. `ops` and `attention` belong together; None: torch's."""
+    return _Reader(tensors, spec, dtype, device, ops, attention).decoder()
+
+
+def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
+    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE)
+    return AttentionNeeds(shape, tuple(dict.fromkeys(spec.windows)), spec.attention_softcap is not None)
 
 
 class _Reader:
@@ -337,8 +335,10 @@ class _Reader:
         dtype: torch.dtype,
         device: torch.device,
         ops: Ops | None,
+        attention: AttentionKernel | None,
     ) -> None:
         self._ops = ops or resolve_ops("torch")
+        self._attention = attention or choose_attention("torch", attention_needs(spec), dtype, device)
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype
@@ -354,7 +354,7 @@ class _Reader:
         layers = [self._layer(f"{self._root}layers.{i}.") for i in range(spec.num_layers)]
         norm = self._norm(f"{self._root}norm", spec.hidden_size)
         head = self._ops.pack_weight(self._head(embed))
-        return FusedDecoder(spec, layers, embed, norm, head, ops=self._ops)
+        return FusedDecoder(spec, layers, embed, norm, head, ops=self._ops, attention=self._attention)
 
     def _head(self, embed: torch.Tensor) -> torch.Tensor:
         if self._spec.tied and "lm_head.weight" not in self._checkpoint:

@@ -13,12 +13,13 @@ import torch
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
-from loraplex.engine.model.fused import load_fused
+from loraplex.engine.model.fused import attention_needs, load_fused
 from loraplex.engine.model.plans import FusedPlan, KeptPlans
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 from loraplex.engine.model.text_part import TextPart, text_part
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
+from loraplex.kernels.attention.choice import choose_attention
 from loraplex.kernels.backend import resolve_backend
 from loraplex.kernels.layers.dense import multiplies
 from loraplex.kernels.ops import resolve_ops
@@ -72,8 +73,14 @@ def load_model(
     if plan is not None:
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, device)
-        ops = resolve_ops(resolve_backend(kernels, device), batch_invariant=batch_invariant)
-        return load_fused(model_dir, plan.spec, chosen, device, unread=plan.unread, ops=ops)
+        backend = resolve_backend(kernels, device)
+        ops = resolve_ops(backend, batch_invariant=batch_invariant)
+        attention = choose_attention(
+            backend, attention_needs(plan.spec), chosen, device, batch_invariant=batch_invariant
+        )
+        return load_fused(
+            model_dir, plan.spec, chosen, device, unread=plan.unread, ops=ops, attention=attention
+        )
     if batch_invariant:
         raise _refuse_bits(config.model_type)
     decoder = load_wrapped(model_dir, config, _dtype(_stored_dtype(config), dtype, device), device)

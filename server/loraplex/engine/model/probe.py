@@ -11,7 +11,6 @@ import torch
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.model.base import ForwardBatch, KVCache, ModelUnsupported
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder
-from loraplex.kernels.attention.dispatch import build_attention_batch
 
 _LENGTHS = (37, 21)
 """Two sequences, several blocks each, in one flat batch: a model that mixes neighbouring rows by anything else than
@@ -106,13 +105,8 @@ def _paged_logits(
                 [t for i, (a, b) in zip(turn, spans, strict=True) for t in prompts[i][a:b]], device=device
             ),
             positions=torch.tensor([p for span in spans for p in range(*span)], device=device),
-            attention=build_attention_batch(
-                [end - start for start, end in spans],
-                [end for _, end in spans],
-                [tables[i] for i in turn],
-                block_size=BLOCK_SIZE,
-                max_gather_blocks=1024,
-                device=device,
+            attention=decoder.attention.lay_out(
+                [end - start for start, end in spans], [end for _, end in spans], [tables[i] for i in turn]
             ),
             fresh_blocks=torch.tensor(fresh, dtype=torch.int64, device=device),
             logits_rows=torch.arange(num_rows, device=device),

@@ -17,7 +17,8 @@ import torch
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.sites import find_sites
 from loraplex.engine.model.weights import tensor_bytes
-from loraplex.kernels.attention.dispatch import paged_attention, write_kv
+from loraplex.kernels.attention.kernel import AttentionKernel
+from loraplex.kernels.attention.torch_kernel import TorchAttention
 from loraplex.kernels.layers.dense import linear
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 
@@ -25,6 +26,8 @@ ATTENTION_NAME = "loraplex_paged"
 
 _BATCH: ContextVar[ForwardBatch] = ContextVar("loraplex_forward_batch")
 """The batch of the forward pass that runs in this thread."""
+_KERNEL: ContextVar[AttentionKernel] = ContextVar("loraplex_attention_kernel")
+"""What computes its attention."""
 
 _IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "cache_position", "position_embeddings", "past_key_values"}
@@ -38,6 +41,7 @@ class TransformersDecoder:
     def __init__(self, model: Any, shape: ModelShape) -> None:
         self._model = model
         self._shape = shape
+        self._kernel = TorchAttention(shape.num_kv_heads, shape.head_dim, model.dtype, model.device)
         self._sites = find_sites(model, shape.num_layers)
         self._groups = self._sites.groups
         for (layer, site), module in self._sites.modules.items():
@@ -63,12 +67,8 @@ class TransformersDecoder:
         return tensor_bytes((tuple(self._model.parameters()), tuple(self._model.buffers())))
 
     @property
-    def attention_needs(self) -> None:
-        return None
-
-    @property
-    def lay_out_attention(self) -> None:
-        return None
+    def attention(self) -> AttentionKernel:
+        return self._kernel
 
     @property
     def num_layers(self) -> int:
@@ -113,13 +113,14 @@ class TransformersDecoder:
         arguments: dict[str, Any] = {"use_cache": False}
         if self._keeps_rows:
             arguments["logits_to_keep"] = batch.logits_rows
-        token = _BATCH.set(batch)
+        token, kernel_token = _BATCH.set(batch), _KERNEL.set(self._kernel)
         try:
             answer = self._model(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], **arguments
             )
         finally:
             _BATCH.reset(token)
+            _KERNEL.reset(kernel_token)
         logits: torch.Tensor = answer.logits[0]
         if not self._keeps_rows:
             logits = logits.index_select(0, batch.logits_rows)
@@ -175,9 +176,10 @@ def _attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3).to(cache.dtype)
-    write_kv(kv, cache, batch.attention)
+    kernel = _KERNEL.get()
+    kernel.write_kv(kv, cache, batch.attention)
     q = query[0].transpose(0, 1).to(cache.dtype)
-    out = paged_attention(q, cache, batch.attention, scale=scaling, window=sliding_window, softcap=softcap)
+    out = kernel.run(q, cache, batch.attention, scale=scaling, window=sliding_window, softcap=softcap)
     return out.to(query.dtype)[None], None
 
 

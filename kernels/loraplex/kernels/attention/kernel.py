@@ -1,0 +1,108 @@
+"""The seam of paged attention: what a decoder and a step's inputs need of an implementation.
+
+The formula and the legend of the shapes are those of `loraplex.kernels.attention.dispatch`. A batch is what
+`AttentionKernel.lay_out` or `AttentionLayout.lay_out` returns. Its `slots` [T] say where each row's K and V go, block·P
++ offset; all else of it is for the kernel that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.kernels.attention.triton_plan import AttentionCapacity
+from loraplex.kernels.attention.triton_tiling import AttentionShape
+
+BLOCK_SIZE = 16
+"""Positions of a KV block."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """Properties of a model that decide which kernels can compute its attention: its sizes, the windows of its layers,
+    each once, and whether scores have a softcap."""
+
+    shape: AttentionShape
+    windows: tuple[int | None, ...] = (None,)
+    has_softcap: bool = False
+
+
+class AttentionKernel(Protocol):
+    """One implementation, for one model on one device. It is chosen once, when the model is loaded."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reads_unwritten(self) -> bool:
+        """Whether `run` reads positions of a block that its sequence has not written, so that a block must be cleared
+        before it is begun."""
+        ...
+
+    def lay_out(
+        self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> Any:
+        """The batch of a step: sequence i has the next num_rows[i] rows of the flat batch, seq_lens[i] positions at its
+        end (those rows included) and the blocks block_tables[i]. Raises ValueError where a table is too short."""
+        ...
+
+    def write_kv(self, kv: torch.Tensor, cache: torch.Tensor, batch: Any) -> None:
+        """Store a step's K and V in one layer's cache, in place. kv: [T, 2, Hkv, D], K before V; cache: [N, P, 2, Hkv,
+        D] of the same dtype."""
+        ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        batch: Any,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """The formula, after this step's K and V were written. q: [T, Hq, D], last axis contiguous; cache: [N, P, 2,
+        Hkv, D]; one floating dtype. Returns [T, Hq, D] in that dtype, contiguous."""
+        ...
+
+
+class AttentionLayout(Protocol):
+    """Lays out steps of up to a capacity in one array of `num_ints` int32s, which travels with a step's other
+    inputs."""
+
+    @property
+    def num_ints(self) -> int: ...
+
+    def lay_out(
+        self,
+        host: NDArray[np.int32],
+        device: torch.Tensor,
+        num_rows: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        recorded: bool,
+    ) -> tuple[Any, int]:
+        """Write a step into `host` [num_ints]. Returns its batch over `device` [num_ints], which must hold the same
+        before the batch is read, and the number of int32s that are used. `recorded`: rows up to the capacity's are
+        padding; their output is 0, and their K and V are not written."""
+        ...
+
+    def recorded_batch(self, device: torch.Tensor) -> Any:
+        """The batch to record a pass with: it computes whatever `lay_out` wrote into `device` for `recorded`."""
+        ...
+
+
+@runtime_checkable
+class RecordableAttention(AttentionKernel, Protocol):
+    """A kernel whose steps are laid out in one array at a fixed place, so that decoding steps can be recorded and
+    replayed: on a GPU a step is hundreds of launches."""
+
+    def layouts(self, capacities: Sequence[AttentionCapacity]) -> Sequence[AttentionLayout]:
+        """One for each capacity. They share their scratch memory: only one step may run at a time."""
+        ...

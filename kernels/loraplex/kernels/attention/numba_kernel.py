@@ -1,0 +1,49 @@
+"""Paged attention compiled by numba as an `AttentionKernel`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from loraplex.kernels.attention.numba_attention import (
+    NumbaAttentionBatch,
+    build_attention_batch,
+    key_value_offsets,
+    paged_attention,
+)
+
+
+class NumbaAttention:
+    """See `AttentionKernel`. The cache is in the order of `loraplex.kernels.attention.numba_attention`."""
+
+    name = "numba"
+    reads_unwritten = False
+
+    def lay_out(
+        self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> NumbaAttentionBatch:
+        return build_attention_batch(num_rows, seq_lens, block_tables)
+
+    def write_kv(self, kv: torch.Tensor, cache: torch.Tensor, batch: NumbaAttentionBatch) -> None:
+        _, block_size, _, heads, dim = cache.shape
+        head = torch.arange(heads)[:, None]
+        at = torch.arange(dim)
+        position = (batch.slots % block_size)[:, None, None]
+        of_keys, of_values = key_value_offsets(head, position, at, dim, cache.element_size())
+        blocks = (batch.slots // block_size)[:, None, None] * cache.stride(0)
+        flat = cache.view(-1)
+        flat[blocks + of_keys] = kv[:, 0]
+        flat[blocks + of_values] = kv[:, 1]
+
+    def run(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        batch: NumbaAttentionBatch,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)

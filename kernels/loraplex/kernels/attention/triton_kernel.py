@@ -1,0 +1,136 @@
+"""Paged attention in Triton as an `AttentionKernel`: decoding and prompts, recorded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.kernels.attention import triton_kv_write
+from loraplex.kernels.attention.kernel import AttentionNeeds
+from loraplex.kernels.attention.triton_attention import (
+    AttentionScratch,
+    TritonAttentionBatch,
+    graph_batch,
+    paged_attention,
+)
+from loraplex.kernels.attention.triton_plan import AttentionCapacity, AttentionPlan
+from loraplex.kernels.attention.triton_tiling import choose_tilings
+
+
+@dataclass(frozen=True, slots=True)
+class TritonLayout:
+    """See `AttentionLayout`."""
+
+    plan: AttentionPlan
+    scratch: AttentionScratch
+
+    @property
+    def num_ints(self) -> int:
+        return self.plan.num_ints
+
+    def lay_out(
+        self,
+        host: NDArray[np.int32],
+        device: torch.Tensor,
+        num_rows: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        recorded: bool,
+    ) -> tuple[TritonAttentionBatch, int]:
+        padded_rows = self.plan.capacity.num_rows if recorded else None
+        counts = self.plan.write(host, num_rows, seq_lens, block_tables, padded_rows=padded_rows)
+        if recorded:
+            return self.recorded_batch(device), counts.num_ints
+        batch = TritonAttentionBatch(self.plan, device, self.scratch, counts.num_rows, counts.windows)
+        return batch, counts.num_ints
+
+    def recorded_batch(self, device: torch.Tensor) -> TritonAttentionBatch:
+        return graph_batch(self.plan, device, self.scratch)
+
+
+class TritonAttention:
+    """See `RecordableAttention`. `batch_invariant`: a row gets the same bits in every step."""
+
+    name = "triton"
+    reads_unwritten = False
+
+    def __init__(
+        self,
+        needs: AttentionNeeds,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        self._needs = needs
+        self._device = device
+        capability, self._programs = _device_traits(device)
+        self._tilings = choose_tilings(
+            needs.shape, dtype.itemsize, capability, batch_invariant=batch_invariant
+        )
+
+    def layouts(self, capacities: Sequence[AttentionCapacity]) -> tuple[TritonLayout, ...]:
+        plans = [self._plan(capacity) for capacity in capacities]
+        largest = max(plans, key=lambda plan: plan.partial_rows)
+        scratch = AttentionScratch.allocate(largest, self._device)
+        return tuple(TritonLayout(plan, scratch) for plan in plans)
+
+    def lay_out(
+        self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> TritonAttentionBatch:
+        """In an array of its own, with scratch memory of its own."""
+        size = self._needs.shape.block_size
+        (layout,) = self.layouts(
+            [
+                AttentionCapacity(
+                    num_rows=sum(num_rows),
+                    num_sequences=len(num_rows),
+                    num_blocks=sum(-(-length // size) for length in seq_lens),
+                    max_rows_per_sequence=max(num_rows, default=1),
+                )
+            ]
+        )
+        host = np.empty(layout.num_ints, dtype=np.int32)
+        device = torch.empty(layout.num_ints, dtype=torch.int32, device=self._device)
+        batch, used = layout.lay_out(host, device, num_rows, seq_lens, block_tables, recorded=False)
+        device[:used].copy_(torch.from_numpy(host[:used]))
+        return batch
+
+    def write_kv(self, kv: torch.Tensor, cache: torch.Tensor, batch: TritonAttentionBatch) -> None:
+        triton_kv_write.write_kv(kv, cache, batch.slots)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        batch: TritonAttentionBatch,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+
+    def _plan(self, capacity: AttentionCapacity) -> AttentionPlan:
+        return AttentionPlan(
+            self._needs.shape,
+            capacity,
+            self._tilings,
+            num_programs=self._programs,
+            windows=self._needs.windows,
+        )
+
+
+def _device_traits(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability, and programs that run at the same time; where kernels are interpreted, any numbers do."""
+    if device.type != "cuda":
+        return (9, 0), 4
+    return (
+        torch.cuda.get_device_capability(device),
+        2 * torch.cuda.get_device_properties(device).multi_processor_count,
+    )
