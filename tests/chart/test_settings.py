@@ -35,6 +35,8 @@ def other_value(name: str) -> Any:
         return TEXTS[name]
     if name == "cors_origins":
         return ["https://a.example.com", "https://b.example.com"]
+    if name == "adapter_sources":
+        return ["file:///srv/shared", "file:///srv/{tenant}"]
     if field.annotation is bool:
         return not field.default
     if get_origin(field.annotation) is not None:

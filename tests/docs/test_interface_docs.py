@@ -37,6 +37,7 @@ from support.engine.fake_engine import FakeEngineClient, fake_engine_info
 from support.http.admin_plane import AdminPlane
 from support.http.data_plane import (
     BASE,
+    FakeAdapters,
     FakeAuthenticator,
     FakeGrammars,
     FakeLedger,
@@ -75,6 +76,7 @@ def test_every_route_of_the_data_plane(tmp_path: Path) -> None:
         resolver=FakeResolver(),
         limiter=FakeLimiter(),
         ledger=FakeLedger(),
+        adapters=FakeAdapters(),
         metrics=Metrics(BASE),
         drain=Drain(),
         served_model_name=BASE,

@@ -19,6 +19,7 @@ from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.metrics import Metrics, Scraper
 from loraplex.api.routes import models, server
 from loraplex.api.routes.generation import generation_routes
+from loraplex.api.routes.lora_loading import loading_routes
 from loraplex.api.routes.messages import count_route
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.api.routes.probes import probe_routes
@@ -67,6 +68,7 @@ def create_data_app(
         *tokenizer_routes(capacity),
         count_route(capacity),
         *models.router.routes,
+        *loading_routes(),
         *probes,
         *server.router.routes,
         *([metrics_route(scraper)] if services.metrics_on_data_port else []),

@@ -12,14 +12,18 @@ from loraplex.http.bearer import bearer_secret
 
 
 async def authenticate(
-    scope: Scope, authenticator: Authenticator, key_header: str | None = None
+    scope: Scope,
+    authenticator: Authenticator,
+    key_header: str | None = None,
+    *,
+    scope_needed: str = "inference",
 ) -> Principal:
-    """The caller, who may infer. `key_header` is a header that may hold the key instead of Authorization. Raises
-    BearerInvalid, ApiError (403) and what the authenticator raises."""
-    principal = await authenticator.authenticate(bearer_secret(scope, key_header))
+    """The caller, who has the scope that is needed. `key_header` is a header that may hold the key instead of
+    Authorization. Raises BearerInvalid, ApiError (403) and what the authenticator raises."""
+    principal = await authenticator.authenticate(bearer_secret(scope, key_header, or_basic=True))
     context_of(scope).principal = principal
     if principal.is_admin or principal.tenant_id is None:
         raise ApiError("insufficient_scope", "The admin token cannot be used here; use a key of a tenant.")
-    if "inference" not in principal.scopes:
-        raise ApiError("insufficient_scope", "This API key lacks the scope 'inference'.")
+    if scope_needed not in principal.scopes:
+        raise ApiError("insufficient_scope", f"This API key lacks the scope '{scope_needed}'.")
     return principal

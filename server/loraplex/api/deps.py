@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
+from loraplex.control.audit.recorder import Actor
 from loraplex.control.db.outage import DatabaseHealth
-from loraplex.control.types import Admission, ModelCard, Principal, Reservation, ResolvedModel
+from loraplex.control.types import (
+    Admission,
+    ModelCard,
+    Principal,
+    Reservation,
+    ResolvedModel,
+    VersionInfo,
+)
 from loraplex.control.usage.records import Accepted, Ended
 from loraplex.http.edge import AccessLog, access_log
 from loraplex.serving.client.engine_client import EngineClient
@@ -76,6 +84,19 @@ class Resolver(Protocol):
     async def list_models(self, principal: Principal) -> Sequence[ModelCard]: ...
 
 
+class RuntimeAdapters(Protocol):
+    """Loading of adapters through the data plane. `by` is a tenant's key."""
+
+    async def load(self, by: Actor, name: str, path: str) -> VersionInfo:
+        """Raises AdapterRefused, InvalidValue, and errors with the codes `source_not_allowed`, `source_not_found`,
+        `source_unavailable`."""
+        ...
+
+    async def unload(self, by: Actor, name: str) -> None:
+        """Raises AdapterNotFound."""
+        ...
+
+
 class Limiter(Protocol):
     async def admit(self, request_id: str, principal: Principal) -> Admission:
         """Takes one request from all request rates, or nothing, before anything is done for it. `request_id` is our
@@ -129,6 +150,7 @@ class ApiServices:
     resolver: Resolver
     limiter: Limiter
     ledger: Ledger
+    adapters: RuntimeAdapters
     metrics: Metrics
     drain: Drain
     served_model_name: str

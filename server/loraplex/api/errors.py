@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 from starlette.responses import Response
 
-from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.errors import LoraplexError, RefusalCode
 from loraplex.api.codec import dumps
 from loraplex.api.limit_headers import limit_headers, whole_seconds
 from loraplex.control.errors import RateLimited
@@ -31,7 +31,7 @@ from loraplex.http.text import printable
 
 INVALID_REQUEST = "invalid_request_error"
 
-ANSWERS: dict[str, tuple[int, str]] = {
+ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(get_args(RefusalCode), (400, INVALID_REQUEST)) | {
     "invalid_value": (400, INVALID_REQUEST),
     "unsupported_field": (400, INVALID_REQUEST),
     "context_length_exceeded": (400, INVALID_REQUEST),
@@ -40,7 +40,9 @@ ANSWERS: dict[str, tuple[int, str]] = {
     "invalid_api_key": (401, "authentication_error"),
     "model_not_allowed": (403, "permission_error"),
     "insufficient_scope": (403, "permission_error"),
+    "source_not_allowed": (403, "permission_error"),
     "model_not_found": (404, INVALID_REQUEST),
+    "source_not_found": (404, INVALID_REQUEST),
     "unknown_url": (404, INVALID_REQUEST),
     "method_not_supported": (405, INVALID_REQUEST),
     "request_timeout": (408, INVALID_REQUEST),
@@ -53,6 +55,9 @@ ANSWERS: dict[str, tuple[int, str]] = {
     "database_unavailable": (503, "server_error"),
     "limits_unavailable": (503, "server_error"),
     "adapter_unavailable": (503, "server_error"),
+    "source_unavailable": (503, "server_error"),
+    "storage_unavailable": (503, "server_error"),
+    "storage_full": (503, "server_error"),
     "engine_restarting": (503, "server_error"),
     "deadline_exceeded": (504, "server_error"),
     "draining": (503, "server_error"),
@@ -194,4 +199,6 @@ def from_engine(error: EngineError | None) -> ApiError:
 
 
 def _default_param(code: str) -> str | None:
+    if code.startswith("source_"):
+        return "lora_path"
     return "model" if code in {"model_not_found", "model_not_allowed", "adapter_not_finite"} else None

@@ -39,7 +39,7 @@ class DataRoute(OrderedRoute):
     ) -> None:
         summary, _, more = inspect.cleandoc(endpoint.__doc__ or "").partition("\n")
         super().__init__(path, endpoint, **options | {"summary": summary})
-        assert self.scopes in (None, ("inference",)), f"{path}: `asked` knows no other scope"
+        assert self.scopes is None or len(self.scopes) == 1, f"{path}: `asked` looks at one scope"
         self.description = more.strip()
         keyed = () if self.scopes is None else (401, 403)
         self.responses = refused(*sorted({*keyed, *refusals})) | self.responses
@@ -47,5 +47,6 @@ class DataRoute(OrderedRoute):
     @asynccontextmanager
     async def asked(self, request: Request) -> AsyncIterator[Any]:
         services: ApiServices = request.app.state.services
-        await authenticate(request.scope, services.authenticator)
+        assert self.scopes is not None
+        await authenticate(request.scope, services.authenticator, scope_needed=self.scopes[0])
         yield NO_BODY

@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp
 
 from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.admin.app import (
     admin_routes,
@@ -26,6 +27,7 @@ from loraplex.admin.app import (
     create_tenant_app,
     tenant_document,
 )
+from loraplex.admin.runtime_loading import RuntimeLoading
 from loraplex.admin.services import AdminServices
 from loraplex.api.application import create_data_app, create_starting_data_app
 from loraplex.api.deps import ApiServices
@@ -354,6 +356,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         resolver=installation.resolver,
         limiter=limits,
         ledger=installation.usage_journal,
+        adapters=RuntimeLoading(admin_services, AllowedSources(settings.adapter_sources)),
         metrics=metrics,
         drain=drain,
         served_model_name=installation.served_name,

@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.sources.urls import AllowedSources
 
 OTHER_ENVIRONMENT = frozenset(
     {"LORAPLEX_URL", "LORAPLEX_API_KEY", "LORAPLEX_ADMIN_URL", "LORAPLEX_MODEL_CACHE", "LORAPLEX_CONFIG"}
@@ -98,6 +99,11 @@ def _header_pairs(value: str) -> list[tuple[str, str]]:
             raise ValueError(f"the value of header {number} has characters that no header can have")
         pairs.append((name, text))
     return pairs
+
+
+def _checked_sources(value: list[str] | str) -> list[str] | str:
+    AllowedSources(value)
+    return value
 
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
@@ -241,6 +247,13 @@ class Settings(BaseSettings):
     )
     artifact_url: str = Field(
         "", description="Where adapters are kept: file:///DIR (default: in the data directory)"
+    )
+    adapter_sources: Annotated[
+        list[str] | str, BeforeValidator(_comma_list), AfterValidator(_checked_sources)
+    ] = Field(
+        [],
+        description="Where tenants may import adapters from, separated by commas: file:///DIR; "
+        "a part {tenant} is the tenant's id (default: nowhere)",
     )
     admin_token: str = Field("", description="Token of the admin plane (default: made at the first start)")
     key_pepper: str = Field(

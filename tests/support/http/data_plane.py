@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from loraplex.api.application import create_data_app
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
+from loraplex.control.audit.recorder import Actor
 from loraplex.control.types import (
     Admission,
     LimitWindow,
@@ -34,6 +36,7 @@ from loraplex.control.types import (
     Reservation,
     ResolvedModel,
     Serving,
+    VersionInfo,
 )
 from loraplex.control.usage.journal import JournalFull
 from loraplex.control.usage.records import Accepted, Ended
@@ -211,6 +214,22 @@ class FakeLedger:
 
 
 @dataclass
+class FakeAdapters:
+    """Remembers what was loaded and unloaded."""
+
+    loaded: list[tuple[str, str]] = field(default_factory=list)
+
+    async def load(self, by: Actor, name: str, path: str) -> VersionInfo:
+        self.loaded.append((name, path))
+        return VersionInfo(
+            by.tenant_id or "", name, 1, "0" * 64, "ready", 8, (), 1, {}, "", False, datetime.now(UTC)
+        )
+
+    async def unload(self, by: Actor, name: str) -> None:
+        self.loaded = [one for one in self.loaded if one[0] != name]
+
+
+@dataclass
 class DataPlane:
     engine: FakeEngineClient
     authenticator: FakeAuthenticator
@@ -288,6 +307,7 @@ def running_data_plane(
             "resolver": FakeResolver(),
             "limiter": FakeLimiter(),
             "ledger": FakeLedger(),
+            "adapters": FakeAdapters(),
             "metrics": metrics,
             "drain": drain,
             "served_model_name": BASE,

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
-import anyio
-import anyio.to_thread
-import structlog
 from fastapi import APIRouter, Query, Request, Response
 
-from loraplex.adapters.archive.extract import extract_upload
+from loraplex.admin.admission import admit_version
 from loraplex.admin.engine_eviction import evict_removed, unpin_unused
 from loraplex.admin.framework.dependencies import (
     AdapterName,
@@ -29,12 +24,7 @@ from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.problem import Problem
 from loraplex.admin.schemas.adapters import Pin, Version, VersionPage, VersionServing
 from loraplex.admin.schemas.fields import PageQuery
-from loraplex.admin.services import AdminServices, UploadGate
-from loraplex.admin.uploads.multipart import Part
-from loraplex.admin.uploads.receive import Received, receive_upload
-from loraplex.admin.uploads.serving_field import check_serving
-from loraplex.control.audit.recorder import Actor
-from loraplex.control.catalog.staged import StagedUpload
+from loraplex.admin.uploads.receive import receive_upload
 from loraplex.control.errors import ControlError
 from loraplex.control.types import VersionInfo
 from loraplex.serving.errors import EngineUnavailable, ServingError
@@ -42,8 +32,6 @@ from loraplex.serving.errors import EngineUnavailable, ServingError
 router = APIRouter(prefix="/tenants/{tenant}/adapters/{name}/versions", route_class=AdminRoute)
 
 _PUSHED: Responses = {201: LOCATION, 200: {"model": Version, **LOCATION}, **refused(422)}
-
-log = structlog.get_logger("loraplex.admin")
 
 
 @router.post(
@@ -64,21 +52,8 @@ async def push_version(
 
     The same bytes again within this name, to be served alike: 200 and the version that has them.
     """
-    gate = services.upload_gate
-    room = await services.database.run(services.catalog.check_upload, tenant, name)
-    with _slot(gate, tenant), gate.staged.upload(tenant, name, room) as staged:
-        async with receive_upload(
-            request,
-            services.artifacts.store,
-            max_bytes=services.max_upload_bytes,
-            threads=gate.writers,
-            staged=staged,
-        ) as received:
-            admitted = partial(_admit, services, staged, received, by)
-            info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
-    await _pin_again(services, info.digest)
-    # It is asked for soon, if only to try it.
-    services.engine.prefetch([info.ref()])
+    receive = partial(receive_upload, request, services.artifacts.store, max_bytes=services.max_upload_bytes)
+    info, is_new = await admit_version(services, tenant, name, receive, by=by)
     response.headers["Location"] = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
     response.status_code = 201 if is_new else 200
     return _show(info)
@@ -157,50 +132,6 @@ async def unpin_version(
     info = await services.database.run(set_pin, tenant, name, version)
     await unpin_unused(services, info.digest)
     return _pinned(info)
-
-
-def _admit(
-    services: AdminServices, staged: StagedUpload, received: Received, by: Actor
-) -> tuple[VersionInfo, bool]:
-    """The version that the upload is, and whether it is new. Runs in a worker thread."""
-    staging = received.staging
-    check_serving(received.serving, services.check_formats)
-    if Part.ARCHIVE in received.parts:
-        extract_upload(
-            staging.archive_path,
-            staging.directory,
-            max_bytes=services.max_upload_bytes,
-            fault=staging.fault,
-            reserve=staged.unpack,
-        )
-    info, is_new = services.catalog.admit(
-        staged.tenant_id, staged.name, staging, serving=received.serving, by=by
-    )
-    staged.admitted(info.bytes if is_new else 0)
-    return info, is_new
-
-
-async def _pin_again(services: AdminServices, digest: str) -> None:
-    """Versions that were pinned while their bytes were damaged have them again. The engine drops a pin with the
-    damage; to it, one that it has is nothing new."""
-    for other in await services.database.run(services.catalog.pinned):
-        if other.digest == digest:
-            try:
-                await services.engine.pin(other.ref())
-            except ServingError as error:
-                log.warning("pin_failed", adapter=f"{other.name}@{other.version}", reason=error.message)
-
-
-@contextlib.contextmanager
-def _slot(gate: UploadGate, tenant: str) -> Iterator[None]:
-    if not gate.uploads.acquire(tenant, gate.max_uploads):
-        held = gate.uploads.held(tenant)
-        detail = f"Too many uploads are on their way, {held} of them for this tenant; try again."
-        raise Problem("server_overloaded", detail, retry_after_s=5)
-    try:
-        yield
-    finally:
-        gate.uploads.release(tenant)
 
 
 def _pinned(info: VersionInfo) -> Pin:

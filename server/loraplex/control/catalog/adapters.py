@@ -19,7 +19,7 @@ from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
 from loraplex.control.catalog.quota import check_quota, upload_room
-from loraplex.control.catalog.releases import add_release, current_release, release_shown
+from loraplex.control.catalog.releases import add_release, current_release, release_only, release_shown
 from loraplex.control.catalog.staged import UploadRoom
 from loraplex.control.catalog.versions import (
     count_living,
@@ -90,10 +90,14 @@ class Catalog:
         staging: Staging,
         *,
         serving: Serving = AS_THE_BASE,
+        source: str | None = None,
+        release: bool = False,
         by: Actor = LOCAL,
     ) -> tuple[VersionInfo, bool]:
         """Make a version of an upload's two files; whether it is new. The same bytes again within a name, to be served
         alike, are the version that has them; where the stored ones are lost or damaged, they take their place.
+        `source` is where an import came from, for the audit log. With `release` the version takes all the traffic of
+        its name from the same transaction on.
 
         The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
         next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed and what
@@ -116,7 +120,9 @@ class Catalog:
                 with self._database.write() as session:
                     self._artifacts.check_stored(spec.digest)
                     admitted = self._record(session, tenant_id, name, spec, serving, by)
-                    _note_upload(session, by, *admitted)
+                    if release:
+                        release_only(session, tenant_id, name, admitted[0].version, by=by)
+                    _note_upload(session, by, *admitted, source)
                     fault(FaultPoint.COMMIT_VERSION)
         except BaseException:
             # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
@@ -396,7 +402,7 @@ class Catalog:
         return "ready" if row.base_fingerprint == self._base.fingerprint else "incompatible"
 
 
-def _note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool) -> None:
+def _note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool, source: str | None) -> None:
     """The same bytes again are an act too: they may have healed what was damaged."""
     shown = {
         "version": info.version,
@@ -408,6 +414,6 @@ def _note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool) -
         "tool_format": info.serving.tool_format,
         "reasoning_format": info.serving.reasoning_format,
         "release": release_shown(current_release(session, info.tenant_id, info.name)),
-    }
+    } | ({} if source is None else {"source": source})
     target = f"{tenant_target(info.tenant_id)}/adapters/{info.name}/versions"
     record(session, by, "version.upload", target, tenant_id=info.tenant_id, after=shown)

@@ -294,6 +294,17 @@ def add_release(
     return _release_info(row)
 
 
+def release_only(session: Session, tenant_id: str, name: str, version: str, *, by: Actor) -> None:
+    """All traffic to `version`, which is ready, if it has not all of it already."""
+    before = current_release(session, tenant_id, name)
+    assert before is not None, "a name with a version has a release"
+    if {target.version for target in before.targets if target.weight} == {version}:
+        return
+    targets = (ReleaseTarget(version, 100),)
+    after = add_release(session, tenant_id, name, targets, before.sticky, origin="promote", by=by)
+    _recorded(session, by, "release.promote", before, after)
+
+
 def release_shown(info: ReleaseInfo | None) -> dict[str, Any] | None:
     """For the audit log."""
     if info is None:

@@ -1,0 +1,122 @@
+"""The one way by which an adapter's files become a version: uploaded, imported or loaded at run time.
+
+Where the files come from is the caller's `Receive`. Whatever it is, they count for the tenant's quota before they are
+written, they are validated alike, and the engine hears of the version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Protocol
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from loraplex.adapters.archive.extract import extract_upload
+from loraplex.admin.problem import Problem
+from loraplex.admin.services import AdminServices, UploadGate
+from loraplex.admin.uploads.multipart import Part
+from loraplex.admin.uploads.receive import Received
+from loraplex.admin.uploads.serving_field import check_serving
+from loraplex.control.audit.recorder import Actor
+from loraplex.control.catalog.staged import StagedUpload
+from loraplex.control.types import VersionInfo
+from loraplex.serving.errors import ServingError
+
+log = structlog.get_logger("loraplex.admin")
+
+
+class Receive(Protocol):
+    def __call__(
+        self, *, threads: anyio.CapacityLimiter, staged: StagedUpload
+    ) -> AbstractAsyncContextManager[Received]:
+        """Puts an adapter's files into a staging folder. `staged` hears of sizes before they are written; what writes
+        runs in `threads`."""
+        ...
+
+
+async def admit_version(
+    services: AdminServices,
+    tenant: str,
+    name: str,
+    receive: Receive,
+    *,
+    by: Actor,
+    source: str | None = None,
+    release: bool = False,
+) -> tuple[VersionInfo, bool]:
+    """The version that the received files are, and whether it is new. `source` and `release` are those of
+    `Catalog.admit`.
+
+    Raises Problem (503) where too many uploads are on their way, what `receive` raises, and what `Catalog.check_upload`
+    and `Catalog.admit` raise.
+    """
+    gate = services.upload_gate
+    room = await services.database.run(services.catalog.check_upload, tenant, name)
+    with _slot(gate, tenant), gate.staged.upload(tenant, name, room) as staged:
+        async with receive(threads=gate.writers, staged=staged) as received:
+            admitted = partial(_admit, services, staged, received, by, source, release)
+            info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
+    await _pin_again(services, info.digest)
+    # It is asked for soon, if only to try it.
+    services.engine.prefetch([info.ref()])
+    return info, is_new
+
+
+def _admit(
+    services: AdminServices,
+    staged: StagedUpload,
+    received: Received,
+    by: Actor,
+    source: str | None,
+    release: bool,
+) -> tuple[VersionInfo, bool]:
+    """Runs in a worker thread."""
+    staging = received.staging
+    check_serving(received.serving, services.check_formats)
+    if Part.ARCHIVE in received.parts:
+        extract_upload(
+            staging.archive_path,
+            staging.directory,
+            max_bytes=services.max_upload_bytes,
+            fault=staging.fault,
+            reserve=staged.unpack,
+        )
+    info, is_new = services.catalog.admit(
+        staged.tenant_id,
+        staged.name,
+        staging,
+        serving=received.serving,
+        source=source,
+        release=release,
+        by=by,
+    )
+    staged.admitted(info.bytes if is_new else 0)
+    return info, is_new
+
+
+async def _pin_again(services: AdminServices, digest: str) -> None:
+    """Versions that were pinned while their bytes were damaged have them again. The engine drops a pin with the
+    damage; to it, one that it has is nothing new."""
+    for other in await services.database.run(services.catalog.pinned):
+        if other.digest == digest:
+            try:
+                await services.engine.pin(other.ref())
+            except ServingError as error:
+                log.warning("pin_failed", adapter=f"{other.name}@{other.version}", reason=error.message)
+
+
+@contextlib.contextmanager
+def _slot(gate: UploadGate, tenant: str) -> Iterator[None]:
+    if not gate.uploads.acquire(tenant, gate.max_uploads):
+        held = gate.uploads.held(tenant)
+        detail = f"Too many uploads are on their way, {held} of them for this tenant; try again."
+        raise Problem("server_overloaded", detail, retry_after_s=5)
+    try:
+        yield
+    finally:
+        gate.uploads.release(tenant)

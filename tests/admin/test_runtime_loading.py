@@ -1,0 +1,178 @@
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter` as training loops use them, on a whole server."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.adapters.store.files import TENSORS_NAME
+from loraplex.control.audit.log import AuditFilter
+from support.adapters.drafts import make_adapter
+from support.http.admin_plane import ADMIN_TOKEN, ARCH
+from support.http.whole_server import WholeServer, bearer, whole_server
+
+
+class Loop:
+    """A training loop of the tenant `acme`, which may write into `folder`."""
+
+    def __init__(self, server: WholeServer, folder: Path) -> None:
+        self.server, self.folder = server, folder
+        server.plane.make_tenant("acme")
+        server.plane.make_tenant("rival")
+        self.key = server.plane.make_key("acme", "inference", "adapters:read", "adapters:write")
+
+    def checkpoint(self, name: str, seed: int = 1, tenant: str = "acme") -> Path:
+        path = self.folder / tenant / name
+        path.mkdir(parents=True)
+        make_adapter(path, ARCH, seed=seed)
+        return path
+
+    def post(self, what: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+        url = f"{self.server.data_url}/v1/{what}_lora_adapter"
+        return self.server.http.post(url, json=body, **{"headers": bearer(self.key), **options})
+
+    def load(self, name: str, path: Path | str, **more: Any) -> httpx.Response:
+        return self.post("load", {"lora_name": name, "lora_path": str(path), **more})
+
+    def error(self, answer: httpx.Response) -> tuple[int, str, str | None]:
+        error = answer.json()["error"]
+        return answer.status_code, error["code"], error["param"]
+
+    def released(self, name: str) -> list[tuple[str, int]]:
+        release = self.server.plane.services.releases.get("acme", name)
+        return [(target.version, target.weight) for target in release.targets]
+
+    def digest_served(self, name: str) -> str:
+        url = f"{self.server.data_url}/v1/models/{name}"
+        return str(self.server.http.get(url, headers=bearer(self.key)).json()["root"])
+
+    def rows(self, action: str) -> list[Any]:
+        return list(self.server.plane.services.audit.list(AuditFilter(action=action), limit=100).items)
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with whole_server(
+        tmp_path_factory.mktemp("server"), adapter_sources=[f"file://{folder}/{{tenant}}"]
+    ) as server:
+        made = Loop(server, folder)
+        yield made
+        server.settle()
+        server.plane.check_integrity()
+
+
+def test_the_same_name_again_is_the_next_version_and_released_at_once(loop: Loop) -> None:
+    for number in (1, 2, 3):
+        answer = loop.load("policy", loop.checkpoint(f"policy-{number}", seed=number), load_inplace=False)
+        assert answer.status_code == 200
+        assert answer.text == "Success: LoRA adapter 'policy' added successfully."
+        assert answer.headers["content-type"].startswith("text/plain")
+        assert loop.released("policy") == [(f"v{number}", 100)]
+    versions = loop.server.plane.services.catalog.list_versions("acme", "policy").items
+    assert [version.state for version in versions] == ["ready"] * 3
+    assert loop.digest_served("policy") == versions[2].digest
+    assert loop.digest_served("policy@v1") == versions[0].digest
+    # What is coming is on its way to the device already.
+    assert versions[2].digest in loop.server.plane.engine.prefetches
+
+
+def test_the_same_bytes_again_are_released_again(loop: Loop) -> None:
+    first, second = (loop.checkpoint(f"again-{seed}", seed=seed) for seed in (11, 12))
+    for path in (first, second, first):
+        assert loop.load("again", path, load_inplace=True).status_code == 200
+    assert loop.released("again") == [("v1", 100)]
+
+
+def test_unloading_ends_the_name(loop: Loop) -> None:
+    path = loop.checkpoint("short", seed=21)
+    assert loop.load("short", path).status_code == 200
+    answer = loop.post("unload", {"lora_name": "short"})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'short' removed successfully.")
+    again = loop.post("unload", {"lora_name": "short"})
+    assert loop.error(again) == (404, "model_not_found", "lora_name")
+    assert again.json()["error"]["message"] == "The lora adapter 'short' cannot be found."
+    listed = loop.server.http.get(f"{loop.server.data_url}/v1/models", headers=bearer(loop.key)).json()
+    assert "short" not in {model["id"] for model in listed["data"]}
+    # A number is never used twice.
+    assert loop.load("short", path).status_code == 200
+    assert loop.released("short") == [("v2", 100)]
+
+
+def test_what_is_wrong_is_said_in_vllms_statuses(loop: Loop) -> None:
+    path = loop.checkpoint("wrong", seed=31)
+    both = "Both 'lora_name' and 'lora_path' must be provided."
+    for body in ({"lora_name": "", "lora_path": str(path)}, {"lora_name": "wrong", "lora_path": ""}):
+        answer = loop.post("load", body)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, both)
+    assert loop.error(loop.post("load", {"lora_name": "wrong"})) == (400, "invalid_value", "lora_path")
+    assert loop.error(loop.load("wrong", path, is_3d_lora_weight=True))[:2] == (400, "unsupported_field")
+    assert loop.error(loop.load("wrong", path, strange=1)) == (400, "unsupported_field", "strange")
+    assert loop.error(loop.load("No Name", path)) == (400, "invalid_value", "lora_name")
+    assert loop.error(loop.load("tiny", path)) == (400, "name_reserved", "lora_path")
+    assert loop.error(loop.load("wrong", path / "nothing")) == (404, "source_not_found", "lora_path")
+    (path / TENSORS_NAME).write_bytes(b"not safetensors")
+    assert loop.error(loop.load("wrong", path)) == (400, "not_safetensors", "lora_path")
+    assert loop.server.plane.leftovers() == []
+
+
+def test_nothing_outside_and_nothing_of_another_tenant(loop: Loop) -> None:
+    foreign = loop.checkpoint("theirs", seed=41, tenant="rival")
+    link = loop.folder / "acme" / "link"
+    link.symlink_to("../rival/theirs")
+    wanted = {
+        foreign: "source_not_allowed",
+        link: "source_not_allowed",
+        f"{loop.folder}/acme/../rival/theirs": "source_not_allowed",
+        f"/proc/self/root{loop.folder}/acme/theirs": "source_not_allowed",
+        "/etc": "source_not_allowed",
+        "s3://bucket/x": "source_not_allowed",
+    }
+    for path, code in wanted.items():
+        assert loop.error(loop.load("stolen", path)) == (403, code, "lora_path"), path
+    refused = [row for row in loop.rows("version.upload") if row.outcome == "refused"]
+    assert len([row for row in refused if row.code == "source_not_allowed"]) == len(wanted)
+
+
+def test_a_fifo_keeps_nobody_waiting(loop: Loop) -> None:
+    path = loop.checkpoint("fifo", seed=51)
+    (path / TENSORS_NAME).unlink()
+    os.mkfifo(path / TENSORS_NAME)
+    assert loop.error(loop.load("fifo", path)) == (404, "source_not_found", "lora_path")
+
+
+def test_a_load_is_in_the_audit_log_with_its_source(loop: Loop) -> None:
+    path = loop.checkpoint("logged", seed=61)
+    assert loop.load("logged", path).status_code == 200
+    row = next(row for row in loop.rows("version.upload") if "/logged/" in row.target)
+    assert row.after["source"] == f"file://{path}"
+    assert (row.by.kind, row.tenant_id) == ("key", "acme")
+
+
+def test_the_scope_is_needed_and_a_key_may_come_in_a_url(loop: Loop) -> None:
+    path = loop.checkpoint("scoped", seed=71)
+    body = {"lora_name": "scoped", "lora_path": str(path)}
+    reader = loop.server.plane.make_key("acme", "inference", "adapters:read")
+    assert loop.error(loop.post("load", body, headers=bearer(reader)))[:2] == (403, "insufficient_scope")
+    assert loop.error(loop.post("load", body, headers=bearer(ADMIN_TOKEN)))[:2] == (403, "insufficient_scope")
+    basic = base64.b64encode(f"key:{loop.key}".encode()).decode()
+    assert loop.post("load", body, headers={"authorization": f"Basic {basic}"}).status_code == 200
+    for value in (f"Basic {loop.key}", "Basic " + base64.b64encode(loop.key.encode()).decode(), "Basic ?"):
+        answer = loop.post("load", body, headers={"authorization": value})
+        assert loop.error(answer)[:2] == (401, "invalid_api_key")
+
+
+def test_a_quota_holds_for_loads_too(loop: Loop) -> None:
+    services = loop.server.plane.services
+    path = loop.checkpoint("quota", seed=81)
+    services.tenants.update("acme", {"limits": {"max_adapter_bytes": 10}})
+    try:
+        assert loop.error(loop.load("quota", path))[:2] == (400, "quota_exceeded")
+    finally:
+        services.tenants.update("acme", {"limits": {"max_adapter_bytes": None}})
