@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.engine.config import MAX_RECORDED_ROWS
 from loraplex.engine.execution.cuda_graphs import graph_sizes
-from loraplex.engine.sizing import most_sequences, most_tokens, row_bytes
+from loraplex.engine.sizing import (
+    REFERENCE_LAYERS,
+    REFERENCE_WEIGHTS,
+    most_recorded_rows,
+    most_sequences,
+    most_tokens,
+    row_bytes,
+)
 from loraplex.kernels.lora.site_groups import SiteGroup
 
 GIB = 1 << 30
@@ -38,6 +46,21 @@ def test_tokens_go_by_the_model_and_are_few_on_a_cpu() -> None:
     assert most_tokens(0, "cuda", 8 * row, 141 * GIB) == 2048
     assert most_tokens(0, "cuda", row // 8, 24 * GIB) == 8192
     assert most_tokens(0, "cpu", row, 141 * GIB) == 256
+
+
+def test_recorded_prompts_go_by_the_gpu_and_the_model() -> None:
+    def rows(capability: tuple[int, int] | None, layers: int = REFERENCE_LAYERS, times: float = 1.0) -> int:
+        return most_recorded_rows(-1, capability, layers, int(REFERENCE_WEIGHTS * times))
+
+    assert [rows(found) for found in ((9, 0), (10, 0), (8, 0), (8, 9), None)] == [640, 640, 128, 0, 0]
+    # A row takes longer by the weights; there are more launches by the layers. In whole 64s, up to 1,024.
+    assert (rows((9, 0), times=2), rows((9, 0), times=0.7), rows((9, 0), 16, 0.16)) == (
+        320,
+        896,
+        MAX_RECORDED_ROWS,
+    )
+    assert (rows((9, 0), 2 * REFERENCE_LAYERS, 2), rows((8, 0), times=9)) == (640, 0)
+    assert [most_recorded_rows(asked, None, 1, 1) for asked in (0, 100)] == [0, 100]
 
 
 def test_decoding_is_recorded_every_16_rows_and_from_256_on_every_64() -> None:

@@ -155,6 +155,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
         num_threads=settings.threads,
         kernels=settings.kernels,
         batch_invariant=settings.batch_invariant,
+        recorded_prompt_rows=settings.recorded_prompt_rows,
         cache_dir=str(settings.data_dir.resolve()),
         plan_dir=str(plan_dir(settings.data_dir.resolve())),
         image_dir=str(settings.data_dir.resolve() / "images"),

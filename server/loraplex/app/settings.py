@@ -23,6 +23,7 @@ from pydantic_settings import (
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.sources.urls import AllowedSources
+from loraplex.engine.config import MAX_RECORDED_ROWS
 
 OTHER_ENVIRONMENT = frozenset(
     {"LORAPLEX_URL", "LORAPLEX_API_KEY", "LORAPLEX_ADMIN_URL", "LORAPLEX_MODEL_CACHE", "LORAPLEX_CONFIG"}
@@ -212,6 +213,12 @@ class Settings(BaseSettings):
         False,
         description="Make an answer's bits independent of what is computed beside it on a GPU too, or refuse to start "
         "(on a CPU they always are, where loraplex's own kernels run)",
+    )
+    recorded_prompt_rows: int = Field(
+        -1,
+        ge=-1,
+        le=MAX_RECORDED_ROWS,
+        description="Rows of the largest step with prompt chunks that a GPU records; 0: none, -1: by GPU and model",
     )
     engine_spare: bool = Field(
         True, description="Keep a second engine process ready for when the first one dies"

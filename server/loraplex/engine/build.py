@@ -53,6 +53,7 @@ from loraplex.engine.sizing import (
     adapter_budget,
     arena_size,
     host_budget,
+    most_recorded_rows,
     most_sequences,
     most_tokens,
     require_room,
@@ -259,6 +260,7 @@ def _build(
     )
     lookahead = _lookahead(config, device)
     masks = MaskMaker(grammars, vocab_size, lookahead=lookahead > 0)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     max_scored = max(1, _MAX_SCORED_BYTES // (4 * vocab_size))
     steps = StepPreparation(
         served,
@@ -267,6 +269,12 @@ def _build(
         sampler,
         recorder=recorder,
         max_scored=max_scored,
+        prompt_rows=most_recorded_rows(
+            config.recorded_prompt_rows,
+            capability,
+            model.num_layers,
+            model.weight_bytes // model.dtype.itemsize,
+        ),
         batch_invariant=config.batch_invariant,
     )
     limits = StepLimits(max_step_tokens, config.max_num_seqs, 0)
@@ -332,6 +340,8 @@ def _build(
         hidden_size=model.hidden_size,
         same_bits=obstacle is None,
         numerics=numerical_build(model, backend, batch_invariant=config.batch_invariant),
+        recorded_decodes=steps.recorded(prompts=False),
+        recorded_prompts=steps.recorded(prompts=True),
         memory=MemoryUse(
             weights=model.weight_bytes,
             arena=arena.num_bytes,

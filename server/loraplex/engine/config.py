@@ -9,13 +9,16 @@ BLOCK_SIZE = 16
 """Token positions in a KV block."""
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 """Sequences of a step where no setting says, by device."""
+MAX_RECORDED_ROWS = 1024
+"""Of a step with prompt chunks that is recorded: larger ones take a GPU longer than the host takes to launch them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The configuration of an engine process. Sizes in bytes, tokens or sequences as named; 0 means "choose from the
     machine" for the memory sizes and for the sequences and tokens of a step (see `sizing`) and "what the model allows"
-    for `max_model_len`. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device
+    for `max_model_len`. `recorded_prompt_rows`: rows of the largest step with prompt chunks that a GPU records, -1 by
+    the GPU and the model. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device
     runs. `batch_invariant` is a promise to keep or to refuse (`loraplex.engine.numerics`). `cache_dir` keeps what is
     costly to find out about a base model's weights, `plan_dir` the plan made of its config, `image_dir` up to
     `adapter_image_cache` bytes of laid-out adapters."""
@@ -36,6 +39,7 @@ class EngineConfig:
     num_threads: int = 0
     kernels: Literal["auto", "torch", "numba", "triton"] = "auto"
     batch_invariant: bool = False
+    recorded_prompt_rows: int = -1
     adapter_load_timeout: float = 60.0
     cache_dir: str | None = None
     plan_dir: str | None = None

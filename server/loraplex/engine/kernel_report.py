@@ -6,19 +6,26 @@ import torch
 
 from loraplex.engine.build import resolve_kernels
 from loraplex.engine.execution.threads import set_threads
+from loraplex.engine.sizing import REFERENCE_LAYERS, REFERENCE_WEIGHTS, most_recorded_rows
 from loraplex.kernels.backend import best_backend, obstacle_to
 
 
-def describe_kernels(choice: str, device: str, num_threads: int) -> str:
-    """The kernels that `choice` selects on `device`, both as in EngineConfig, and how they compute there. Raises
-    DeviceUnavailable for what can't run here."""
+def describe_kernels(choice: str, device: str, num_threads: int, recorded_prompt_rows: int = -1) -> str:
+    """The kernels that `choice` selects on `device`, how they compute there, and what they record. Arguments as in
+    EngineConfig. Raises DeviceUnavailable for what can't run here."""
     shown_threads = set_threads(num_threads)
     found, backend = resolve_kernels(device, choice)
     if backend == "triton":
         if found.type != "cuda":
             return "triton, interpreted: far too slow to serve with"
         major, minor = torch.cuda.get_device_capability(found)
-        return f"triton on {torch.cuda.get_device_name(found)}, compute capability {major}.{minor}"
+        rows = most_recorded_rows(recorded_prompt_rows, (major, minor), REFERENCE_LAYERS, REFERENCE_WEIGHTS)
+        recorded = "decoding steps"
+        if rows:
+            chosen = " for a model of 8 billion weights" if recorded_prompt_rows < 0 else ""
+            recorded += f" and those with prompt chunks of up to {rows} rows{chosen}"
+        name = torch.cuda.get_device_name(found)
+        return f"triton on {name}, compute capability {major}.{minor}; {recorded} are recorded"
     if backend == "numba":
         return f"{_describe_numba()}, {shown_threads}; {_describe_cache()}"
     if choice == "torch":

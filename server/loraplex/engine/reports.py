@@ -58,6 +58,9 @@ class EngineInfo:
     """Whether a request's tokens are promised not to depend on what is computed beside it."""
     numerics: str = ""
     """The digest of `loraplex.engine.numerics.numerical_build`."""
+    recorded_decodes: tuple[int, ...] = ()
+    """Numbers of rows that decoding steps are recorded for on a GPU, and steps with prompt chunks."""
+    recorded_prompts: tuple[int, ...] = ()
     memory: MemoryUse | None = None
 
 

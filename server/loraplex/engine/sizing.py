@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from loraplex.adapters.device.layout import ArenaLayout, SiteKey, place_tiles
 from loraplex.adapters.errors import LoraplexError
-from loraplex.engine.config import DEFAULT_SEQUENCES
+from loraplex.engine.config import DEFAULT_SEQUENCES, MAX_RECORDED_ROWS
 from loraplex.kernels.lora.dispatch import CHUNK
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 
@@ -19,6 +19,12 @@ _CPU_TOKENS = 256
 """A CPU computes a prompt as fast in smaller chunks, and all other sequences' next tokens wait for a whole chunk: 0.4 s
 for 512 tokens of a small model."""
 _CUDA_TOKENS = (8192, 4096, 2048)
+_RECORDED_ROWS = {(8, 0): 128, (9, 0): 640, (10, 0): 640}
+"""By compute capability: up to this number of rows, a step with adapters takes the host longer to launch than the GPU
+to compute, padding included. By arithmetic (docs/performance.md), for `REFERENCE_LAYERS` layers of `REFERENCE_WEIGHTS`
+weights."""
+REFERENCE_LAYERS, REFERENCE_WEIGHTS = 32, 8_030_000_000
+_RECORDED_UNIT = 64
 _STEP_SHARE = 64
 """On a GPU the inputs and outputs of one layer's linears may take one part in 64 of its memory."""
 
@@ -40,6 +46,18 @@ def most_tokens(asked: int, device_type: str, row_bytes: int, total: int) -> int
         return asked or _CPU_TOKENS
     fit = (tokens for tokens in _CUDA_TOKENS if tokens * row_bytes * _STEP_SHARE <= total)
     return next(fit, _CUDA_TOKENS[-1])
+
+
+def most_recorded_rows(
+    asked: int, capability: tuple[int, int] | None, num_layers: int, num_weights: int
+) -> int:
+    """Rows of the largest step with prompt chunks that is recorded. `asked` -1: by the model and the GPU's compute
+    capability, None on a CPU. Launches grow with the layers, what a row takes with the weights."""
+    if asked >= 0:
+        return asked
+    known = 0 if capability is None else _RECORDED_ROWS.get(capability, 0)
+    rows = known * num_layers * REFERENCE_WEIGHTS // (REFERENCE_LAYERS * num_weights)
+    return min(rows // _RECORDED_UNIT * _RECORDED_UNIT, MAX_RECORDED_ROWS)
 
 
 def row_bytes(groups: Sequence[SiteGroup], itemsize: int) -> int:

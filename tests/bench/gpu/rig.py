@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +15,8 @@ from loraplex.adapters.device.host_image import HostImage
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.batch import flatten
-from loraplex.engine.execution.cuda_graphs import CudaRecorder, record_decoding
-from loraplex.engine.execution.inputs import StepLimits
+from loraplex.engine.execution.cuda_graphs import CudaRecorder, record_steps
+from loraplex.engine.execution.inputs import RecordedSize, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.model.base import ForwardBatch, KVCache
 from loraplex.engine.model.fused import FusedDecoder
@@ -50,7 +51,8 @@ class NoLane:
 
 @dataclass(frozen=True)
 class RigSize:
-    """`max_len`: positions of a sequence; `sizes`: numbers of rows that decoding is recorded for; `arena_bytes` and
+    """`max_len`: positions of a sequence; `sizes`: numbers of rows that decoding is recorded for, `prompt_sizes`: that
+    steps with prompt chunks are; `arena_bytes` and
     `slots` for adapters."""
 
     max_rows: int
@@ -60,6 +62,7 @@ class RigSize:
     arena_bytes: int
     slots: int
     max_rank: int = 64
+    prompt_sizes: tuple[int, ...] = ()
 
 
 class Rig:
@@ -94,11 +97,17 @@ class Rig:
             self.device,
             StepLimits(size.max_rows, size.max_sequences, self.blocks_each),
             lora=self.arena.device_lora(size.max_rows, size.max_sequences, tiling),
-            sizes=size.sizes,
+            sizes=(
+                *(RecordedSize(rows, rows) for rows in size.sizes),
+                *(
+                    RecordedSize(rows, min(rows, size.max_sequences), prompts=True)
+                    for rows in size.prompt_sizes
+                ),
+            ),
         )
         self.record()
 
-    def record(self, *, beside: bool = False) -> dict[int, Any]:
+    def record(self, *, beside: bool = False) -> dict[RecordedSize, Any]:
         """Record decoding again; `beside` with the adapters' A sides on a stream of their own. The former recordings
         are forgotten, unless the caller keeps what this returned."""
         cuda = self.device.type == "cuda"
@@ -106,7 +115,7 @@ class Rig:
         if beside:
             lane = StreamLane(self.device) if cuda else NoLane()
         self.source.replays = {}
-        record_decoding(self.model, self.kv, self.source, CudaRecorder() if cuda else Repeater(), lane=lane)
+        record_steps(self.model, self.kv, self.source, CudaRecorder() if cuda else Repeater(), lane=lane)
         return self.source.replays
 
     def put(self, slot: int, image: HostImage, first_page: int) -> int:
@@ -155,17 +164,12 @@ class Rig:
 
     def begin(self, rows: Sequence[ScheduledSequence], *, eager: bool = False) -> Step:
         """Plan a step; `eager`: without a recording, whatever there is."""
-        kept = self.source.replays
-        if eager:
-            self.source.replays = {}
-        try:
+        with self.source.unrecorded() if eager else nullcontext():
             plan = StepPlan(0, tuple(rows))
             inputs = self.source.begin_inputs(plan)
             flat = flatten(plan, vocab_size=self.model.shape.vocab_size, inputs=inputs)
             lora = inputs.adapters(flat.segments, flat.num_rows)
             head = inputs.head_adapters(flat.logits_segments, flat.logits_rows.shape[0])
-        finally:
-            self.source.replays = kept
         batch = ForwardBatch(
             token_ids=flat.token_ids,
             positions=flat.positions,
@@ -203,6 +207,6 @@ class Step:
         """Logits [rows, V], by the recording that it is laid out for, else by the model."""
         replayed = self.inputs.replay(with_adapters)
         if replayed is not None:
-            return replayed[: self.num_rows]
+            return replayed[: self.batch.logits_rows.shape[0]]
         batch = self.batch if with_adapters else replace(self.batch, lora=None, head_lora=None)
         return self.rig.model.forward(batch)

@@ -23,6 +23,7 @@ from bench.gpu.timing import Ceilings
 from loraplex.adapters.device.host_image import HostImage
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.executor import Executor
+from loraplex.engine.execution.inputs import RecordedSize
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.sampling.sampler import make_sampler
@@ -122,6 +123,14 @@ class StepBench:
             passes.append((self.rig.begin(self._prompt(tokens, 0)), True))
         return [partial(_send_and_run, step, with_adapters) for step, with_adapters in passes]
 
+    def mixed_runs(self, rows: int, adapters: int, rank: int) -> list[Callable[[], torch.Tensor]]:
+        """A step of `rows` - 1 decoding rows and `rows` + 1 tokens of a prompt, without adapters and with them: by a
+        recording where there is one, else launched one by one."""
+        *decodes, _ = self._decoding(rows, adapters, rank)
+        chunk = [7 + at % 100 for at in range(rows + 1)]
+        step = self.rig.begin([*decodes, self.rig.rows(rows - 1, 0, chunk, 0)])
+        return [partial(_send_and_run, step, found) for found in (False, True)]
+
     def record_beside(self) -> None:
         """From now on steps run the adapters' A side on a stream of its own."""
         self.rig.record(beside=True)
@@ -132,7 +141,8 @@ class StepBench:
         recordings = [self._recording(beside) for beside in (False, True)]
         step = self._send(self._decoding(rows, adapters, rank))
         with torch.inference_mode():
-            runs = [partial(recording[rows], True) for recording in recordings]
+            size = RecordedSize(rows, rows)
+            runs = [partial(recording[size], True) for recording in recordings]
             same = [run().clone() for run in runs]
             times = self.watch.interleaved_ms([partial(step.run, with_adapters=False), *runs])
         return {
@@ -301,7 +311,7 @@ class StepBench:
             step.inputs.send()
         return step
 
-    def _recording(self, beside: bool) -> dict[int, Any]:
+    def _recording(self, beside: bool) -> dict[RecordedSize, Any]:
         if beside not in self._recordings:
             kept = self.rig.source.replays
             self._recordings[beside] = self.rig.record(beside=beside)

@@ -15,18 +15,22 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
 
 
 @pytest.mark.parametrize(
-    ("family", "lookahead", "requests", "tokens"),
+    ("family", "lookahead", "prompt_rows", "requests", "tokens"),
     [
-        pytest.param("llama-biases", 1, 5, 5, marks=pytest.mark.slow),
-        pytest.param("gemma3", 0, 5, 4, marks=pytest.mark.slow),
+        pytest.param("llama-biases", 1, 80, 5, 5, marks=pytest.mark.slow),
+        pytest.param("gemma3", 0, 0, 5, 4, marks=pytest.mark.slow),
         *(
-            pytest.param(family, lookahead, 7, 9, marks=pytest.mark.soak)
+            pytest.param(family, lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
             for family in ("llama-biases", "gemma3", "qwen3", "phi3", "gemma2", "mistral-window")
-            for lookahead in (0, 1)
+            for lookahead, prompt_rows in ((0, 80), (1, 0), (1, 40))
         ),
     ],
 )
-def test_tokens_are_those_of_transformers_and_peft(family, lookahead, requests, tokens, tmp_path):
+def test_tokens_are_those_of_transformers_and_peft(
+    family, lookahead, prompt_rows, requests, tokens, tmp_path
+):
+    """Steps have 40 rows at most. With chunks of prompts, those with adapters are recorded where `prompt_rows` is 40,
+    and all where it is 80."""
     options = FAMILIES[family]
     base = save_tiny(tmp_path / "base", options)
     adapters = save_adapters(base, tmp_path)
@@ -39,10 +43,15 @@ def test_tokens_are_those_of_transformers_and_peft(family, lookahead, requests, 
         kernels="triton",
         lookahead=lookahead,
         max_num_seqs=6,
+        recorded_prompt_rows=prompt_rows,
     )
     answered = ask_mixed(engine, adapters, seed=family, requests=requests, tokens=tokens)
     engine.close()
-    assert len(recorder.replays) > 1
+    assert engine.built.info.recorded_decodes == (1, 2, 4, 6)
+    assert engine.built.info.recorded_prompts == ((40,) if prompt_rows else ())
+    replayed = {rows for rows, _ in recorder.replays}
+    assert len(replayed - {40}) > 1
+    assert (40 in replayed) == (prompt_rows > 0)
     check_answers(answered, base, adapters)
 
 
@@ -103,13 +112,15 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(
         recorder=recorder,
         lookahead=1,
         max_num_seqs=6,
+        recorded_prompt_rows=80,
         **settings,
     )
     assert mixed.built.info.same_bits
     answered = ask_mixed(mixed, adapters, seed=family, requests=requests, tokens=tokens, logprobs=0)
     stats = mixed.core.stats()
     mixed.close()
-    assert recorder.replays
+    # Prompts and their neighbours in recorded steps too, a few rows of logits in each.
+    assert recorder.replays[40, 6]
     assert stats.num_preemptions == preemptions
     assert stats.prefix_cache_hits or not preemptions
     alone = LocalEngine(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from loraplex.engine.execution.batch import flatten
-from loraplex.engine.execution.cuda_graphs import graph_sizes
-from loraplex.engine.execution.inputs import PlainInputs, StepLimits
+from loraplex.engine.execution.cuda_graphs import graph_sizes, recorded_sizes
+from loraplex.engine.execution.inputs import PlainInputs, RecordedSize, StepLimits, find_recorded
 from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence, StepPlan
 from loraplex.kernels.attention.kernel import AttentionNeeds
@@ -23,7 +25,7 @@ VOCAB = 100
 LIMITS = StepLimits(max_rows=40, max_sequences=6, max_blocks=8)
 
 
-def make_source(sizes: tuple[int, ...] = ()) -> PackedSource:
+def make_source(sizes: tuple[RecordedSize, ...] = ()) -> PackedSource:
     needs = AttentionNeeds(AttentionShape(4, 2, 16, 16), (None, 9))
     attention = TritonAttention(needs, torch.float32, CPU)
     source = PackedSource(attention, torch.float32, CPU, LIMITS, lora=None, sizes=sizes)
@@ -49,10 +51,16 @@ def make_plan(rng: random.Random, *, decoding: bool) -> StepPlan:
     return StepPlan(1, tuple(rows))
 
 
+DECODES = tuple(RecordedSize(size, size) for size in (2, 4, 6))
+PROMPTS = (RecordedSize(16, 3, prompts=True), RecordedSize(36, 6, prompts=True))
+
+
+@pytest.mark.parametrize("prompts", [(), PROMPTS])
 @pytest.mark.parametrize("decoding", [False, True])
-def test_any_step_arrives_as_it_was_planned(decoding: bool) -> None:
+def test_any_step_arrives_as_it_was_planned(decoding: bool, prompts: tuple[RecordedSize, ...]) -> None:
     rng = random.Random(7)
-    source = make_source((2, 4, 6))
+    source = make_source((*DECODES, *prompts))
+    used = set()
     plain = PlainInputs(CPU, TorchAttention(2, 16, torch.float32, CPU))
     for _ in range(60):
         plan = make_plan(rng, decoding=decoding)
@@ -60,13 +68,20 @@ def test_any_step_arrives_as_it_was_planned(decoding: bool) -> None:
         count = len(plan.scheduled)
         alone = all(item.num_tokens == 1 and item.samples for item in plan.scheduled)
         assert alone or not decoding
-        assert inputs.size == (next(size for size in (2, 4, 6) if size >= count) if alone else None)
+        total = sum(item.num_tokens for item in plan.scheduled)
+        fitting = [
+            size
+            for size in (*DECODES, *prompts)
+            if size.rows >= total and size.sequences >= count and (alone or size.prompts)
+        ]
+        assert inputs.size == (fitting[0] if fitting else None)
+        used.add(inputs.size)
         step = flatten(plan, vocab_size=VOCAB, inputs=inputs)
         want = flatten(plan, vocab_size=VOCAB, inputs=plain)
         extra = [inputs.floats([0.5, -1.0]), inputs.doubles([1e-300]), inputs.ints([]), inputs.ints([2**40])]
         source.memory.fill_(0xFF)  # a step's numbers come with it, not from the one before
         inputs.send()
-        rows = inputs.size or want.num_rows
+        rows = want.num_rows if inputs.size is None else inputs.size.rows
         for name in ("token_ids", "positions"):
             got = getattr(step, name)
             assert got.shape == (rows,)
@@ -77,6 +92,62 @@ def test_any_step_arrives_as_it_was_planned(decoding: bool) -> None:
         assert step.attention.slots[: want.num_rows].tolist() == want.attention.slots.tolist()
         assert (step.attention.slots[want.num_rows :] == -1).all()
         assert [values.tolist() for values in extra] == [[0.5, -1.0], [1e-300], [], [2**40]]
+        if inputs.size is not None and inputs.size.prompts:
+            start = source.layouts[inputs.size].rows["logits_rows"]
+            read = source.view(start, 8 * inputs.size.sequences, torch.int64).tolist()
+            assert read == want.logits_rows.tolist() + [0] * (inputs.size.sequences - count)
+    assert used >= {*(DECODES[1:] if decoding else {None, *prompts})}
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        ({}, True),
+        ({"targets": (5,)}, False),
+        ({"pool_start": 0, "samples": False}, False),
+        ({"samples": False}, True),
+    ],
+)
+def test_recordings_serve_no_step_that_wants_more_than_a_row_of_logits(change, served) -> None:
+    source = make_source(PROMPTS)
+    (row, *_) = make_plan(random.Random(3), decoding=True).scheduled
+    inputs = source.begin_inputs(StepPlan(1, (replace(row, **change),)))
+    assert (inputs.size is not None) == served
+
+
+def test_recordings_for_adapters_serve_no_step_without() -> None:
+    plan = make_plan(random.Random(3), decoding=True)
+    sizes = [RecordedSize(40, 6, prompts=True, adapters_only=True)]
+    assert find_recorded(sizes, plan) is None
+    mixed = StepPlan(1, (replace(plan.scheduled[0], slot=2), *plan.scheduled[1:]))
+    assert find_recorded(sizes, mixed) is sizes[0]
+
+
+def test_a_step_that_is_asked_for_unrecorded_is() -> None:
+    source = make_source(DECODES)
+    plan = make_plan(random.Random(1), decoding=True)
+    with source.unrecorded():
+        assert source.begin_inputs(plan).size is None
+    assert source.begin_inputs(plan).size is not None
+
+
+@pytest.mark.parametrize("most", [0, 1, 40, 64, 500, 513, 1024])
+def test_recorded_prompts_reach_as_far_as_they_may(most: int) -> None:
+    limits = StepLimits(2048, 256, 8)
+    found = [size for size in recorded_sizes(limits, most) if size.prompts]
+    rows = [size.rows for size in found]
+    assert rows == sorted(set(rows))
+    assert max(rows, default=0) == most
+    # Padding: less than 64 rows, and less than 128 above 512.
+    assert all(after - before <= (128 if after > 512 else 64) for before, after in pairwise([0, *rows]))
+    assert all(size.sequences == min(size.rows, 256) for size in found)
+    assert all(size.adapters_only == (size.rows > most / 2) for size in found)
+    assert len(found) <= 12
+
+
+def test_no_recorded_prompt_is_larger_than_a_step() -> None:
+    sizes = recorded_sizes(StepLimits(100, 8, 8), 1024)
+    assert [size.rows for size in sizes if size.prompts] == [64, 100]
 
 
 def test_inputs_that_do_not_fit_are_copied_separately() -> None:

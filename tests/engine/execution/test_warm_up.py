@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loraplex.engine.config import BLOCK_SIZE
-from loraplex.engine.execution.cuda_graphs import CudaRecorder, record_decoding
+from loraplex.engine.execution.cuda_graphs import CudaRecorder, record_steps
 from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.model.base import ModelShape
@@ -224,7 +224,7 @@ def test_the_a_side_on_a_lane_of_its_own_changes_nothing(tmp_path):
         source = runner._inputs
         assert isinstance(source, PackedSource)
         if lane is not None:
-            record_decoding(runner._model, runner._kv, source, Repeater(), lane=lane)
+            record_steps(runner._model, runner._kv, source, Repeater(), lane=lane)
         ref = engine.publish(adapters["all"], name="all")
         engine.add("a", [5, 9, 2], ref, max_tokens=5)
         engine.add("b", [7, 7], max_tokens=5)

@@ -13,11 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.gpu.decoding import floors
 from bench.gpu.steps import SMALL, StepBench
 from bench.gpu.timing import Ceilings
+from loraplex.engine.config import MAX_RECORDED_ROWS
+from loraplex.engine.execution.cuda_graphs import prompt_graph_sizes
+from loraplex.engine.sizing import REFERENCE_LAYERS, REFERENCE_WEIGHTS, most_recorded_rows
 
 PAGE = Path(__file__).parents[3] / "docs/performance.md"
 
 
-@pytest.mark.parametrize("table", [floors.floors_table, floors.launches_table, floors.prediction_table])
+@pytest.mark.parametrize(
+    "table", [floors.floors_table, floors.launches_table, floors.prediction_table, floors.prompts_table]
+)
 def test_tables_of_the_page_are_what_the_formula_gives(table):
     assert "\n".join(table()) in PAGE.read_text("utf-8")
 
@@ -26,6 +31,21 @@ def test_sizes_of_the_page():
     assert (round(floors.PRODUCTS / 1e9, 1), floors.POSITION_BYTES) == (7.5, 128 << 10)
     assert round(floors.RANK_BYTES / 1e6, 2) == 5.24
     assert (floors.launches(0), floors.launches(8)) == (334, 590)
+    assert (floors.mixed_launches(0), floors.mixed_launches(8)) == (366, 622)
+
+
+def test_what_is_recorded_where_no_setting_says_gains_by_the_formula():
+    """With 8 adapters up to the largest recorded size, and no further; without, up to half of it."""
+    for gpu, capability in ((floors.H200, (9, 0)), (floors.GPUS[1], (8, 0)), (floors.GPUS[2], (8, 9))):
+        most = most_recorded_rows(-1, capability, REFERENCE_LAYERS, REFERENCE_WEIGHTS)
+        gains = [
+            size
+            for size in prompt_graph_sizes(MAX_RECORDED_ROWS)
+            if floors.one_by_one_ms(gpu, size, 8) > floors.recorded_ms(gpu, size, 8)
+        ]
+        assert max(gains, default=0) == most
+    assert floors.one_by_one_ms(floors.H200, 320, 0) > floors.recorded_ms(floors.H200, 320, 0)
+    assert floors.one_by_one_ms(floors.H200, 384, 0) < floors.recorded_ms(floors.H200, 384, 0)
 
 
 class Products(TorchDispatchMode):
@@ -55,15 +75,18 @@ def test_launches_of_a_layer(monkeypatch):
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
     found = {}
+    size = replace(SMALL.size, prompt_sizes=(24,))
     for layers in (1, 2):
-        shape = replace(SMALL, changes={**SMALL.changes, "num_hidden_layers": layers})
+        shape = replace(SMALL, changes={**SMALL.changes, "num_hidden_layers": layers}, size=size)
         bench = StepBench(shape, torch.device("cpu"), Ceilings())
-        for run, adapters in zip(bench.decoding_runs(2, 2, 8), (0, 2), strict=True):
-            counts.clear()
-            with torch.inference_mode(), Products(counts):
-                run()
-            found[layers, adapters] = counts.copy()
-    more = {adapters: found[2, adapters] - found[1, adapters] for adapters in (0, 2)}
-    assert more[0].total() == floors.LAYER_LAUNCHES, more[0]
-    assert more[2].total() == floors.LAYER_LAUNCHES + floors.LORA_LAUNCHES, more[2]
-    assert found[1, 0].total() - more[0].total() <= floors.OTHER_LAUNCHES
+        for kind, make in (("decodes", bench.decoding_runs), ("prompts", bench.mixed_runs)):
+            for run, adapters in zip(make(2, 2, 8), (0, 2), strict=True):
+                counts.clear()
+                with torch.inference_mode(), Products(counts):
+                    run()
+                found[kind, layers, adapters] = counts.copy()
+    for kind, extra in (("decodes", 0), ("prompts", floors.PROMPT_LAUNCHES)):
+        more = {adapters: found[kind, 2, adapters] - found[kind, 1, adapters] for adapters in (0, 2)}
+        assert more[0].total() == floors.LAYER_LAUNCHES + extra, more[0]
+        assert more[2].total() == floors.LAYER_LAUNCHES + floors.LORA_LAUNCHES + extra, more[2]
+        assert found[kind, 1, 0].total() - more[0].total() <= floors.OTHER_LAUNCHES

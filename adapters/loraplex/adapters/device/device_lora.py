@@ -100,11 +100,12 @@ class DeviceLora:
         return (lora.recorded(work, num_rows) if fixed else lora.launcher(work, step, slots)), step.size
 
     def recorded(
-        self, layers: torch.Tensor, head: torch.Tensor, max_rows: int
+        self, layers: torch.Tensor, head: torch.Tensor, max_rows: int, max_logits: int
     ) -> tuple[LoraLauncher, LoraLauncher | None]:
-        """Passes to be captured over the lists of the layers and of the head, for steps of up to `max_rows` rows."""
+        """Passes to be captured over the lists of the layers and of the head, for steps of up to `max_rows` rows and
+        `max_logits` rows of logits."""
         return self.layers.recorded(layers, max_rows), (
-            None if self.head is None else self.head.recorded(head, max_rows)
+            None if self.head is None else self.head.recorded(head, max_logits)
         )
 
     def warm_up(self, dtype: torch.dtype) -> None:

@@ -40,6 +40,7 @@ def examine(settings: Settings, out: Output) -> int:
             threads=settings.threads,
             max_model_len=settings.max_model_len,
             batch_invariant=settings.batch_invariant,
+            recorded_prompt_rows=settings.recorded_prompt_rows,
             model_dir=None if model.directory is None else str(model.directory),
         )
     )

@@ -22,6 +22,7 @@ class Questions:
     threads: int
     max_model_len: int
     batch_invariant: bool
+    recorded_prompt_rows: int
     model_dir: str | None
 
 
@@ -86,7 +87,9 @@ def _torch() -> str:
 def _kernels(questions: Questions) -> str:
     from loraplex.engine.kernel_report import describe_kernels
 
-    return describe_kernels(questions.kernels, questions.device, questions.threads)
+    return describe_kernels(
+        questions.kernels, questions.device, questions.threads, questions.recorded_prompt_rows
+    )
 
 
 def _model(questions: Questions) -> str:

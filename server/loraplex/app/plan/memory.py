@@ -20,6 +20,7 @@ from loraplex.engine.sizing import (
     arena_bytes,
     arena_size,
     host_budget,
+    most_recorded_rows,
     most_sequences,
     most_tokens,
     row_bytes,
@@ -98,7 +99,9 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
         )
     reserve, weights = RESERVES[device.kind], model.weight_bytes
     tokens = most_tokens(0, device.kind, row_bytes(model.site_groups, model.dtype.itemsize), device.memory)
-    activations = _activations(model, tokens, wanted.max_num_seqs)
+    num_weights = weights // model.dtype.itemsize
+    recorded = most_recorded_rows(-1, device.capability, model.shape.num_layers, num_weights)
+    activations = _activations(model, tokens, min(recorded, tokens), wanted.max_num_seqs)
     free = device.memory - reserve - weights
     if free <= activations:
         raise PlanDoesNotFit(
@@ -210,9 +213,10 @@ def _max_rank(wanted: Wanted) -> int:
     return max(64, wanted.rank)
 
 
-def _activations(model: ModelOutline, tokens: int, sequences: int) -> int:
-    """An estimate of the largest step's tensors: a layer's, and the logits with what the sampler makes of them."""
-    layer = tokens * (6 * model.hidden_size + 3 * model.inner_size) * model.dtype.itemsize
+def _activations(model: ModelOutline, tokens: int, recorded: int, sequences: int) -> int:
+    """An estimate of the largest step's tensors: a layer's, also of the largest recorded step, whose memory is its own,
+    and the logits with what the sampler makes of them."""
+    layer = (tokens + recorded) * (6 * model.hidden_size + 3 * model.inner_size) * model.dtype.itemsize
     logits = sequences * model.shape.vocab_size * (model.dtype.itemsize + 2 * 4)
     return layer + logits + _SCORED_BYTES
 

@@ -139,7 +139,7 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
         [scheduled[i].start + scheduled[i].num_tokens for i in order],
         [scheduled[i].block_ids for i in order],
     )
-    all_rows = inputs.ints(logits_rows)
+    all_rows = inputs.logits_rows(logits_rows)
     all_sampled = len(sampled_logits) == len(logits_rows)
     return FlatStep(
         token_ids=inputs.rows("token_ids", token_ids),

@@ -1,8 +1,9 @@
-"""Decoding steps recorded once and replayed: on a GPU as CUDA graphs, which take one launch instead of hundreds.
+"""Steps recorded once and replayed: on a GPU as CUDA graphs, which take one launch instead of hundreds.
 
-A recorded pass reads everything that differs between steps from fixed places in memory (`packed`), so that it serves
-any sequences and any adapters. There is one for each of a few numbers of rows, with adapters and without; a step with
-fewer rows has rows of padding, which write nothing that anybody reads.
+A recorded pass reads everything that differs between steps from fixed places in memory (`packed_inputs`), so that it
+serves any sequences and any adapters. There is one for each of a few numbers of rows, with adapters and without; a step
+with fewer rows has rows of padding, which write nothing that anybody reads. Steps of decoding rows alone have
+recordings of their own; those of steps with prompt chunks are also told which rows' logits are wanted (ADR 0048).
 """
 
 from __future__ import annotations
@@ -15,20 +16,39 @@ from typing import Any
 import torch
 
 from loraplex.adapters.device.arena import AdapterArena
-from loraplex.engine.execution.inputs import Recorder, StepLimits
-from loraplex.engine.execution.packed_inputs import PackedSource
+from loraplex.engine.config import MAX_RECORDED_ROWS
+from loraplex.engine.execution.inputs import RecordedSize, Recorder, StepLimits
+from loraplex.engine.execution.packed_inputs import PackedSource, Replay
 from loraplex.engine.model.base import ForwardBatch, KVCache, Model
 from loraplex.kernels.attention.kernel import AttentionKernel, RecordableAttention
 from loraplex.kernels.lora.overlap import Lane, OverlappedLora
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
 _SIZES = (1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 64))
+_PROMPT_SIZES = (*range(64, 512, 64), *range(512, MAX_RECORDED_ROWS + 1, 128))
 
 
 def graph_sizes(max_sequences: int) -> tuple[int, ...]:
     """Numbers of rows that decoding is captured for, if `max_sequences` sequences are served at a time."""
     sizes = [size for size in _SIZES if size < max_sequences]
     return (*sizes, max_sequences) if max_sequences <= _SIZES[-1] else tuple(sizes)
+
+
+def prompt_graph_sizes(most_rows: int) -> tuple[int, ...]:
+    """Numbers of rows that steps with prompt chunks are captured for, up to `most_rows`; 0: none."""
+    return (*(size for size in _PROMPT_SIZES if size < most_rows), most_rows) if most_rows else ()
+
+
+def recorded_sizes(limits: StepLimits, prompt_rows: int) -> tuple[RecordedSize, ...]:
+    """What is recorded, the cheapest first. `prompt_rows`: the largest step with prompt chunks. Without adapters there
+    are about half the launches, so that recording pays for half the rows."""
+    decoding = [RecordedSize(size, size) for size in graph_sizes(limits.max_sequences)]
+    most = min(limits.max_sequences, _SIZES[-1])
+    prompts = [
+        RecordedSize(size, min(size, most), prompts=True, adapters_only=2 * size > prompt_rows)
+        for size in prompt_graph_sizes(min(prompt_rows, limits.max_rows))
+    ]
+    return (*decoding, *prompts)
 
 
 class CudaRecorder:
@@ -73,10 +93,12 @@ def prepare_inputs(
     limits: StepLimits,
     recorder: Recorder | None,
     *,
+    prompt_rows: int = 0,
     batch_invariant: bool = False,
 ) -> PackedSource:
-    """Where the steps of a model begin on Triton's kernels, its decoding steps recorded by `recorder`, where there is
-    one and its `attention` can be recorded. `batch_invariant`: the adapters give a row the same bits in every step."""
+    """Where the steps of a model begin on Triton's kernels. `recorder`, where there is one and `attention` can be
+    recorded, records decoding steps, and those with prompt chunks of up to `prompt_rows` rows. `batch_invariant`: the
+    adapters give a row the same bits in every step."""
     lora = None
     if arena is not None:
         tiling = INVARIANT_TILING if batch_invariant else LoraTiling()
@@ -89,15 +111,15 @@ def prepare_inputs(
         model.device,
         limits,
         lora=lora,
-        sizes=() if recorder is None else graph_sizes(limits.max_sequences),
+        sizes=() if recorder is None else recorded_sizes(limits, prompt_rows),
     )
     if recorder is not None:
-        record_decoding(model, kv, source, recorder)
+        record_steps(model, kv, source, recorder)
     return source
 
 
 @torch.inference_mode()
-def record_decoding(
+def record_steps(
     model: Model, kv: KVCache, source: PackedSource, recorder: Recorder, *, lane: Lane | None = None
 ) -> None:
     """Record a pass of `model` for each of the sizes of `source`, and give it to it. While no step is in flight. With
@@ -106,23 +128,23 @@ def record_decoding(
     The largest goes first: the others fit into the memory that it takes. All write their logits to the same memory: a
     tensor of its own would stay with each recording.
     """
-    logits = torch.empty(
-        max(source.layouts, default=0), model.shape.vocab_size, dtype=torch.float32, device=source.device
-    )
-    for size in sorted(source.layouts, reverse=True):
+    most_logits = max((size.sequences for size in source.layouts), default=0)
+    logits = torch.empty(most_logits, model.shape.vocab_size, dtype=torch.float32, device=source.device)
+    replays: dict[RecordedSize, Replay] = {}
+    for size in sorted(source.layouts, key=lambda size: size.rows, reverse=True):
         rows, attention = source.empty_batch(size)
-        every_row = torch.arange(size, device=source.device)
+        logits_rows = rows["logits_rows"] if size.prompts else torch.arange(size.rows, device=source.device)
         no_blocks = torch.empty(0, dtype=torch.int64, device=source.device)
         batch = ForwardBatch(
             token_ids=rows["token_ids"],
             positions=rows["positions"],
             attention=attention,
             fresh_blocks=no_blocks,
-            logits_rows=every_row,
+            logits_rows=logits_rows,
             kv=kv,
-            logits_out=logits[:size],
+            logits_out=logits[: size.sequences],
         )
-        batches = [batch]
+        batches = [] if size.adapters_only else [batch]
         if source.lora is not None:
             layers, head = source.recorded_adapters(size)
             beside = None if lane is None else OverlappedLora(layers, lane)
@@ -134,16 +156,18 @@ def record_decoding(
                     begin_lora=None if beside is None else beside.start_shrink,
                 )
             )
+        if not batches:
+            continue
         variants = tuple(recorder.record(partial(model.forward, found)) for found in batches)
-        source.replays[size] = partial(_replay, variants)
-    source.replays = dict(sorted(source.replays.items()))
+        replays[size] = partial(_replay, variants)
+    source.replays = {size: replays[size] for size in source.layouts if size in replays}
 
 
 def forget_recordings(source: PackedSource, recorder: Recorder) -> None:
-    """Drop what `record_decoding` made, before it is called for another KV cache."""
+    """Drop what `record_steps` made, before it is called for another KV cache."""
     source.replays = {}
     recorder.forget()
 
 
 def _replay(variants: Sequence[Callable[[], torch.Tensor]], with_adapters: bool) -> torch.Tensor:
-    return variants[with_adapters]()
+    return variants[-1 if with_adapters else 0]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.model.base import LoraPass
+from loraplex.engine.types import StepPlan
 from loraplex.kernels.attention.kernel import AttentionKernel
 
 Segments = Sequence[tuple[int, int, int]]
@@ -37,6 +38,10 @@ class StepInputs(HostToDevice, Protocol):
         behind the step's own rows."""
         ...
 
+    def logits_rows(self, values: Sequence[int]) -> torch.Tensor:
+        """The rows whose logits are wanted: [S] int64, where a recorded pass that is to be replayed reads them."""
+        ...
+
     def attention(
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> Any:
@@ -57,8 +62,8 @@ class StepInputs(HostToDevice, Protocol):
         ...
 
     def replay(self, with_adapters: bool) -> torch.Tensor | None:
-        """For the worker: run the recorded pass that the step is laid out for, and return its logits, a row for each
-        of its rows. None where there is none, and the model must be run."""
+        """For the worker: run the recorded pass that the step is laid out for, and return its logits, first those of
+        `logits_rows`. None where there is none, and the model must be run."""
         ...
 
 
@@ -81,6 +86,37 @@ class StepLimits:
     max_rows: int
     max_sequences: int
     max_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSize:
+    """The largest step that a recorded pass serves: `rows` rows of `sequences` sequences.
+
+    With `prompts` a sequence may have many rows, and the pass takes `sequences` numbers of rows whose logits it
+    computes. Without, each has one row, whose logits it computes. `adapters_only`: it is replayed for steps with
+    adapters alone.
+    """
+
+    rows: int
+    sequences: int
+    prompts: bool = False
+    adapters_only: bool = False
+
+
+def find_recorded(sizes: Iterable[RecordedSize], plan: StepPlan) -> RecordedSize | None:
+    """The first whose pass serves this step. None serves one that pools or scores positions of a prompt: its logits are
+    of one row a sequence."""
+    scheduled = plan.scheduled
+    if any(item.targets or item.pool_start is not None for item in scheduled):
+        return None
+    rows, sequences = sum(item.num_tokens for item in scheduled), len(scheduled)
+    decodes = rows == sequences and all(item.samples for item in scheduled)
+    adapters = any(item.slot >= 0 for item in scheduled)
+    for size in sizes:
+        fits = size.rows >= rows and size.sequences >= sequences
+        if fits and (decodes or size.prompts) and (adapters or not size.adapters_only):
+            return size
+    return None
 
 
 class PlainInputs:
@@ -107,6 +143,9 @@ class PlainInputs:
         return self._tensor(values, torch.float64)
 
     def rows(self, name: str, values: Sequence[int]) -> torch.Tensor:
+        return self._tensor(values, torch.int64)
+
+    def logits_rows(self, values: Sequence[int]) -> torch.Tensor:
         return self._tensor(values, torch.int64)
 
     def attention(

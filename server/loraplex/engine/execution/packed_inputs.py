@@ -1,11 +1,12 @@
 """A step's inputs in one piece of memory, and one copy to the device.
 
 The piece begins with what a recorded pass reads at fixed places: the tokens and positions of the rows and the adapters'
-lists of work. Then comes room for what is read by no recorded pass, and at the end attention's lists, whose last part,
-the block tables, is as long as the step needs it. So a copy is as long as what is used.
+lists of work, and with prompts the rows whose logits are wanted. Then comes room for what is read by no recorded pass,
+and at the end attention's lists, whose last part, the block tables, is as long as the step needs it. So a copy is as
+long as what is used.
 
-A step of decoding rows alone is laid out for the least recorded size that it fits, with rows of padding behind its own;
-any other step for the largest step there is.
+A step is laid out for the first recorded size that serves it, with rows of padding behind its own; any other step for
+the largest step there is.
 
 Attention of a model that runs through transformers takes no lists: its tensors are made and copied apart, no pass of
 such a model is recorded, and all else travels as above.
@@ -13,7 +14,8 @@ such a model is recorded, and all else travels as above.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.adapters.device.device_lora import DeviceLora
-from loraplex.engine.execution.inputs import Segments, StepLimits
+from loraplex.engine.execution.inputs import RecordedSize, Segments, StepLimits, find_recorded
 from loraplex.engine.model.base import LoraPass
 from loraplex.engine.types import StepPlan
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionLayout, RecordableAttention
@@ -35,17 +37,16 @@ _FREE_BYTES = 256 << 10
 _FRAMES = 4
 """Host memory for this number of steps: two in flight, one that is being filled, one to spare."""
 ROWS = ("token_ids", "positions")
+_LOGITS_ROWS = "logits_rows"
 
 Replay = Callable[[bool], torch.Tensor]
-"""Runs a recorded pass, with adapters or without: logits [rows of its size, V]."""
+"""Runs a recorded pass, with adapters or without: logits [sequences of its size, V]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a step lie, in bytes; a size for `num_rows` rows. `lists`: of attention's work, None where
-    there are none."""
+    """Where the parts of a step lie, in bytes. `lists`: of attention's work, None where there are none."""
 
-    num_rows: int
     lists: AttentionLayout | None
     rows: dict[str, int]
     lora: int
@@ -55,16 +56,16 @@ class Layout:
     num_bytes: int
 
     @classmethod
-    def make(cls, num_rows: int, lists: AttentionLayout | None, lora_ints: int) -> Layout:
+    def make(cls, num_rows: int, logits_rows: int, lists: AttentionLayout | None, lora_ints: int) -> Layout:
         rows: dict[str, int] = {}
         at = 0
-        for name in ROWS:
+        for name, count in (*((name, num_rows) for name in ROWS), (_LOGITS_ROWS, logits_rows)):
             rows[name] = at
-            at = _aligned(at + 8 * num_rows)
+            at = _aligned(at + 8 * count)
         lora_end = _aligned(at + 4 * lora_ints)
         free_end = _aligned(lora_end + _FREE_BYTES)
         end = free_end if lists is None else free_end + 4 * lists.num_ints
-        return cls(num_rows, lists, rows, at, lora_end, free_end, free_end, end)
+        return cls(lists, rows, at, lora_end, free_end, free_end, end)
 
 
 @dataclass(slots=True)
@@ -79,9 +80,9 @@ class Frame:
 class PackedSource:
     """Where the steps of a model begin on Triton's kernels.
 
-    `lora`: the arena's adapters on the device, or None. `sizes`: for how many decoding rows passes are recorded, in
-    ascending order, none where `attention` cannot be recorded; `replays` is filled by the code that captures them. No
-    more than three steps may be in flight.
+    `lora`: the arena's adapters on the device, or None. `sizes`: what passes are recorded for, the cheapest
+    first, none where `attention` cannot be recorded; `replays` is filled by the code that captures them. No more than
+    three steps may be in flight.
     """
 
     def __init__(
@@ -92,33 +93,37 @@ class PackedSource:
         limits: StepLimits,
         *,
         lora: DeviceLora | None,
-        sizes: Sequence[int] = (),
+        sizes: Sequence[RecordedSize] = (),
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.limits = limits
         self.lora = lora
-        self.replays: dict[int, Replay] = {}
+        self.replays: dict[RecordedSize, Replay] = {}
         lora_ints = 0 if lora is None else lora.layers.work_size + lora.head_work_size
         self.attention = attention
-        self.layouts: dict[int, Layout] = {}
+        self.layouts: dict[RecordedSize, Layout] = {}
         if isinstance(attention, RecordableAttention):
-            largest = AttentionCapacity(
-                limits.max_rows,
-                limits.max_sequences,
-                limits.max_sequences * limits.max_blocks,
-                limits.max_rows,
+            largest = RecordedSize(limits.max_rows, limits.max_sequences, prompts=True)
+            first, *others = attention.layouts(
+                [
+                    AttentionCapacity(
+                        size.rows,
+                        size.sequences,
+                        size.sequences * limits.max_blocks,
+                        size.rows if size.prompts else 1,
+                    )
+                    for size in (largest, *sizes)
+                ]
             )
-            decoding = [AttentionCapacity(size, size, size * limits.max_blocks, 1) for size in sizes]
-            first, *others = attention.layouts([largest, *decoding])
-            self.layout = Layout.make(limits.max_rows, first, lora_ints)
-            self.layouts = {
-                size: Layout.make(size, lists, lora_ints) for size, lists in zip(sizes, others, strict=True)
-            }
+            self.layout = Layout.make(limits.max_rows, 0, first, lora_ints)
+            for size, lists in zip(sizes, others, strict=True):
+                logits_rows = size.sequences if size.prompts else 0
+                self.layouts[size] = Layout.make(size.rows, logits_rows, lists, lora_ints)
         else:
             if sizes:
                 raise ValueError(f"steps cannot be recorded whose attention is {attention.name}'s")
-            self.layout = Layout.make(limits.max_rows, None, lora_ints)
+            self.layout = Layout.make(limits.max_rows, 0, None, lora_ints)
         num_bytes = max(layout.num_bytes for layout in (self.layout, *self.layouts.values()))
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         hosts = [
@@ -130,17 +135,26 @@ class PackedSource:
 
     def begin_inputs(self, plan: StepPlan) -> PackedInputs:
         """See `InputSource.begin_inputs`."""
-        count = len(plan.scheduled)
-        # Recorded passes end in logits: a step that pools is none of theirs, and samples nothing of what it pools.
-        decoding = all(item.num_tokens == 1 and item.samples and not item.targets for item in plan.scheduled)
-        size = next((size for size in self.replays if size >= count), None) if decoding else None
-        return PackedInputs(self, self._frame(), size)
+        return PackedInputs(self, self._frame(), find_recorded(self.replays, plan))
 
-    def empty_batch(self, size: int) -> tuple[dict[str, torch.Tensor], Any]:
-        """The rows and the attention of a recorded size, holding a step of padding alone."""
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Steps that begin inside launch their kernels one by one."""
+        kept, self.replays = self.replays, {}
+        try:
+            yield
+        finally:
+            self.replays = kept
+
+    def empty_batch(self, size: RecordedSize) -> tuple[dict[str, torch.Tensor], Any]:
+        """The rows and the attention of a recorded size, holding a step of padding alone. With prompts, "logits_rows"
+        are beside the rows."""
         layout = self.layouts[size]
         inputs = PackedInputs(self, self._frame(), size)
         rows = {name: inputs.rows(name, []) for name in ROWS}
+        if size.prompts:
+            inputs.logits_rows([])
+            rows[_LOGITS_ROWS] = self.view(layout.rows[_LOGITS_ROWS], 8 * size.sequences, torch.int64)
         inputs.attention([], [], [])
         inputs.adapters([], 0)
         inputs.head_adapters([], 0)
@@ -149,12 +163,12 @@ class PackedSource:
         array = self.view(layout.attention, 4 * layout.lists.num_ints, torch.int32)
         return rows, layout.lists.recorded_batch(array)
 
-    def recorded_adapters(self, size: int) -> tuple[LoraLauncher, LoraLauncher | None]:
+    def recorded_adapters(self, size: RecordedSize) -> tuple[LoraLauncher, LoraLauncher | None]:
         """The passes that read the adapters' lists of a recorded size."""
         assert self.lora is not None
         layout = self.layouts[size]
         layers, head = (self.view(*self.lora_place(layout, head=head), torch.int32) for head in (False, True))
-        return self.lora.recorded(layers, head, size)
+        return self.lora.recorded(layers, head, size.rows, size.sequences)
 
     def view(self, start: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         """A part of the device's memory."""
@@ -181,7 +195,7 @@ class PackedInputs:
 
     source: PackedSource
     frame: Frame
-    size: int | None
+    size: RecordedSize | None
     _layout: Layout = field(init=False)
     _free: int = field(init=False)
     _used: int = field(init=False, default=0)
@@ -200,13 +214,16 @@ class PackedInputs:
         return self._put(np.asarray(values, dtype=np.float64))
 
     def rows(self, name: str, values: Sequence[int]) -> torch.Tensor:
-        start = self._layout.rows[name]
-        count = self.size or len(values)
-        numbers = self.frame.numbers[start : start + 8 * count].view(np.int64)
-        numbers[: len(values)] = values
-        numbers[len(values) :] = 0
-        self._used = max(self._used, start + 8 * count)
-        return self.source.view(start, 8 * count, torch.int64)
+        count = len(values) if self.size is None else self.size.rows
+        self._put_rows(name, values, count)
+        return self.source.view(self._layout.rows[name], 8 * count, torch.int64)
+
+    def logits_rows(self, values: Sequence[int]) -> torch.Tensor:
+        if self.size is None or not self.size.prompts:
+            return self.ints(values)
+        # Behind them the pass computes the logits of row 0, for nobody.
+        self._put_rows(_LOGITS_ROWS, values, self.size.sequences)
+        return self.source.view(self._layout.rows[_LOGITS_ROWS], 8 * len(values), torch.int64)
 
     def attention(
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
@@ -255,6 +272,14 @@ class PackedInputs:
         )
         self._used = max(self._used, start + 4 * size)
         return lora_pass
+
+    def _put_rows(self, name: str, values: Sequence[int], count: int) -> None:
+        """With zeros up to `count`."""
+        start = self._layout.rows[name]
+        numbers = self.frame.numbers[start : start + 8 * count].view(np.int64)
+        numbers[: len(values)] = values
+        numbers[len(values) :] = 0
+        self._used = max(self._used, start + 8 * count)
 
     def _put(self, values: NDArray[Any]) -> torch.Tensor:
         start = self._free

@@ -296,7 +296,7 @@ class ModelRunner:
         hidden: list[torch.Tensor] = []
         logits = inputs.replay(lora is not None or head_lora is not None)
         if logits is not None:
-            logits = logits[: step.num_rows]
+            logits = logits[: step.logits_rows.shape[0]]
         else:
             logits = self._model.forward(
                 ForwardBatch(

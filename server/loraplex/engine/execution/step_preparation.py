@@ -31,7 +31,8 @@ class StepTooLarge(LoraplexError):
 
 class StepPreparation:
     """Where the steps of an engine begin. On Triton's kernels that is a `PackedSource`; on others steps take plain
-    tensors. `max_scored`: positions of prompts that a step scores."""
+    tensors. `max_scored`: positions of prompts that a step scores. `prompt_rows`: rows of the largest step with prompt
+    chunks that is recorded."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class StepPreparation:
         *,
         recorder: Recorder | None,
         max_scored: int,
+        prompt_rows: int,
         batch_invariant: bool,
     ) -> None:
         self._model = model
@@ -50,12 +52,13 @@ class StepPreparation:
         self._sampler = sampler
         self._recorder = recorder
         self._max_scored = max_scored
+        self._prompt_rows = prompt_rows
         self._batch_invariant = batch_invariant
         self._limits: StepLimits | None = None
         self.inputs: PackedSource | None = None
 
     def begin(self, kv: KVCache, limits: StepLimits) -> None:
-        """Once: make the inputs, and record decoding steps over `kv`."""
+        """Once: make the inputs, and record steps over `kv`."""
         self._limits = limits
         if self._arena.backend != "triton":
             return
@@ -73,8 +76,14 @@ class StepPreparation:
             self._arena,
             limits,
             self._recorder,
+            prompt_rows=self._prompt_rows,
             batch_invariant=self._batch_invariant,
         )
+
+    def recorded(self, *, prompts: bool) -> tuple[int, ...]:
+        """Numbers of rows that steps are recorded for: those with prompt chunks, or decoding steps."""
+        sizes = () if self.inputs is None else self.inputs.replays
+        return tuple(size.rows for size in sizes if size.prompts == prompts)
 
     def measure(
         self, memory: DeviceMemory, make_kv: Callable[[int], KVCache], limits: StepLimits
@@ -115,9 +124,9 @@ class StepPreparation:
     def record_again(self, kv: KVCache) -> None:
         """Over the KV cache that is served from."""
         if self.inputs is not None and self._recorder is not None:
-            from loraplex.engine.execution.cuda_graphs import record_decoding
+            from loraplex.engine.execution.cuda_graphs import record_steps
 
-            record_decoding(self._model, kv, self.inputs, self._recorder)
+            record_steps(self._model, kv, self.inputs, self._recorder)
 
     def warm_up(self, runner: ModelRunner) -> None:
         """Compile the kernels that a step may launch, where that is not done before."""

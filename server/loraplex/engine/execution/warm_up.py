@@ -32,9 +32,10 @@ _NOTHING = SamplingParams(max_tokens=0)
 
 
 def warm_up(runner: ModelRunner, source: PackedSource, *, pools: bool) -> None:
-    """Run steps of made-up prompts, and launch the kernels that adapters may need. Decoding steps are
-    recorded by then, and so compiled; the sampler has launched its kernels in all of their forms. The steps here also
-    load what torch itself loads when it is first used: log probabilities, and with `pools` pooling.
+    """Run steps of made-up prompts, and launch the kernels that adapters may need. What is recorded is compiled by
+    then; the steps here launch their kernels one by one, as steps do that no recording serves. The sampler has launched
+    its kernels in all of their forms. The steps here also load what torch itself loads when it is first used: log
+    probabilities, and with `pools` pooling.
 
     For the start, before any other step: the first block of the KV cache is written to. Raises what a
     forward pass raises.
@@ -56,7 +57,9 @@ def warm_up(runner: ModelRunner, source: PackedSource, *, pools: bool) -> None:
     if pools:
         steps.append(pooled)
     for number, slices in enumerate(steps):
-        runner.collect(runner.submit(StepPlan(number, tuple(slices))))
+        with source.unrecorded():
+            step = runner.submit(StepPlan(number, tuple(slices)))
+        runner.collect(step)
 
 
 def run_largest_step(runner: ModelRunner, limits: StepLimits, *, max_scored: int, slot: int) -> None:

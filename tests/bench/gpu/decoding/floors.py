@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from bench.gpu.lora import LLAMA_8B
 from bench.gpu.models import LLAMA_8B as CONFIG
+from loraplex.engine.config import MAX_RECORDED_ROWS
+from loraplex.engine.execution.cuda_graphs import prompt_graph_sizes
 
 LAYERS = int(CONFIG["num_hidden_layers"])
 LAYER_LAUNCHES = 10
@@ -20,6 +22,10 @@ OTHER_LAUNCHES = 14
 """Outside of the layers: embedding, first norm, head, and what torch launches around them."""
 LORA_LAUNCHES = 8
 """More in a layer where there are adapters: shrink and expand of four groups."""
+PROMPT_LAUNCHES = 1
+"""More in a layer of a step with prompt chunks: attention for the long sequences."""
+HOST_LAUNCH_S = 26e-6
+"""Assumed, for a launch by itself: Triton's launchers and torch's operators are called from Python."""
 CONTEXT = 1024
 RANK = 16
 _BYTES = 2
@@ -49,6 +55,9 @@ class Gpu:
 
 H200 = Gpu("H200", 4.3e12, 790e12, 2e-6, 141e9)
 GPUS = (H200, Gpu("A100 80 GB", 1.75e12, 250e12, 2e-6, 80e9), Gpu("L4", 0.26e12, 60e12, 2e-6, 24e9))
+DECODES = 64
+MIXED = (80, 150, 220, 290, 420, 500, 600, 700, 800, 1000)
+"""Rows of steps with prompt chunks."""
 STEPS = ((1, 1), (16, 8), (16, 16), (64, 8), (64, 64), (256, 64))
 """Rows and adapters."""
 
@@ -63,6 +72,34 @@ def step_ms(gpu: Gpu, rows: int, adapters: int, *, lora: int = LORA_LAUNCHES) ->
     weights = max(PRODUCTS * _BYTES / gpu.bytes_per_s, 2 * PRODUCTS * rows / gpu.flops_per_s)
     read = rows * CONTEXT * POSITION_BYTES + adapters * RANK * RANK_BYTES
     return 1e3 * (weights + read / gpu.bytes_per_s + launches(adapters, lora=lora) * gpu.launch_s)
+
+
+def mixed_launches(adapters: int) -> int:
+    """Of a step with prompt chunks."""
+    return launches(adapters) + LAYERS * PROMPT_LAUNCHES
+
+
+def mixed_ms(gpu: Gpu, rows: int, adapters: int) -> float:
+    """What the device takes for a step of prompt chunks beside DECODES decoding rows, without launches. The head is
+    for 256 rows at most."""
+    products = 2 * (_LINEARS * rows + _HEAD * min(rows, 256))
+    weights = max(PRODUCTS * _BYTES / gpu.bytes_per_s, products / gpu.flops_per_s)
+    read = DECODES * CONTEXT * POSITION_BYTES + adapters * RANK * RANK_BYTES
+    return 1e3 * (weights + read / gpu.bytes_per_s)
+
+
+def one_by_one_ms(gpu: Gpu, rows: int, adapters: int) -> float:
+    """The host launches ahead of the device: the slower of the two is the step's time."""
+    return max(mixed_ms(gpu, rows, adapters), 1e3 * mixed_launches(adapters) * HOST_LAUNCH_S)
+
+
+def recorded_ms(gpu: Gpu, rows: int, adapters: int) -> float:
+    """Padded to the next recorded size."""
+    return mixed_ms(gpu, padded(rows), adapters) + 1e3 * mixed_launches(adapters) * gpu.launch_s
+
+
+def padded(rows: int) -> int:
+    return next(size for size in prompt_graph_sizes(MAX_RECORDED_ROWS) if size >= rows)
 
 
 def fits(gpu: Gpu, rows: int, adapters: int) -> bool:
@@ -124,5 +161,23 @@ def prediction_table() -> list[str]:
     return lines
 
 
+def prompts_table() -> list[str]:
+    """Steps with prompt chunks, launched one by one and recorded."""
+    lines = [
+        "| GPU | rows | padded | base, one by one ms | recorded ms | gain | 8 adapters, one by one ms | recorded ms "
+        "| gain |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for gpu in GPUS[:2]:
+        for rows in MIXED:
+            cells = []
+            for adapters in (0, 8):
+                apart, whole = one_by_one_ms(gpu, rows, adapters), recorded_ms(gpu, rows, adapters)
+                cells.append(f"{apart:.1f} | {whole:.1f} | {apart / whole:.2f}")
+            lines.append(f"| {gpu.name} | {rows} | {padded(rows)} | {' | '.join(cells)} |")
+    return lines
+
+
 if __name__ == "__main__":
-    print("\n".join([*floors_table(), "", *launches_table(), "", *prediction_table()]))
+    tables = (floors_table, launches_table, prediction_table, prompts_table)
+    print("\n\n".join("\n".join(table()) for table in tables))

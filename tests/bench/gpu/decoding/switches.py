@@ -1,4 +1,4 @@
-"""Two ways to run the same decoding step, in turns: what `--ab` of the suite compares."""
+"""Two ways to run the same step, in turns: what `--ab` of the suite compares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loraplex.kernels.lora.triton_tiling import LoraTiling
 FULL_AB = replace(
     FULL,
     size=RigSize(
-        max_rows=256, max_sequences=256, max_len=1040, sizes=(64, 256), arena_bytes=6 << 30, slots=64, max_rank=16
+        max_rows=512, max_sequences=256, max_len=1040, sizes=(64, 256), arena_bytes=6 << 30, slots=64, max_rank=16
     ),
 )  # fmt: skip
 SMALL_AB = SMALL
@@ -26,12 +26,14 @@ _ERROR = 2e-2
 
 @dataclass(frozen=True)
 class Switch:
-    """`make` builds each side from the options of `StepBench`; the first is named `a`."""
+    """`make` builds each side from the options of `StepBench`; the first is named `a`. `mixed`: of steps with a prompt
+    chunk, else of decoding."""
 
     a: str
     b: str
     make_a: Callable[..., StepBench]
     make_b: Callable[..., StepBench]
+    mixed: bool = False
 
 
 def _tiled(**changes: Any) -> Callable[..., StepBench]:
@@ -45,6 +47,11 @@ def _on_a_stream(*arguments: Any, **options: Any) -> StepBench:
     bench = StepBench(*arguments, **options)
     bench.record_beside()
     return bench
+
+
+def _prompts_recorded(shape: StepsShape, *arguments: Any, **options: Any) -> StepBench:
+    size = replace(shape.size, prompt_sizes=tuple(2 * rows for rows in shape.size.sizes))
+    return StepBench(replace(shape, size=size), *arguments, **options)
 
 
 SWITCHES: Mapping[str, Switch] = {
@@ -61,6 +68,13 @@ SWITCHES: Mapping[str, Switch] = {
         _tiled(splits_by_work=True),
     ),
     "side-stream": Switch("A side in line", "A side on a stream of its own", StepBench, _on_a_stream),
+    "prompt-recordings": Switch(
+        "prompt chunks launched one by one",
+        "prompt chunks recorded",
+        StepBench,
+        _prompts_recorded,
+        mixed=True,
+    ),
 }
 
 
@@ -73,10 +87,11 @@ class SwitchBench:
         rig = self._a.rig
         self._b = self._switch.make_b(shape, device, ceilings, model=rig.model, kv=rig.kv)
 
-    def decode(self, rows: int, adapters: int, rank: int) -> dict[str, Any]:
-        """Times of one recorded step in turns. `a_to_b`: how often as fast b is."""
-        base, a = self._a.decoding_runs(rows, adapters, rank)
-        _, b = self._b.decoding_runs(rows, adapters, rank)
+    def compare(self, rows: int, adapters: int, rank: int) -> dict[str, Any]:
+        """Times of one step in turns. `a_to_b`: how often as fast b is."""
+        make = StepBench.mixed_runs if self._switch.mixed else StepBench.decoding_runs
+        base, a = make(self._a, rows, adapters, rank)
+        _, b = make(self._b, rows, adapters, rank)
         with torch.inference_mode():
             before, after = a().clone(), b().clone()
             base_ms, a_ms, b_ms = self._a.watch.interleaved_ms([base, a, b])
