@@ -53,7 +53,8 @@ def test_recorded_prompts_go_by_the_gpu_and_the_model() -> None:
         return most_recorded_rows(-1, capability, layers, int(REFERENCE_WEIGHTS * times))
 
     assert [rows(found) for found in ((9, 0), (10, 0), (8, 0), (8, 9), None)] == [640, 640, 128, 0, 0]
-    # A row takes longer by the weights; there are more launches by the layers. In whole 64s, up to 1,024.
+    # A row takes longer by the weights; there are more launches by the layers. The nearest 64, up to 1,024.
+    assert (rows((9, 0), times=1.001), rows((9, 0), times=0.999)) == (640, 640)
     assert (rows((9, 0), times=2), rows((9, 0), times=0.7), rows((9, 0), 16, 0.16)) == (
         320,
         896,

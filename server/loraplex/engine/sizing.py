@@ -23,7 +23,7 @@ _RECORDED_ROWS = {(8, 0): 128, (9, 0): 640, (10, 0): 640}
 """By compute capability: up to this number of rows, a step with adapters takes the host longer to launch than the GPU
 to compute, padding included. By arithmetic (docs/performance.md), for `REFERENCE_LAYERS` layers of `REFERENCE_WEIGHTS`
 weights."""
-REFERENCE_LAYERS, REFERENCE_WEIGHTS = 32, 8_030_000_000
+REFERENCE_LAYERS, REFERENCE_WEIGHTS = 32, 8_030_261_248
 _RECORDED_UNIT = 64
 _STEP_SHARE = 64
 """On a GPU the inputs and outputs of one layer's linears may take one part in 64 of its memory."""
@@ -57,7 +57,7 @@ def most_recorded_rows(
         return asked
     known = 0 if capability is None else _RECORDED_ROWS.get(capability, 0)
     rows = known * num_layers * REFERENCE_WEIGHTS // (REFERENCE_LAYERS * num_weights)
-    return min(rows // _RECORDED_UNIT * _RECORDED_UNIT, MAX_RECORDED_ROWS)
+    return min((rows + _RECORDED_UNIT // 2) // _RECORDED_UNIT * _RECORDED_UNIT, MAX_RECORDED_ROWS)
 
 
 def row_bytes(groups: Sequence[SiteGroup], itemsize: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,10 @@ def test_known_sizes_of_llama_8b(tmp_path: Path) -> None:
     assert made.block == 16 * 128 << 10
     assert made.adapter / 16 == pytest.approx(5.24e6, rel=0.03)
     assert made.sites == ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    # Recorded are steps of up to 640 rows with prompt chunks there, none on a GPU that is no faster than the host.
+    (l40s, h100) = (replace(DEVICES[name], memory=DEVICES["h100"].memory) for name in ("l40s", "h100"))
+    slow, fast = (make_plan(outline, device, Wanted(8, 16), None).activations for device in (l40s, h100))
+    assert fast - slow == 640 * (6 * 4096 + 3 * 14336) * 2
 
 
 def test_fewer_modules_take_fewer_pages(tmp_path: Path) -> None:

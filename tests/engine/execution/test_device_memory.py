@@ -97,18 +97,20 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_the_cache_gets_what_the_largest_step_and_the_recordings_leave(base: Path, tmp_path: Path) -> None:
-    # Recordings of 1, 2 and 3 rows, without adapters and with. In a step prompts are scored beside three samples.
+    # Recordings of 1, 2 and 3 rows, and of a whole step with prompt chunks, without adapters and with. In a step
+    # prompts are scored beside three samples.
     num_logits = SEQUENCES + ROWS - SEQUENCES
-    workspace = 6 * PER_RECORDING + ROWS * PER_ROW + num_logits * PER_LOGIT
+    workspace = 8 * PER_RECORDING + ROWS * PER_ROW + num_logits * PER_LOGIT
     rest = 20 * BLOCK + 5
     room = (
         TOTAL - OTHERS - workspace - headroom(TOTAL) - rest + 2 * BLOCK
     )  # the trial's own blocks are no workspace
     device = FakeDevice(left=room)
-    engine = start(base, tmp_path / "work", device)
+    engine = start(base, tmp_path / "work", device, recorded_prompt_rows=2 * ROWS)
     info = engine.built.info
     assert device.largest == (ROWS, num_logits, True)
-    assert device.recordings == 6
+    assert device.recordings == 8
+    assert (info.recorded_decodes, info.recorded_prompts) == ((1, 2, 3), (ROWS,))
     assert info.memory is not None
     assert info.memory.workspace == workspace - 2 * BLOCK
     assert (info.num_kv_blocks, info.kv_bytes) == (20, 20 * BLOCK)
