@@ -44,12 +44,13 @@ def test_kernels_that_keep_the_promise(monkeypatch):
     assert "--batch-invariant is off" in obstacle("triton")
     for asked in (True, False):
         assert "torch's kernels" in obstacle("torch", asked=asked)
-    for of_this_processor in (True, False):
-        features = {"avx2", "avx512f", "avx512bf16"} | (set() if of_this_processor else {"amx-bf16"})
+    for has_tiles in (False, True):
+        features = {"avx2", "avx512f", "avx512bf16"} | ({"amx-bf16"} if has_tiles else set())
         monkeypatch.setattr(numba_dense, "host_features", lambda found=features: found)
-        assert bool(obstacle("numba", torch.bfloat16)) is not of_this_processor
-        assert not obstacle("numba", torch.bfloat16, asked=True)
-    assert "oneDNN multiplies in bfloat16" in obstacle("numba", torch.bfloat16)
+        assert not obstacle("numba", torch.bfloat16)
+        assert bool(obstacle("numba", torch.float16)) is has_tiles
+        assert not obstacle("numba", torch.float16, asked=True)
+    assert "oneDNN multiplies in float16" in obstacle("numba", torch.float16)
     monkeypatch.setattr(numba_dense, "host_features", lambda: {"neon"})
     assert "oneDNN multiplies in bfloat16" in obstacle("numba", torch.bfloat16, asked=True)
 

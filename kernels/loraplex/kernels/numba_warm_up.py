@@ -7,7 +7,7 @@ import torch
 
 from loraplex.kernels.attention.numba_attention import build_attention_batch, paged_attention
 from loraplex.kernels.attention.numba_attention_products import BLOCK
-from loraplex.kernels.layers import numba_dense
+from loraplex.kernels.layers import numba_dense, numba_dense_tiles
 from loraplex.kernels.lora import numba_lora
 from loraplex.kernels.numba_runtime.thread_team import SMALL
 from loraplex.kernels.numba_runtime.vectors import LIKE
@@ -41,8 +41,9 @@ def warm_up(dtype: torch.dtype) -> None:
             cos = torch.ones(rows, 1, 1)
             ops.rotate_and_write(heads, 1, cos, cos, cache, batch, q_norm=norm, k_norm=norm, eps=1e-5)
         paged_attention(heads[:, :1], cache, batch, scale=1.0, window=None, softcap=None)
-    row = torch.zeros(1, 2, dtype=dtype)
-    ops.linear(row, numba_dense.pack_weight(row, batch_invariant=True), None)
+    for inputs in (2, numba_dense_tiles.INPUTS):  # of the second number tiles are used, where there are some
+        row = torch.zeros(1, inputs, dtype=dtype)
+        ops.linear(row, numba_dense.pack_weight(row, batch_invariant=True), None)
     numba_lora.warm_up(dtype, dtype)
     logits = torch.zeros(1, 1)
     log_sum_exp(logits)

@@ -36,9 +36,12 @@ def describe_kernels(choice: str, device: str, num_threads: int, recorded_prompt
 
 def _describe_numba() -> str:
     from loraplex.kernels.layers import numba_dense
+    from loraplex.kernels.numba_runtime import amx
     from loraplex.kernels.numba_runtime.vectors import host_features, host_name
 
     products = "AVX512-BF16 products" if "avx512bf16" in host_features() else "portable vectors"
+    if amx.is_permitted():
+        products = f"AMX and {products}"
     linears = "its own linears" if numba_dense.is_for(torch.bfloat16) else "oneDNN's linears"
     return f"numba for {host_name()}, {products}, {linears} in bfloat16"
 

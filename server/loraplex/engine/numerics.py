@@ -93,7 +93,8 @@ def _processor(device: torch.device, backend: Backend) -> list[str]:
         return [torch.cuda.get_device_name(device), f"cuda {torch.version.cuda}"]
     found = [torch.backends.cpu.get_cpu_capability()]
     if backend == "numba":
+        from loraplex.kernels.numba_runtime import amx
         from loraplex.kernels.numba_runtime.vectors import host_features, host_name
 
-        found += [host_name(), *sorted(host_features())]
+        found += [host_name(), *sorted(host_features()), f"tiles {amx.is_permitted()}"]
     return found

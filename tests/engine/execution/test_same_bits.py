@@ -73,7 +73,6 @@ def make_asked(subject: Subject, tmp_path: Path) -> Iterator[Callable[..., Asked
             tmp_path / str(len(made)),
             subject.adapters,
             kernels="numba",
-            batch_invariant=True,  # without it, a library multiplies 16 bits on processors with AMX
             dtype=dtype,
             kv_cache_memory=kv_blocks * size,
             **{
@@ -130,7 +129,7 @@ COUNTS = [
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_neighbours(make_asked: Callable[..., Asked], dtype: str, count: int) -> None:
-    if not numba_dense.is_for(getattr(torch, dtype), batch_invariant=True):
+    if not numba_dense.is_for(getattr(torch, dtype)):
         pytest.skip(f"on this processor a library multiplies in {dtype}")
     rng = random.Random(count)
     asked = questions(rng)

@@ -42,7 +42,7 @@ def made() -> Iterator[list[Asked]]:
 def test_24_of_24_have_the_same_bits(
     real_model_dir: Path, adapters: dict[str, Path], made: list[Asked], tmp_path: Path
 ) -> None:
-    if not numba_dense.is_for(torch.bfloat16, batch_invariant=True):
+    if not numba_dense.is_for(torch.bfloat16):
         pytest.skip("on this processor a library multiplies in bfloat16")
     rng = random.Random(0)
     names = [None, *adapters]
@@ -59,7 +59,6 @@ def test_24_of_24_have_the_same_bits(
             "dtype": "bfloat16",
             "max_model_len": 512,
         }
-        common["batch_invariant"] = True  # without it, a library multiplies on processors with AMX
         common |= {"kv_cache_memory": 128 << 20, "adapter_memory": 64 << 20}
         asked = Asked(real_model_dir, tmp_path / name, adapters, **(common | settings))
         made.append(asked)

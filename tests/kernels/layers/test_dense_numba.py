@@ -7,6 +7,7 @@ import torch
 
 from loraplex.kernels.layers import numba_dense
 from loraplex.kernels.layers.numba_dense import PackedWeight, linear, pack_weight
+from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features
 
 BF16 = torch.bfloat16
@@ -115,15 +116,46 @@ def test_other_weights_are_as_without_it(dtype: torch.dtype, monkeypatch: pytest
 
 def test_only_processors_that_gain_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    for features, in_32, in_16 in (
+    for features, everywhere, in_float16 in (
         ({"avx2"}, True, True),
         ({"avx2", "avx512f", "avx512bf16"}, True, True),
-        ({"avx2", "avx512f", "avx512bf16", "amx-bf16"}, True, False),
+        ({"avx2", "avx512f", "avx512bf16", "amx-bf16", "amx-tile"}, True, False),
         ({"neon"}, False, False),
     ):
         monkeypatch.setattr(numba_dense, "host_features", lambda found=features: frozenset(found))
-        assert [numba_dense.is_for(dtype) for dtype in DTYPES] == [in_32, in_16, in_16]
+        assert [numba_dense.is_for(dtype) for dtype in DTYPES] == [everywhere, everywhere, in_float16]
         asked = [numba_dense.is_for(dtype, batch_invariant=True) for dtype in DTYPES]
-        assert asked == [in_32] * 3
+        assert asked == [everywhere] * 3
     assert not numba_dense.is_for(torch.float64)
     assert "avx2" in host_features() or "neon" in host_features()
+
+
+@pytest.mark.parametrize(("columns", "inputs"), [(960, 576), (33, 1056), (16, 32)])
+def test_with_tiles_a_row_is_exact_and_has_the_same_bits_for_any_number_of_rows(
+    columns: int, inputs: int
+) -> None:
+    if not amx.is_permitted():
+        pytest.skip("the processor has no AMX, or Linux does not permit it")
+    weight, bias = drawn(columns, inputs), drawn(columns, seed=1)
+    packed, x = pack_weight(weight), drawn(450, inputs, seed=2)
+    together = linear(x, packed, bias)
+    exact = x.double() @ weight.double().T + bias.double()
+    assert ((together.double() - exact).abs() <= exact.abs() * ROUNDING[BF16] + 1e-5 * inputs**0.5).all()
+    for count in (*range(1, 70), 100, 383, 384, 385):
+        first = (count * 7) % (450 - count)
+        some = linear(x[first : first + count], packed, bias)
+        expected = together[first : first + count]
+        assert torch.equal(some.view(torch.int16), expected.view(torch.int16)), count
+
+
+def test_without_permission_vectors_multiply_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = drawn(40, 64), drawn(5, 64, seed=1)
+    packed = pack_weight(weight)
+    monkeypatch.setattr(numba_dense, "run_products", lambda *_: pytest.fail("tiles are used"))
+    monkeypatch.setattr(amx, "is_permitted", lambda: False)
+    torch.testing.assert_close(linear(x, packed), x @ weight.T, rtol=1e-2, atol=1e-2)
+
+
+def test_tiles_are_for_processors_that_have_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx, "host_features", lambda: frozenset({"avx2", "avx512f", "avx512bf16"}))
+    assert not amx.is_permitted.__wrapped__()

@@ -5,6 +5,9 @@ outputs side by side, as products of vectors take them (`numba_runtime.ir.Elemen
 of these blocks and some hundred rows; threads take the next unit when they finish one. Every sum goes over the inputs
 in their order, so a row's result is bit-identical for any other rows and any threads. No library's product of matrices
 promises that: what it chooses for one row is not what it chooses for many.
+
+In bfloat16 AMX's tiles multiply the same blocks (`numba_dense_tiles`), where the processor has them, Linux permits them
+and the number of inputs is a multiple of 32. That is decided by the weight, never by the rows.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 
@@ -18,6 +21,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from loraplex.kernels.layers import dense
+from loraplex.kernels.layers.numba_dense_tiles import INPUTS, run_products
+from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads
 from loraplex.kernels.numba_runtime.vectors import LIKE, fetch_add, host_features, read_int64, size_of
@@ -88,27 +93,21 @@ def linear(
     blocks = len(weight.blocks)
     # A few blocks at once where a block is soon done: taking one costs as much as some rows of it.
     grain = max(1, blocks // (num_threads() * 8))
-    _multiply.run(
-        (LIKE[dtype],),
-        x.data_ptr(),
-        x.stride(0) * size,
-        rows,
-        weight.blocks.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        in_features,
-        out_features,
-        grain,
-        max(1, _UNIT_BYTES // size),
-    )
+    given, bias_at = (x.data_ptr(), x.stride(0) * size), 0 if bias is None else bias.data_ptr()
+    sizes = (in_features, out_features, grain)
+    if dtype is torch.bfloat16 and in_features % INPUTS == 0 and amx.is_permitted():
+        run_products(given, rows, weight.blocks.data_ptr(), bias_at, y.data_ptr(), *sizes)
+    else:
+        places = (weight.blocks.data_ptr(), bias_at, y.data_ptr())
+        _multiply.run((LIKE[dtype],), *given, rows, *places, *sizes, max(1, _UNIT_BYTES // size))
     return y
 
 
 def is_for(dtype: torch.dtype, *, batch_invariant: bool = False) -> bool:
-    """Whether these products are used for a dtype on this processor: any with AVX2, but in 16 bits on one with AMX,
-    whose tiles only oneDNN uses, just where a row's bits must not depend on other rows (`batch_invariant`)."""
+    """Whether these products are used for a dtype on this processor: any with AVX2, but in float16 on one with AMX just
+    where a row's bits must not depend on other rows (`batch_invariant`): oneDNN is faster there."""
     features = host_features()
-    is_fastest = dtype is torch.float32 or "amx-bf16" not in features
+    is_fastest = dtype is not torch.float16 or "amx-bf16" not in features
     return dtype in LIKE and "avx2" in features and (is_fastest or batch_invariant)
 
 
