@@ -9,7 +9,6 @@ from functools import partial
 import structlog
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.admin.admission import admit_version
 from loraplex.admin.engine_eviction import evict_removed
 from loraplex.admin.framework.refusal_audit import audit_refusals
@@ -30,9 +29,8 @@ class RuntimeLoading:
     """What a training loop does through the data plane. Each call counts as a change of its tenant, and is audited as
     the admin routes' are."""
 
-    def __init__(self, services: AdminServices, sources: AllowedSources) -> None:
+    def __init__(self, services: AdminServices) -> None:
         self._services = services
-        self._sources = sources
         self._note_refusal = audit_refusals(services)
 
     async def load(self, by: Actor, name: str, path: str) -> VersionInfo:
@@ -40,7 +38,7 @@ class RuntimeLoading:
         Raises SourceNotAllowed, SourceNotFound, SourceUnavailable and what `admit_version` raises."""
         services, tenant = self._services, by.tenant_id or ""
         async with self._changing(by, "version.upload", _VERSIONS, name):
-            source = self._sources.allow_path(path, tenant)
+            source = services.sources.allow_path(path, tenant)
             receive = partial(
                 import_source, source, services.artifacts.store, max_bytes=services.max_upload_bytes
             )

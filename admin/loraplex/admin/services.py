@@ -9,6 +9,7 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
+from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.admin.change_rate_limit import ChangeRateLimit
 from loraplex.admin.problem import Problem
 from loraplex.admin.uploads.serving_field import CheckFormats
@@ -87,6 +88,7 @@ class AdminServices:
     artifacts: Artifacts
     audit: AuditLog
     engine: EngineClient
+    sources: AllowedSources = field(default_factory=AllowedSources)
     max_upload_bytes: int = 1 << 30
     upload_gate: UploadGate = field(default_factory=UploadGate)
     download_gate: DownloadGate = field(default_factory=DownloadGate)

@@ -259,8 +259,8 @@ class Settings(BaseSettings):
         list[str] | str, BeforeValidator(_comma_list), AfterValidator(_checked_sources)
     ] = Field(
         [],
-        description="Where tenants may import adapters from, separated by commas: file:///DIR; "
-        "a part {tenant} is the tenant's id (default: nowhere)",
+        description="Where tenants may import adapters from, separated by commas: file:///DIR, s3://BUCKET/PREFIX, "
+        "hf://ORG; a part {tenant} is the tenant's id (default: nowhere)",
     )
     admin_token: str = Field("", description="Token of the admin plane (default: made at the first start)")
     key_pepper: str = Field(

@@ -140,9 +140,7 @@ def check_parts(parts: Iterable[str]) -> None:
 
 def _parse_prefix(text: str) -> _Place:
     place = _Place.parse(text, extra=frozenset({TENANT_PART}))
-    if place.scheme != "file":
-        raise ValueError("only file:///DIR is supported by this version")
-    if not place.parts:
+    if place.scheme == "file" and not place.parts:
         raise ValueError("file:/// alone would allow every file of this machine; name a folder")
     if place.revision:
         raise ValueError("a prefix has no revision")

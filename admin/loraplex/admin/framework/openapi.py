@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI
 
+from loraplex.adapters.sources.urls import MAX_URL_CHARS
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
 from loraplex.admin.problem import ANSWERS, MEDIA_TYPE
 from loraplex.admin.uploads.multipart import ARCHIVE_NAME, MAX_SERVING_BYTES, SERVING_NAME
 from loraplex.http.document import REF, describe, refusals
+from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
 
 Responses = dict[int | str, dict[str, Any]]
 """A route's `responses`."""
@@ -35,6 +37,20 @@ _SERVING: dict[str, Any] = {
     "description": "JSON: how the version is served. Its fields are tool_format and reasoning_format.",
     "contentMediaType": "application/json",
 }
+_FORMAT_NAMES = {
+    name: {"enum": [None, *get_args(formats)]}
+    for name, formats in (("tool_format", ToolFormatName), ("reasoning_format", ReasoningFormatName))
+}
+_IMPORT: dict[str, Any] = {
+    "type": "object",
+    "description": "source and serving: import from a place that the operator allowed.",
+    "properties": {
+        "source": {"type": "string", "minLength": 1, "maxLength": MAX_URL_CHARS},
+        "serving": {"type": "object", "properties": _FORMAT_NAMES, "additionalProperties": False},
+    },
+    "required": ["source"],
+    "additionalProperties": False,
+}
 UPLOAD: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -54,7 +70,8 @@ UPLOAD: dict[str, Any] = {
                         for names in ((CONFIG_NAME, TENSORS_NAME), (ARCHIVE_NAME,))
                     ],
                 }
-            }
+            },
+            "application/json": {"schema": _IMPORT},
         },
     }
 }

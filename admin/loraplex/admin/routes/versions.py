@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from loraplex.admin.admission import admit_version
+from loraplex.admin.admission import Receive, admit_version
 from loraplex.admin.engine_eviction import evict_removed, unpin_unused
 from loraplex.admin.framework.dependencies import (
     AdapterName,
@@ -21,12 +21,14 @@ from loraplex.admin.framework.dependencies import (
 )
 from loraplex.admin.framework.openapi import LOCATION, UPLOAD, Responses, refused
 from loraplex.admin.framework.route import AdminRoute
+from loraplex.admin.framework.strict_request import read_json
 from loraplex.admin.problem import Problem
-from loraplex.admin.schemas.adapters import Pin, Version, VersionPage, VersionServing
+from loraplex.admin.schemas.adapters import Pin, Version, VersionImport, VersionPage, VersionServing
 from loraplex.admin.schemas.fields import PageQuery
+from loraplex.admin.uploads.imports import import_source
 from loraplex.admin.uploads.receive import receive_upload
 from loraplex.control.errors import ControlError
-from loraplex.control.types import VersionInfo
+from loraplex.control.types import Serving, VersionInfo
 from loraplex.serving.errors import EngineUnavailable, ServingError
 
 router = APIRouter(prefix="/tenants/{tenant}/adapters/{name}/versions", route_class=AdminRoute)
@@ -48,12 +50,20 @@ async def push_version(
     request: Request,
     response: Response,
 ) -> Version:
-    """Upload an adapter as the next version of a name.
+    """Upload an adapter as the next version of a name, or import it.
 
-    The same bytes again within this name, to be served alike: 200 and the version that has them.
+    A JSON body with `source` imports from a place that the operator allowed (--adapter-sources). The same bytes again
+    within this name, to be served alike: 200 and the version that has them.
     """
-    receive = partial(receive_upload, request, services.artifacts.store, max_bytes=services.max_upload_bytes)
-    info, is_new = await admit_version(services, tenant, name, receive, by=by)
+    store, max_bytes = services.artifacts.store, services.max_upload_bytes
+    receive: Receive = partial(receive_upload, request, store, max_bytes=max_bytes)
+    url = None
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
+        asked: VersionImport = await read_json(request, VersionImport, optional=False)
+        source = services.sources.allow(asked.source, tenant)
+        serving = Serving(asked.serving.tool_format, asked.serving.reasoning_format)
+        receive, url = partial(import_source, source, store, max_bytes=max_bytes, serving=serving), source.url
+    info, is_new = await admit_version(services, tenant, name, receive, by=by, source=url)
     response.headers["Location"] = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
     response.status_code = 201 if is_new else 200
     return _show(info)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from loraplex.admin.schemas.fields import ResponseBody, Timestamp
+from pydantic import Field
+
+from loraplex.adapters.sources.urls import MAX_URL_CHARS
+from loraplex.admin.schemas.fields import RequestBody, ResponseBody, Timestamp
 from loraplex.admin.schemas.releases import Release
 from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
 
@@ -14,6 +17,20 @@ class VersionServing(ResponseBody):
 
     tool_format: ToolFormatName | None
     reasoning_format: ReasoningFormatName | None
+
+
+class ServingChoice(RequestBody):
+    """How an imported version writes calls of tools, and its reasoning. A null: as the base model does."""
+
+    tool_format: ToolFormatName | None = None
+    reasoning_format: ReasoningFormatName | None = None
+
+
+class VersionImport(RequestBody):
+    """`source` is file:///DIR, s3://BUCKET/PREFIX or hf://ORG/NAME@COMMIT."""
+
+    source: Annotated[str, Field(min_length=1, max_length=MAX_URL_CHARS)]
+    serving: ServingChoice = ServingChoice()
 
 
 class Version(ResponseBody):

@@ -9,7 +9,7 @@ from functools import partial
 import anyio
 import anyio.to_thread
 
-from loraplex.adapters.sources.folder import copy_folder
+from loraplex.adapters.sources.copy import copy_source
 from loraplex.adapters.sources.urls import Source
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.admin.uploads.multipart import Part
@@ -30,11 +30,11 @@ async def import_source(
 ) -> AsyncIterator[Received]:
     """The source's two files. Their staging folder is discarded on the way out unless it was committed.
 
-    Raises AdapterRefused where the tenant's quota does not allow it, QuotaTaken, and what `copy_folder` raises.
+    Raises AdapterRefused where the tenant's quota does not allow it, QuotaTaken, and what `copy_source` raises.
     """
     staging = await anyio.to_thread.run_sync(store.begin_staging, limiter=threads)
     try:
-        copy = partial(copy_folder, source, staging, max_bytes=max_bytes, reserve=staged.expect)
+        copy = partial(copy_source, source, staging, max_bytes=max_bytes, reserve=staged.expect)
         await anyio.to_thread.run_sync(copy, limiter=threads)
         yield Received(staging, frozenset({Part.CONFIG, Part.TENSORS}), serving)
     finally:

@@ -27,10 +27,34 @@ NameArgument = Annotated[
     str, typer.Argument(metavar="NAME[@VERSION]", help="Such as support or support@v2", show_default=False)
 ]
 
+ToolFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tool-format",
+        metavar="FORMAT",
+        help=f"How it writes calls of tools: {', '.join(get_args(ToolFormatName))} (default: as the base model)",
+        show_default=False,
+    ),
+]
+ReasoningFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--reasoning-format",
+        metavar="FORMAT",
+        help=f"How it writes reasoning: {', '.join(get_args(ReasoningFormatName))} (default: as the base model)",
+        show_default=False,
+    ),
+]
+
 
 def create_adapter_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="Upload, fetch, list, show, delete and pin adapters.")
+    app = typer.Typer(
+        no_args_is_help=True, help="Upload, import, fetch, list, show, delete and pin adapters."
+    )
     app.command("push", help="Upload a PEFT directory as the next version of NAME.")(admin_command(push))
+    app.command("import", help="Have the server fetch the next version of NAME from a place that it allows.")(
+        admin_command(import_)
+    )
     app.command("pull", help="Fetch a version's two files into a directory, as they were uploaded.")(
         admin_command(pull)
     )
@@ -53,26 +77,11 @@ def push(
         typer.Argument(metavar="DIR", help=f"A directory with {FILES[0]} and {FILES[1]}", show_default=False),
     ],
     tenant: TenantOption,
-    tool_format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help=f"How it writes calls of tools: {', '.join(get_args(ToolFormatName))} (default: as the base model)",
-            show_default=False,
-        ),
-    ] = None,
-    reasoning_format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help=f"How it writes reasoning: {', '.join(get_args(ReasoningFormatName))} (default: as the base model)",
-            show_default=False,
-        ),
-    ] = None,
+    tool_format: ToolFormatOption = None,
+    reasoning_format: ReasoningFormatOption = None,
 ) -> None:
     _check_directory(name, directory)
-    serving = {"tool_format": tool_format, "reasoning_format": reasoning_format}
-    given = {key: value for key, value in serving.items() if value is not None}
+    given = _serving(tool_format, reasoning_format)
     with contextlib.ExitStack() as stack:
         files = {}
         for part in FILES:
@@ -86,6 +95,36 @@ def push(
         shown = stack.enter_context(upload_progress(files, is_quiet=out.as_json))
         data = {"serving": json.dumps(given)} if given else None
         status, made = admin.send("POST", f"{_adapter(tenant, name)}/versions", files=shown, data=data)
+    _show_made(admin, out, tenant, status, made)
+
+
+def import_(
+    admin: AdminClient,
+    out: Output,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name", show_default=False)],
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="file:///DIR of the server, s3://BUCKET/PREFIX or hf://ORG/NAME@COMMIT, below its --adapter-sources",
+            show_default=False,
+        ),
+    ],
+    tenant: TenantOption,
+    tool_format: ToolFormatOption = None,
+    reasoning_format: ReasoningFormatOption = None,
+) -> None:
+    body = {"source": url, "serving": _serving(tool_format, reasoning_format)}
+    status, made = admin.send("POST", f"{_adapter(tenant, name)}/versions", json=body)
+    _show_made(admin, out, tenant, status, made)
+
+
+def _serving(tool_format: str | None, reasoning_format: str | None) -> dict[str, str]:
+    serving = {"tool_format": tool_format, "reasoning_format": reasoning_format}
+    return {key: value for key, value in serving.items() if value is not None}
+
+
+def _show_made(admin: AdminClient, out: Output, tenant: str, status: int, made: dict[str, Any]) -> None:
     if out.as_json:
         out.json(made)
         return

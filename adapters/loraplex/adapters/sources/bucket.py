@@ -1,0 +1,51 @@
+"""Reading an adapter from a bucket, by S3's protocol. Endpoint and credentials are in the `AWS_*` variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from loraplex.adapters.sources.errors import SourceNotFound, SourceUnavailable
+from loraplex.adapters.sources.remote import RemoteFile, write_remote
+from loraplex.adapters.sources.urls import Source
+from loraplex.adapters.store.artifact_store import Staging
+from loraplex.adapters.store.files import CHUNK_BYTES, CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.s3 import s3_store
+
+RETRY_S = 20.0
+"""Seconds for which a request that fails is repeated."""
+
+
+def copy_bucket(source: Source, staging: Staging, *, max_bytes: int, reserve: Callable[[int], None]) -> None:
+    """Copy the two objects of an adapter into `staging`. Raises SourceNotFound, SourceUnavailable and what
+    `write_remote` raises."""
+    prefix = "/".join((*source.root, *source.parts))
+    store = s3_store(source.authority, prefix, request_s=60, retries=5, retry_s=RETRY_S)
+    files = {name: _found(store, name) for name in (CONFIG_NAME, TENSORS_NAME)}
+    write_remote(files, staging, max_bytes=max_bytes, reserve=reserve)
+
+
+def _found(store: S3Store, name: str) -> RemoteFile:
+    try:
+        size = obstore.head(store, name)["size"]
+    except FileNotFoundError:
+        raise SourceNotFound(f"The source has no object {name}.") from None
+    except BaseError as error:
+        raise _unavailable(name, error) from error
+    return RemoteFile(size, _chunks(store, name))
+
+
+def _chunks(store: S3Store, name: str) -> Iterator[bytes]:
+    try:
+        for chunk in obstore.get(store, name).stream(min_chunk_size=CHUNK_BYTES):
+            yield bytes(chunk)
+    except (BaseError, OSError) as error:
+        raise _unavailable(name, error) from error
+
+
+def _unavailable(name: str, error: BaseException) -> SourceUnavailable:
+    """The client's library repeats addresses and headers in its messages: the log has them, the answer has not."""
+    return SourceUnavailable(f"{name} cannot be read from its bucket now ({type(error).__name__}).")

@@ -1,0 +1,75 @@
+"""Writing an adapter's two files from a place beyond the network: sizes first, within a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.sources.errors import SourceUnavailable
+from loraplex.adapters.store.artifact_store import Staging
+from loraplex.adapters.store.fault_points import FaultPoint
+from loraplex.adapters.store.files import CONFIG_NAME, create_file, disk_failures_named, write_all
+
+DEADLINE_S = 600.0
+"""Seconds that all bytes of an adapter may take to come."""
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file that has been found: its size in bytes as its place tells it, and its content."""
+
+    size: int
+    chunks: Iterator[bytes]
+
+
+def write_remote(
+    files: Mapping[str, RemoteFile],
+    staging: Staging,
+    *,
+    max_bytes: int,
+    reserve: Callable[[int], None],
+    deadline_s: float = DEADLINE_S,
+) -> None:
+    """Both files by their names into `staging`. `reserve` hears of their sizes before a byte is read, and may raise.
+
+    Raises AdapterRefused (too_large), SourceUnavailable for a file that is longer or shorter than was told or that
+    does not come in time, StoreFull, StoreFailed, and what `reserve` and the chunks raise.
+    """
+    for name, file in files.items():
+        check_size(name, file.size, max_bytes)
+    total = sum(file.size for file in files.values())
+    check_size("the adapter", total, max_bytes)
+    reserve(total)
+    until = time.monotonic() + deadline_s
+    for name, file in files.items():
+        _write(name, file, staging, until)
+
+
+def check_size(name: str, size: int, max_bytes: int) -> None:
+    """Raises AdapterRefused (too_large)."""
+    bound = min(max_bytes, MAX_CONFIG_BYTES) if name == CONFIG_NAME else max_bytes
+    if size > bound:
+        raise AdapterRefused("too_large", f"In the source, {name} is larger than {bound} bytes.")
+
+
+def _write(name: str, file: RemoteFile, staging: Staging, until: float) -> None:
+    target = staging.directory / name
+    with disk_failures_named():
+        staging.fault(FaultPoint.RECEIVE_CREATE, target)
+        into = create_file(target)
+    left = file.size
+    with into:
+        for data in file.chunks:
+            left -= len(data)
+            if left < 0 or time.monotonic() > until:
+                break
+            with disk_failures_named():
+                staging.fault(FaultPoint.RECEIVE_WRITE, target)
+                write_all(into, data)
+    if time.monotonic() > until:
+        raise SourceUnavailable(f"{name} did not come in time from its source.")
+    if left:
+        raise SourceUnavailable(f"{name} is not as long as its source says; try again.")
