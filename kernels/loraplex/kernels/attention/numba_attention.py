@@ -25,8 +25,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loraplex.kernels.attention.numba_attention_amx import tile_shapes
 from loraplex.kernels.attention.numba_attention_products import BLOCK, SEGMENT
 from loraplex.kernels.attention.numba_attention_tiles import attend, copy_vector, finish, join_spans
+from loraplex.kernels.numba_runtime.amx import release_tiles
 from loraplex.kernels.numba_runtime.thread_team import Kernel
 from loraplex.kernels.numba_runtime.vectors import (
     LIKE,
@@ -184,6 +186,7 @@ def paged_attention(
         0.0 if softcap is None else float(softcap),
         batch.tables_address,
         *plan.addresses,
+        tile_shapes(q.dtype, dim),
     )
     return out
 
@@ -283,6 +286,7 @@ def _attend_units(taken, arguments, like):
     tables, tiles, units = read_int64(arguments + 88), read_int64(arguments + 96), read_int64(arguments + 104)
     num_units, done = read_int64(arguments + 112), read_int64(arguments + 120)
     partials, per_head = read_int64(arguments + 128), read_int64(arguments + 136)
+    shapes = read_int64(arguments + 144)
     total_units = num_units * kv_heads
     size = size_of(like)
     block_bytes = 2 * BLOCK * kv_heads * dim * size
@@ -291,7 +295,7 @@ def _attend_units(taken, arguments, like):
     queries = np.empty(vectors * dim, np.float32)
     scores = np.empty(vectors * (SEGMENT + 1), np.float32)  # and the highest of each vector
     weights = np.empty(vectors * SEGMENT, np.float32)
-    edges = np.empty(4 * dim, np.float32)
+    edges = np.empty(2 * BLOCK * dim, np.float32)  # two blocks
     keys = np.empty(SEGMENT // BLOCK, np.int64)
     pairs = np.empty(SEGMENT // 2, np.int64)
     # The state of one span, and of those before it.
@@ -337,6 +341,7 @@ def _attend_units(taken, arguments, like):
                 window,
                 scale,
                 softcap,
+                shapes,
                 like,
             )
             if span != first:
@@ -356,6 +361,8 @@ def _attend_units(taken, arguments, like):
         for m in range(count):
             place = answer + m // group * out_row + m % group * dim * size
             finish(state, m, count, place, dim, like)
+    if shapes != 0:
+        release_tiles()
 
 
-_attend_all = Kernel(_attend_units, "qqqqqqqqqddqqqqqqq")
+_attend_all = Kernel(_attend_units, "qqqqqqqqqddqqqqqqqq")

@@ -19,6 +19,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from loraplex.kernels.attention.numba_attention_amx import all_scores as scores_of_tiles
+from loraplex.kernels.attention.numba_attention_amx import all_values as values_of_tiles
 from loraplex.kernels.attention.numba_attention_products import (
     BLOCK,
     BLOCKS_AT_ONCE,
@@ -205,6 +207,34 @@ def _find(keys, pairs, edges, cache, block_bytes, head, dim, table, segment, num
 
 
 @jit
+def _find_blocks(values, keys, edges, dim, num_blocks, first, last, like):
+    """The addresses of a segment's blocks of V, for the blocks of K that `_find` found; the positions first … last-1 of
+    the segment are seen. Of a block that has others too there is a copy with zeros for them: what is there does not
+    count, not even a NaN. Returns the first block's number."""
+    half, row_bytes = BLOCK * dim * size_of(like), 2 * dim * size_of(like)
+    begin = first // BLOCK
+    for block in range(begin, num_blocks):
+        source, start = keys[block] + half, block * BLOCK
+        values[block] = source
+        if start < first or start + BLOCK > last:
+            target = edges + (0 if block == begin else half)
+            values[block] = target
+            for pair in range(BLOCK // 2):
+                even = start + 2 * pair
+                at, place = target + pair * row_bytes, source + pair * row_bytes
+                sees_even, sees_odd = first <= even < last, first <= even + 1 < last
+                if sees_even and sees_odd:
+                    for d in range(0, 2 * dim, 16):
+                        copy_vector(at + d * size_of(like), place + d * size_of(like), 2 * dim - d, like)
+                elif sees_even or sees_odd:
+                    _edge_pair(place, at, dim, 1 if sees_odd else 0, like)
+                else:
+                    for d in range(0, 2 * dim, 16):
+                        store_some(splat(_F32), at + d * size_of(like), 2 * dim - d, like)
+    return begin
+
+
+@jit
 def attend(
     q,
     scores,
@@ -226,11 +256,12 @@ def attend(
     window,
     scale,
     softcap,
+    shapes,
     like,
 ):
     """One span: the state behind the positions low … high-1, for the gathered query vectors q [M, dim], M = rows·group;
     those of row r stand at position + r. A state is totals [M, dim], tops [M], which are logarithms to base 2, and sums
-    [M], all float32, one behind the other."""
+    [M], all float32, one behind the other. `shapes`: of `numba_attention_amx.tile_shapes`."""
     count = rows * group
     faded = scores + count * SEGMENT * 4
     totals, tops, sums = state, state + count * dim * 4, state + count * (dim + 1) * 4
@@ -247,7 +278,10 @@ def attend(
         first_pair, num_pairs = _find(
             keys, pairs, edges, cache, block_bytes, head, dim, table, segment, num_blocks, start, end, like
         )
-        all_scores(count, q, dim, keys.ctypes.data, num_blocks, scores, like)
+        if shapes != 0:
+            scores_of_tiles(count, q, dim, keys.ctypes.data, num_blocks, scores, shapes)
+        else:
+            all_scores(count, q, dim, keys.ctypes.data, num_blocks, scores, like)
         for m in range(count):
             at = position + m // group
             first = start if window < 0 else max(start, at - window + 1)
@@ -271,8 +305,13 @@ def attend(
                 like,
             )
             write_float32(read_float32(sums + m * 4) + total, sums + m * 4)
-        seen = weights + 2 * first_pair * size_of(like)
-        all_values(count, seen, pairs.ctypes.data, num_pairs, dim, totals, faded, like)
+        if shapes != 0:
+            block = _find_blocks(pairs, keys, edges, dim, num_blocks, start - segment, end - segment, like)
+            seen, places = weights + block * BLOCK * size_of(like), pairs.ctypes.data + block * 8
+            values_of_tiles(count, seen, places, num_blocks - block, dim, totals, faded, shapes)
+        else:
+            seen = weights + 2 * first_pair * size_of(like)
+            all_values(count, seen, pairs.ctypes.data, num_pairs, dim, totals, faded, like)
         segment += SEGMENT
 
 

@@ -44,14 +44,20 @@ def is_permitted() -> bool:
     return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
-def tile_shapes(rows: dict[int, int]) -> NDArray[np.uint8]:
-    """[64] what `configure_tiles` reads: the number of rows of each tile that is used, all of 64 bytes."""
+def tile_shapes(rows: dict[int, int], narrow: frozenset[int] = frozenset()) -> NDArray[np.uint8]:
+    """[64] what `configure_tiles` reads: the number of rows of each tile that is used, of 64 bytes, or 32 where it is
+    `narrow`."""
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1  # the only palette there is
     for tile, count in rows.items():
-        shapes[16 + 2 * tile] = _ROW_BYTES
+        shapes[16 + 2 * tile] = _ROW_BYTES // 2 if tile in narrow else _ROW_BYTES
         shapes[48 + tile] = count
     return shapes
+
+
+def has_tiles(context) -> bool:
+    """Whether code for this processor may have tiles in it."""
+    return nir.features(context) >= _FEATURES
 
 
 def load_tile(builder, tile, address, stride):
@@ -81,10 +87,11 @@ def _number(tile):
 
 @intrinsic
 def configure_tiles(typing, shapes):
-    """Take the shapes at this address, see `tile_shapes`; all tiles become zeros."""
+    """Take the shapes at this address, see `tile_shapes`; all tiles become zeros. Nothing without `has_tiles`."""
 
     def lower(context, builder, signature, values):
-        nir.call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), [nir.pointer(builder, values[0], nir.I8)])
+        if has_tiles(context):
+            nir.call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), [nir.pointer(builder, values[0], nir.I8)])
         return context.get_dummy_value()
 
     return types.void(types.int64), lower
@@ -92,10 +99,11 @@ def configure_tiles(typing, shapes):
 
 @intrinsic
 def release_tiles(typing):
-    """End the use of tiles by this thread."""
+    """End the use of tiles by this thread. Nothing without `has_tiles`."""
 
     def lower(context, builder, signature, values):
-        nir.call(builder, "llvm.x86.tilerelease", ir.VoidType(), [])
+        if has_tiles(context):
+            nir.call(builder, "llvm.x86.tilerelease", ir.VoidType(), [])
         return context.get_dummy_value()
 
     return types.void(), lower
