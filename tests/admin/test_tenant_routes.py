@@ -32,6 +32,9 @@ class TestTenants:
             "max_adapters",
             "max_adapter_bytes",
             "max_output_tokens",
+            "device_bytes_reserved",
+            "device_bytes_max",
+            "host_bytes_max",
         }
         assert set(limits.values()) == {None}
         assert shown == {"id": "acme", "display_name": "Acme ✓", "weight": 2.0, "budget": None}

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.adapters.admission.peft_config import parse_peft_config
 from loraplex.adapters.admission.support_page import render
+from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
 from loraplex.admin.app import PREFIX, admin_routes
 from loraplex.admin.framework.openapi import openapi_document
@@ -213,7 +214,7 @@ def a_scrape(*, tenant_data: bool) -> dict[str, tuple[str, frozenset[str]]]:
     metrics.watch_background(tasks)
     metrics.watch_disks({"data": markdown.ROOT})
     entry = CacheEntry(ref("acme", "pirate", 1), "hot", load_seconds={"disk": 0.1, "copy": 0.02})
-    stats = EngineStats(tenants={"acme": TenantStats(1, 1, 2.0)})
+    stats = EngineStats(tenants={"acme": TenantStats(1, 1, 2.0)}, tenant_bytes={"acme": TenantBytes(1, 1)})
     snapshot = EngineSnapshot(fake_engine_info(), stats, [entry], True, 0)
     text = metrics.render(snapshot, tenant_data=tenant_data).decode()
     found = {}

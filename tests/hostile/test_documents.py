@@ -44,6 +44,7 @@ REFUSED_ALL_THE_SAME = {
     (400, "invalid_value", "to"),  # no such revision
     (400, "invalid_value", "limits.token_budget"),  # a change of one of the two, by what the other is
     (400, "invalid_value", "limits.budget_period"),
+    (400, "invalid_value", "limits.device_bytes_reserved"),  # at most what the device can keep, and the cap
     (400, "invalid_value", "expires_at"),  # in the past
     # What is in the files of an upload.
     (422, None, None),

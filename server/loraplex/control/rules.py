@@ -98,6 +98,12 @@ def read_limits(given: Mapping[str, Any] | None) -> Limits:
             f"limits.token_budget needs limits.budget_period: {', '.join(BUDGET_PERIODS)}.",
             param="limits.budget_period",
         )
+    reserved, most = given.get("device_bytes_reserved"), given.get("device_bytes_max")
+    if reserved is not None and most is not None and reserved > most:
+        raise InvalidValue(
+            f"limits.device_bytes_reserved is at most limits.device_bytes_max, {most}.",
+            param="limits.device_bytes_reserved",
+        )
     return Limits(**given)
 
 

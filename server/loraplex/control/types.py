@@ -20,7 +20,8 @@ SCOPES: tuple[Scope, ...] = ("inference", "adapters:read", "adapters:write", "us
 class Limits:
     """Caps on a tenant, a key or the server; None is no cap. Bytes, tokens or counts as named. `token_budget` is for
     each `budget_period` of the calendar in UTC; they are set both or neither. `max_sequences`: running and waiting
-    ones of all requests together."""
+    ones of all requests together. `device_bytes_reserved`: memory of a tenant's adapters that other tenants' leave
+    alone."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -31,8 +32,19 @@ class Limits:
     budget_period: BudgetPeriod | None = None
     max_adapters: int | None = None
     max_adapter_bytes: int | None = None
+    device_bytes_reserved: int | None = None
+    device_bytes_max: int | None = None
+    host_bytes_max: int | None = None
 
 
+ADAPTER_LIMITS = (
+    "max_adapters",
+    "max_adapter_bytes",
+    "device_bytes_reserved",
+    "device_bytes_max",
+    "host_bytes_max",
+)
+"""Limits on adapters, which only a tenant has."""
 NO_LIMITS = Limits()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import AdapterState
 
@@ -110,6 +111,13 @@ class EngineStats:
     device_evictions: int = 0
     """Adapters evicted from the device, and from host memory, to make room for others."""
     host_evictions: int = 0
+    cap_evictions: dict[str, int] = field(default_factory=dict)
+    """Those of them, by tier ("device", "host"), of a tenant that was at its cap."""
+    reserved_bytes: int = 0
+    """Device memory that the reservations of the tenants seen so far ask for, and the most that they can be kept."""
+    reservable_bytes: int = 0
+    tenant_bytes: dict[str, TenantBytes] = field(default_factory=dict)
+    """What the adapters of each tenant take."""
     running_adapters: tuple[str, ...] = ()
     """Digests of the adapters with a running sequence."""
     waiting_adapters: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Scores
 from loraplex.engine.pooling import PooledPart, PooledPrompt, Pooling
@@ -88,6 +89,8 @@ class EngineRequest:
     deadline: float | None = None
     max_load: float | None = None
     grammar: str | None = None
+    memory: MemoryLimits = NO_MEMORY_LIMITS
+    """What its tenant's adapters are kept of the memory, and may take, from now on."""
     pooling: Pooling | None = None
     """The hidden states of the prompt are wanted, pooled so. Nothing is sampled then: `max_tokens` is 0."""
 
@@ -103,8 +106,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class EngineError:
-    """`retry_after_s`: the time after which trying again makes sense, where that is known. `is_own`: the queue is full,
-    and as much of it is this tenant's as of any other."""
+    """`retry_after_s`: the time after which trying again makes sense, where that is known. `is_own`: the request
+    itself led to it, or the queue is full, and as much of it is this tenant's as of any other."""
 
     code: ErrorCode
     message: str

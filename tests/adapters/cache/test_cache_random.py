@@ -12,27 +12,37 @@ from contextlib import suppress
 import pytest
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease, LeaseError, PinRefused, Residency
+from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
+from loraplex.adapters.ref import AdapterRef
 from support.adapters.cache_fakes import PAGE_BYTES, FakeClock, FakeImage, HandTransport, make_ref
 
 
 class History:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.refs = [make_ref(f"d{i}") for i in range(rng.randint(2, 9))]
+        self.limiting = random.Random(seed)  # tenants, reservations and caps
+        tenants = ["a", "b", "c"][: self.limiting.randint(1, 3)]
+        self.refs = [make_ref(f"d{i}", self.limiting.choice(tenants)) for i in range(rng.randint(2, 9))]
         num_pages = rng.randint(1, 8)
         sizes = {ref.digest: rng.choice([1, 1, 2, 3, num_pages, num_pages + 1]) for ref in self.refs}
         self.clock = FakeClock()
         self.transport = HandTransport(num_pages, sizes)
         self.host_bytes = rng.choice([0, 2, 5, 100]) * PAGE_BYTES
+        self.num_slots = rng.randint(1, 5)
         self.cache: AdapterCache[FakeImage] = AdapterCache(
             transport=self.transport,
             num_pages=num_pages,
-            num_slots=rng.randint(1, 5),
+            num_slots=self.num_slots,
             host_bytes=self.host_bytes,
             load_timeout_s=10.0,
             clock=self.clock,
             max_loads=rng.randint(1, 3),
         )
+        self.caps: dict[str, int] = {}
+        self.reserved: dict[str, int] = {}
+        if self.limiting.random() < 0.6:
+            for tenant in tenants:
+                self._limit(tenant, num_pages)
         self.leases: list[tuple[Lease, tuple[int, ...]]] = []
         self.ready: set[str] = set()
         self.moves = [
@@ -49,6 +59,17 @@ class History:
             (self.release_twice, 0.3),
         ]
 
+    def _limit(self, tenant: str, num_pages: int) -> None:
+        draw = self.limiting
+        reserved, most, host = (
+            draw.randint(1, num_pages) * PAGE_BYTES if draw.random() < 0.5 else None for _ in range(3)
+        )
+        if most is not None:
+            self.caps[tenant] = most
+        if reserved is not None:
+            self.reserved[tenant] = reserved
+        self.cache.tenants.set_limits(tenant, MemoryLimits(reserved, most, host))
+
     def run(self, length: int) -> None:
         moves, weights = zip(*self.moves, strict=True)
         for _ in range(length):
@@ -58,6 +79,9 @@ class History:
 
     def check(self) -> None:
         self.cache.check_integrity()
+        held = self.cache.tenants.tenant_bytes()
+        for tenant, most in self.caps.items():
+            assert tenant not in held or held[tenant].device <= most, "a tenant has more than its cap"
         for lease, pages in self.leases:
             assert self.transport.read(lease.slot, pages) == {lease.digest}
         writing = {page for copy in self.transport.copies for page in copy.pages}
@@ -77,7 +101,10 @@ class History:
         )
         self.cache.begin_pass()
         for ref in self.rng.sample(self.refs, self.rng.randint(0, len(self.refs))):
+            kept = self._kept_from(ref)
             residency = self.cache.request(ref)
+            gone = {digest for digest in kept if self.cache.state(digest) != "hot"}
+            assert not gone, f"{gone} were evicted for {ref.tenant_id}, and are reserved"
             if residency is Residency.READY:
                 self.ready.add(ref.digest)
             elif residency is Residency.FAILED:
@@ -85,6 +112,20 @@ class History:
             assert (self.cache.state(ref.digest) == "hot") == (residency is Residency.READY)
         for digest in self.ready:
             assert self.cache.state(digest) == "hot", "evicted in the pass that was told it is ready"
+
+    def _kept_from(self, ref: AdapterRef) -> set[str]:
+        """The adapters of other tenants that may not leave for this one: all of a tenant that has no more on the device
+        than it has reserved, if all reservations can be kept."""
+        entries = self.cache.entries()
+        pinned = [entry for entry in entries if entry.pinned and entry.pages]
+        unpinned = len(self.transport.pages) - sum(entry.pages for entry in pinned)
+        kept: set[str] = set()
+        for tenant, held in self.cache.tenants.tenant_bytes().items():
+            if tenant != ref.tenant_id and held.device <= self.reserved.get(tenant, 0):
+                kept |= {e.ref.digest for e in entries if e.state == "hot" and e.ref.tenant_id == tenant}
+        pages = sum(entry.pages for entry in entries if entry.ref.digest in kept)
+        too_many = pages > unpinned // 2 or len(kept) > (self.num_slots - len(pinned)) // 2
+        return set() if too_many or self.transport.sizes[ref.digest] + pages > unpinned else kept
 
     def acquire(self) -> None:
         for digest in sorted(self.ready):
@@ -138,7 +179,9 @@ class History:
         for lease, _ in self.leases:
             self.cache.release(lease)
         self.leases.clear()
+        self.caps.clear()
         for ref in self.refs:
+            self.cache.tenants.set_limits(ref.tenant_id, NO_MEMORY_LIMITS)
             self.cache.unpin(ref.digest)
         self._settle()
         self.cache.poll()

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
+from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.api.metrics import EngineSnapshot, Metrics, Scraper
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.control.errors import QuotaSpent, RateLimited
@@ -275,6 +276,36 @@ def test_loads_and_evictions_survive_a_restart_of_the_engine() -> None:
     assert value(samples, "loraplex_adapter_load_failures_total") == 1
     assert value(samples, "loraplex_adapter_slots", kind="used") == 3
     assert value(samples, "loraplex_adapter_slots", kind="capacity") == 8
+
+
+def test_memory_of_tenants_is_told_by_tier_beside_what_is_reserved() -> None:
+    metrics = Metrics(BASE)
+    for capped in (3, 1):
+        state = snapshot(
+            tenant_bytes={"acme": TenantBytes(300, 500)},
+            cap_evictions={"device": capped, "host": 2},
+            reserved_bytes=700,
+            reservable_bytes=400,
+        )
+        samples = parse(metrics.render(state).decode())
+    assert value(samples, "loraplex_tenant_adapter_bytes", tenant="acme", tier="device") == 300
+    assert value(samples, "loraplex_tenant_adapter_bytes", tenant="acme", tier="host") == 500
+    assert value(samples, "loraplex_adapter_reserved_bytes", kind="asked") == 700
+    assert value(samples, "loraplex_adapter_reserved_bytes", kind="most") == 400
+    assert value(samples, "loraplex_adapter_cap_evictions_total", tier="device") == 4
+    assert value(samples, "loraplex_adapter_cap_evictions_total", tier="host") == 4 - 2
+
+
+def test_waits_for_adapters_are_counted_for_sequences_that_waited() -> None:
+    metrics = Metrics(BASE)
+    for adapter_s in (None, 0.5, 1.5):
+        metrics.sequence_ended(
+            "acme", "stop", prompt_tokens=1, completion_tokens=1, cached_tokens=0, max_tokens=1, seconds=2.0,
+            timing=Timing(1.6, 1.7, 2.0, 1.9, adapter_s=adapter_s),
+        )  # fmt: skip
+    samples = parse(metrics.render(snapshot()).decode())
+    assert value(samples, "loraplex_adapter_wait_seconds_count") == 2
+    assert value(samples, "loraplex_adapter_wait_seconds_sum") == 2.0
 
 
 def test_hostile_names_keep_the_format() -> None:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from starlette.routing import Route
 
+from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import ANSWERS
 from loraplex.api.metrics import Metrics, Scraper
@@ -90,6 +91,7 @@ def everything_resident(plane: DataPlane, all_adapters: list[AdapterRef]) -> Non
         running_adapters=digests,
         waiting_adapters=digests,
         tenants={one.tenant_id: TenantStats(1, 1, 12345.678901) for one in all_adapters},
+        tenant_bytes={one.tenant_id: TenantBytes(12345678, 12345678) for one in all_adapters},
     )
 
 

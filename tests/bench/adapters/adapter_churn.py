@@ -64,7 +64,10 @@ class Churn:
             while waiting and live < IN_FLIGHT:
                 self._count += 1
                 prompt = [rng.randrange(1000, 40_000) for _ in range(PROMPT)]
-                max_tokens = self._options.new if new is None else new
+                # Of different lengths, or all would end and begin in the same steps.
+                max_tokens = (
+                    rng.randint(self._options.new // 2, 3 * self._options.new // 2) if new is None else new
+                )
                 self._engine.add(f"r{self._count}", prompt, waiting.pop(), max_tokens=max_tokens)
                 live += 1
             events = core.step()

@@ -26,6 +26,9 @@ def test_a_tenant_is_kept_as_it_was_made(plane: ControlPlane) -> None:
         "max_output_tokens": 512,
         "max_adapters": 3,
         "max_adapter_bytes": 1 << 40,
+        "device_bytes_reserved": 1 << 30,
+        "device_bytes_max": 1 << 33,
+        "host_bytes_max": 1 << 34,
         "token_budget": 10**9,
         "budget_period": "month",
     }

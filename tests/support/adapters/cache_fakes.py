@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.cache.residency import Residency, Ticket
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 
 PAGE_BYTES = 100
@@ -167,6 +168,17 @@ class CacheRig:
             self.transport.finish_copy(ref.digest)
             assert self.step(ref) == [Residency.READY]
         self.step()
+
+    def limit(
+        self, tenant: str, *, reserved: int | None = None, most: int | None = None, host: int | None = None
+    ) -> None:
+        """In pages."""
+        pages = [None if count is None else count * PAGE_BYTES for count in (reserved, most, host)]
+        self.cache.tenants.set_limits(tenant, MemoryLimits(*pages))
+
+    def on_device(self, *refs: AdapterRef) -> list[str]:
+        """Those of them that are there."""
+        return [ref.digest for ref in refs if self.cache.state(ref.digest) == "hot"]
 
     def failed(self, digest: str) -> str:
         return self.cache.failure(digest)

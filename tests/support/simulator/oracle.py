@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.logprobs import Scores, join_scores
 from loraplex.engine.types import EngineError, EngineRequest, TokenEvent
+from support.adapters.cache_fakes import PAGE_BYTES
 from support.engine.fake_runner import FakeRunner, reference, reference_pooled, reference_scores
 from support.simulator.grammars import FakeGrammars, grammar_of
 from support.simulator.world import EOS_IDS, VOCAB_SIZE, World, memory_needed
@@ -184,6 +186,10 @@ class Oracle:
                 return in_time and error.retry_after_s is not None and error.retry_after_s >= 0
             case "adapter_unavailable":
                 digest = request.adapter.digest if request.adapter is not None else None
+                cap = self._world.memory.get(request.tenant_id, NO_MEMORY_LIMITS).device_bytes_max
+                if digest is not None and "device_bytes_max" in error.message:
+                    too_large = cap is not None and self._world.sizes[digest] * PAGE_BYTES > cap
+                    return too_large or self.operated or (cap is not None and bool(suspects))
                 # A copy past its time keeps its pages; others may not fit beside them, or may not have for a while.
                 crowded = bool(suspects) and error.message.startswith("it does not fit")
                 return digest in suspects or self.operated or crowded
@@ -202,6 +208,10 @@ class Oracle:
         core.check_integrity()
         if self._runner.complaints:
             raise Violation("; ".join(self._runner.complaints))
+        for tenant, held in core.memory_by_tenant().items():
+            cap = self._world.memory.get(tenant, NO_MEMORY_LIMITS).device_bytes_max
+            if cap is not None and held.device > cap:
+                raise Violation(f"{tenant} has {held.device} bytes on the device, above its cap")
         for request_id, record in self.live.items():
             deadline = record.request.deadline
             if record.aborted:

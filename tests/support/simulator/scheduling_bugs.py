@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.cache.tenant_memory import TenantMemory
 from loraplex.engine.scheduling import adapter_scheduling, prefix_keys, scheduler
 from loraplex.engine.scheduling.blocks import BlockManager
 from loraplex.engine.scheduling.fair_queue import FairQueue
@@ -193,6 +194,14 @@ def prompt_pooled_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scheduler, "pool_start", again)
 
 
+def cap_on_device_memory_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TenantMemory, "excess", lambda self, tenant_id, num_bytes: 0)
+
+
+def adapter_above_the_cap_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TenantMemory, "refusal", lambda self, ref: "")
+
+
 SCHEDULING_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     lease_released_twice,
     lease_kept_by_a_preempted_sequence,
@@ -215,4 +224,6 @@ SCHEDULING_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     found_prefix_not_pooled,
     prompt_pooled_again_after_a_preemption,
     parked_requests_never_asked_for_again,
+    cap_on_device_memory_ignored,
+    adapter_above_the_cap_waits_for_ever,
 )

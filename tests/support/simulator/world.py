@@ -1,6 +1,6 @@
 """The world of a random history of the engine core: how large everything is, who sends requests, and what goes wrong.
 
-Drawn from one seed. Six streams of chance, so that a new kind of mishap changes no history but by that mishap.
+Drawn from one seed. Seven streams of chance, so that a new kind of mishap changes no history but by that mishap.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
 from loraplex.engine.pooling import POOLINGS
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence
+from support.adapters.cache_fakes import PAGE_BYTES
 from support.engine.fake_transport import Fate
 
 VOCAB_SIZE = 61
@@ -33,6 +35,7 @@ class World:
         self.seed = seed
         self.fair = fair
         self.lookahead = self.rng.randint(0, 1)
+        self.sharing = random.Random(seed)  # tenants' limits on memory for adapters
         self._draw_sizes()
         self._draw_tenants()
 
@@ -85,6 +88,7 @@ class World:
         rng = self.rng
         self.tenants = [f"t{index}" for index in range(rng.randint(1, 4))]
         self.weights = {tenant: float(rng.choice((1, 1, 2, 4))) for tenant in self.tenants}
+        self.memory = {tenant: self._memory_limits() for tenant in self.tenants}
         # A digest may belong to several tenants: they uploaded the same bytes.
         digests = [rng.randbytes(32).hex() for _ in range(rng.randint(1, 6))]
         self.sizes = {digest: rng.randint(1, min(3, self.num_pages)) for digest in digests}
@@ -97,6 +101,12 @@ class World:
         # The last two differ in their first block alone.
         self.starts = [(), (), one, (*one, *three), (*two, *three)]
         self.suspects: set[str] = set()
+
+    def _memory_limits(self) -> MemoryLimits:
+        if self.sharing.random() < 0.5:
+            return NO_MEMORY_LIMITS
+        draw = [self.sharing.randint(1, self.num_pages) * PAGE_BYTES for _ in range(3)]
+        return MemoryLimits(*(size if self.sharing.random() < 0.5 else None for size in draw))
 
     def request(self, request_id: str) -> EngineRequest:
         """The next request."""
@@ -121,6 +131,7 @@ class World:
             deadline=10 ** rng.uniform(-1, 1) if rng.random() < self.p_deadline else None,
             grammar=self._grammar() if self.constraining.random() < 0.25 else None,
             max_load=self._max_load(),
+            memory=self.memory[tenant],
         )
         if self.embedding.random() < 0.15:
             pooling = self.embedding.choice(POOLINGS)

@@ -36,6 +36,7 @@ from loraplex.adapters.cache.residency import (
     PinRefused,
     Residency,
 )
+from loraplex.adapters.cache.tenant_memory import TenantMemory
 from loraplex.adapters.ref import AdapterRef
 
 __all__ = ["AdapterCache", "Lease", "LeaseError", "PinRefused", "Residency"]
@@ -72,8 +73,9 @@ class AdapterCache(Generic[ImageT]):
         self._entries = CachedAdapters(transport, num_pages, num_slots)
         self._pins = Pins(num_pages, num_slots)
         self._pass = Pass()
-        self._device = DeviceEviction(self._entries, self._pins, self._pass)
-        self._host = HostEviction(self._entries, self._pass, host_bytes)
+        self.tenants = TenantMemory(self._entries, self._pins)
+        self._device = DeviceEviction(self._entries, self._pins, self.tenants, self._pass)
+        self._host = HostEviction(self._entries, self.tenants, self._pass, host_bytes)
         self._prefetches = PrefetchQueue()
         self._failures = Failures()
         self._load_times = LoadTimes()
@@ -168,7 +170,7 @@ class AdapterCache(Generic[ImageT]):
         failure = self._failures.get(digest)
         num_pages = entry.num_pages if entry is not None else 0 if failure is None else failure.num_pages
         unfit = self._device.why_never(digest, num_pages) if entry else self._known_unfit(digest, now)
-        unfit = unfit or self._pins.refusal(ref, num_pages)
+        unfit = unfit or self.tenants.refusal(ref) or self._pins.refusal(ref, num_pages)
         if unfit:
             raise PinRefused(f"{unfit}; unpin another version first")
         self._pins.register(ref)
@@ -256,7 +258,7 @@ class AdapterCache(Generic[ImageT]):
         if entry.stage is Stage.DEVICE:
             return Residency.READY
         if entry.stage is Stage.HOST:
-            return self._begin_copy(entry, now, may_evict)
+            return self._begin_copy(entry, ref.tenant_id, now, may_evict)
         return Residency.LOADING
 
     def _bring_pinned(self, ref: AdapterRef, now: float) -> None:
@@ -281,17 +283,19 @@ class AdapterCache(Generic[ImageT]):
         return Residency.LOADING
 
     def _begin_copy(
-        self, entry: CachedAdapter[ImageT], now: float, may_evict: Callable[[str], bool]
+        self, entry: CachedAdapter[ImageT], tenant_id: str, now: float, may_evict: Callable[[str], bool]
     ) -> Residency:
         if unfit := self._device.why_never(entry.ref.digest, entry.num_pages):
             self._fail(entry, unfit, now)
             return Residency.FAILED
-        victims = self._device.victims(entry, may_evict)
+        victims = self._device.victims(entry, tenant_id, may_evict)
         if victims is None:
             return Residency.NO_ROOM
+        excess = self.tenants.excess(tenant_id, entry.num_bytes)
         for victim in victims:
-            self._entries.evict(victim)
-        self._entries.copy(entry, now)
+            self._entries.evict(victim, for_cap=excess > 0)
+            excess -= victim.num_bytes
+        self._entries.copy(entry, tenant_id, now)
         self._pins.hold(entry.ref.digest, entry.num_pages)
         return Residency.LOADING
 
@@ -354,8 +358,8 @@ class AdapterCache(Generic[ImageT]):
             self._prefetches.remove(ref.digest)
 
     def _place_if_free(self, entry: CachedAdapter[ImageT], now: float) -> None:
-        if self._device.is_free(entry.num_pages):
-            self._entries.copy(entry, now)
+        if self._device.is_free(entry, entry.ref.tenant_id):
+            self._entries.copy(entry, entry.ref.tenant_id, now)
 
     # Bookkeeping.
 

@@ -43,6 +43,7 @@ def count_usage(
         device_evictions=entries.device_evictions,
         host_evictions=entries.host_evictions,
         load_seconds=dict(entries.seconds),
+        cap_evictions=dict(entries.cap_evictions),
     )
 
 

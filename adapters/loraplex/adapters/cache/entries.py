@@ -37,12 +37,15 @@ class CachedAdapter(Generic[ImageT]):
 
     `since`: when its load or its copy began. `wanted_in`: the last pass that asked for it. `safe_until`: the last pass
     in which it may not be evicted, for it has only just arrived. `doomed`: to be removed when its last lease, or its
-    copy, ends. `prefetched`: no request waited for it when its load began.
+    copy, ends. `prefetched`: no request waited for it when its load began. `host_tenant` had it loaded, `device_tenant`
+    had it copied.
     """
 
     ref: AdapterRef
     stage: Stage
     since: float
+    host_tenant: str
+    device_tenant: str = ""
     load: Ticket[ImageT] | None = None
     copy: Ticket[None] | None = None
     image: ImageT | None = None
@@ -94,7 +97,8 @@ class CachedAdapters(Generic[ImageT]):
     known under no digest any more: they keep their pages, to which they may still write.
 
     `loads` and `copies` count those that came to their end, `seconds` sums up what they took, by "disk" and "copy"; the
-    evictions count adapters that left the device, and images dropped from host memory, for others.
+    evictions count adapters that left the device, and images dropped from host memory, for others;
+    `cap_evictions` those of them that left because their tenant was at its cap.
     """
 
     def __init__(self, transport: AdapterTransport[ImageT], num_pages: int, num_slots: int) -> None:
@@ -110,10 +114,12 @@ class CachedAdapters(Generic[ImageT]):
         self.idle: OrderedDict[str, CachedAdapter[ImageT]] = OrderedDict()
         self.hosted: OrderedDict[str, CachedAdapter[ImageT]] = OrderedDict()
         self.on_device: dict[str, CachedAdapter[ImageT]] = {}
+        self.page_bytes = 0  # unknown until an adapter has been loaded
         self.host_bytes = 0
         self.num_leases = 0
         self.loads = self.copies = 0
         self.device_evictions = self.host_evictions = 0
+        self.cap_evictions = {"device": 0, "host": 0}
         self.seconds = {"disk": 0.0, "copy": 0.0}
 
     def get(self, digest: str) -> CachedAdapter[ImageT] | None:
@@ -133,7 +139,9 @@ class CachedAdapters(Generic[ImageT]):
 
     def load(self, ref: AdapterRef, now: float) -> CachedAdapter[ImageT]:
         """Cold → LOADING."""
-        entry: CachedAdapter[ImageT] = CachedAdapter(ref, Stage.LOADING, now, load=self._transport.load(ref))
+        entry: CachedAdapter[ImageT] = CachedAdapter(
+            ref, Stage.LOADING, now, ref.tenant_id, load=self._transport.load(ref)
+        )
         self.by_digest[ref.digest] = self.loading[ref.digest] = entry
         return entry
 
@@ -142,15 +150,17 @@ class CachedAdapters(Generic[ImageT]):
         del self.loading[entry.ref.digest]
         entry.load, entry.image, entry.stage = None, image, Stage.HOST
         entry.num_pages, entry.num_bytes = image.num_pages, image.num_bytes
+        self.page_bytes = entry.num_bytes // entry.num_pages
         self.hosted[entry.ref.digest] = entry
         self.hosted.move_to_end(entry.ref.digest, last=not entry.unasked)
         self.host_bytes += entry.num_bytes
         self.loads += 1
         self._took(entry, "disk", now)
 
-    def copy(self, entry: CachedAdapter[ImageT], now: float) -> None:
-        """HOST → COPYING, into pages and a slot that must be free."""
+    def copy(self, entry: CachedAdapter[ImageT], tenant_id: str, now: float) -> None:
+        """HOST → COPYING for this tenant, into pages and a slot that must be free."""
         assert entry.image is not None
+        entry.device_tenant = tenant_id
         entry.slot = self.free_slots.pop()
         # Adjacent pages are copied in one go.
         entry.pages = tuple(sorted(self.free_pages.pop() for _ in range(entry.num_pages)))
@@ -177,18 +187,20 @@ class CachedAdapters(Generic[ImageT]):
             self._free_device(entry)
             self._release_image(entry)
 
-    def evict(self, entry: CachedAdapter[ImageT]) -> None:
+    def evict(self, entry: CachedAdapter[ImageT], *, for_cap: bool) -> None:
         """DEVICE → HOST if it still has its image, else cold."""
         self.device_evictions += 1
+        self.cap_evictions["device"] += for_cap
         if entry.image is None:
             self.remove_entry(entry)
         else:
             self._free_device(entry)
             entry.stage = Stage.HOST
 
-    def drop_image(self, entry: CachedAdapter[ImageT]) -> None:
+    def drop_image(self, entry: CachedAdapter[ImageT], *, for_cap: bool = False) -> None:
         """HOST → cold; on the device it stays there without its image."""
         self.host_evictions += 1
+        self.cap_evictions["host"] += for_cap
         if entry.stage is Stage.HOST:
             self.remove_entry(entry)
         elif entry.image is not None:

@@ -12,6 +12,7 @@ from typing import Generic
 from loraplex.adapters.cache.entries import CachedAdapter, CachedAdapters, Stage
 from loraplex.adapters.cache.pins import Pins
 from loraplex.adapters.cache.residency import ImageT
+from loraplex.adapters.cache.tenant_memory import TenantMemory
 
 
 class Pass:
@@ -32,33 +33,55 @@ class Pass:
 class DeviceEviction(Generic[ImageT]):
     """Evicts for pages and slots. Those of pins and of hung copies are never freed."""
 
-    def __init__(self, entries: CachedAdapters[ImageT], pins: Pins, current: Pass) -> None:
+    def __init__(
+        self, entries: CachedAdapters[ImageT], pins: Pins, tenants: TenantMemory[ImageT], current: Pass
+    ) -> None:
         self._entries = entries
         self._pins = pins
+        self._tenants = tenants
         self._pass = current
 
-    def is_free(self, num_pages: int) -> bool:
-        """Whether an adapter of `num_pages` pages fits without an eviction."""
-        return bool(self._entries.free_slots) and num_pages <= len(self._entries.free_pages)
+    def is_free(self, entry: CachedAdapter[ImageT], tenant_id: str) -> bool:
+        """Whether an adapter fits for this tenant without an eviction."""
+        fits = bool(self._entries.free_slots) and entry.num_pages <= len(self._entries.free_pages)
+        return fits and self._tenants.excess(tenant_id, entry.num_bytes) <= 0
 
     def victims(
-        self, entry: CachedAdapter[ImageT], may_evict: Callable[[str], bool]
+        self, entry: CachedAdapter[ImageT], tenant_id: str, may_evict: Callable[[str], bool]
     ) -> list[CachedAdapter[ImageT]] | None:
-        """The adapters to evict so that `entry` fits, the least recently used first; None if that is not enough."""
+        """The adapters to evict so that `entry` fits for this tenant, the least recently used first; None if that is
+        not enough. A tenant at its cap evicts its own first, and what another has reserved is not evicted."""
         pages = len(self._entries.free_pages)
         slots = len(self._entries.free_slots)
-        victims: list[CachedAdapter[ImageT]] = []
-        idle = iter(self._entries.idle.values())
-        while pages < entry.num_pages or slots < 1:
-            victim = next(idle, None)
-            if victim is None:
-                return None
+        excess = self._tenants.excess(tenant_id, entry.num_bytes)
+        if pages >= entry.num_pages and slots and excess <= 0:
+            return []
+        reserved = self._tenants.reserved_from(tenant_id, entry.num_pages)
+        candidates = []
+        for victim in self._entries.idle.values():
             spared = self._pass.wants(victim) or victim.safe_until >= self._pass.number
-            if not spared and may_evict(victim.ref.digest):
+            if not spared and victim.ref.digest not in reserved:
+                candidates.append(victim)
+        victims: list[CachedAdapter[ImageT]] = []
+        own = (victim for victim in candidates if victim.device_tenant == tenant_id)
+        for victim in own:
+            if excess <= 0:
+                break
+            if may_evict(victim.ref.digest):
                 victims.append(victim)
-                pages += victim.num_pages
+                excess -= victim.num_bytes
+        pages += sum(victim.num_pages for victim in victims)
+        slots += len(victims)
+        others = (victim for victim in candidates if victim not in victims)
+        while excess <= 0 and (pages < entry.num_pages or slots < 1):
+            found = next(others, None)
+            if found is None:
+                return None
+            if may_evict(found.ref.digest):
+                victims.append(found)
+                pages += found.num_pages
                 slots += 1
-        return victims
+        return victims if excess <= 0 else None
 
     def why_never(self, digest: str, num_pages: int) -> str:
         """Why an adapter of `num_pages` pages could not be copied even if no adapter were in use: pins or hung copies
@@ -81,8 +104,11 @@ class HostEviction(Generic[ImageT]):
     """Host memory: `limit` bytes for images, except those that are on their way to the device. Loads that wait for some
     of it are given it at once, as far as there are images to drop."""
 
-    def __init__(self, entries: CachedAdapters[ImageT], current: Pass, limit: int) -> None:
+    def __init__(
+        self, entries: CachedAdapters[ImageT], tenants: TenantMemory[ImageT], current: Pass, limit: int
+    ) -> None:
         self._entries = entries
+        self._tenants = tenants
         self._pass = current
         self.limit = limit
         self._full_in = -1  # the last pass that found it full
@@ -118,7 +144,10 @@ class HostEviction(Generic[ImageT]):
     def trim(self) -> None:
         """Drop images until the rest is within the limit and no load waits for memory: the least recently used first,
         those with waiting requests last. One of the latter stays, or an image larger than the limit could never be
-        copied."""
+        copied. Before that, each tenant's own down to its cap, except those with waiting requests."""
+        for entry in self._tenants.over_host_cap() if self._tenants.host_caps else ():
+            if entry.stage is not Stage.COPYING and not self._pass.wants(entry):
+                self._entries.drop_image(entry, for_cap=True)
         if self._is_enough():
             return
         waiting = []

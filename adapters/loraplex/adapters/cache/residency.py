@@ -168,7 +168,8 @@ class CacheEntry:
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
     """Gauges of this moment, and counters since the cache was made. `num_pages_used` counts pages that are being
-    copied to as well; `load_seconds` sums up what loads took, by stage."""
+    copied to as well; `load_seconds` sums up what loads took, by stage; `cap_evictions` are the evictions, by tier,
+    that a tenant's cap made necessary."""
 
     num_pages: int
     num_pages_used: int
@@ -187,3 +188,4 @@ class CacheUsage:
     device_evictions: int
     host_evictions: int
     load_seconds: dict[str, float]
+    cap_evictions: dict[str, int]

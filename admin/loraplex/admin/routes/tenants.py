@@ -23,7 +23,9 @@ from loraplex.admin.schemas.tenants import (
     TenantDeleted,
     TenantPage,
 )
+from loraplex.admin.services import AdminServices
 from loraplex.control.types import TenantInfo, TenantRemoval
+from loraplex.serving.errors import EngineUnavailable
 
 router = APIRouter(route_class=AdminRoute)
 
@@ -41,6 +43,7 @@ async def create_tenant(
         display_name=body.display_name,
         weight=body.weight,
         limits=body.limits.model_dump(exclude_unset=True),
+        reservable=_reservable(services),
         by=by,
     )
     made = await services.database.run(create, body.id)
@@ -70,7 +73,8 @@ async def update_tenant(
     services: Services,
 ) -> Tenant:
     """Change a tenant."""
-    update = partial(services.tenants.update, changes=body.model_dump(exclude_unset=True), by=by)
+    changes, reservable = body.model_dump(exclude_unset=True), _reservable(services)
+    update = partial(services.tenants.update, changes=changes, reservable=reservable, by=by)
     return _show(await services.database.run(update, tenant))
 
 
@@ -85,6 +89,15 @@ async def delete_tenant(
     removal = await services.database.run(partial(services.tenants.delete, by=by), tenant)
     await evict_removed(services, removal)
     return _show_removal(removal)
+
+
+def _reservable(services: AdminServices) -> int | None:
+    """Bytes of this server's engine; None while there was none yet."""
+    try:
+        info = services.engine.info
+    except EngineUnavailable:
+        return None
+    return info.arena_pages // 2 * info.arena_page_bytes
 
 
 def _show(info: TenantInfo) -> Tenant:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from loraplex.control.rules import UNPRINTED
+from loraplex.control.types import ADAPTER_LIMITS
 from loraplex.control.usage.columns import GROUPS
 
 PLAIN_TEXT = f"^[^{UNPRINTED}]*$"
@@ -38,7 +39,7 @@ def budget_with_period(schema: dict[str, Any]) -> None:
 
 def no_adapters(schema: dict[str, Any]) -> None:
     """A key has no limits on adapters: only null is allowed."""
-    for name in ("max_adapters", "max_adapter_bytes"):
+    for name in ADAPTER_LIMITS:
         schema["properties"][name] = {"type": "null", "default": None}
 
 

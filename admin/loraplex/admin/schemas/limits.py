@@ -21,6 +21,9 @@ class Limits(RequestBody):
     max_adapters: PositiveCount | None = None
     max_adapter_bytes: PositiveCount | None = None
     max_output_tokens: PositiveCount | None = None
+    device_bytes_reserved: PositiveCount | None = None
+    device_bytes_max: PositiveCount | None = None
+    host_bytes_max: PositiveCount | None = None
 
 
 class NewLimits(Limits):

@@ -11,6 +11,7 @@ import anyio
 import structlog
 from starlette.types import Receive, Scope, Send
 
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.api.auth import authenticate
 from loraplex.api.context import DataContext, context_of
 from loraplex.api.deadline import Deadline
@@ -33,7 +34,7 @@ from loraplex.api.openai.delta import Delta
 from loraplex.api.openai.formats import WholeChoice
 from loraplex.api.openai.logprobs import PromptLogprobs
 from loraplex.api.openai.parsing import parse_request
-from loraplex.control.types import Principal, Reservation, ResolvedModel
+from loraplex.control.types import Limits, Principal, Reservation, ResolvedModel
 from loraplex.http.errors import ClientGone
 from loraplex.serving.errors import ServingError
 from loraplex.serving.output.formats import OutputFormats
@@ -175,6 +176,7 @@ class GenerationEndpoint:
                 max_output_tokens=reservation.max_output_tokens,
                 deadline_s=context.deadline.left_s,
                 max_load_s=None if context.max_load_ms is None else context.max_load_ms / 1000,
+                memory=_memory_limits(principal.tenant_limits),
             )
             generation = Generation.start(
                 services.engine,
@@ -307,6 +309,10 @@ class GenerationEndpoint:
                 log.error("stream_failed", request_id=context.label, id=context.internal_id, exc_info=error)
             await generation.cut()  # so that what was drawn is known
             return answer.failed(failure)
+
+
+def _memory_limits(limits: Limits) -> MemoryLimits:
+    return MemoryLimits(limits.device_bytes_reserved, limits.device_bytes_max, limits.host_bytes_max)
 
 
 def _headers(

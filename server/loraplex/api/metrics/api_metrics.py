@@ -199,6 +199,12 @@ class Metrics:
             buckets=LOAD_S,
             registry=self._own,
         )
+        self._adapter_wait = Histogram(
+            "loraplex_adapter_wait_seconds",
+            "What sequences waited for their adapter; only those that did.",
+            buckets=LOAD_S,
+            registry=self._own,
+        )
         self.in_flight = Gauge(
             "loraplex_http_requests_in_flight", "HTTP requests being answered.", registry=self._own
         )
@@ -273,6 +279,8 @@ class Metrics:
         self._e2e.observe(seconds)
         if timing is not None:
             self._observe_timing(timing, completion_tokens)
+            if timing.adapter_s is not None:
+                self._adapter_wait.observe(timing.adapter_s)
         if max_tokens:
             self._max_tokens.observe(max_tokens)
         self._computed.observe(prompt_tokens - cached_tokens)

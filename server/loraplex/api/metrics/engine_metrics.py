@@ -177,7 +177,7 @@ def own_families(snapshot: EngineSnapshot, labels: LabelSets, grown: Grown) -> I
     if rest_running or rest_waiting:
         running.add_metric([OTHER], rest_running)
         waiting.add_metric([OTHER], rest_waiting)
-    yield from (running, waiting, counters)
+    yield from (running, waiting, counters, _tenant_bytes(stats, labels))
 
 
 def _adapter_counters(stats: EngineStats, grown: Grown) -> Iterable[Metric]:
@@ -201,6 +201,38 @@ def _adapter_counters(stats: EngineStats, grown: Grown) -> Iterable[Metric]:
     evictions.add_metric(["device"], grown(f"{name} device", stats.device_evictions))
     evictions.add_metric(["host"], grown(f"{name} host", stats.host_evictions))
     yield evictions
+    name = "loraplex_adapter_cap_evictions"
+    of_caps = CounterMetricFamily(
+        name, "Those of them of a tenant at its cap, by tier: device, host.", labels=["tier"]
+    )
+    for tier in ("device", "host"):
+        of_caps.add_metric([tier], grown(f"{name} {tier}", stats.cap_evictions.get(tier, 0)))
+    yield of_caps
+    reserved = GaugeMetricFamily(
+        "loraplex_adapter_reserved_bytes",
+        "Device memory that tenants have reserved, and the most that can be kept for them.",
+        labels=["kind"],
+    )
+    reserved.add_metric(["asked"], stats.reserved_bytes)
+    reserved.add_metric(["most"], stats.reservable_bytes)
+    yield reserved
+
+
+def _tenant_bytes(stats: EngineStats, labels: LabelSets) -> Metric:
+    family = GaugeMetricFamily(
+        "loraplex_tenant_adapter_bytes",
+        "Memory that a tenant's adapters take, by tier: device, host.",
+        labels=["tenant", "tier"],
+    )
+    by_label: dict[str, list[int]] = {}
+    for tenant, held in stats.tenant_bytes.items():
+        sums = by_label.setdefault(labels.tenant(tenant), [0, 0])
+        sums[0] += held.device
+        sums[1] += held.host
+    for label, (device, host) in by_label.items():
+        family.add_metric([label, "device"], device)
+        family.add_metric([label, "host"], host)
+    return family
 
 
 def _capacity(info: EngineInfo) -> Metric:

@@ -18,7 +18,7 @@ from loraplex.control.errors import InvalidValue, KeyNotFound
 from loraplex.control.limits.budget_store import budget_states
 from loraplex.control.tenancy.secrets import hash_secret, new_key_secret
 from loraplex.control.tenancy.tenants import require_tenant, tenant_target
-from loraplex.control.types import SCOPES, BudgetState, KeyInfo, Limits, Page
+from loraplex.control.types import ADAPTER_LIMITS, SCOPES, BudgetState, KeyInfo, Limits, Page
 
 MAX_GRACE_S = 30 * 86400
 MAX_MODELS = 1000
@@ -202,10 +202,9 @@ def _check_models(models: Sequence[str] | None) -> list[str] | None:
 
 
 def _of_a_key(limits: Limits) -> Limits:
-    if limits.max_adapters is not None or limits.max_adapter_bytes is not None:
-        raise InvalidValue(
-            "max_adapters and max_adapter_bytes are limits of a tenant, not of a key.", param="limits"
-        )
+    if any(getattr(limits, name) is not None for name in ADAPTER_LIMITS):
+        listed = f"{', '.join(ADAPTER_LIMITS[:-1])} and {ADAPTER_LIMITS[-1]}"
+        raise InvalidValue(f"{listed} are limits of a tenant, not of a key.", param="limits")
     return limits
 
 

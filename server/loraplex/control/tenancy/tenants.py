@@ -27,7 +27,7 @@ from loraplex.control.db.tables import (
     Usage,
     UsageDay,
 )
-from loraplex.control.errors import Conflict, TenantIdRetired, TenantNotFound
+from loraplex.control.errors import Conflict, InvalidValue, TenantIdRetired, TenantNotFound
 from loraplex.control.limits.budget_store import budget_states
 from loraplex.control.types import Page, TenantInfo, TenantRemoval
 
@@ -50,9 +50,11 @@ class Tenants:
         display_name: str | None = None,
         weight: float = 1.0,
         limits: Mapping[str, Any] | None = None,
+        reservable: int | None = None,
         by: Actor = LOCAL,
     ) -> TenantInfo:
-        """Raises InvalidValue, Conflict (the id is taken), TenantIdRetired (it was, and is not given again)."""
+        """Raises InvalidValue, Conflict (the id is taken), TenantIdRetired (it was, and is not given again).
+        `reservable`: see `update`."""
         row = Tenant(
             id=rules.check_tenant_id(tenant_id),
             display_name=rules.check_text(display_name, "display_name"),
@@ -67,6 +69,7 @@ class Tenants:
                     f"There was a tenant '{tenant_id}', and its usage is still on record: choose another id.",
                     param="id",
                 )
+            _check_reservation(session, row, limits, reservable)
             row.created_at = database_now(session)
             session.add(row)
             session.flush()
@@ -100,8 +103,16 @@ class Tenants:
                 found |= dict(rows.tuples().all())
         return found
 
-    def update(self, tenant_id: str, changes: Mapping[str, Any], *, by: Actor = LOCAL) -> TenantInfo:
-        """Set `display_name`, `weight` or `limits`; a given `limits` replaces only the limits that it names."""
+    def update(
+        self,
+        tenant_id: str,
+        changes: Mapping[str, Any],
+        *,
+        reservable: int | None = None,
+        by: Actor = LOCAL,
+    ) -> TenantInfo:
+        """Set `display_name`, `weight` or `limits`; a given `limits` replaces only the limits that it names.
+        `reservable` are the bytes that the reservations of all tenants may have together; None is not known."""
         with self._database.write() as session:
             row = require_tenant(session, tenant_id)
             before = _shown(row)
@@ -111,6 +122,7 @@ class Tenants:
                 row.weight = rules.check_weight(changes["weight"])
             if "limits" in changes:
                 row.limits = rules.limits_as_dict(rules.change_limits(row.limits, changes["limits"]))
+                _check_reservation(session, row, changes["limits"], reservable)
             session.flush()
             target = tenant_target(tenant_id)
             record(
@@ -176,6 +188,23 @@ def tenant_infos(session: Session, rows: Sequence[Tenant]) -> list[TenantInfo]:
         TenantInfo(row.id, row.display_name, row.weight, limits[row.id], row.created_at, budgets.get(row.id))
         for row in rows
     ]
+
+
+def _check_reservation(
+    session: Session, row: Tenant, given: Mapping[str, Any] | None, reservable: int | None
+) -> None:
+    """Raises InvalidValue where a reservation is made that cannot be kept beside the other tenants'."""
+    wanted = row.limits.get("device_bytes_reserved")
+    if reservable is None or wanted is None or not (given or {}).get("device_bytes_reserved"):
+        return
+    reserved = Tenant.limits["device_bytes_reserved"].as_numeric(20, 0)
+    others = session.scalar(select(func.sum(reserved)).where(Tenant.id != row.id))
+    left = max(0, reservable - int(others or 0))
+    if wanted > left:
+        raise InvalidValue(
+            f"Reservations of all tenants may hold {reservable} bytes of the device's memory; {left} of them are left.",
+            param="limits.device_bytes_reserved",
+        )
 
 
 def _shown(row: Tenant) -> dict[str, Any]:

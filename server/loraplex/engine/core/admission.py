@@ -95,4 +95,5 @@ def too_slow(request: EngineRequest, seconds: float) -> EngineError:
         f"adapter {adapter.name}@v{adapter.version} cannot be on the device within the "
         f"{1000 * request.max_load:g} ms that the request allows; it is being loaded",
         retry_after_s=seconds,
+        is_own=True,
     )

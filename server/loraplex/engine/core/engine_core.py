@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
+from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.admission import check_request, too_slow
@@ -157,6 +158,7 @@ class EngineCore:
         if refusal is not None:
             self._tracker.refuse(request, refusal)
             return
+        self._cache.tenants.set_limits(request.tenant_id, request.memory)
         if self._refuse_slow_load(request, now):
             return
         self._num_added += 1
@@ -283,6 +285,10 @@ class EngineCore:
     def residency(self) -> dict[str, AdapterState]:
         """The versions on the device or in host memory."""
         return self._cache.residency()
+
+    def memory_by_tenant(self) -> dict[str, TenantBytes]:
+        """What the adapters of each tenant take on the device and in host memory."""
+        return self._cache.tenants.tenant_bytes()
 
     def take_damaged(self) -> tuple[str, ...]:
         """The versions whose stored bytes loads have found damaged or lost since this was last called."""

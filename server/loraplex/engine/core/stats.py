@@ -57,6 +57,10 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         adapter_load_failures=usage.load_failures,
         device_evictions=usage.device_evictions,
         host_evictions=usage.host_evictions,
+        cap_evictions=usage.cap_evictions,
+        reserved_bytes=cache.tenants.reserved_bytes,
+        reservable_bytes=cache.tenants.reservable_bytes,
+        tenant_bytes=cache.tenants.tenant_bytes(),
         running_adapters=_digests(scheduler.running),
         waiting_adapters=_digests(seq for seq in live if seq.state is SequenceState.WAITING),
         tenants={

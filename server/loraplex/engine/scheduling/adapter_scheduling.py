@@ -33,10 +33,11 @@ Running = dict[Sequence, Lease | None]
 @dataclass(slots=True)
 class PendingAdapters:
     """Adapters with waiting requests, as a step found them: the digests that are loading, and why others cannot be
-    loaded."""
+    loaded; `refused` are lanes whose tenant may not have an adapter of such a size on the device."""
 
     loading: dict[str, None] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    refused: dict[TenantLane, str] = field(default_factory=dict)
 
 
 class _TenantTurns:
@@ -170,12 +171,15 @@ class AdapterScheduler:
         The cache evicts nothing that was requested in the same pass. So the adapter with precedence is requested first;
         that also keeps it on the device while its request waits for a place in the batch.
         """
-        first = self._precedence(now)
+        first, kept = self._precedence(now), set[str]()
         if first is not None and first.ref is not None:
             residency = self._request(pending, first, _always)
             if residency is Residency.NO_ROOM and self._cache.state(first.ref.digest) == "warm":
-                return self._drain(first, running)
-        self._drained_for = None
+                kept = self._drain(first, running)
+                if not self._cache.tenants.is_at_cap(first.ref):
+                    return kept
+        if not kept:
+            self._drained_for = None
         stuck: Counter[str] = Counter()
         for lane in sorted(self._requested.values(), key=lambda lane: self._queue.counter(lane.tenant_id)):
             stuck[lane.tenant_id] += self._request(pending, lane, self._may_evict(lane)) is Residency.NO_ROOM
@@ -190,7 +194,7 @@ class AdapterScheduler:
                     loading |= residency is Residency.LOADING
         for ref in self.expected.refs(now):
             self._request_expected(pending, ref)
-        return ()
+        return kept
 
     def _request_expected(self, pending: PendingAdapters, ref: AdapterRef) -> None:
         """Request an adapter that no request waits for. None that one waits for is evicted for it."""
@@ -200,22 +204,25 @@ class AdapterScheduler:
         elif residency is not Residency.NO_ROOM:
             self.expected.remove(ref.digest)
 
-    def _drain(self, lane: TenantLane, running: Running) -> Collection[str]:
+    def _drain(self, lane: TenantLane, running: Running) -> set[str]:
         """Adapters that no new request may use, so that this lane's adapter finds device memory: one at a time, the one
-        whose running requests can end the soonest. The others stay schedulable, and the batch stays full. Pinned
-        adapters are skipped: they would not be evicted anyway."""
+        whose running requests can end the soonest. The others stay schedulable, and the batch stays full. Pinned and
+        reserved adapters are skipped, since they would not be evicted anyway, and for a tenant at its cap all but its
+        own."""
+        assert lane.ref is not None
         if lane is not self._drained_for:
             self._drained_for, self._draining = lane, set()
+        candidates = self._cache.tenants.that_make_way(lane.ref)
         left: dict[
             str, int
         ] = {}  # for each adapter in use, the most tokens that one of its requests may still sample
         for seq, lease in running.items():
             ref = seq.request.adapter
-            if lease is not None and ref is not None and not self._cache.is_held(ref.digest):
+            if lease is not None and ref is not None and ref.digest in candidates:
                 most = seq.request.sampling.max_tokens - seq.num_outputs
                 left[ref.digest] = max(most, left.get(ref.digest, 0))
         if not left:
-            return {digest for digest in self._cache.on_device if not self._cache.is_held(digest)}
+            return candidates
         if self._draining.isdisjoint(left):
             self._draining.add(min(left, key=lambda digest: (left[digest], digest)))
         return self._draining
@@ -226,6 +233,9 @@ class AdapterScheduler:
         """Request the adapter that a lane waits for."""
         ref = lane.ref
         assert ref is not None, "a request on the base model waits for no adapter"
+        if refusal := self._cache.tenants.refusal(ref):
+            pending.refused[lane] = refusal
+            return Residency.FAILED
         residency = self._cache.request(ref, may_evict)
         if residency is Residency.FAILED:
             pending.failed[ref.digest] = self._cache.failure(ref.digest)

@@ -157,6 +157,9 @@ class Scheduler:
         pending = self.adapters.step(now, self.running)
         for digest, message in pending.failed.items():
             self.failed += [(seq, message) for lane in self.queue.lanes(digest) for seq in lane.sequences()]
+        for lane, message in pending.refused.items():
+            if lane.ref is not None and lane.ref.digest not in pending.failed:
+                self.failed += [(seq, message) for seq in lane.sequences()]
         # Prompts are computed in the order of counters, new ones and those begun before alike.
         for seq in sorted(prefilling, key=self._counter):
             if len(draft.preempted) == yielded:
