@@ -49,6 +49,8 @@ OTHER: dict[str, tuple[str, Any]] = {
     "lookahead": ("1", "1"),
     "threads": ("3", 3),
     "kernels": ("torch", "torch"),
+    "attention": ("triton", "triton"),
+    "recorded_prompt_rows": ("256", 256),
     "batch_invariant": ("true", True),
     "engine_spare": ("false", False),
     "database_url": ("sqlite:////x/y.db", "sqlite:////x/y.db"),

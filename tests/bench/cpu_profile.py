@@ -115,9 +115,9 @@ class Engine:
             return dataclasses.replace(ops, **changed)
 
         def timed_attention(*args: Any, **kwargs: Any) -> Any:
-            attention: Any = choose(*args, **kwargs)
-            attention.run = clock.around("attention", attention.run)
-            return attention
+            choice: Any = choose(*args, **kwargs)
+            choice.kernel.run = clock.around("attention", choice.kernel.run)
+            return choice
 
         class TimedPass:
             def __init__(self, lora: Any) -> None:

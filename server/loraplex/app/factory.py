@@ -154,6 +154,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
         lookahead=cast(Literal[-1, 0, 1], lookahead),
         num_threads=settings.threads,
         kernels=settings.kernels,
+        attention=settings.attention,
         batch_invariant=settings.batch_invariant,
         recorded_prompt_rows=settings.recorded_prompt_rows,
         cache_dir=str(settings.data_dir.resolve()),

@@ -209,6 +209,11 @@ class Settings(BaseSettings):
         "auto",
         description="Kernels of the forward pass: torch, numba, triton or auto (triton on cuda, numba on cpu)",
     )
+    attention: Literal["auto", "triton", "torch", "flash-attn-3"] = Field(
+        "auto",
+        description="What computes attention to prompts beside triton's kernels: triton, torch, flash-attn-3 or auto "
+        "(triton)",
+    )
     batch_invariant: bool = Field(
         False,
         description="Make an answer's bits independent of what is computed beside it on a GPU too, or refuse to start "

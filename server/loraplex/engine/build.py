@@ -167,6 +167,7 @@ def _build(
             config.dtype,
             max_model_len=config.max_model_len,
             kernels=config.kernels,
+            attention=config.attention,
             plans=plans,
             batch_invariant=config.batch_invariant,
         )
@@ -335,6 +336,8 @@ def _build(
         max_waiting=config.max_waiting,
         max_num_batched_tokens=max_step_tokens,
         decoder="fused" if isinstance(model, FusedDecoder) else "transformers",
+        attention=model.attention.name,
+        attention_reason=model.attention_reason,
         base_fingerprint=base.fingerprint,
         sites=layout.site_names,
         hidden_size=model.hidden_size,

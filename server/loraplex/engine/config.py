@@ -19,9 +19,10 @@ class EngineConfig:
     machine" for the memory sizes and for the sequences and tokens of a step (see `sizing`) and "what the model allows"
     for `max_model_len`. `recorded_prompt_rows`: rows of the largest step with prompt chunks that a GPU records, -1 by
     the GPU and the model. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `kernels` "auto" is the best that the device
-    runs. `batch_invariant` is a promise to keep or to refuse (`loraplex.engine.numerics`). `cache_dir` keeps what is
-    costly to find out about a base model's weights, `plan_dir` the plan made of its config, `image_dir` up to
-    `adapter_image_cache` bytes of laid-out adapters."""
+    runs, `attention` "auto" the one that goes with them (`loraplex.kernels.attention.choice`). `batch_invariant` is a
+    promise to keep or to refuse (`loraplex.engine.numerics`). `cache_dir` keeps what is costly to find out about a base
+    model's weights, `plan_dir` the plan made of its config, `image_dir` up to `adapter_image_cache` bytes of laid-out
+    adapters."""
 
     model_path: str
     artifact_dir: str
@@ -38,6 +39,7 @@ class EngineConfig:
     lookahead: Literal[-1, 0, 1] = -1
     num_threads: int = 0
     kernels: Literal["auto", "torch", "numba", "triton"] = "auto"
+    attention: Literal["auto", "triton", "torch", "flash-attn-3"] = "auto"
     batch_invariant: bool = False
     recorded_prompt_rows: int = -1
     adapter_load_timeout: float = 60.0

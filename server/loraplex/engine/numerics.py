@@ -53,6 +53,7 @@ def numerical_build(model: Model, backend: Backend, *, batch_invariant: bool) ->
         *(f"{name} {_version(name)}" for name in _libraries(model)),
         *(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ),
         f"{backend} {type(model).__name__} {model.shape.max_positions}",
+        f"attention {model.attention.name} {_version(model.attention.name)}",
         f"batch invariant {_decides(backend, model.dtype) and batch_invariant}",
         *_processor(model.device, backend),
     ]

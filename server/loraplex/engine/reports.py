@@ -50,6 +50,10 @@ class EngineInfo:
     max_num_batched_tokens: int = 0
     decoder: str = ""
     """Which implementation runs the model: "fused" or "transformers"."""
+    attention: str = ""
+    """What computes its attention, by the name of the setting's choices or "numba"."""
+    attention_reason: str = ""
+    """Why, in words."""
     base_fingerprint: str = ""
     sites: tuple[str, ...] = ()
     """Module names that adapters may target, for example "q_proj"."""

@@ -6,20 +6,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.gpu.stopwatch import Stopwatch
 from bench.gpu.timing import Ceilings, eager_ms, median_ms, relative_error
 from loraplex.kernels.attention import dispatch as attention
 from loraplex.kernels.attention import triton_attention
+from loraplex.kernels.attention.choice import choose_attention
+from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds
 from loraplex.kernels.attention.triton_plan import AttentionCapacity, AttentionPlan
 from loraplex.kernels.attention.triton_tiling import AttentionShape, Tiling, Tilings, choose_tilings
 from support.kernels.paged import PagedStep, expected_attention, paged_step
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 BLOCK_SIZE = 16
+LIBRARIES = ("torch", *(["flash-attn-3"] if find_spec("flash_attn_interface") else []))
+"""What may compute prompts beside Triton here: the values of `--attention`."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,28 @@ def full_cases() -> list[AttentionCase]:
     return found
 
 
+def library_cases(*, small: bool) -> list[tuple[str, AttentionCase]]:
+    """Of `engine_cases`, what each library can compute."""
+    return [
+        (name, case)
+        for name in LIBRARIES
+        for case in engine_cases(small=small)
+        if name != "torch" or (case.window is None and case.softcap is None)
+    ]
+
+
+def prefill_cases(*, small: bool) -> list[tuple[str, AttentionCase]]:
+    """Prompts of Llama-3.1-8B, and a chunk with a past: for each library beside Triton."""
+    llama = (8, 2, 32) if small else (32, 8, 128)
+    steps = [(37, 37), (37, 98)] if small else [(2048, 2048), (8192, 8192), (32768, 32768), (2048, 32768)]
+    dtype = torch.float16 if small else torch.bfloat16
+    return [
+        (name, AttentionCase(f"{rows:,} of {length:,}", *llama, (rows,), (length,), dtype=dtype))
+        for name in LIBRARIES
+        for rows, length in steps
+    ]
+
+
 def run_case(
     case: AttentionCase, device: torch.device, ceilings: Ceilings | None = None, *, recorded: bool = True
 ) -> dict[str, Any]:
@@ -125,18 +154,8 @@ def run_case(
 
     With `ceilings` one layer is timed: `graph_ms` in a CUDA graph, `floor_ms` what the bytes and flops need,
     `torch_ms` that of the reference in torch."""
-    step = paged_step(
-        case.num_rows,
-        case.seq_lens,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        block_size=BLOCK_SIZE,
-        dtype=case.dtype,
-        device=device,
-        window=case.window,
-    )
-    options: dict[str, Any] = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
+    step = _step(case, device)
+    options = _options(case)
     plan = make_plan(case, device)
     scratch = triton_attention.AttentionScratch.allocate(plan, device)
     batch = triton_attention.build_attention_batch(plan, scratch, case.num_rows, case.seq_lens, step.tables)
@@ -165,6 +184,77 @@ def run_case(
         result["times_floor"] = ms / floor
         result["torch_ms"] = _torch_ms(step, options, device)
     return result
+
+
+def run_library(choice: str, case: AttentionCase, device: torch.device) -> dict[str, Any]:
+    """A library's kernel against float64, by way of the engine's seam."""
+    step = _step(case, device)
+    kernel = _kernel(choice, case, device)
+    batch = kernel.lay_out(step.num_rows, step.seq_lens, step.tables)
+    options = _options(case)
+    error = relative_error(
+        kernel.run(step.q, step.cache, batch, **options), expected_attention(step, **options)
+    )
+    return {
+        "case": f"{choice}: {case.name}",
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "error": error,
+        "ok": error <= TOLERANCE[case.dtype],
+    }
+
+
+def compare_prefill(
+    choice: str, case: AttentionCase, device: torch.device, ceilings: Ceilings, watch: Stopwatch
+) -> dict[str, Any]:
+    """One layer's attention by Triton (a) and by a library (b), queued as a step without a recording is, in turns.
+    `error`: of b's answer, from a's."""
+    step = _step(case, device)
+    runs, answers = [], []
+    for name in ("triton", choice):
+        kernel = _kernel(name, case, device)
+        batch = kernel.lay_out(step.num_rows, step.seq_lens, step.tables)
+        runs.append(partial(kernel.run, step.q, step.cache, batch, **_options(case)))
+        answers.append(runs[-1]())
+    error = relative_error(answers[1], answers[0])
+    a_ms, b_ms = watch.interleaved_ms(runs)
+    num_bytes, flops = work(case)
+    return {
+        "case": case.name,
+        "a": "triton",
+        "b": choice,
+        "floor_ms": ceilings.floor_ms(num_bytes, flops),
+        "a_ms": a_ms,
+        "b_ms": b_ms,
+        "a_to_b": a_ms / b_ms,
+        "a_tflop_per_s": flops / a_ms / 1e9,
+        "b_tflop_per_s": flops / b_ms / 1e9,
+        "error": error,
+        "ok": error <= 2 * TOLERANCE[case.dtype],
+    }
+
+
+def _step(case: AttentionCase, device: torch.device) -> PagedStep:
+    return paged_step(
+        case.num_rows,
+        case.seq_lens,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        block_size=BLOCK_SIZE,
+        dtype=case.dtype,
+        device=device,
+        window=case.window,
+    )
+
+
+def _kernel(choice: str, case: AttentionCase, device: torch.device) -> AttentionKernel:
+    shape = AttentionShape(case.heads, case.kv_heads, case.head_dim, BLOCK_SIZE)
+    needs = AttentionNeeds(shape, (case.window,), case.softcap is not None)
+    return choose_attention(choice, "triton", needs, case.dtype, device).kernel
+
+
+def _options(case: AttentionCase) -> dict[str, Any]:
+    return {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
 
 
 def make_plan(case: AttentionCase, device: torch.device) -> AttentionPlan:

@@ -81,13 +81,28 @@ def full() -> list[Case]:
 
 def small_ab(*names: str) -> list[Case]:
     """Both sides of these switches, on tiny shapes."""
-    return _switched(SMALL_AB, names, [(2, 2, 8)])
+    return [*_prefill(names, small=True), *_switched(SMALL_AB, names, [(2, 2, 8)])]
 
 
 def full_ab(*names: str) -> list[Case]:
     """The same for a GPU."""
     cases = _switched(FULL_AB, names, [(64, 8, 16), (64, 64, 16), (256, 64, 16)])
-    return [Case("ceilings", "device", _ceilings), *cases]
+    return [Case("ceilings", "device", _ceilings), *_prefill(names, small=False), *cases]
+
+
+def _prefill(names: Sequence[str], *, small: bool) -> list[Case]:
+    if "prefill" not in names:
+        return []
+    return [
+        Case(
+            "prefill",
+            f"{library}: {case.name}",
+            lambda bench, library=library, case=case: attention.compare_prefill(
+                library, case, bench.device, bench.ceilings, bench.watch
+            ),
+        )
+        for library, case in attention.prefill_cases(small=small)
+    ]
 
 
 def _switched(shape: StepsShape, names: Sequence[str], steps: Sequence[tuple[int, int, int]]) -> list[Case]:
@@ -99,6 +114,7 @@ def _switched(shape: StepsShape, names: Sequence[str], steps: Sequence[tuple[int
             limit_s=150,
         )
         for name in names
+        if name != "prefill"
         for of in steps
     ]
 
@@ -139,6 +155,16 @@ def _checks(*, small: bool) -> list[Case]:
                 alone=False,
             )
             for case in attention.small_cases() + attention.engine_cases(small=small)
+        ),
+        *(
+            Case(
+                "checks",
+                f"attention by {library}: {case.name}",
+                partial(_check, partial(attention.run_library, library), case),
+                120,
+                alone=False,
+            )
+            for library, case in attention.library_cases(small=small)
         ),
         Case("checks", "fused", lambda bench: fused.small_cases(bench.device), 120, alone=False),
         *(

@@ -109,12 +109,17 @@ class StateTensors:
 
 
 def random_decoder(
-    config: Any, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_invariant: bool = False,
+    attention: str = "auto",
 ) -> FusedDecoder:
     """The engine's decoder of any size, in a second."""
     spec = spec_of(config)
     tensors = RandomTensors(device, gemma=spec.gemma, tied=spec.tied)
-    return decoder_of(tensors, spec, dtype, device, batch_invariant=batch_invariant)
+    return decoder_of(tensors, spec, dtype, device, batch_invariant=batch_invariant, attention=attention)
 
 
 def decoder_of(
@@ -124,13 +129,14 @@ def decoder_of(
     device: torch.device,
     *,
     batch_invariant: bool = False,
+    attention: str = "auto",
 ) -> FusedDecoder:
     backend = resolve_backend("triton", device)
     ops = resolve_ops(backend, batch_invariant=batch_invariant)
-    attention = choose_attention(
-        backend, attention_needs(spec), dtype, device, batch_invariant=batch_invariant
+    chosen = choose_attention(
+        attention, backend, attention_needs(spec), dtype, device, batch_invariant=batch_invariant
     )
-    return fused_decoder(tensors, spec, dtype, device, ops=ops, attention=attention)
+    return fused_decoder(tensors, spec, dtype, device, ops=ops, attention=chosen)
 
 
 def random_reference(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:

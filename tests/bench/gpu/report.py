@@ -41,6 +41,12 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
         [*_SIZES, ("a", "a", "s"), ("b", "b", "s"), ("base ms", "base_ms", ".3f"), ("a ms", "a_ms", ".3f"),
          ("b ms", "b_ms", ".3f"), ("a ÷ b", "a_to_b", ".3f"), ("difference", "error", ".1e"), ("right", "ok", "s")],
     ),
+    "prefill": (
+        "Attention to prompts by Triton (a) and by a library (b), in turns",
+        [("rows", "case", "s"), ("b", "b", "s"), ("floor ms", "floor_ms", ".3f"), ("a ms", "a_ms", ".3f"),
+         ("b ms", "b_ms", ".3f"), ("a ÷ b", "a_to_b", ".3f"), ("a TFLOP/s", "a_tflop_per_s", ".0f"),
+         ("b TFLOP/s", "b_tflop_per_s", ".0f"), ("difference", "error", ".1e"), ("right", "ok", "s")],
+    ),
     "invariant": (
         "--batch-invariant beside the fast path",
         [("case", "case", "s"), *_SIZES, ("base ms", "base_ms", ".3f"),

@@ -42,6 +42,8 @@ def checks(device: torch.device, *, small: bool, tiny: bool = False) -> Iterator
         yield "attention", partial(attention.run_case, step, device, recorded=False)
     if tiny:
         return
+    for library, step in attention.library_cases(small=small):
+        yield f"attention by {library}", partial(attention.run_library, library, step, device)
     dtype = torch.float16 if small else torch.bfloat16
     hidden, inner, heads = (48, 80, (4, 2, 16)) if small else (4096, 14336, (32, 8, 128))
     for rows in (1, 5) if small else (1, 64, 2048):

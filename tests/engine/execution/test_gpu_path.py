@@ -9,28 +9,40 @@ from support.adapters.tiny_adapters import save_adapters
 from support.engine.local_engine import LocalEngine
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
 from support.engine.repeater import Repeater
+from support.kernels.fake_flash_attn import install_fake
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
 
 
 @pytest.mark.parametrize(
-    ("family", "lookahead", "prompt_rows", "requests", "tokens"),
+    ("family", "attention", "lookahead", "prompt_rows", "requests", "tokens"),
     [
-        pytest.param("llama-biases", 1, 80, 5, 5, marks=pytest.mark.slow),
-        pytest.param("gemma3", 0, 0, 5, 4, marks=pytest.mark.slow),
+        pytest.param("llama-biases", "triton", 1, 80, 5, 5, marks=pytest.mark.slow),
+        pytest.param("llama-biases", "torch", 1, 0, 4, 3, marks=pytest.mark.slow),
+        pytest.param("gemma3", "triton", 0, 0, 5, 4, marks=pytest.mark.slow),
+        pytest.param("gemma3", "flash-attn-3", 0, 40, 4, 3, marks=pytest.mark.slow),
         *(
-            pytest.param(family, lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
+            pytest.param(family, attention, lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
+            for attention in ("torch", "flash-attn-3")
+            for family in ("llama-biases", "qwen3", "gemma3")
+            for lookahead, prompt_rows in ((0, 40), (1, 0))
+            if (family, attention) != ("gemma3", "torch")
+        ),
+        *(
+            pytest.param(family, "triton", lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
             for family in ("llama-biases", "gemma3", "qwen3", "phi3", "gemma2", "mistral-window")
             for lookahead, prompt_rows in ((0, 80), (1, 0), (1, 40))
         ),
     ],
 )
 def test_tokens_are_those_of_transformers_and_peft(
-    family, lookahead, prompt_rows, requests, tokens, tmp_path
+    family, attention, lookahead, prompt_rows, requests, tokens, tmp_path, monkeypatch
 ):
-    """Steps have 40 rows at most. With chunks of prompts, those with adapters are recorded where `prompt_rows` is 40,
-    and all where it is 80."""
+    """With each kernel of attention that runs here; FlashAttention 3 as a module with its function and arguments. Steps
+    have 40 rows at most. With chunks of prompts, those with adapters are recorded where `prompt_rows` is 40, and all
+    where it is 80."""
+    flash_attn = install_fake(monkeypatch)
     options = FAMILIES[family]
     base = save_tiny(tmp_path / "base", options)
     adapters = save_adapters(base, tmp_path)
@@ -41,12 +53,15 @@ def test_tokens_are_those_of_transformers_and_peft(
         options,
         recorder=recorder,
         kernels="triton",
+        attention=attention,
         lookahead=lookahead,
         max_num_seqs=6,
         recorded_prompt_rows=prompt_rows,
     )
     answered = ask_mixed(engine, adapters, seed=family, requests=requests, tokens=tokens)
     engine.close()
+    assert engine.built.info.attention == attention
+    assert bool(flash_attn.calls) == (attention == "flash-attn-3")
     assert engine.built.info.recorded_decodes == (1, 2, 4, 6)
     assert engine.built.info.recorded_prompts == ((40,) if prompt_rows else ())
     replayed = {rows for rows, _ in recorder.replays}

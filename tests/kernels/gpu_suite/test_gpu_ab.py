@@ -8,6 +8,7 @@ import torch
 from bench.gpu import catalogue, report, suite
 from bench.gpu.case import Bench
 from bench.gpu.decoding import switches
+from loraplex.kernels.attention.library_kernel import TorchPrompts
 from loraplex.kernels.lora.triton_lora import LoraLauncher
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -31,6 +32,21 @@ def test_both_sides_of_every_switch_compute_the_same(bench, tmp_path):
     report.write_report(tmp_path, [run], list(results), results)
     told = (tmp_path / "results.md").read_text()
     assert all(switch.b in told for switch in switches.SWITCHES.values())
+
+
+def test_prompts_are_compared_with_each_library(bench, monkeypatch, tmp_path):
+    cases = catalogue.small_ab("prefill")
+    assert [case.key for case in cases] == ["prefill/torch: 37 of 37", "prefill/torch: 37 of 98"]
+    row = cases[1].run(bench)
+    assert row["ok"], row
+    assert (row["a"], row["b"]) == ("triton", "torch")
+    results = {cases[1].key: {"case": cases[1].key, "status": "ok", "rows": [row]}}
+    run = {"identity": {"device": "none", "commit": "abc"}, "environment": {}, "started": "", "command": ""}
+    report.write_report(tmp_path, [run], list(results), results)
+    assert "by a library (b)" in (tmp_path / "results.md").read_text()
+    true = TorchPrompts.run
+    monkeypatch.setattr(TorchPrompts, "run", lambda *args, **options: true(*args, **options) * 1.05)
+    assert not cases[0].run(bench)["ok"]
 
 
 def test_a_side_that_computes_something_else_is_noticed(bench, monkeypatch):
@@ -62,7 +78,7 @@ def test_the_cases_for_a_gpu_are_all_three_sizes_of_each_switch():
 
 
 def test_an_unknown_switch_is_refused_with_those_there_are(capsys, tmp_path):
-    assert set(suite.AB_NAMES) == set(switches.SWITCHES)
+    assert set(suite.AB_NAMES) == {*switches.SWITCHES, "prefill"}
     with pytest.raises(SystemExit):
         suite.main(["--out", str(tmp_path), "--ab", "luck"])
     told = capsys.readouterr().err

@@ -10,8 +10,8 @@ from loraplex.kernels.layers import triton_norm
 
 CPU = torch.device("cpu")
 KERNELS = [
-    "LoRA, shrink and expand", "attention", "residual and RMSNorm", "activation", "RoPE and KV write", "masks",
-    "sampling", "log-sum-exp", "log probabilities",
+    "LoRA, shrink and expand", "attention", "attention by torch", "residual and RMSNorm", "activation",
+    "RoPE and KV write", "masks", "sampling", "log-sum-exp", "log probabilities",
 ]  # fmt: skip
 
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loraplex.kernels.attention import reference as attention_torch
-from loraplex.kernels.attention import triton_kv_write
+from loraplex.kernels.attention import triton_attention
 from loraplex.kernels.layers import activation, norm, rope, triton_activation, triton_norm, triton_rope
 from support.kernels.poison import poison_new_memory
 from support.kernels.triton_interpreter import repair_bfloat16
@@ -173,10 +173,10 @@ def test_kv_write_alone(dtype):
     kv = wide[:, :2]
     slots = torch.tensor([6, -1, 0, 11], dtype=torch.int32, device=DEVICE)
     cache, want = (kv_cache(3, 4, 3, 16, dtype) for _ in range(2))
-    triton_kv_write.write_kv(kv, cache, slots)
+    triton_attention.write_kv(kv, cache, slots)
     attention_torch.write_kv(kv[[0, 2, 3]], want, slots[[0, 2, 3]].long())
     torch.testing.assert_close(cache, want, atol=0, rtol=0, equal_nan=True)
-    triton_kv_write.write_kv(kv[:0], cache, slots[:0])
+    triton_attention.write_kv(kv[:0], cache, slots[:0])
 
 
 def test_heads_that_do_not_fit_are_refused():
@@ -204,4 +204,4 @@ def test_heads_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="size 8"):
         triton_rope.rope_and_write_kv(qkv, 2, cos, sin, cache, slots, q_norm=draw(8), k_norm=draw(7))
     with pytest.raises(ValueError, match="does not fit a cache"):
-        triton_kv_write.write_kv(draw(2, 2, 2, 8), cache, slots)
+        triton_attention.write_kv(draw(2, 2, 2, 8), cache, slots)

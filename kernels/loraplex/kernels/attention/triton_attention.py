@@ -16,7 +16,7 @@ import torch
 import triton
 
 from loraplex.kernels.attention.triton_plan import AttentionPlan, Int32, ListPlace, WindowCounts, WindowPlaces
-from loraplex.kernels.attention.triton_programs import attention_program, merge_program
+from loraplex.kernels.attention.triton_programs import attention_program, merge_program, write_program
 from loraplex.kernels.attention.triton_tiling import Tiling
 
 _MERGED_AT_A_TIME = 16
@@ -80,6 +80,34 @@ def build_attention_batch(
     step = plan.write(host, num_rows, seq_lens, block_tables, padded_rows=padded_rows)
     array = torch.from_numpy(host[: step.num_ints]).to(scratch.part.device, non_blocking=True)
     return TritonAttentionBatch(plan, array, scratch, step.num_rows, step.windows)
+
+
+def write_kv(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store K and V in one layer's cache, in place. kv: [T, 2, Hkv, D], K before V, rows contiguous; cache: [N, P, 2,
+    Hkv, D] of the same dtype, positions contiguous; slots: [T] int32 or int64, -1 for nowhere. Raises ValueError for
+    other shapes."""
+    rows, width = kv.shape[0], kv[0].numel() if kv.shape[0] else 0
+    if kv.shape[1:] != cache.shape[2:] or kv.dtype is not cache.dtype or slots.shape != (rows,):
+        raise ValueError(
+            f"{list(kv.shape)} {kv.dtype} does not fit a cache {list(cache.shape)} {cache.dtype}"
+        )
+    if not rows:
+        return
+    if not (kv[0].is_contiguous() and cache[0, 0].is_contiguous()):
+        raise ValueError("a row's K and V, and a position's, must be contiguous")
+    block = 1024
+    write_program[(rows, triton.cdiv(width, block))](
+        kv,
+        cache,
+        slots,
+        kv.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        WIDTH=width,
+        BLOCK=block,
+        BLOCK_SIZE=cache.shape[1],
+        num_warps=4,
+    )
 
 
 def paged_attention(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loraplex.kernels.attention import triton_kv_write
-from loraplex.kernels.attention.kernel import AttentionNeeds
+from loraplex.kernels.attention.kernel import AttentionNeeds, RecordableAttention
 from loraplex.kernels.attention.triton_attention import (
     AttentionScratch,
     TritonAttentionBatch,
     graph_batch,
     paged_attention,
+    write_kv,
 )
 from loraplex.kernels.attention.triton_plan import AttentionCapacity, AttentionPlan
 from loraplex.kernels.attention.triton_tiling import choose_tilings
@@ -54,7 +55,8 @@ class TritonLayout:
 
 
 class TritonAttention:
-    """See `RecordableAttention`. `batch_invariant`: a row gets the same bits in every step."""
+    """See `RecordableAttention`. `batch_invariant`: a row gets the same bits in every step. `room_apart` as in
+    `AttentionPlan`."""
 
     name = "triton"
     reads_unwritten = False
@@ -66,8 +68,10 @@ class TritonAttention:
         device: torch.device,
         *,
         batch_invariant: bool = False,
+        room_apart: bool = False,
     ) -> None:
         self._needs = needs
+        self._room_apart = room_apart
         self._device = device
         capability, self._programs = _device_traits(device)
         self._tilings = choose_tilings(
@@ -84,25 +88,13 @@ class TritonAttention:
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> TritonAttentionBatch:
         """In an array of its own, with scratch memory of its own."""
-        size = self._needs.shape.block_size
-        (layout,) = self.layouts(
-            [
-                AttentionCapacity(
-                    num_rows=sum(num_rows),
-                    num_sequences=len(num_rows),
-                    num_blocks=sum(-(-length // size) for length in seq_lens),
-                    max_rows_per_sequence=max(num_rows, default=1),
-                )
-            ]
+        batch: TritonAttentionBatch = lay_out_alone(
+            self, self._needs.shape.block_size, self._device, num_rows, seq_lens, block_tables
         )
-        host = np.empty(layout.num_ints, dtype=np.int32)
-        device = torch.empty(layout.num_ints, dtype=torch.int32, device=self._device)
-        batch, used = layout.lay_out(host, device, num_rows, seq_lens, block_tables, recorded=False)
-        device[:used].copy_(torch.from_numpy(host[:used]))
         return batch
 
     def write_kv(self, kv: torch.Tensor, cache: torch.Tensor, batch: TritonAttentionBatch) -> None:
-        triton_kv_write.write_kv(kv, cache, batch.slots)
+        write_kv(kv, cache, batch.slots)
 
     def run(
         self,
@@ -123,7 +115,29 @@ class TritonAttention:
             self._tilings,
             num_programs=self._programs,
             windows=self._needs.windows,
+            room_apart=self._room_apart,
         )
+
+
+def lay_out_alone(
+    kernel: RecordableAttention,
+    block_size: int,
+    device: torch.device,
+    num_rows: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+) -> Any:
+    """The batch of a step in an array of its own, with scratch memory of its own."""
+    longest = max((-(-length // block_size) for length in seq_lens), default=0)
+    capacity = AttentionCapacity(
+        sum(num_rows), len(num_rows), len(num_rows) * longest, max(num_rows, default=1)
+    )
+    (layout,) = kernel.layouts([capacity])
+    host = np.empty(layout.num_ints, dtype=np.int32)
+    array = torch.empty(layout.num_ints, dtype=torch.int32, device=device)
+    batch, used = layout.lay_out(host, array, num_rows, seq_lens, block_tables, recorded=False)
+    array[:used].copy_(torch.from_numpy(host[:used]))
+    return batch
 
 
 def _device_traits(device: torch.device) -> tuple[tuple[int, int], int]:

@@ -37,6 +37,7 @@ def examine(settings: Settings, out: Output) -> int:
             device=settings.device,
             dtype=settings.dtype,
             kernels=settings.kernels,
+            attention=settings.attention,
             threads=settings.threads,
             max_model_len=settings.max_model_len,
             batch_invariant=settings.batch_invariant,

@@ -19,6 +19,7 @@ class Questions:
     device: str
     dtype: str
     kernels: str
+    attention: str
     threads: int
     max_model_len: int
     batch_invariant: bool
@@ -95,6 +96,7 @@ def _kernels(questions: Questions) -> str:
 def _model(questions: Questions) -> str:
     from loraplex.engine.build import refuse_bits, resolve_kernels
     from loraplex.engine.model.loading import (
+        examine_attention,
         examine_dtype,
         examine_model,
         examine_same_bits,
@@ -116,7 +118,15 @@ def _model(questions: Questions) -> str:
     bits = "the same bits in every batch"
     if obstacle is not None:
         bits = f"bits that may depend on the batch ({obstacle})"
-    return f"{kind}, {bits}, {examine_dtype(model_dir, questions.dtype, device)}"
+    attention = examine_attention(
+        model_dir,
+        questions.attention,
+        backend,
+        served,
+        device,
+        batch_invariant=questions.batch_invariant,
+    )
+    return f"{kind}, {attention}, {bits}, {examine_dtype(model_dir, questions.dtype, device)}"
 
 
 if __name__ == "__main__":

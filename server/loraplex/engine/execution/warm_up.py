@@ -64,8 +64,8 @@ def warm_up(runner: ModelRunner, source: PackedSource, *, pools: bool) -> None:
 
 def run_largest_step(runner: ModelRunner, limits: StepLimits, *, max_scored: int, slot: int) -> None:
     """Run a step of as many rows and sequences as one may have, on the adapter in `slot`, each of them sampled with
-    every option, and `max_scored` positions of prompts scored. Writes as `warm_up` does. Raises DeviceOutOfMemory
-    where it does not fit."""
+    every option, and `max_scored` positions of prompts scored. One of them has the longest past that there is: some
+    attention gathers it. Writes as `warm_up` does. Raises DeviceOutOfMemory where it does not fit."""
     longest = BLOCK_SIZE * limits.max_blocks
     num_sequences = min(limits.max_sequences, limits.max_rows)
     rest = limits.max_rows - num_sequences
@@ -75,7 +75,16 @@ def run_largest_step(runner: ModelRunner, limits: StepLimits, *, max_scored: int
         rest -= more
         scored = min(more, max_scored)
         max_scored -= scored
-        slices.append(_slice(1 + more, _EVERY_OPTION, name=f"largest {number}", slot=slot, num_scored=scored))
+        slices.append(
+            _slice(
+                1 + more,
+                _EVERY_OPTION,
+                name=f"largest {number}",
+                slot=slot,
+                start=0 if number else longest - 1 - more,
+                num_scored=scored,
+            )
+        )
     runner.collect(runner.submit(StepPlan(0, tuple(slices))))
 
 
@@ -87,9 +96,11 @@ def _slice(
     pooling: Pooling | None = None,
     name: str = "warm-up",
     slot: int = -1,
+    start: int = 0,
     num_scored: int | None = None,
 ) -> ScheduledSequence:
-    """A prompt of `count` tokens 0. `num_scored` positions of it are scored; None: all, where `sampling` says so."""
+    """A prompt of `count` tokens 0, behind `start` others. `num_scored` positions of it are scored; None: all, where
+    `sampling` says so."""
     tokens = (0,) * count
     request = EngineRequest(name, "", tokens, sampling, pooling=pooling)
     if num_scored is None:
@@ -97,15 +108,16 @@ def _slice(
     return ScheduledSequence(
         seq=Sequence(request, 0.0, 0, list(tokens)),
         epoch=0,
-        start=0,
+        start=start,
         num_tokens=count,
         token_ids=tokens,
         # A block may stand in a table twice: what is computed does not matter.
-        block_ids=(0,) * -(-count // BLOCK_SIZE),
+        block_ids=(0,) * -(-(start + count) // BLOCK_SIZE),
         slot=slot,
         samples=samples and pooling is None,
         pending_input=False,
         output_index=0,
+        score_start=start,
         targets=tokens[:num_scored],
         pool_start=None if pooling is None else 0,
     )

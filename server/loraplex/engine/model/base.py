@@ -122,6 +122,11 @@ class Model(Protocol):
         ...
 
     @property
+    def attention_reason(self) -> str:
+        """Why that one, in words."""
+        ...
+
+    @property
     def num_layers(self) -> int: ...
 
     @property

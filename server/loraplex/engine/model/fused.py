@@ -14,8 +14,9 @@ from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import open_checkpoint, tensor_bytes
-from loraplex.kernels.attention.choice import choose_attention
+from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds
+from loraplex.kernels.attention.torch_kernel import TorchAttention
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.layers.rope import CosSinTable, rope_cos_sin
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
@@ -68,12 +69,13 @@ class FusedDecoder:
         head: Any,
         *,
         ops: Ops,
-        attention: AttentionKernel,
+        attention: AttentionChoice,
     ) -> None:
         """`head` is packed as the layers' weights are."""
         self._spec = spec
         self._ops = ops
-        self._kernel = attention
+        self._kernel = attention.kernel
+        self._attention_reason = attention.reason
         self._layers = tuple(layers)
         self._embed = embed
         self._norm = norm
@@ -110,6 +112,10 @@ class FusedDecoder:
     @property
     def attention(self) -> AttentionKernel:
         return self._kernel
+
+    @property
+    def attention_reason(self) -> str:
+        return self._attention_reason
 
     @property
     def num_layers(self) -> int:
@@ -291,7 +297,7 @@ def load_fused(
     *,
     unread: tuple[str, ...] = (),
     ops: Ops | None = None,
-    attention: AttentionKernel | None = None,
+    attention: AttentionChoice | None = None,
 ) -> FusedDecoder:
     """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the
     checkpoint. Tensors whose names begin with one of `unread` belong to other parts of a larger model. Raises
@@ -316,7 +322,7 @@ def fused_decoder(
     device: torch.device,
     *,
     ops: Ops | None = None,
-    attention: AttentionKernel | None = None,
+    attention: AttentionChoice | None = None,
 ) -> FusedDecoder:
     """The same of tensors that come from anywhere. `ops` and `attention` belong together; None: torch's."""
     return _Reader(tensors, spec, dtype, device, ops, attention).decoder()
@@ -335,10 +341,12 @@ class _Reader:
         dtype: torch.dtype,
         device: torch.device,
         ops: Ops | None,
-        attention: AttentionKernel | None,
+        attention: AttentionChoice | None,
     ) -> None:
         self._ops = ops or resolve_ops("torch")
-        self._attention = attention or choose_attention("torch", attention_needs(spec), dtype, device)
+        self._attention = attention or AttentionChoice(
+            TorchAttention(spec.num_kv_heads, spec.head_dim, dtype, device), "the default"
+        )
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype

@@ -19,8 +19,8 @@ from loraplex.engine.model.probe import probe
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 from loraplex.engine.model.text_part import TextPart, text_part
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
-from loraplex.kernels.attention.choice import choose_attention
-from loraplex.kernels.backend import resolve_backend
+from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable, choose_attention
+from loraplex.kernels.backend import Backend, resolve_backend
 from loraplex.kernels.layers.dense import multiplies
 from loraplex.kernels.ops import resolve_ops
 
@@ -46,6 +46,7 @@ def load_model(
     *,
     max_model_len: int = 0,
     kernels: str = "auto",
+    attention: str = "auto",
     plans: KeptPlans | None = None,
     batch_invariant: bool = False,
 ) -> Model:
@@ -55,8 +56,8 @@ def load_model(
     length that was asked for, 0 if none was: where RoPE depends on the length, it decides for all sequences (ADR 0013).
     With `plans`, transformers is not imported where a config of the families has been read before (ADR 0023). Nothing
     in the directory is executed. Raises ModelUnsupported with the reason if it can't be served exactly as transformers
-    would, or, for `batch_invariant`, only by transformers' own code; BackendUnavailable for `kernels` that can't run
-    there.
+    would, or, for `batch_invariant`, only by transformers' own code, and for an `attention` that cannot compute this
+    model's; BackendUnavailable for `kernels` that can't run there.
     """
     device = torch.device(device)
     content, raw = read_config_json(model_dir)
@@ -75,18 +76,43 @@ def load_model(
         chosen = _dtype(plan.dtype, dtype, device)
         backend = resolve_backend(kernels, device)
         ops = resolve_ops(backend, batch_invariant=batch_invariant)
-        attention = choose_attention(
-            backend, attention_needs(plan.spec), chosen, device, batch_invariant=batch_invariant
+        choice = fused_attention(
+            attention, backend, plan.spec, chosen, device, batch_invariant=batch_invariant
         )
-        return load_fused(
-            model_dir, plan.spec, chosen, device, unread=plan.unread, ops=ops, attention=attention
-        )
+        return load_fused(model_dir, plan.spec, chosen, device, unread=plan.unread, ops=ops, attention=choice)
+    if attention not in ("auto", "torch"):
+        raise _refuse_attention(attention, config.model_type)
     if batch_invariant:
         raise _refuse_bits(config.model_type)
     decoder = load_wrapped(model_dir, config, _dtype(_stored_dtype(config), dtype, device), device)
     if config.model_type not in TESTED:
         probe(decoder)
     return decoder
+
+
+def fused_attention(
+    attention: str,
+    backend: Backend,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_invariant: bool,
+) -> AttentionChoice:
+    """What computes the attention of a model on the fused decoder. Raises ModelUnsupported where an `attention` that
+    was asked for cannot."""
+    try:
+        return choose_attention(
+            attention, backend, attention_needs(spec), dtype, device, batch_invariant=batch_invariant
+        )
+    except AttentionUnavailable as error:
+        raise ModelUnsupported(f"--attention {attention}: {error}") from error
+
+
+def _refuse_attention(attention: str, model_type: str) -> ModelUnsupported:
+    return ModelUnsupported(
+        f"--attention {attention}: {model_type} runs through transformers, with torch's attention; choose auto or torch"
+    )
 
 
 def no_same_bits(model_type: str) -> str:
@@ -134,6 +160,26 @@ def examine_same_bits(model_dir: Path, asked: bool) -> str | None:
     if asked:
         raise _refuse_bits(config.model_type)
     return no_same_bits(config.model_type)
+
+
+def examine_attention(
+    model_dir: Path,
+    asked: str,
+    backend: Backend,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_invariant: bool,
+) -> str:
+    """What would compute a checkpoint's attention, and why, from its config alone. Raises ModelUnsupported."""
+    config, part = read_model_config(model_dir)
+    if is_fused(part.config.model_type):
+        spec = decoder_spec(part.config, part.raw)
+        found = fused_attention(asked, backend, spec, dtype, device, batch_invariant=batch_invariant)
+        return f"attention {found.name} ({found.reason})"
+    if asked not in ("auto", "torch"):
+        raise _refuse_attention(asked, config.model_type)
+    return "attention torch"
 
 
 def examine_dtype(model_dir: Path, asked: str, device: str | torch.device) -> str:

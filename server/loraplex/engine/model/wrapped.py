@@ -71,6 +71,10 @@ class TransformersDecoder:
         return self._kernel
 
     @property
+    def attention_reason(self) -> str:
+        return "models that run through transformers have no other"
+
+    @property
     def num_layers(self) -> int:
         return self._shape.num_layers
 
