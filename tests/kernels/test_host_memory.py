@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.kernels.host_memory import untouched_zeros
+from loraplex.kernels.host_memory import HugePagePool, untouched_zeros
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (3, 5), (1 << 20,), (1 << 20, 3), (7, 1 << 19)])
@@ -51,3 +51,18 @@ def test_large_memory_asks_for_huge_pages() -> None:
     assert flags is not None
     assert "hg" in flags
     assert access == "rw-p"  # what is shared gets none, whatever it asks for, by the usual settings
+
+
+def test_tensors_of_a_pool_lie_side_by_side_and_share_nothing() -> None:
+    pool = HugePagePool()
+    made = [
+        pool.zeros(sizes, torch.bfloat16) for sizes in [(3, 5), (1 << 19,), (0,), (7, 1 << 20), (1 << 25,)]
+    ]
+    for number, tensor in enumerate(made, start=1):
+        assert not tensor.any()
+        assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
+        tensor.fill_(number)
+    assert made[1].data_ptr() - made[0].data_ptr() == 64
+    del pool
+    gc.collect()
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(made, start=1))

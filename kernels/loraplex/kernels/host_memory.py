@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 _HUGE_PAGE = 2 << 20
+_POOLED = 16 * _HUGE_PAGE
+"""Bytes of one mapping of a pool; larger tensors have their own."""
 
 
 def untouched_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -34,3 +36,21 @@ def untouched_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     memory = np.frombuffer(mapping, np.uint8)
     first = -memory.ctypes.data % step
     return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(sizes)
+
+
+class HugePagePool:
+    """Tensors side by side in huge pages. For weights: each read of a step goes over all of them, and those of a small
+    model are less than a huge page each. A tensor keeps the memory of its neighbours."""
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Of zeros, aligned to a cache line. Raises MemoryError as `untouched_zeros` does."""
+        num_bytes = math.prod(sizes) * dtype.itemsize
+        if num_bytes >= _POOLED:
+            return untouched_zeros(sizes, dtype)
+        if num_bytes > len(self._rest):
+            self._rest = untouched_zeros((_POOLED,), torch.uint8)
+        taken, self._rest = self._rest[:num_bytes], self._rest[-(-num_bytes // 64) * 64 :]
+        return taken.view(dtype).view(sizes)

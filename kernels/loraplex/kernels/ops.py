@@ -11,6 +11,7 @@ import torch
 
 from loraplex.kernels.attention import dispatch as attention
 from loraplex.kernels.backend import Backend
+from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers import activation, dense, norm, rope
 
 Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -129,7 +130,7 @@ def _numba_ops(batch_invariant: bool) -> Ops:
         silu_and_mul=numba_activation.silu_and_mul,
         gelu_tanh_and_mul=numba_activation.gelu_tanh_and_mul,
         rotate_and_write=numba_rope.rotate_and_write,
-        pack_weight=partial(numba_dense.pack_weight, batch_invariant=batch_invariant),
+        pack_weight=partial(numba_dense.pack_weight, batch_invariant=batch_invariant, pool=HugePagePool()),
         linear=numba_dense.linear,
         to_float32=numba_widen.to_float32,
     )

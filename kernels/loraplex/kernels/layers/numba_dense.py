@@ -20,6 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers import dense
 from loraplex.kernels.layers.numba_dense_tiles import INPUTS, run_products
 from loraplex.kernels.numba_runtime import amx
@@ -50,16 +51,20 @@ def block_size() -> int:
     return 32 if "avx512f" in host_features() else 16
 
 
-def pack_weight(weight: torch.Tensor, *, batch_invariant: bool = False) -> PackedWeight | torch.Tensor:
+def pack_weight(
+    weight: torch.Tensor, *, batch_invariant: bool = False, pool: HugePagePool | None = None
+) -> PackedWeight | torch.Tensor:
     """The weight [N, K] of a linear, as `linear` reads it fastest: in blocks where these products are used for the
-    dtype and the processor (`is_for`), else what `dense.pack_weight` makes of it."""
+    dtype and the processor (`is_for`), else what `dense.pack_weight` makes of it. The blocks' memory is the `pool`'s,
+    if one is given."""
     out_features, in_features = weight.shape
     in_pairs = weight.itemsize == 2
     if not is_for(weight.dtype, batch_invariant=batch_invariant) or (in_pairs and in_features % 2):
         return dense.pack_weight(weight)
     width = block_size()
     num_blocks = -(-out_features // width)
-    blocks = torch.zeros(num_blocks, in_features * width, dtype=weight.dtype)
+    sizes = (num_blocks, in_features * width)
+    blocks = torch.zeros(sizes, dtype=weight.dtype) if pool is None else pool.zeros(sizes, weight.dtype)
     # A pair of inputs is copied as one number of 32 bits, a block at a time, which a core's cache holds.
     units, columns = weight.contiguous().view(torch.int32), blocks.view(torch.int32)
     for block, rows in enumerate(units.split(width)):
