@@ -12,7 +12,7 @@ import pytest
 
 from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.sources.errors import SourceNotAllowed, SourceNotFound, SourceUnavailable
-from loraplex.adapters.sources.folder import copy_folder
+from loraplex.adapters.sources.folder import MAX_FOLDERS, copy_folder
 from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.fault_points import FaultPoint
@@ -35,6 +35,7 @@ class Place:
             (self.secret / name).write_bytes(SECRET)
         self.store = ArtifactStore(directory / "store")
         self.reserved: list[int] = []
+        self.prefix = f"file://{self.root}"
 
     def write(self, folder: str, config: bytes, tensors: bytes) -> Path:
         path = self.root / folder
@@ -45,7 +46,7 @@ class Place:
 
     def copy(self, folder: str = "run", fault: Callable[..., None] | None = None) -> dict[str, bytes]:
         """The files that came. Afterwards nothing is staged."""
-        source = AllowedSources([f"file://{self.root}"]).allow_path(f"{self.root}/{folder}", "acme")
+        source = AllowedSources([self.prefix]).allow_path(str(self.root / folder), "acme")
         with self.store.begin_staging() as staging:
             if fault is not None:
                 staging.fault = fault
@@ -128,6 +129,47 @@ def test_a_huge_file_is_refused_before_a_byte_is_read(place: Place) -> None:
     os.truncate(place.root / "run" / CONFIG_NAME, (1 << 20) + 1)
     place.refused("run", AdapterRefused)
     assert place.reserved == []
+
+
+def test_a_deep_way_does_not_use_up_the_descriptors(place: Place) -> None:
+    parts = ["a"] * (MAX_FOLDERS - 1)
+    place.write("/".join(parts), b"{}", b"tensors")
+    assert place.copy("/".join(parts)) == place.copy()
+    place.write("/".join([*parts, "a"]), b"{}", b"tensors")
+    place.refused("/".join([*parts, "a"]), SourceNotAllowed)
+    (place.root / "up-and-down").symlink_to("/".join(["a", ".."] * MAX_FOLDERS + ["run"]))
+    place.refused("up-and-down", SourceNotAllowed)
+
+
+def test_a_part_of_the_prefix_below_a_tenants_folder_may_not_be_a_link(tmp_path: Path) -> None:
+    """The operator made acme's folder, wherever it lies. What is within is acme's to replace."""
+    place = Place(tmp_path)
+    (place.root / "out").symlink_to(place.secret)
+    (tmp_path / "homes").mkdir()
+    (tmp_path / "homes" / "acme").symlink_to(place.root)
+    place.prefix = f"file://{tmp_path}/homes/{{tenant}}/out"
+    place.refused(f"{tmp_path}/homes/acme/out")
+    (place.root / "out").unlink()
+    (place.root / "run").rename(place.root / "out")
+    assert place.copy(f"{tmp_path}/homes/acme/out") == {CONFIG_NAME: b"{}", TENSORS_NAME: b"tensors"}
+
+
+def test_both_files_are_of_one_folder_though_another_takes_its_place(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.write("next", b"[]", b"others!")
+    open_ = os.open
+
+    def exchange(path: str, flags: int, *args: int, **options: int) -> int:
+        found = open_(path, flags, *args, **options)
+        if path == CONFIG_NAME and not (place.root / "old").exists():
+            (place.root / "run").rename(place.root / "old")
+            (place.root / "next").rename(place.root / "run")
+        return found
+
+    monkeypatch.setattr(os, "open", exchange)
+    assert place.copy() == {CONFIG_NAME: b"{}", TENSORS_NAME: b"tensors"}
+    assert place.copy() == {CONFIG_NAME: b"[]", TENSORS_NAME: b"others!"}
 
 
 def test_files_of_a_folder_that_is_exchanged_meanwhile_are_those_that_were_opened(place: Place) -> None:

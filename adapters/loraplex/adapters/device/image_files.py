@@ -69,7 +69,6 @@ class ImageFiles:
         try:
             with open_regular(path) as file:
                 image = _read(file, digest, memory, wanted)
-            os.utime(path)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -77,6 +76,8 @@ class ImageFiles:
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
+        with contextlib.suppress(OSError):  # another process removed it meanwhile, or owns it
+            os.utime(path)
         return image
 
     def loaded(self, image: HostImage) -> None:
@@ -175,10 +176,11 @@ def _read(
         raise ValueError("it is cut short")
     head = bytes(start[_SUM_BYTES:])
     name, rank, num_pages, page_bytes, num_sites, num_vectors = _HEAD.unpack(head)
-    tables = bytearray(4 * (5 * num_sites + 3 * num_vectors))
-    size = len(start) + len(tables) + num_pages * page_bytes
+    table_bytes = 4 * (5 * num_sites + 3 * num_vectors)
+    size = len(start) + table_bytes + num_pages * page_bytes
     if name != digest.encode() or os.fstat(file.fileno()).st_size != size or not num_pages:
         raise ValueError("it is another adapter's, or has another length")
+    tables = bytearray(table_bytes)
     read_into(file, memoryview(tables))
     sha = hashlib.sha256(head + tables)
     pages = memory(num_pages)

@@ -1,7 +1,8 @@
 """Reading an adapter from a folder of the server's file system that tenants may write into.
 
 Every part of a path is opened relative to the folder before it and without following links, so that nothing that is
-renamed or replaced meanwhile leads out of the allowed root. Links within the root are followed by hand.
+renamed or replaced meanwhile leads out of the allowed root. Links within the root are followed by hand. In the root
+itself only the operator's own part may have links: what lies below a tenant's folder is the tenant's to replace.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.sources.errors import SourceNotAllowed, SourceNotFound, SourceUnavailable
@@ -30,7 +30,10 @@ from loraplex.adapters.store.files import (
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_LINKS = 16
+MAX_FOLDERS = 64
+"""Folders that are opened for one adapter. They stay open until it is copied."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 
 
@@ -44,10 +47,9 @@ def copy_folder(
     (too_large), StoreFull, StoreFailed, and what `reserve` raises.
     """
     with contextlib.ExitStack() as stack:
+        folder = _AdapterFolder(source, stack)
         opened = {
-            name: stack.enter_context(
-                _opened(source, name, MAX_CONFIG_BYTES if name == CONFIG_NAME else max_bytes)
-            )
+            name: folder.open(name, MAX_CONFIG_BYTES if name == CONFIG_NAME else max_bytes)
             for name in (CONFIG_NAME, TENSORS_NAME)
         }
         total = sum(found.st_size for _, found in opened.values())
@@ -84,80 +86,96 @@ def _copy(file: int, found: os.stat_result, name: str, staging: Staging) -> None
         )
 
 
-@contextmanager
-def _opened(source: Source, name: str, max_bytes: int) -> Iterator[tuple[int, os.stat_result]]:
-    """A regular file of the adapter, and what it was when it was opened."""
-    what = shown("/".join((*source.parts, name)), 200)
-    try:
-        file = _Walk(source).open(name)
-    except OSError as error:
-        if error.errno in _ABSENT:
-            raise SourceNotFound(f"The source has no file {what} that this server can read.") from None
-        raise SourceUnavailable(f"{what} cannot be read: {error.strerror}.") from error
-    try:
-        found = os.fstat(file)
+class _AdapterFolder:
+    """An adapter's folder, found once: both files are looked up from it, so that they belong together, whatever takes
+    its place meanwhile. `descriptors` closes what is opened.
+
+    Raises SourceNotAllowed, SourceNotFound, SourceUnavailable.
+    """
+
+    def __init__(self, source: Source, descriptors: contextlib.ExitStack) -> None:
+        self._source = source
+        self._descriptors = descriptors
+        self._left_folders = MAX_FOLDERS
+        self._left_links = MAX_LINKS
+        # Folders that lead to each other: the root, which is never left, and one for each part below it.
+        self._way: list[int] = []
+        with self._failures_named("folder", source.parts):
+            root = self._open("/" + "/".join(source.root[: source.num_trusted]), _FOLDER)
+            for part in source.root[source.num_trusted :]:
+                root = self._open(part, _FOLDER | os.O_NOFOLLOW, root)
+            self._way.append(root)
+            for part in source.parts:
+                self._walk(self._way, [part], to_file=False)
+
+    def open(self, name: str, max_bytes: int) -> tuple[int, os.stat_result]:
+        """One of its files, which is a regular one, and what it was when it was opened. Opening it never waits. Raises
+        AdapterRefused (too_large) too."""
+        parts = (*self._source.parts, name)
+        with self._failures_named("file", parts):
+            file = self._walk(self._way.copy(), [name], to_file=True)
+            found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise SourceNotFound(f"In the source, {what} is not a regular file.")
+            raise SourceNotFound(f"In the source, {_written(parts)} is not a regular file.")
         if found.st_size > max_bytes:
             raise _too_large(name, max_bytes)
-        yield file, found
-    finally:
-        os.close(file)
+        return file, found
 
+    def _walk(self, way: list[int], todo: list[str], *, to_file: bool) -> int:
+        """Go on from the end of `way` by the parts of `todo`, the next one last, and by what links add to them. Returns
+        the last descriptor."""
+        while todo:
+            part = todo.pop()
+            if part == "..":
+                if len(way) == 1:
+                    raise _leads_out()
+                way.pop()
+            elif part not in ("", "."):
+                kind = os.stat(part, dir_fd=way[-1], follow_symlinks=False).st_mode
+                if stat.S_ISLNK(kind):
+                    todo.extend(self._linked(os.readlink(part, dir_fd=way[-1])))
+                elif todo or not to_file:
+                    way.append(self._open(part, _FOLDER | os.O_NOFOLLOW, way[-1]))
+                elif not stat.S_ISREG(kind):
+                    raise SourceNotFound(f"In the source, {shown(part)} is not a regular file.")
+                else:
+                    return self._open(part, _FILE, way[-1])
+        if to_file:  # a link to a folder
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return way[-1]
 
-class _Walk:
-    """From the root to one file. `_folders` are open folders: the root, and one for each part on the way."""
+    def _linked(self, target: str) -> list[str]:
+        self._left_links -= 1
+        if target.startswith("/") or self._left_links < 0:
+            raise _leads_out()
+        return target.split("/")[::-1]
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._root = "/" + "/".join(source.root)
-        self._folders: list[int] = []
-        self._links = 0
+    def _open(self, path: str, flags: int, folder: int | None = None) -> int:
+        if flags & os.O_DIRECTORY:
+            self._left_folders -= 1
+            if self._left_folders < 0:
+                raise SourceNotAllowed(f"The way to the source has more than {MAX_FOLDERS} folders.")
+        descriptor = os.open(path, flags, dir_fd=folder)
+        self._descriptors.callback(os.close, descriptor)
+        return descriptor
 
-    def open(self, name: str) -> int:
-        """A descriptor of the file. It may be of any kind but a folder; opening it never waits. Raises OSError,
-        SourceNotAllowed."""
-        self._folders = [os.open(self._root, _FOLDER)]
+    @contextlib.contextmanager
+    def _failures_named(self, kind: str, parts: tuple[str, ...]) -> Iterator[None]:
         try:
-            todo = [*reversed(self._source.parts)]
-            todo.insert(0, name)
-            while todo:
-                part = todo.pop()
-                if part == "..":
-                    self._leave()
-                elif part not in ("", "."):
-                    found = self._enter(part, todo)
-                    if found is not None:
-                        return found
-            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))  # a link to a folder
-        finally:
-            for folder in self._folders:
-                os.close(folder)
+            yield
+        except OSError as error:
+            what = _written(parts)
+            if error.errno in _ABSENT:
+                raise SourceNotFound(f"The source has no {kind} {what} that this server can read.") from None
+            raise SourceUnavailable(f"{what} cannot be read: {error.strerror}.") from error
 
-    def _enter(self, part: str, todo: list[str]) -> int | None:
-        """One part further; the file's descriptor if it was the last. A link's parts are added to `todo`."""
-        here = self._folders[-1]
-        kind = os.stat(part, dir_fd=here, follow_symlinks=False).st_mode
-        if stat.S_ISLNK(kind):
-            self._follow(os.readlink(part, dir_fd=here), todo)
-        elif todo:
-            self._folders.append(os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=here))
-        elif not stat.S_ISREG(kind):
-            raise SourceNotFound(f"In the source, {shown(part)} is not a regular file.")
-        else:
-            return os.open(part, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=here)
-        return None
 
-    def _follow(self, target: str, todo: list[str]) -> None:
-        self._links += 1
-        if target.startswith("/") or self._links > MAX_LINKS:
-            raise SourceNotAllowed("A link in the source leads out of the folder that is allowed.")
-        todo.extend(reversed(target.split("/")))
+def _written(parts: tuple[str, ...]) -> str:
+    return shown("/".join(parts), 200)
 
-    def _leave(self) -> None:
-        if len(self._folders) == 1:
-            raise SourceNotAllowed("A link in the source leads out of the folder that is allowed.")
-        os.close(self._folders.pop())
+
+def _leads_out() -> SourceNotAllowed:
+    return SourceNotAllowed("A link in the source leads out of the folder that is allowed.")
 
 
 def _too_large(what: str, max_bytes: int) -> AdapterRefused:

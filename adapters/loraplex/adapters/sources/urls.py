@@ -35,6 +35,8 @@ class Source:
     root: tuple[str, ...]
     parts: tuple[str, ...]
     revision: str = ""
+    num_trusted: int = 0
+    """Of a folder: the first parts of `root` that only the operator can replace, the tenant's own folder included."""
 
     @property
     def url(self) -> str:
@@ -125,7 +127,9 @@ class AllowedSources:
                 place.authority,
                 place.parts[: len(root)],
             ):
-                return Source(place.scheme, place.authority, root, place.parts[len(root) :], place.revision)
+                trusted = prefix.parts.index(TENANT_PART) + 1 if TENANT_PART in prefix.parts else len(root)
+                below = place.parts[len(root) :]
+                return Source(place.scheme, place.authority, root, below, place.revision, trusted)
         raise SourceNotAllowed(
             f"The source {shown(given)} lies below no prefix that this server's operator allowed (--adapter-sources)."
         )
