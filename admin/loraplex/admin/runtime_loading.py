@@ -16,8 +16,9 @@ from loraplex.admin.problem import from_exception
 from loraplex.admin.services import AdminServices
 from loraplex.admin.uploads.imports import import_source
 from loraplex.control.audit.recorder import Actor
-from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable
+from loraplex.control.errors import AdapterNotFound, DatabaseBusy, DatabaseUnavailable
 from loraplex.control.types import VersionInfo
+from loraplex.http.text import printable
 
 _VERSIONS = "tenants/{tenant}/adapters/{name}/versions"
 _ADAPTER = "tenants/{tenant}/adapters/{name}"
@@ -51,6 +52,8 @@ class RuntimeLoading:
         """Delete the name with all its versions; what runs finishes. Raises AdapterNotFound."""
         services, tenant = self._services, by.tenant_id or ""
         async with self._changing(by, "adapter.delete", _ADAPTER, name):
+            if not name.isprintable():  # databases differ in the text that they accept
+                raise AdapterNotFound("No adapter has such a name.")
             delete = partial(services.catalog.delete_adapter, by=by)
             await evict_removed(services, await services.database.run(delete, tenant, name))
 
@@ -64,7 +67,7 @@ class RuntimeLoading:
             raise
         except Exception as error:
             try:
-                names = {"tenant": tenant, "name": name}
+                names = {"tenant": tenant, "name": printable(name)}
                 await self._note_refusal(by, action, path, names, from_exception(error))
             except LoraplexError as failure:
                 log.warning("refusal_not_audited", action=action, reason=failure.message)

@@ -122,6 +122,16 @@ def test_what_is_wrong_is_said_in_vllms_statuses(loop: Loop) -> None:
     assert loop.server.plane.leftovers() == []
 
 
+def test_no_database_sees_what_no_name_has(loop: Loop) -> None:
+    """PostgreSQL refuses NUL in any text, also in a row of the audit log."""
+    path = loop.checkpoint("nul", seed=33)
+    assert loop.error(loop.load("n\0l", path)) == (400, "invalid_value", "lora_name")
+    assert loop.error(loop.post("unload", {"lora_name": "n\0l"})) == (404, "model_not_found", "lora_name")
+    targets = [row.target for action in ("version.upload", "adapter.delete") for row in loop.rows(action)]
+    assert {"tenants/acme/adapters/n?l/versions", "tenants/acme/adapters/n?l"} <= set(targets)
+    assert all(target.isprintable() for target in targets)
+
+
 def test_nothing_outside_and_nothing_of_another_tenant(loop: Loop) -> None:
     foreign = loop.checkpoint("theirs", seed=41, tenant="rival")
     link = loop.folder / "acme" / "link"
