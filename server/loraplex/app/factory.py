@@ -18,7 +18,8 @@ from starlette.types import ASGIApp
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.sources.urls import AllowedSources
-from loraplex.adapters.store.artifact_store import ArtifactStore
+from loraplex.adapters.store.interface import Store
+from loraplex.adapters.store.open_store import BUCKET_SCHEME, open_store
 from loraplex.admin.app import (
     admin_routes,
     create_admin_app,
@@ -83,7 +84,7 @@ class Installation:
     settings: Settings
     model_dir: Path
     served_name: str
-    store: ArtifactStore
+    store: Store
     artifacts: Artifacts
     database: Database
     tenants: Tenants
@@ -123,15 +124,35 @@ class Apps:
 
 
 def artifact_dir(settings: Settings) -> Path:
-    """The folder of the artifact store, `artifacts` in the data directory by default."""
+    """The folder of the artifact store, `artifacts` in the data directory by default; with a bucket that of its cache.
+    Raises SettingsInvalid."""
     if not settings.artifact_url:
         return settings.data_dir.resolve() / "artifacts"
+    if is_bucket(settings):
+        return settings.data_dir.resolve() / "artifact-cache"
     url = urlsplit(settings.artifact_url)
     if url.scheme != "file" or url.netloc not in ("", "localhost") or not url.path:
         raise SettingsInvalid(
-            f"--artifact-url: only file:///DIR is supported by this version (got '{settings.artifact_url[:80]}')."
+            f"--artifact-url: file:///DIR or s3://BUCKET/PREFIX is expected (got '{settings.artifact_url[:80]}')."
         )
     return Path(unquote(url.path))
+
+
+def is_bucket(settings: Settings) -> bool:
+    """Whether artifacts are kept in a bucket. Raises SettingsInvalid for a URL that names none."""
+    if not settings.artifact_url.startswith(BUCKET_SCHEME):
+        return False
+    try:
+        AllowedSources([settings.artifact_url])
+    except ValueError as error:
+        raise SettingsInvalid(f"--artifact-url: {error} (got '{settings.artifact_url[:80]}').") from None
+    return True
+
+
+def artifact_store(settings: Settings) -> Store:
+    """Raises SettingsInvalid, StoreFull, StoreFailed, OSError."""
+    folder = artifact_dir(settings)
+    return open_store(settings.artifact_url, folder, cache_bytes=settings.artifact_cache_size)
 
 
 def engine_config(settings: Settings, model_dir: Path, served_name: str) -> EngineConfig:
@@ -140,6 +161,8 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
         model_path=str(model_dir),
         model_name=served_name,
         artifact_dir=str(artifact_dir(settings)),
+        artifact_url=settings.artifact_url,
+        artifact_cache_bytes=settings.artifact_cache_size,
         device=settings.device,
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
@@ -196,7 +219,7 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
     database = Database(upgrade_database(settings)[0])
     pepper = load_pepper(settings.data_dir, settings.key_pepper)
     check_pepper(database, pepper)
-    store = ArtifactStore(artifact_dir(settings))
+    store = artifact_store(settings)
     artifacts = Artifacts(database, store)
     store_lock = _sweep_alone(artifacts, artifact_dir(settings))
     base = load_base_spec(model_dir, cache_dir=settings.data_dir)

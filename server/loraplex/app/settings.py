@@ -258,7 +258,11 @@ class Settings(BaseSettings):
         description="Days for which each request keeps its own usage row; older ones become daily sums (0: no limit)",
     )
     artifact_url: str = Field(
-        "", description="Where adapters are kept: file:///DIR (default: in the data directory)"
+        "",
+        description="Where adapters are kept: file:///DIR or s3://BUCKET/PREFIX (default: in the data directory)",
+    )
+    artifact_cache_size: Bytes = Field(
+        10 << 30, ge=1 << 20, description="Disk bytes for adapters of a bucket that were used last"
     )
     adapter_sources: Annotated[
         list[str] | str, BeforeValidator(_comma_list), AfterValidator(_checked_sources)

@@ -10,8 +10,9 @@ import structlog
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from loraplex.adapters.errors import ArtifactMissing
-from loraplex.adapters.store.artifact_store import ArtifactStore, Examined, SweepReport
+from loraplex.adapters.errors import StoreFailed
+from loraplex.adapters.store.artifact_store import Examined, SweepReport
+from loraplex.adapters.store.interface import Store
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import LIVING, AdapterVersion
 from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable
@@ -28,7 +29,7 @@ class Artifacts:
     the same content is about to remove.
     """
 
-    def __init__(self, database: Database, store: ArtifactStore) -> None:
+    def __init__(self, database: Database, store: Store) -> None:
         self._database = database
         self.store = store
         self.lock = threading.RLock()
@@ -54,10 +55,8 @@ class Artifacts:
     def check_stored(self, digest: str) -> None:
         """Within the transaction that records a version: its bytes are still there. A caller that lost its
         connection to the database lost `holding` with it. Raises DatabaseBusy."""
-        try:
-            self.store.path(digest)
-        except ArtifactMissing as error:
-            raise DatabaseBusy() from error
+        if not self.store.holds(digest):
+            raise DatabaseBusy()
 
     def remove_unused(self, digests: Iterable[str], unpinned: Iterable[str] = ()) -> Removal:
         """Delete those of `digests` that no living version has. `unpinned` are those that lost their last pin."""
@@ -78,7 +77,7 @@ class Artifacts:
                 return False
             try:
                 self.store.delete(digest)
-            except OSError as error:
+            except (OSError, StoreFailed) as error:
                 log.warning("artifact_not_removed", digest=digest, reason=str(error))
             return True
 

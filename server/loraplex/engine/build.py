@@ -20,7 +20,7 @@ from loraplex.adapters.device.image_files import ImageFiles, image_key
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.transport import ThreadedTransport
 from loraplex.adapters.errors import LoraplexError
-from loraplex.adapters.store.artifact_store import ArtifactStore
+from loraplex.adapters.store.open_store import open_store
 from loraplex.engine.config import BLOCK_SIZE, EngineConfig, SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
@@ -239,7 +239,9 @@ def _build(
     if config.image_dir is not None and config.adapter_image_cache:
         key = image_key(layout, base.fingerprint)
         images = ImageFiles(Path(config.image_dir), key, config.adapter_image_cache)
-    store = ArtifactStore(Path(config.artifact_dir))
+    store = open_store(
+        config.artifact_url, Path(config.artifact_dir), cache_bytes=config.artifact_cache_bytes
+    )
     transport = ThreadedTransport(store, base, arena, host, wake=wake, threads=LOADER_THREADS, images=images)
     cache: AdapterCache[HostImage] = AdapterCache(
         transport=transport,

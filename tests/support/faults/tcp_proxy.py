@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import threading
+import time
 
 
 class TcpProxy:
     """Carries between its own `port` and `target`, which may be set for the next connections. While `hang` is in force
-    it takes connections and bytes, and passes nothing on in either direction. A context manager."""
+    it takes connections and bytes, and passes nothing on in either direction. `delay_s` is kept before each piece.
+    `resets` are connections that are reset after `reset_after` bytes of their answers. A context manager."""
 
     def __init__(self, target: int) -> None:
         self.target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
+        self.delay_s = 0.0
+        self.resets = 0
+        self.reset_after = 0
+        self.num_reset = 0
         self._carries = threading.Event()
         self._carries.set()
         self._closed = threading.Event()
@@ -56,6 +63,7 @@ class TcpProxy:
             self._wait_carrying()
             with socket.create_connection(("127.0.0.1", self.target), timeout=60) as server:
                 other = {client: server, server: client}
+                left = self._budget()
                 while not self._closed.is_set():
                     ready, _, _ = select.select(list(other), [], [], 0.05)
                     self._wait_carrying()
@@ -63,7 +71,22 @@ class TcpProxy:
                         data = end.recv(65536)
                         if not data:
                             return
+                        time.sleep(self.delay_s)
+                        if end is server and left is not None:
+                            left -= len(data)
+                            if left < 0:
+                                client.setsockopt(
+                                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                                )
+                                self.num_reset += 1
+                                return
                         other[end].sendall(data)
+
+    def _budget(self) -> int | None:
+        if self.resets <= 0:
+            return None
+        self.resets -= 1
+        return self.reset_after
 
     def _wait_carrying(self) -> None:
         while not self._carries.wait(0.05) and not self._closed.is_set():

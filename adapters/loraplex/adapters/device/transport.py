@@ -22,8 +22,9 @@ from loraplex.adapters.device.image_files import ImageFiles
 from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, LoadAbandoned, LoraplexError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.spec import BaseSpec
-from loraplex.adapters.store.artifact_store import ArtifactStore, check_digest
+from loraplex.adapters.store.artifact_store import check_digest
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, begin_digest
+from loraplex.adapters.store.interface import Store
 from loraplex.kernels.lora.dispatch import CHUNK
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class ThreadedTransport:
 
     def __init__(
         self,
-        store: ArtifactStore,
+        store: Store,
         base: BaseSpec,
         arena: AdapterArena,
         host: HostSlab,
@@ -111,6 +112,14 @@ class ThreadedTransport:
         self._copiers.close()
 
     def _load(self, ref: AdapterRef, wanted: Callable[[], bool]) -> HostImage:
+        try:
+            return self._load_once(ref, wanted)
+        except (ArtifactCorrupt, ArtifactMissing):
+            if not self._store.drop_damaged_copy(ref.digest):
+                raise
+        return self._load_once(ref, wanted)
+
+    def _load_once(self, ref: AdapterRef, wanted: Callable[[], bool]) -> HostImage:
         folder = self._store.path(ref.digest)
         kept = self._read_image(ref.digest, folder, wanted)
         if kept is not None:

@@ -184,6 +184,15 @@ class ArtifactStore:
             raise ArtifactUnreadable(f"artifact {digest[:12]} cannot be read: {error.strerror}") from error
         check_digest(digest, found)
 
+    def holds(self, digest: str) -> bool:
+        """Whether an artifact is there, whole or damaged."""
+        folder = self._folder(digest)
+        return folder is not None and folder.is_dir()
+
+    def drop_damaged_copy(self, digest: str) -> bool:
+        """Whether what `path` leads to was a damaged copy of what is stored, and was removed. Here it is no copy."""
+        return False
+
     def delete(self, digest: str) -> bool:
         """Remove an artifact; False if there was none. Readers that have its files open keep reading."""
         folder = self._folder(digest)

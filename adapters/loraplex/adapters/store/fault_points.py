@@ -32,11 +32,14 @@ class FaultPoint(StrEnum):
     FLUSH_SHELVES = "flush shelves"
     PUBLISH = "publish"  # rename
     FLUSH_SHELF = "flush shelf"
+    BUCKET_PUT = "bucket: put"  # each of the two objects, the tensors first
+    BUCKET_STORED = "bucket: stored"  # after the second one
     COMMIT_VERSION = "commit version"
     VERSION_COMMITTED = "version committed"
 
     COMMIT_REMOVAL = "commit removal"
     REMOVAL_COMMITTED = "removal committed"
+    BUCKET_DELETE = "bucket: delete"  # each of the two objects, the config first
     RETIRE = "retire"  # rename out of the shelf
     FLUSH_RETIRED = "flush retired"
     PURGE = "purge"  # unlink and rmdir of what was retired

@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from loraplex.adapters.sources.copy import copy_source
 from loraplex.adapters.sources.urls import Source
-from loraplex.adapters.store.artifact_store import ArtifactStore
+from loraplex.adapters.store.interface import Store
 from loraplex.admin.uploads.multipart import Part
 from loraplex.admin.uploads.receive import Received
 from loraplex.control.catalog.staged import StagedUpload
@@ -21,7 +21,7 @@ from loraplex.control.types import AS_THE_BASE, Serving
 @contextlib.asynccontextmanager
 async def import_source(
     source: Source,
-    store: ArtifactStore,
+    store: Store,
     *,
     max_bytes: int,
     threads: anyio.CapacityLimiter,

@@ -16,9 +16,10 @@ import anyio
 import anyio.to_thread
 from starlette.requests import Request
 
-from loraplex.adapters.store.artifact_store import ArtifactStore, Staging
+from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.adapters.store.files import create_file, disk_failures_named, write_all
+from loraplex.adapters.store.interface import Store
 from loraplex.admin.uploads.multipart import Part, UploadParser, too_large
 from loraplex.admin.uploads.serving_field import read_serving
 from loraplex.control.catalog.staged import StagedUpload
@@ -42,7 +43,7 @@ class Received:
 @contextlib.asynccontextmanager
 async def receive_upload(
     request: Request,
-    store: ArtifactStore,
+    store: Store,
     *,
     max_bytes: int,
     threads: anyio.CapacityLimiter,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.app.factory import is_bucket
+from loraplex.app.settings import Settings
 
 
 class BackupFailed(LoraplexError):
@@ -31,3 +33,12 @@ class RestoreFailed(LoraplexError):
     """A restore could not begin, or did not end; the message says which, and what to do."""
 
     code = "restore_failed"
+
+
+def refuse_bucket(settings: Settings) -> None:
+    """Raises BackupRefused, SettingsInvalid."""
+    if is_bucket(settings):
+        raise BackupRefused(
+            "the artifacts of this installation are in a bucket, which backup and restore do not copy: keep versions "
+            "of the bucket's objects, and back up the database with its own tools."
+        )

@@ -25,7 +25,7 @@ from loraplex.adapters.store.files import (
     write_all,
 )
 from loraplex.app.backup.databases import PostgresSource, SqliteSource, run_client
-from loraplex.app.backup.errors import BackupRefused, RestoreFailed
+from loraplex.app.backup.errors import BackupRefused, RestoreFailed, refuse_bucket
 from loraplex.app.backup.manifest import (
     PEPPER,
     POSTGRES_FILE,
@@ -71,6 +71,7 @@ def restore_backup(
 
     `on_stage` is told what begins. Raises BackupRefused, DatabaseTooNew, SettingsInvalid and nothing was written;
     RestoreFailed, which says whether the same command must be run again: until then no server starts there."""
+    refuse_bucket(settings)
     manifest = read_manifest(directory)
     target = _Target(settings, manifest)
     _require_fit(settings, directory, manifest)

@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from loraplex.adapters.store.files import create_file, open_regular, write_all
 from loraplex.app.backup.artifacts import ArtifactCopies
 from loraplex.app.backup.databases import PostgresSource, Snapshot, Source, SqliteSource
-from loraplex.app.backup.errors import BackupFailed, BackupIncomplete
+from loraplex.app.backup.errors import BackupFailed, BackupIncomplete, refuse_bucket
 from loraplex.app.backup.journal import copy_journals
 from loraplex.app.backup.manifest import FORMAT, PEPPER, TOKEN, describe_file, write_manifest
 from loraplex.app.factory import artifact_dir
@@ -43,6 +43,7 @@ def make_backup(
     """Copy the installation of `settings` into `directory`, which is new or empty; what the manifest says. `on_stage`
     is told what begins. Raises BackupIncomplete, where what there was is kept; else BackupFailed, SettingsInvalid,
     DatabaseTooNew, and nothing is kept."""
+    refuse_bucket(settings)
     url, schema = _existing_database(settings)
     with _new_folder(directory), _failures_named(url):
         parsed = make_url(url)

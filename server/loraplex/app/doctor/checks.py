@@ -16,6 +16,7 @@ from loraplex.app.doctor import production, services
 from loraplex.app.doctor.findings import Finding, fail, ok
 from loraplex.app.doctor.machine import Machine, Port, read_machine
 from loraplex.app.doctor.torch_checks import Answers, Questions
+from loraplex.app.factory import is_bucket
 from loraplex.app.output import Output
 from loraplex.app.settings import Settings
 
@@ -66,6 +67,8 @@ def checks_of(settings: Settings, machine: Machine, torch: TorchAnswers) -> list
     ]
     if settings.redis_url:
         checks.append(("redis clock", lambda: services.check_redis_clock(settings)))
+    if is_bucket(settings):
+        checks.append(("bucket", lambda: services.check_bucket(settings)))
     checks += [
         ("memory", lambda: production.check_memory(settings, machine)),
         ("data directory", lambda: production.check_data_dir(settings, machine.data, held=machine.is_held)),

@@ -1,8 +1,9 @@
-"""Checks of the database and of the Redis that the settings name. Nothing is written to them."""
+"""Checks of the database, the Redis and the bucket that the settings name. Only the bucket is written to."""
 
 from __future__ import annotations
 
 import time
+import uuid
 from datetime import UTC, datetime
 
 from sqlalchemy import create_engine, make_url, text
@@ -86,6 +87,24 @@ def check_redis(settings: Settings) -> Finding:
             "its last write to the disk failed, and it may refuse limits: give it room, or turn saving off",
         )
     return ok(found)
+
+
+def check_bucket(settings: Settings) -> Finding:
+    """Writes a small object, reads it and removes it. Raises SettingsInvalid."""
+    from loraplex.adapters.store.bucket_client import BucketAway
+    from loraplex.adapters.store.open_store import bucket_client
+
+    try:
+        bucket_client(settings.artifact_url, deadline_s=_CONNECT_TIMEOUT_S).probe(
+            f"doctor/{uuid.uuid4().hex}"
+        )
+    except BucketAway as error:
+        reason = (str(error.__cause__ or error).splitlines() or ["no reason given"])[0][:200]
+        return fail(
+            f"{settings.artifact_url}: {reason}",
+            "look at AWS_ENDPOINT_URL, AWS_REGION and the credentials; they must allow to list, get, put and delete",
+        )
+    return ok(f"{settings.artifact_url}, written, read and removed")
 
 
 def check_redis_clock(settings: Settings) -> Finding:

@@ -1,4 +1,4 @@
-"""The S3 server that the tests of this folder share."""
+"""The S3 server that the tests of sources and stores share."""
 
 from __future__ import annotations
 
