@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.gpu import attention, equality, fused, lora, sampling
 from bench.gpu.case import Bench, Case, Row
+from bench.gpu.decoding import readers
 from bench.gpu.decoding.switches import FULL_AB, SMALL_AB, SwitchBench
 from bench.gpu.invariant import FULL_INVARIANT, SMALL_INVARIANT, InvariantBench
 from bench.gpu.rig import GREEDY
@@ -165,6 +166,16 @@ def _checks(*, small: bool) -> list[Case]:
                 alone=False,
             )
             for library, case in attention.library_cases(small=small)
+        ),
+        *(
+            Case(
+                "checks",
+                f"readers: {case.name}",
+                lambda bench, case=case: readers.run_case(case, bench.device, small=small),
+                120,
+                alone=False,
+            )
+            for case in readers.cases(small=small)
         ),
         Case("checks", "fused", lambda bench: fused.small_cases(bench.device), 120, alone=False),
         *(

@@ -141,8 +141,8 @@ def full_cases() -> list[LoraCase]:
         {"block_n": 128},
         {"block_n": 512},
         {"small_warps": 8},
-        {"programs_per_sm": 2},
-        {"programs_per_sm": 8},
+        {"shrink_programs": 2, "expand_programs": 2},
+        {"shrink_programs": 6},
     ):
         tiling = replace(LoraTiling(), **changed)
         words = ", ".join(f"{name} {value}" for name, value in changed.items())

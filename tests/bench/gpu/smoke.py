@@ -32,6 +32,7 @@ def checks(device: torch.device, *, small: bool, tiny: bool = False) -> Iterator
     import torch
 
     from bench.gpu import attention, fused, lora, sampling
+    from bench.gpu.decoding import readers
 
     for case in lora.small_cases() if tiny else lora.engine_cases(small=small):
         yield "LoRA, shrink and expand", partial(lora.run_case, case, device, recorded=False)
@@ -44,6 +45,8 @@ def checks(device: torch.device, *, small: bool, tiny: bool = False) -> Iterator
         return
     for library, step in attention.library_cases(small=small):
         yield f"attention by {library}", partial(attention.run_library, library, step, device)
+    for read in readers.cases(small=small):
+        yield "LoRA, in its readers", partial(readers.run_case, read, device, small=small)
     dtype = torch.float16 if small else torch.bfloat16
     hidden, inner, heads = (48, 80, (4, 2, 16)) if small else (4096, 14336, (32, 8, 128))
     for rows in (1, 5) if small else (1, 64, 2048):

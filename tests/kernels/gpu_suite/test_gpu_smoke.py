@@ -12,6 +12,7 @@ CPU = torch.device("cpu")
 KERNELS = [
     "LoRA, shrink and expand", "attention", "attention by torch", "residual and RMSNorm", "activation",
     "RoPE and KV write", "masks", "sampling", "log-sum-exp", "log probabilities",
+    "LoRA, in its readers",
 ]  # fmt: skip
 
 pytestmark = [

@@ -214,6 +214,8 @@ def test_the_adapters_of_every_step_have_room(case):
     ("kernel", "part"),
     [
         ("shrink", "LoRA, A side"),
+        ("expand", "LoRA, B side"),
+        ("expand_gated", "LoRA, B side with the activation"),
         ("nvjet_hsh_128x64_64x8_1x2_h_bz_TNT", "linears"),
         ("attention_program", "attention"),
         ("void at::native::elementwise_kernel<128>", "other: void at::native::elementwise_kernel<128>"),

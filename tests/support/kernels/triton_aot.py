@@ -141,6 +141,40 @@ def _growth(usage: Usage, before: Usage, slack: float) -> list[str]:
     return faults
 
 
+_TYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64",
+}  # fmt: skip
+
+
+def launched_variant(
+    name: str, kernel: str, arguments: Mapping[str, Any], *, unspecialised: Sequence[str] = ()
+) -> Variant:
+    """Of a launch that a `Recorder` kept; constants are named in capitals. `unspecialised`: integers that the kernel is
+    not compiled apart for."""
+    options = {"num_warps": 4, "num_stages": 3, "launch_pdl": False}
+    constants = {key: value for key, value in arguments.items() if key.isupper() and key != "K"}
+    rest = {key: value for key, value in arguments.items() if key not in constants and key not in options}
+
+    def type_of(value: Any) -> str:
+        if hasattr(value, "dtype"):
+            return f"*{_TYPES[str(value.dtype).removeprefix('torch.')]}"
+        return "fp32" if isinstance(value, float) else "i32"
+
+    return Variant(
+        name,
+        kernel,
+        {key: type_of(value) for key, value in rest.items()},
+        constants,
+        num_warps=arguments.get("num_warps", options["num_warps"]),
+        num_stages=arguments.get("num_stages", options["num_stages"]),
+        multiples_of_16=tuple(
+            key
+            for key, value in rest.items()
+            if isinstance(value, int) and value % 16 == 0 and key not in unspecialised
+        ),
+    )
+
+
 class Recorder:
     """Stands for a kernel, and keeps what it is launched with."""
 

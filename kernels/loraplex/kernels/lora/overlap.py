@@ -57,6 +57,12 @@ class OverlappedLora:
     layer and group, with x unchanged and still held, before the next one: hidden values are shared."""
 
     def __init__(self, launcher: LoraLauncher, lane: Lane) -> None:
+        """Raises ValueError for a launcher whose B side is launched while its A side runs: it could wait for no other
+        stream's work."""
+        if launcher.tiling.dependent_launch:
+            raise ValueError(
+                "an A side beside the base's product, and a dependent launch behind it, exclude each other"
+            )
         self._launcher = launcher
         self._lane = lane
         self._begun: tuple[int, str] | None = None
@@ -71,11 +77,16 @@ class OverlappedLora:
     def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """See `loraplex.kernels.lora.dispatch.LoraPass.apply`; of what was not begun, both sides. Raises ValueError
         where another one was begun."""
+        self.shrink(layer, group, x)
+        self._launcher.expand(layer, group, y)
+
+    def shrink(self, layer: int, group: str, x: torch.Tensor) -> None:
+        """The A side alone: wait for it where it was begun, else compute it. Raises ValueError where another one was
+        begun."""
         if self._begun is None:
-            self._launcher.apply(layer, group, x, y)
+            self._launcher.shrink(layer, group, x)
             return
         if self._begun != (layer, group):
             raise ValueError(f"layer {layer}, {group!r} is applied where {self._begun} was begun")
         self._begun = None
         self._lane.join()
-        self._launcher.expand(layer, group, y)

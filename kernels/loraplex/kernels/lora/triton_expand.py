@@ -46,25 +46,28 @@ def _hidden(
 
 
 @triton.jit
-def _add_to(y_ptr, y_stride, update, vectors_ptr, has_vectors, row, num_rows, n, num_columns):
-    """y += update, and (g - 1) ⊙ y + c besides where the site has vectors. Rounded once."""
-    y_at = y_ptr + row.to(tl.int64)[:, None] * y_stride + n[None, :]
-    there = (row < num_rows)[:, None] & (n < num_columns)[None, :]
-    y = tl.load(y_at, there, 0.0).to(tl.float32)
+def updated(y, update, vectors_ptr, has_vectors, n, num_columns):
+    """[rows, columns n] float32: y + update, and (g - 1) ⊙ y + c besides where the site has vectors."""
     if has_vectors:
         gain = tl.load(vectors_ptr + n, n < num_columns, 0.0)
         offset = tl.load(vectors_ptr + num_columns + n, n < num_columns, 0.0)
         update += gain[None, :] * y + offset[None, :]
-    tl.store(y_at, (y + update).to(y_ptr.dtype.element_ty), there)
+    return y + update
 
 
 @triton.jit
-def _expand_by_rows(
-    y_ptr,  # at the piece's first row and the site's first column
-    y_stride,
+def _add_to(y_ptr, y_stride, update, vectors_ptr, has_vectors, row, num_rows, n, num_columns):
+    """Rounded once."""
+    y_at = y_ptr + row.to(tl.int64)[:, None] * y_stride + n[None, :]
+    there = (row < num_rows)[:, None] & (n < num_columns)[None, :]
+    y = tl.load(y_at, there, 0.0).to(tl.float32)
+    total = updated(y, update, vectors_ptr, has_vectors, n, num_columns)
+    tl.store(y_at, total.to(y_ptr.dtype.element_ty), there)
+
+
+@triton.jit
+def update_by_rows(
     storage_ptr,
-    vectors_ptr,
-    has_vectors,
     h_ptr,
     plane_stride,
     row_stride,
@@ -81,7 +84,7 @@ def _expand_by_rows(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Without tensor cores: each B element is read once and multiplied ROWS times."""
+    """[ROWS, BLOCK_N] float32, without tensor cores: each B element is read once and multiplied ROWS times."""
     update = tl.zeros((ROWS, BLOCK_N), tl.float32)
     for first_rank in range(0, num_ranks, BLOCK_R):
         has_rank, rank_row = tile_rows(
@@ -96,21 +99,18 @@ def _expand_by_rows(
             h_ptr, plane_stride, row_stride, first_rank, num_ranks, 0, num_rows, splits, PLANES, ROWS, BLOCK_R
         )
         update += tl.sum(h[:, :, None] * b.to(tl.float32), axis=1)
-    _add_to(y_ptr, y_stride, update, vectors_ptr, has_vectors, tl.arange(0, ROWS), num_rows, n, num_columns)
+    return update
 
 
 @triton.jit
-def _expand_by_tiles(
-    y_ptr,
-    y_stride,
+def update_by_tiles(
     storage_ptr,
-    vectors_ptr,
-    has_vectors,
     h_ptr,
     plane_stride,
     row_stride,
     tiles_ptr,
     num_ranks,
+    first_row,
     num_rows,
     splits,
     n,
@@ -122,37 +122,35 @@ def _expand_by_tiles(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """On tensor cores, BLOCK_M rows after the other. The hidden values go in as the sum of two numbers of B's dtype,
-    or of what the tensor cores can do for float16, so that nothing of them is lost.
+    """[BLOCK_M, BLOCK_N] float32 of the rows from first_row on, on tensor cores. The hidden values go in as the sum of
+    two numbers of B's dtype, or of what the tensor cores can do for float16, so that nothing of them is lost.
 
     BLOCK_M stays below 64: from there on Hopper would take them from registers by WGMMA, which ptxas 12.8 gets wrong
     in a pipelined loop (triton #9433).
     """
-    for first_row in range(0, num_rows, BLOCK_M):
-        update = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for first_rank in range(0, num_ranks, BLOCK_R):
-            has_rank, rank_row = tile_rows(
-                tiles_ptr, first_rank // CHUNK_RANKS, num_columns, MAX_CHUNKS, GRANULE, BLOCK_R
-            )
-            b = tl.load(
-                storage_ptr + rank_row[:, None] + n[None, :],
-                has_rank[:, None] & (n < num_columns)[None, :],
-                0.0,
-            )
-            h = _hidden(
-                h_ptr, plane_stride, row_stride, first_rank, num_ranks, first_row, num_rows, splits,
-                PLANES, BLOCK_M, BLOCK_R,
-            )  # fmt: skip
-            if b.dtype == tl.bfloat16:
-                high = h.to(tl.bfloat16)
-                update = tl.dot((h - high.to(tl.float32)).to(tl.bfloat16), b, update)
-                update = tl.dot(high, b, update)
-            elif b.dtype == tl.float16:
-                update = tl.dot(h, b.to(tl.float32), update, input_precision="tf32x3")
-            else:
-                update = tl.dot(h, b, update, input_precision="ieee")
-        row = first_row + tl.arange(0, BLOCK_M)
-        _add_to(y_ptr, y_stride, update, vectors_ptr, has_vectors, row, num_rows, n, num_columns)
+    update = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first_rank in range(0, num_ranks, BLOCK_R):
+        has_rank, rank_row = tile_rows(
+            tiles_ptr, first_rank // CHUNK_RANKS, num_columns, MAX_CHUNKS, GRANULE, BLOCK_R
+        )
+        b = tl.load(
+            storage_ptr + rank_row[:, None] + n[None, :],
+            has_rank[:, None] & (n < num_columns)[None, :],
+            0.0,
+        )
+        h = _hidden(
+            h_ptr, plane_stride, row_stride, first_rank, num_ranks, first_row, num_rows, splits,
+            PLANES, BLOCK_M, BLOCK_R,
+        )  # fmt: skip
+        if b.dtype == tl.bfloat16:
+            high = h.to(tl.bfloat16)
+            update = tl.dot((h - high.to(tl.float32)).to(tl.bfloat16), b, update)
+            update = tl.dot(high, b, update)
+        elif b.dtype == tl.float16:
+            update = tl.dot(h, b.to(tl.float32), update, input_precision="tf32x3")
+        else:
+            update = tl.dot(h, b, update, input_precision="ieee")
+    return update
 
 
 @triton.jit(do_not_specialize=["which", "layer", "first_site", "num_sites", "units"])
@@ -180,17 +178,21 @@ def expand(
     BLOCK_N: tl.constexpr,
     ALIGNED: tl.constexpr,
     BY_ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """y[row, n] += the sum over ranks of h[row, rank] · B[rank, n], where h is the sum of its planes; and what the
     vectors add (see `loraplex.kernels.lora.dispatch`).
 
     y [T, N] with rows y_stride apart, h as `shrink` left it. The list is number `which` of `work`, a unit is BLOCK_N
     columns of a site. `floats` is the storage as float32. ALIGNED: every site's width is a multiple of 16.
+    DEPENDENT: it may begin before `shrink` has ended; lists and records are older than both.
     """
     list_ptr = work_ptr + LIST * which
     start = tl.load(list_ptr)
     num_items = tl.load(list_ptr + 1) * units
     splits = tl.load(list_ptr + 2)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         piece_ptr = work_ptr + start + item // units * PIECE
         unit_ptr = units_ptr + item % units * UNIT
@@ -221,20 +223,26 @@ def expand(
             tiles_ptr = record_ptr + HEAD + MAX_CHUNKS
             n = n_first + tl.arange(0, BLOCK_N)
             if BY_ROWS and num_rows == 1:
-                _expand_by_rows(
-                    y_here, y_stride, storage_ptr, vectors_ptr, vectors > 0, h_here, plane_stride, row_stride,
-                    tiles_ptr, num_ranks, num_rows, splits, n, num_columns,
-                    MAX_CHUNKS, GRANULE, PLANES, 1, BLOCK_R, BLOCK_N,
+                one = update_by_rows(
+                    storage_ptr, h_here, plane_stride, row_stride, tiles_ptr, num_ranks, num_rows, splits,
+                    n, num_columns, MAX_CHUNKS, GRANULE, PLANES, 1, BLOCK_R, BLOCK_N,
                 )  # fmt: skip
+                row = tl.arange(0, 1)
+                _add_to(y_here, y_stride, one, vectors_ptr, vectors > 0, row, num_rows, n, num_columns)
             elif BY_ROWS and num_rows <= FEW_ROWS:
-                _expand_by_rows(
-                    y_here, y_stride, storage_ptr, vectors_ptr, vectors > 0, h_here, plane_stride, row_stride,
-                    tiles_ptr, num_ranks, num_rows, splits, n, num_columns,
-                    MAX_CHUNKS, GRANULE, PLANES, FEW_ROWS, BLOCK_R, BLOCK_N,
+                few = update_by_rows(
+                    storage_ptr, h_here, plane_stride, row_stride, tiles_ptr, num_ranks, num_rows, splits,
+                    n, num_columns, MAX_CHUNKS, GRANULE, PLANES, FEW_ROWS, BLOCK_R, BLOCK_N,
                 )  # fmt: skip
+                some = tl.arange(0, FEW_ROWS)
+                _add_to(y_here, y_stride, few, vectors_ptr, vectors > 0, some, num_rows, n, num_columns)
             else:
-                _expand_by_tiles(
-                    y_here, y_stride, storage_ptr, vectors_ptr, vectors > 0, h_here, plane_stride, row_stride,
-                    tiles_ptr, num_ranks, num_rows, splits, n, num_columns,
-                    MAX_CHUNKS, GRANULE, PLANES, BLOCK_M, BLOCK_R, BLOCK_N,
-                )  # fmt: skip
+                for first in range(0, num_rows, BLOCK_M):
+                    many = update_by_tiles(
+                        storage_ptr, h_here, plane_stride, row_stride, tiles_ptr, num_ranks, first, num_rows,
+                        splits, n, num_columns, MAX_CHUNKS, GRANULE, PLANES, BLOCK_M, BLOCK_R, BLOCK_N,
+                    )  # fmt: skip
+                    all_rows = first + tl.arange(0, BLOCK_M)
+                    _add_to(
+                        y_here, y_stride, many, vectors_ptr, vectors > 0, all_rows, num_rows, n, num_columns
+                    )

@@ -62,7 +62,7 @@ class LoraLauncher:
         storage: torch.Tensor,
         planner: LoraPlanner,
         *,
-        programs: int,
+        programs: tuple[int, int],
         records: torch.Tensor,
         units: Sequence[torch.Tensor],
         work: torch.Tensor,
@@ -74,7 +74,7 @@ class LoraLauncher:
         self._storage = storage
         self._floats = storage.view(torch.float32)
         self._planner = planner
-        self._programs = programs
+        self._programs, self._expand_programs = programs
         self._records = records
         self._units = units
         self._work = work
@@ -82,6 +82,7 @@ class LoraLauncher:
         self._active = active
         self._step = step
         self._most_pieces = most_pieces
+        self._dependent = planner.tiling.dependent_launch and _launches_dependents(storage.device)
         self._numbers = {plan.group.key: g for g, plan in enumerate(planner.groups)}
 
     def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -105,6 +106,38 @@ class LoraLauncher:
         for kind in self._kinds(layer, EXPAND, g):
             self._launch_expand(kind, layer, g, plan, y)
 
+    @property
+    def tiling(self) -> LoraTiling:
+        return self._planner.tiling
+
+    @property
+    def expand_programs(self) -> int:
+        """How many of a B side run at a time."""
+        return self._expand_programs
+
+    def reader_operands(
+        self, layer: int, group: str, y: torch.Tensor
+    ) -> tuple[GroupPlan, tuple[Any, ...], dict[str, Any]]:
+        """Of a kernel that computes the B side of a recorded pass: the group, its operands from the storage to the
+        first site, and its constants. Raises as `expand` does."""
+        g = self._numbers[group]
+        plan = self._planner.groups[g]
+        self._check(group, "y", y, sum(plan.group.out_features))
+        operands = (
+            self._storage,
+            self._floats,
+            self._hidden,
+            self._work,
+            self._records,
+            self._planner.list_number(SMALL, EXPAND, g),
+            self._planner.rows_number(g),
+            layer,
+            plan.first_site,
+        )
+        tiling = self._planner.tiling
+        constants = self._constants() | self._launched_behind()
+        return plan, operands, {**constants, "PLANES": tiling.planes, "BLOCK_R": tiling.block_r}
+
     def _check(self, group: str, name: str, tensor: torch.Tensor, columns: int) -> None:
         rows = tensor.shape[0] if self._step is None else self._step.num_rows
         if tensor.shape != (rows, columns) or tensor.stride(1) != 1:
@@ -123,7 +156,8 @@ class LoraLauncher:
 
     def _grid(self, kind: int, stage: int, g: int, units: int) -> tuple[int]:
         pieces = self._most_pieces[stage] if self._step is None else self._step.pieces[kind][stage][g]
-        return (max(1, min(self._programs, pieces * units)),)
+        programs = self._programs if stage == SHRINK else self._expand_programs
+        return (max(1, min(programs, pieces * units)),)
 
     def _constants(self) -> dict[str, Any]:
         return {
@@ -132,6 +166,10 @@ class LoraLauncher:
             "MAX_CHUNKS": (self._records.shape[3] - RECORD_HEAD) // 2,
             "GRANULE": GRANULE_BYTES // self._storage.element_size(),
         }
+
+    def _launched_behind(self) -> dict[str, Any]:
+        """Of a launch that waits for the A side itself, or for which the device waits."""
+        return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
 
     def _launch_shrink(self, kind: int, layer: int, g: int, plan: GroupPlan, x: torch.Tensor) -> None:
         tiling = self._planner.tiling
@@ -153,7 +191,8 @@ class LoraLauncher:
             BLOCK_M=tiling.small_rows if small else tiling.large_rows,
             BLOCK_R=tiling.block_r if small or self._step is None else self._step.block_r,
             BLOCK_K=tiling.block_k if small else tiling.large_block_k,
-            BY_ROWS=small and not tiling.batch_invariant,
+            BY_ROWS=small and tiling.shrink_by_rows and not tiling.batch_invariant,
+            DEPENDENT=self._dependent,
             num_warps=tiling.small_warps if small else tiling.large_warps,
             num_stages=tiling.small_stages if small else tiling.large_stages,
         )
@@ -182,7 +221,8 @@ class LoraLauncher:
             BLOCK_R=tiling.block_r,
             BLOCK_N=tiling.block_n if small else tiling.large_block_n,
             ALIGNED=plan.aligned,
-            BY_ROWS=small and not tiling.batch_invariant,
+            BY_ROWS=small and tiling.expand_by_rows and not tiling.batch_invariant,
+            **self._launched_behind(),
             num_warps=tiling.small_warps if small else tiling.large_warps,
             num_stages=tiling.small_stages,
         )
@@ -210,8 +250,8 @@ class TritonLora:
         num_slots, chunks, layers, sites, _ = weights.tables.shape
         self._weights = weights
         self._max_rows, self._max_segments = max_rows, max_segments
-        self._programs = programs or _count_programs(device, tiling)
-        self._planner = LoraPlanner(weights.groups, chunks - 1, tiling, self._programs)
+        self._programs = (programs, programs) if programs else _count_programs(device, tiling)
+        self._planner = LoraPlanner(weights.groups, chunks - 1, tiling, self._programs[0])
         shape = (num_slots, layers, sites, RECORD_HEAD + 2 * (chunks - 1))
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._records = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -315,7 +355,13 @@ def _units(planner: LoraPlanner) -> list[NDArray[np.int32]]:
     return [plan.units(size) for plan in planner.groups for size in sizes]
 
 
-def _count_programs(device: torch.device, tiling: LoraTiling) -> int:
+def _launches_dependents(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _count_programs(device: torch.device, tiling: LoraTiling) -> tuple[int, int]:
+    """Of an A side and of a B side."""
     if device.type != "cuda":
-        return _PROGRAMS_ON_HOST
-    return torch.cuda.get_device_properties(device).multi_processor_count * tiling.programs_per_sm
+        return _PROGRAMS_ON_HOST, _PROGRAMS_ON_HOST
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return count * tiling.shrink_programs, count * tiling.expand_programs

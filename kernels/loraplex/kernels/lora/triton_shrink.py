@@ -108,13 +108,17 @@ def shrink(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BY_ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """h[plane, site, row, rank] = the sum over the plane's part of K of x[row, k] · A[rank, k], in float32.
 
     x [T, K] with rows x_stride apart; h flat: a piece's values [splits, num_sites, its rows, its ranks] begin where it
     says. The list is number `which` of `work`, whose head has the number of planes and how many columns one has. Units
-    are (site, plane). Pieces of one row, and of a few, go without tensor cores where BY_ROWS.
+    are (site, plane). Pieces of one row, and of a few, go without tensor cores where BY_ROWS. DEPENDENT: what is
+    launched next may begin, and wait.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     list_ptr = work_ptr + LIST * which
     start = tl.load(list_ptr)
     splits = tl.load(list_ptr + 2)

@@ -23,6 +23,15 @@ class LoraTiling:
     Of large pieces, K is cut into one of `large_splits`, one of `large_blocks_r` ranks are computed at a time, and
     `expand_rows` rows are expanded at a time: below 64, see `loraplex.kernels.lora.triton_expand`.
 
+    Recorded passes compute B sides in the kernels that read them: the activation where `fuse_gated`, norms in steps of
+    up to `fuse_norm_rows` rows. A norm's program reads a whole row of B by itself, which is as fast while every row has
+    a multiprocessor of its own.
+
+    A launch has `shrink_programs` or `expand_programs` for each multiprocessor: what fits there by its registers.
+    `shrink_by_rows`, `expand_by_rows`: pieces of up to ROW_ROWS rows go without tensor cores. In the A side that takes
+    168 registers in place of 80, so that 3 programs fit a multiprocessor in place of 6. `dependent_launch`: where the
+    device can (Hopper), a B side is launched while its A side still runs, and waits for it before it reads.
+
     `batch_invariant`: every piece is a small one, on tensor cores whatever its rows, so that the order of a row's sums
     follows from its site and its adapter's ranks alone (ADR 0039).
     """
@@ -45,7 +54,13 @@ class LoraTiling:
     large_warps: int = 4
     large_stages: int = 4
     expand_rows: int = 32
-    programs_per_sm: int = 4
+    shrink_programs: int = 4
+    expand_programs: int = 3
+    shrink_by_rows: bool = False
+    expand_by_rows: bool = True
+    dependent_launch: bool = False
+    fuse_gated: bool = True
+    fuse_norm_rows: int = 128
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -73,5 +88,5 @@ class LoraTiling:
         return split, -(-in_features // split)
 
 
-INVARIANT_TILING = LoraTiling(batch_invariant=True, max_splits=8)
-"""For the same bits in every step. Fewer planes, since prompts have as many."""
+INVARIANT_TILING = LoraTiling(batch_invariant=True, max_splits=8, fuse_gated=False, fuse_norm_rows=0)
+"""For the same bits in every step, recorded or not. Fewer planes, since prompts have as many."""

@@ -22,6 +22,7 @@ from loraplex.engine.execution.packed_inputs import PackedSource, Replay
 from loraplex.engine.model.base import ForwardBatch, KVCache, Model
 from loraplex.kernels.attention.kernel import AttentionKernel, RecordableAttention
 from loraplex.kernels.lora.overlap import Lane, OverlappedLora
+from loraplex.kernels.lora.triton_readers import FusedReaders
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
 _SIZES = (1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 64))
@@ -154,6 +155,7 @@ def record_steps(
                     lora=beside or layers,
                     head_lora=head,
                     begin_lora=None if beside is None else beside.start_shrink,
+                    lora_readers=FusedReaders(layers, beside or layers),
                 )
             )
         if not batches:

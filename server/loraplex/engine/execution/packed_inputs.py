@@ -267,6 +267,9 @@ class PackedInputs:
         start, num_bytes = self.source.lora_place(self._layout, head=head)
         numbers = self.frame.numbers[start : start + num_bytes].view(np.int32)
         view = self.source.view(start, num_bytes, torch.int32)
+        if self.size is not None and not head:
+            # Rows of padding are computed too, as the base's.
+            num_rows = min(self.size.rows, self.source.limits.max_rows)
         lora_pass, size = lora.begin_lora_pass(
             segments, num_rows, numbers, view, head=head, fixed=self.size is not None
         )

@@ -30,6 +30,32 @@ class LoraPass(Protocol):
         ...
 
 
+class LoraReaders(Protocol):
+    """The adapters of one step, computed by what reads them: in place of `LoraPass.apply` and the operation behind it.
+    y is what the base's linear returned for x."""
+
+    def gated(
+        self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor, *, gelu: bool
+    ) -> torch.Tensor | None:
+        """[T, I]: `Ops.silu_and_mul` of the updated y [T, 2·I], or `Ops.gelu_tanh_and_mul`. None where it is not
+        computed so."""
+        ...
+
+    def norm(
+        self,
+        layer: int,
+        group: str,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """[T, C]: `Ops.add_rms_norm` of the updated y [T, C] and `residual`, or `Ops.rms_norm` without one. None where
+        it is not computed so."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes that the KV cache and the sampler are made from. `max_positions` is the longest sequence that
@@ -85,7 +111,8 @@ class ForwardBatch:
     `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a new tensor. `lora` is None
     where no row has an adapter that changes a layer; `head_lora`, over the rows of `logits_rows`, where none has one
     that changes the head. `begin_lora` (layer, group, x) is called with each x that `lora.apply` will get, before the
-    base's product of it: what needs x alone may run beside that. A model need not call it.
+    base's product of it: what needs x alone may run beside that. A model need not call it. `lora_readers` computes
+    some of `lora` in the operations that read it, for a model that asks it.
     """
 
     token_ids: torch.Tensor
@@ -100,6 +127,7 @@ class ForwardBatch:
     take_hidden: Callable[[torch.Tensor], None] | None = None
     logits_out: torch.Tensor | None = None
     begin_lora: Callable[[int, str, torch.Tensor], None] | None = None
+    lora_readers: LoraReaders | None = None
 
 
 class Model(Protocol):

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import embedding
 
 from loraplex.engine.config import BLOCK_SIZE
+from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import open_checkpoint, tensor_bytes
@@ -21,15 +22,6 @@ from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.layers.rope import CosSinTable, rope_cos_sin
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.ops import Ops, resolve_ops
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """The weight [N, K], as `Ops.pack_weight` made it, and bias [N] or None: the linears of a site group, stacked by
-    rows."""
-
-    weight: Any
-    bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +79,14 @@ class FusedDecoder:
             CosSinTable(inv_freq, rope.attention_factor)
             for inv_freq, rope in zip(self._inv_freqs, spec.rope.ropes, strict=True)
         )
+        self._linears = AdaptedLinears(ops, eps=spec.rms_norm_eps, gemma=spec.gemma)
         # What differs between families is chosen here, so that the loop over the layers asks nothing.
         if spec.gemma:
             self._run_layers = self._gemma_layers
-            self._add_rms_norm = self._ops.add_rms_norm_float32
             # As transformers rounds it: in the embeddings' dtype.
             self._embed_scale = float(torch.tensor(spec.hidden_size**0.5).to(embed.dtype))
         else:
             self._run_layers = self._llama_layers
-            self._add_rms_norm = self._ops.add_rms_norm
             self._embed_scale = 1.0
 
     @property
@@ -192,45 +183,42 @@ class FusedDecoder:
 
     def _final_norm(self, x: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-        return self._add_rms_norm(x, residual, self._norm, self._spec.rms_norm_eps)
+        return self._linears.add_rms_norm(x, residual, self._norm)
 
     def _llama_layers(
         self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
     ) -> torch.Tensor:
         """A norm before each half of a layer. Returns what is still to be added to `residual`."""
-        eps, ops = self._spec.rms_norm_eps, self._ops
-        x: torch.Tensor | None = None
+        linears = self._linears
+        x = linears.rms_norm(residual, self._layers[0].input_norm)
         for index, layer in enumerate(self._layers):
-            if x is None:
-                x = ops.rms_norm(residual, layer.input_norm, eps)
-            else:
-                x = ops.add_rms_norm(x, residual, layer.input_norm, eps)
             x = self._attention(index, layer, x, cos_sin[index], batch)
-            x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = self._apply(layer.gate_up, x, index, "gate_up", batch)
-            x = self._apply(layer.down, ops.silu_and_mul(x), index, "down", batch)
-        assert x is not None
-        return x
+            x = linears.apply_and_norm(layer.o, x, index, "o", batch, layer.mlp_norm, residual)
+            x = linears.gate(layer.gate_up, x, index, "gate_up", batch)
+            if index == len(self._layers) - 1:
+                break
+            following = self._layers[index + 1].input_norm
+            x = linears.apply_and_norm(layer.down, x, index, "down", batch, following, residual)
+        return linears.apply(layer.down, x, index, "down", batch)
 
     def _gemma_layers(
         self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
     ) -> torch.Tensor:
         """A norm before each half of a layer and one behind it, in float32. Returns as `_llama_layers` does."""
-        eps, ops = self._spec.rms_norm_eps, self._ops
+        linears = self._linears
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             assert layer.attention_out_norm is not None
             assert layer.mlp_out_norm is not None
             if x is None:
-                x = ops.rms_norm_float32(residual, layer.input_norm, eps)
+                x = linears.rms_norm(residual, layer.input_norm)
             else:
-                x = ops.add_rms_norm_float32(x, residual, layer.input_norm, eps)
+                x = linears.add_rms_norm(x, residual, layer.input_norm)
             x = self._attention(index, layer, x, cos_sin[index], batch)
-            x = ops.rms_norm_float32(x, layer.attention_out_norm, eps)
-            x = ops.add_rms_norm_float32(x, residual, layer.mlp_norm, eps)
-            x = self._apply(layer.gate_up, x, index, "gate_up", batch)
-            x = self._apply(layer.down, ops.gelu_tanh_and_mul(x), index, "down", batch)
-            x = ops.rms_norm_float32(x, layer.mlp_out_norm, eps)
+            x = linears.apply_and_norm(layer.o, x, index, "o", batch, layer.attention_out_norm, None)
+            x = linears.add_rms_norm(x, residual, layer.mlp_norm)
+            x = linears.gate(layer.gate_up, x, index, "gate_up", batch)
+            x = linears.apply_and_norm(layer.down, x, index, "down", batch, layer.mlp_out_norm, None)
         assert x is not None
         return x
 
@@ -244,7 +232,7 @@ class FusedDecoder:
     ) -> torch.Tensor:
         spec = self._spec
         num_rows = x.shape[0]
-        qkv = self._apply(layer.qkv, x, index, "qkv", batch)
+        qkv = self._linears.apply(layer.qkv, x, index, "qkv", batch)
         heads = qkv.view(num_rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         cache = batch.kv.layer(index)
         self._ops.rotate_and_write(
@@ -265,18 +253,7 @@ class FusedDecoder:
             window=spec.windows[index],
             softcap=spec.attention_softcap,
         )
-        x = out.view(num_rows, spec.num_heads * spec.head_dim)
-        return self._apply(layer.o, x, index, "o", batch)
-
-    def _apply(
-        self, layer: Linear, x: torch.Tensor, index: int, group: str, batch: ForwardBatch
-    ) -> torch.Tensor:
-        if batch.begin_lora is not None:
-            batch.begin_lora(index, group, x)
-        y = self._ops.linear(x, layer.weight, layer.bias)
-        if batch.lora is not None:
-            batch.lora.apply(index, group, x, y)
-        return y
+        return out.view(num_rows, spec.num_heads * spec.head_dim)
 
 
 class TensorSource(Protocol):

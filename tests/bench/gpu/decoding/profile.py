@@ -9,6 +9,8 @@ import torch
 
 _PARTS = (
     ("LoRA, A side", ("shrink",)),
+    ("LoRA, B side with the activation", ("expand_gated",)),
+    ("LoRA, B side with the norm", ("expand_norm",)),
     ("LoRA, B side", ("expand",)),
     ("attention", ("attention_program", "merge_program")),
     ("norms", ("rms_norm",)),

@@ -58,14 +58,32 @@ SWITCHES: Mapping[str, Switch] = {
     "programs": Switch(
         "3 LoRA programs a multiprocessor",
         "4 LoRA programs a multiprocessor",
-        _tiled(programs_per_sm=3),
-        _tiled(programs_per_sm=4),
+        _tiled(shrink_programs=3, expand_programs=3),
+        _tiled(shrink_programs=4, expand_programs=4),
     ),
     "splits": Switch(
         "planes of K by the site",
         "planes of K by the step's pieces",
         _tiled(splits_by_work=False),
         _tiled(splits_by_work=True),
+    ),
+    "rows": Switch(
+        "the A side of few rows without tensor cores",
+        "the A side on tensor cores",
+        _tiled(shrink_by_rows=True),
+        _tiled(shrink_by_rows=False),
+    ),
+    "fused": Switch(
+        "B sides by themselves",
+        "B sides in what reads them",
+        _tiled(fuse_gated=False, fuse_norm_rows=0),
+        _tiled(fuse_norm_rows=256),
+    ),
+    "pdl": Switch(
+        "the B side behind the A side",
+        "the B side launched while the A side runs",
+        _tiled(dependent_launch=False),
+        _tiled(dependent_launch=True),
     ),
     "side-stream": Switch("A side in line", "A side on a stream of its own", StepBench, _on_a_stream),
     "prompt-recordings": Switch(

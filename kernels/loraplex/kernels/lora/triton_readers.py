@@ -1,0 +1,112 @@
+"""Batched LoRA whose B side is computed by what reads it: a launch, a read and a write of y less for each.
+
+    expand(gate_up)  → SiLU·mul or GELU·mul            `expand_gated`: by pieces, as `expand`
+    expand(o, down)  → residual addition → RMSNorm     `expand_norm`: by rows, as a norm needs whole ones
+
+Rows of the base go through the same launch. What is read is what `expand` would have written, rounded to y's dtype, so
+that activations have its bits. Norms sum a row's ranks without tensor cores, whatever the rows of its piece: before the
+rounding they differ from `expand` by the order of float32 sums where a piece has more than ROW_ROWS rows.
+
+For recorded passes: their lists name the rows (`loraplex.kernels.lora.triton_plan`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+
+from loraplex.kernels.lora.triton_add_norm import expand_norm
+from loraplex.kernels.lora.triton_gated import expand_gated
+from loraplex.kernels.lora.triton_lora import LoraLauncher
+
+_BASE_COLUMNS = 1024
+_MAX_WARPS = 16
+_WARP_COLUMNS = 256
+
+
+class Shrink(Protocol):
+    """Computes the A side, or waits for it."""
+
+    def shrink(self, layer: int, group: str, x: torch.Tensor) -> None: ...
+
+
+class FusedReaders:
+    """See `loraplex.engine.model.base.LoraReaders`. `launcher`: of a recorded pass; its tiling says what is computed
+    here. `first`: what computes the A sides, the launcher itself or one that runs them beside."""
+
+    def __init__(self, launcher: LoraLauncher, first: Shrink) -> None:
+        self._launcher = launcher
+        self._first = first
+
+    def gated(
+        self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor, *, gelu: bool
+    ) -> torch.Tensor | None:
+        """Of a group of gate and up, or of one site for both. Raises ValueError where the shapes are not the
+        group's."""
+        tiling = self._launcher.tiling
+        if not tiling.fuse_gated:
+            return None
+        plan, operands, constants = self._launcher.reader_operands(layer, group, y)
+        self._first.shrink(layer, group, x)
+        rows, inner = y.shape[0], y.shape[1] // 2
+        out = torch.empty(rows, inner, dtype=y.dtype, device=y.device)
+        # Products with float16 are three of TF32, which take twice the registers.
+        block_n = tiling.block_n // (4 if y.dtype is torch.float16 else 2)
+        items = rows * triton.cdiv(inner, min(block_n, _BASE_COLUMNS))
+        expand_gated[(min(self._launcher.expand_programs, items),)](
+            y,
+            y.stride(0),
+            out,
+            *operands,
+            INNER=inner,
+            SPLIT_SITES=len(plan.group.sites) == 2,
+            GELU=gelu,
+            **constants,
+            BLOCK_M=tiling.small_rows,
+            BLOCK_N=block_n,
+            BASE_N=_BASE_COLUMNS,
+            BY_ROWS=tiling.expand_by_rows and not tiling.batch_invariant,
+            num_warps=tiling.small_warps,
+            num_stages=tiling.small_stages,
+        )
+        return out
+
+    def norm(
+        self,
+        layer: int,
+        group: str,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Of a group of one site. Raises ValueError where the shapes are not the group's, or do not fit each other."""
+        tiling = self._launcher.tiling
+        rows, columns = y.shape
+        if rows > tiling.fuse_norm_rows:
+            return None
+        if weight.shape != (columns,) or (residual is not None and residual.shape != y.shape):
+            raise ValueError(f"no norm of {list(y.shape)} with a weight of {list(weight.shape)}")
+        _, operands, constants = self._launcher.reader_operands(layer, group, y)
+        self._first.shrink(layer, group, x)
+        out = torch.empty(rows, columns, dtype=y.dtype, device=y.device)
+        block = triton.next_power_of_2(columns)
+        expand_norm[(rows,)](
+            y,
+            y.stride(0),
+            y if residual is None else residual,
+            0 if residual is None else residual.stride(0),
+            out,
+            weight,
+            eps,
+            *operands,
+            COLUMNS=columns,
+            ADD=residual is not None,
+            **constants,
+            BLOCK=block,
+            num_warps=min(_MAX_WARPS, max(1, block // _WARP_COLUMNS)),
+        )
+        return out
