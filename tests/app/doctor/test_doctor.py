@@ -76,6 +76,7 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert {name for name, verdict in found.items() if verdict != "ok"} <= MACHINE
     assert "wrong" not in found.values()
     assert "llama on the fused decoder" in outcome.stdout
+    assert "attention numba (it goes with numba's other kernels)" in outcome.stdout
     assert ", the same bits in every batch, " in outcome.stdout
     assert ", 2 layers" in outcome.stdout
     assert not (tmp_path / "data" / "loraplex.db").exists()

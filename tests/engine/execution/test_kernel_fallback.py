@@ -14,7 +14,7 @@ import torch
 from loraplex.adapters.errors import LoraplexError
 from loraplex.kernels.backend import resolve_backend
 from support.engine.local_engine import LocalEngine
-from support.models.checkpoints import save_tiny
+from support.models.checkpoints import FAMILIES, save_tiny
 
 SIZES = {"kv_cache_memory": 1 << 20, "adapter_memory": 4 << 20, "adapter_cpu_memory": 4 << 20}
 REPORT = """
@@ -41,6 +41,30 @@ while not engine.step():
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     return save_tiny(tmp_path / "base", {"model_type": "llama", "num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels", "attention", "reason"),
+    [
+        ("llama", "torch", "flash-attn-3", "it runs beside Triton's kernels"),
+        ("mistral-window", "triton", "torch", "torch's attention has no sliding windows"),
+        ("granite", "auto", "triton", "granite runs through transformers"),
+    ],
+)
+def test_an_attention_that_cannot_be_had_ends_the_start_in_one_line(
+    family: str, kernels: str, attention: str, reason: str, tmp_path: Path
+) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES.get(family, {"model_type": family, "num_hidden_layers": 1}))
+    with pytest.raises(LoraplexError, match=f"^--attention {attention}: {reason}") as caught:
+        LocalEngine(base, tmp_path / "work", kernels=kernels, attention=attention, num_threads=1, **SIZES)
+    assert "\n" not in caught.value.message
+
+
+def test_the_engine_tells_what_computes_its_attention_and_why(base: Path, tmp_path: Path) -> None:
+    engine = LocalEngine(base, tmp_path / "work", kernels="torch", num_threads=1, **SIZES)
+    engine.close()
+    info = engine.built.info
+    assert (info.attention, info.attention_reason) == ("torch", "it goes with torch's other kernels")
 
 
 def run(program: str, *arguments: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -172,22 +172,28 @@ def test_one_array_holds_any_step_recorded_or_not(name):
     later = paged_step([1], [40], **sizes, seed=3)
     kernel = choose(name, needs_of(decoding))
     assert isinstance(kernel, RecordableAttention)
-    large, small = kernel.layouts([AttentionCapacity(80, 8, 80, 64), AttentionCapacity(4, 4, 40, 1)])
+    large, small = kernel.layouts([AttentionCapacity(90, 8, 80, 64), AttentionCapacity(4, 4, 40, 1)])
     most = max(large.num_ints, small.num_ints)
     host, device = np.full(most, 1 << 30, dtype=np.int32), torch.full((most,), 1 << 30, dtype=torch.int32)
-    replayed = small.recorded_batch(device[: small.num_ints])
-    for step, layout in ((decoding, small), (mix, large), (later, small), (later, large)):
-        recorded = layout is small
+    for step, layout, capacity in (
+        (decoding, small, 4),
+        (mix, large, None),
+        (later, small, 4),
+        (mix, large, 90),
+        (later, large, None),
+        (decoding, large, 90),
+    ):
         cache, _ = fill(kernel, step)
         batch, used = layout.lay_out(
             host[: layout.num_ints], device[: layout.num_ints], step.num_rows, step.seq_lens, step.tables,
-            recorded=recorded,
+            recorded=capacity is not None,
         )  # fmt: skip
         device[:used] = torch.from_numpy(host[:used])
         real = len(step.q)
-        q = torch.full((4 if recorded else real, 4, 16), float("nan"))
+        q = torch.full((capacity or real, 4, 16), float("nan"))
         q[:real] = step.q
-        for one in (batch, replayed) if recorded else (batch,):
+        replayed = [layout.recorded_batch(device[: layout.num_ints])] if capacity else []
+        for one in (batch, *replayed):
             got = kernel.run(q, cache, one, scale=0.3, window=None, softcap=None)
             close(got[:real].contiguous(), step)
             assert (got[real:] == 0).all()
@@ -207,6 +213,10 @@ def test_only_steps_with_chunks_go_to_a_library(name, monkeypatch):
         step = paged_step(*STEPS[kind], heads=8, kv_heads=2, head_dim=16, block_size=16)
         kernel = choose(name, needs_of(step))
         cache, batch = fill(kernel, step)
+        # Triton has no work for what the library computes.
+        work = batch.triton.counts[None]
+        assert work.prefill == 0
+        assert bool(work.decode) == (name == "torch" or not chunks)
         module.calls = 0
         calls.clear()
         kernel.run(step.q, cache, batch, scale=0.3, window=None, softcap=None)
