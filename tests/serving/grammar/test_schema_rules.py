@@ -51,6 +51,8 @@ def test_schema_of_64_kib_passes_and_one_byte_more_is_refused() -> None:
         ({"items": {"enum": [1, {"a": [2**53 + 1]}]}}, "items.enum"),
         ({"const": -(2**64 - 1)}, "const"),
         ({"minimum": 10**4000}, "minimum"),
+        ({"const": "a\x7fb"}, "const"),
+        ({"items": {"enum": [1, {"a": ["b", "\0"]}]}}, "items.enum"),
         ({"$defs": {"a": {"required": ["x"], "minProperties": 3}}}, "$defs.a.minProperties"),
     ],
 )
@@ -70,10 +72,16 @@ def test_what_would_not_be_enforced_is_refused_at_its_place(schema: Any, path: s
         {"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}},
         {"properties": {"x-guidance": {"type": "string"}}},
         {"const": {"$ref": "https://example.com", "minProperties": 9}},
+        {"enum": ["\b\t\n\f\r\x80"], "title": "\x7f"},
     ],
 )
 def test_what_is_enforced_passes(schema: Any) -> None:
     builders.json_schema(schema)
+
+
+@pytest.mark.parametrize("schema", [{"const": 1e999}, {"items": {"default": -1e999}}])
+def test_number_that_no_json_writes_is_refused(schema: Any) -> None:
+    assert "larger than any 64-bit float" in refused(schema).message
 
 
 @pytest.mark.parametrize("schema", [False, 3, None, [], "{}"])

@@ -251,6 +251,7 @@ def test_schema_at_the_limits_passes_a_trial_that_costs_nothing(name: str) -> No
         {"minProperties": 1},
         {"enum": []},
         {"const": "\x1f"},
+        {"const": "\x7f"},
         {"properties": {"\0": {}}, "required": ["\0"]},
         {"enum": [{}]},
         {"enum": ["a", 1], "type": "string"},

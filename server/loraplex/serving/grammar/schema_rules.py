@@ -28,6 +28,8 @@ _HOLDS: Mapping[str, Literal["one", "named", "one or listed"]] = {
 """How a keyword's value holds other schemas."""
 _NUMBERS = ("enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _WITHOUT_NUMBERS = frozenset((str, bool, type(None)))
+_NEEDS_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Control characters that have no short escape. No grammar's text has `\\u`."""
 _CHECKED = frozenset((*_NUMBERS, "minProperties", "$ref"))
 
 _Path = tuple["_Path", str | int] | None
@@ -45,7 +47,10 @@ def checked_text(schema: Any) -> str:
     if not isinstance(schema, dict):
         reason = "no text fits the schema 'false'" if schema is False else "a schema must be an object"
         raise GrammarRefused(reason)
-    text = json.dumps(schema, separators=(",", ":"), ensure_ascii=False)
+    try:
+        text = json.dumps(schema, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise GrammarRefused("the schema has a number that is larger than any 64-bit float") from None
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_SCHEMA_BYTES:
         raise GrammarRefused(f"the schema has {size} bytes; at most {MAX_SCHEMA_BYTES} are allowed")
@@ -116,6 +121,10 @@ def _check_node(path: _Path, node: Mapping[str, Any]) -> None:
         if word in node and _has_large_integer(node[word]):
             why = f"'{word}' has an integer beyond 2^53, which would be read as a 64-bit float"
             raise GrammarRefused(why, _written((path, word)))
+    for word in ("enum", "const"):
+        if word in node and _has_unwritten_text(node[word]):
+            why = f"'{word}' has a control character that only '\\u' could write, which would be left out"
+            raise GrammarRefused(why, _written((path, word)))
     reference = node.get("$ref")
     if isinstance(reference, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", reference) and "$id" not in node:
         why = "'$ref' must point into this schema: others are not fetched"
@@ -131,6 +140,22 @@ def _has_large_integer(value: Any) -> bool:
             if not _WITHOUT_NUMBERS.issuperset(map(type, _items(item))):
                 open_ += _items(item)
         elif isinstance(item, int) and abs(item) > MAX_INTEGER:
+            return True
+    return False
+
+
+def is_written(text: str) -> bool:
+    """Whether an answer can hold `text` as a string."""
+    return _NEEDS_ESCAPE.search(text) is None
+
+
+def _has_unwritten_text(value: Any) -> bool:
+    open_ = [value]
+    while open_:
+        item = open_.pop()
+        if isinstance(item, dict | list):
+            open_ += _items(item)
+        elif isinstance(item, str) and not is_written(item):
             return True
     return False
 

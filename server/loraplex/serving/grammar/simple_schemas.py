@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from loraplex.serving.grammar.schema_rules import is_written
+
 MAX_CHARS = 16 << 10
 """Of the grammar's text."""
 MAX_SCHEMAS = 256
@@ -32,8 +34,6 @@ _DRAFTS = frozenset(
     + [f"https://json-schema.org/draft/{draft}/schema" for draft in ("2019-09", "2020-12")]
 )
 _ID = re.compile(r"https?://[a-zA-Z0-9.-]+(/[a-zA-Z0-9._/-]*)?#?")
-_WITHOUT_SPELLING = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
-"""Characters that only `\\u` could write."""
 _DEFINITIONS = ("$defs", "definitions")
 _LENGTHS = frozenset(("minLength", "maxLength"))
 _BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
@@ -226,7 +226,7 @@ class _Walk:
 
 
 def _is_spelled(value: Any) -> bool:
-    return not isinstance(value, str) or _WITHOUT_SPELLING.search(value) is None
+    return not isinstance(value, str) or is_written(value)
 
 
 def _sizes(schema: Mapping[str, Any], least: str, most: str, bound: int) -> None:
