@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from loraplex.adapters.cache.adapter_cache import Lease, LeaseError, Residency
+from loraplex.adapters.ref import AdapterRef
 from support.adapters.cache_fakes import PAGE_BYTES, CacheRig, make_ref
 
 A, B, C, D = (make_ref(name) for name in "abcd")
@@ -278,3 +279,33 @@ def test_a_load_that_waits_for_host_memory_is_given_it() -> None:
     assert rig.cache.state("b") == "hot"
     assert rig.cache.usage().host_evictions == 1
     assert not image.is_live
+
+
+def use(rig: CacheRig, ref: AdapterRef) -> None:
+    """One sequence runs on it, from its start to its end."""
+    assert rig.step(ref) == [Residency.READY]
+    rig.cache.release(rig.cache.acquire(ref.digest))
+
+
+def test_an_adapter_that_is_used_often_outlives_a_scan_of_others() -> None:
+    rig = CacheRig(num_pages=3, num_slots=3)
+    often, *others = (make_ref(name) for name in "abcdefgh")
+    rig.bring(often)
+    for _ in range(8):
+        use(rig, often)
+    for other in others:
+        rig.bring(other)
+        use(rig, other)
+    assert rig.cache.state("a") == "hot"
+    assert rig.cache.state("h") == "hot", "the last that came was used last"
+
+
+def test_former_popularity_is_forgotten_however_large_it_was() -> None:
+    rig = CacheRig(num_pages=2, num_slots=2)
+    rig.bring(make_ref("once-loved"))
+    for _ in range(1000):
+        use(rig, make_ref("once-loved"))
+    for number in range(40):
+        rig.bring(make_ref(f"new-{number}"))
+        use(rig, make_ref(f"new-{number}"))
+    assert rig.cache.state("once-loved") != "hot"

@@ -48,8 +48,8 @@ class AdapterCache(Generic[ImageT]):
     `num_pages` and `num_slots` are the arena's; `host_bytes` bounds the images in host memory, except those that
     are on their way to the device; `load_timeout_s` is what a load or a copy may take; at most `max_loads` loads
     are under way at a time, which should be what the transport can really do at a time. Device room is made by
-    evicting the least recently used adapter that is not leased, not pinned, not asked for in the current pass and
-    not only just arrived; nothing is evicted unless that makes enough room.
+    evicting the adapter with the lowest score (see `CachedAdapters`) that is not leased, not pinned, not asked for in
+    the current pass and not only just arrived; nothing is evicted unless that makes enough room.
     """
 
     def __init__(

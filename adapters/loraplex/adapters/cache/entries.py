@@ -23,6 +23,9 @@ from loraplex.adapters.cache.residency import (
 )
 from loraplex.adapters.ref import AdapterRef
 
+MAX_USES = 16
+"""Uses of an adapter that count. With more, one that was used much for a day would stay for another."""
+
 
 class Stage(Enum):
     LOADING = "loading"  # from disk to host memory
@@ -38,7 +41,7 @@ class CachedAdapter(Generic[ImageT]):
     `since`: when its load or its copy began. `wanted_in`: the last pass that asked for it. `safe_until`: the last pass
     in which it may not be evicted, for it has only just arrived. `doomed`: to be removed when its last lease, or its
     copy, ends. `prefetched`: no request waited for it when its load began. `host_tenant` had it loaded, `device_tenant`
-    had it copied.
+    had it copied. `uses`: leases since it is on the device, up to MAX_USES; `score`: see `CachedAdapters`.
     """
 
     ref: AdapterRef
@@ -59,6 +62,8 @@ class CachedAdapter(Generic[ImageT]):
     wanted_in: int = -1
     safe_until: int = -1
     last_used: float | None = None
+    uses: int = 0
+    score: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -96,6 +101,10 @@ class CachedAdapters(Generic[ImageT]):
     those with an image in host memory, the last two with the oldest use first. `stuck` are copies past their time,
     known under no digest any more: they keep their pages, to which they may still write.
 
+    An adapter's score is the `age` at its last use plus its uses; the age is the highest score that was evicted so far.
+    This is LFU with dynamic aging: Arlitt et al., "Evaluating content management techniques for Web proxy caches"
+    (2000).
+
     `loads` and `copies` count those that came to their end, `seconds` sums up what they took, by "disk" and "copy"; the
     evictions count adapters that left the device, and images dropped from host memory, for others;
     `cap_evictions` those of them that left because their tenant was at its cap.
@@ -114,6 +123,7 @@ class CachedAdapters(Generic[ImageT]):
         self.idle: OrderedDict[str, CachedAdapter[ImageT]] = OrderedDict()
         self.hosted: OrderedDict[str, CachedAdapter[ImageT]] = OrderedDict()
         self.on_device: dict[str, CachedAdapter[ImageT]] = {}
+        self.age = 0.0
         self.page_bytes = 0  # unknown until an adapter has been loaded
         self.host_bytes = 0
         self.num_leases = 0
@@ -173,6 +183,7 @@ class CachedAdapters(Generic[ImageT]):
         del self.copying[entry.ref.digest]
         entry.copy, entry.stage = None, Stage.DEVICE
         self.on_device[entry.ref.digest] = entry
+        self._rate(entry)
         self.copies += 1
         self._took(entry, "copy", now)
 
@@ -191,6 +202,8 @@ class CachedAdapters(Generic[ImageT]):
         """DEVICE → HOST if it still has its image, else cold."""
         self.device_evictions += 1
         self.cap_evictions["device"] += for_cap
+        self.age = max(self.age, entry.score)
+        entry.uses = 0
         if entry.image is None:
             self.remove_entry(entry)
         else:
@@ -220,6 +233,8 @@ class CachedAdapters(Generic[ImageT]):
     def lease(self, entry: CachedAdapter[ImageT]) -> Lease:
         lease = Lease(entry.ref.digest, entry.slot)
         entry.leases.add(lease)
+        entry.uses = min(entry.uses + 1, MAX_USES)
+        self._rate(entry)
         self.num_leases += 1
         self.idle.pop(entry.ref.digest, None)
         return lease
@@ -240,9 +255,13 @@ class CachedAdapters(Generic[ImageT]):
     def touch(self, entry: CachedAdapter[ImageT], now: float) -> None:
         """It is the one used last."""
         entry.last_used = now
+        self._rate(entry)
         for order in (self.idle, self.hosted):
             if entry.ref.digest in order:
                 order.move_to_end(entry.ref.digest)
+
+    def _rate(self, entry: CachedAdapter[ImageT]) -> None:
+        entry.score = self.age + max(1, entry.uses)
 
     def _took(self, entry: CachedAdapter[ImageT], stage: str, now: float) -> None:
         entry.seconds[stage] = now - entry.since

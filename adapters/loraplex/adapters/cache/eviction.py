@@ -1,7 +1,7 @@
 """Eviction: which adapters leave the device and host memory so that another fits.
 
-Both evict the least recently used adapters, and none that the current scheduling pass has requested. `adapter_cache`
-begins loads and copies. No torch.
+The device evicts the adapters with the lowest scores (see `CachedAdapters`), host memory the least recently used ones,
+and both none that the current scheduling pass has requested. `adapter_cache` begins loads and copies. No torch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class DeviceEviction(Generic[ImageT]):
     def victims(
         self, entry: CachedAdapter[ImageT], tenant_id: str, may_evict: Callable[[str], bool]
     ) -> list[CachedAdapter[ImageT]] | None:
-        """The adapters to evict so that `entry` fits for this tenant, the least recently used first; None if that is
-        not enough. A tenant at its cap evicts its own first, and what another has reserved is not evicted."""
+        """The adapters to evict so that `entry` fits for this tenant, the lowest scores first and of equal ones the
+        least recently used; None if that is not enough. A tenant at its cap evicts its own first, and what another has
+        reserved is not evicted."""
         pages = len(self._entries.free_pages)
         slots = len(self._entries.free_slots)
         excess = self._tenants.excess(tenant_id, entry.num_bytes)
@@ -58,7 +59,7 @@ class DeviceEviction(Generic[ImageT]):
             return []
         reserved = self._tenants.reserved_from(tenant_id, entry.num_pages)
         candidates = []
-        for victim in self._entries.idle.values():
+        for victim in sorted(self._entries.idle.values(), key=lambda entry: (not entry.unasked, entry.score)):
             spared = self._pass.wants(victim) or victim.safe_until >= self._pass.number
             if not spared and victim.ref.digest not in reserved:
                 candidates.append(victim)
