@@ -5,8 +5,9 @@
 
 MODEL is the directory of SmolLM2-135M-Instruct. `--count` adapters of `--rank` on all seven sites, `--stored` in F32 as
 PEFT saves them or in BF16, go through the engine's transport one after another: `load` (disk to host memory, by a
-loader's thread) and `copy` (host memory to pages that nobody has used yet). Figures are in milliseconds of the
-processor's time, the median and the least, which holds on a busy machine too.
+loader's thread) and `copy` (host memory to pages that nobody has used yet). Then each is loaded `again`, which writes
+its image to the disk, and from that `image`. Figures are in milliseconds of the processor's time, the median and the
+least, which holds on a busy machine too.
 
 Then the parts by themselves, in this thread. `hash` is the least that a load can take: all stored bytes are read and
 hashed. A load takes less than its parts together by what it does in one go, and what it remembers.
@@ -32,6 +33,7 @@ from loraplex.adapters.cache.residency import Ticket
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import build_image
 from loraplex.adapters.device.host_slab import HostSlab
+from loraplex.adapters.device.image_files import ImageFiles
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.transport import ThreadedTransport
 from loraplex.adapters.ref import AdapterRef
@@ -111,7 +113,8 @@ def run(root: Path, options: argparse.Namespace) -> None:
     pages = iter([tuple(range(n, n + per_adapter)) for n in range(0, num_pages, per_adapter)])
     woken = threading.Semaphore(0)
     host = HostSlab(2 * per_adapter * options.count * layout.page_bytes, layout.page_bytes)
-    transport = ThreadedTransport(store, base, arena, host, wake=woken.release)
+    kept = ImageFiles(root / "images", "bench", 1 << 40)
+    transport = ThreadedTransport(store, base, arena, host, wake=woken.release, images=kept)
 
     def wait(ticket: Ticket[T]) -> T:
         woken.acquire()
@@ -123,6 +126,10 @@ def run(root: Path, options: argparse.Namespace) -> None:
         image = clock.time("load", lambda ref=ref: wait(transport.load(ref)))
         clock.time("copy", lambda image=image, slot=slot: wait(transport.copy(image, slot, next(pages))))
         images.append(image)
+    for part in ("again", "image"):
+        for digest in digests:
+            ref = AdapterRef("acme", "a", 1, digest, options.rank)
+            clock.time(part, lambda ref=ref: wait(transport.load(ref))).release()
     transport.close()
     print(f"{'':10} {'median':>8} {'least':>8}")
     clock.print()

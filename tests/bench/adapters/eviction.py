@@ -12,7 +12,7 @@ adapter for some time: 8 run at a time, and what is in use stays. Policies:
   Frequency; Cherkasova, 1998).
 
 Traces: Zipf(1.1); power laws as in S-LoRA, where an adapter's share is its place to the power of -1 ÷ α; Zipf with
-scans, where every 20th request is for the next of all adapters in turn; Zipf whose order is drawn anew 4 times.
+scans, where every 20th request is for the next of all adapters in turn; Zipf whose order is drawn again 4 times.
 """
 
 from __future__ import annotations
