@@ -59,6 +59,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "limits_when_apart": ("strict", "strict"),
     "artifact_url": ("file:///x", "file:///x"),
     "artifact_cache_size": ("3GiB", 3 << 30),
+    "keep_versions": ("3", 3),
     "adapter_sources": ("file:///srv/a, file:///srv/{tenant}", ["file:///srv/a", "file:///srv/{tenant}"]),
     "admin_token": ("a-token", "a-token"),
     "key_pepper": ("0a" * 32, "0a" * 32),

@@ -17,12 +17,15 @@ import anyio.to_thread
 import structlog
 
 from loraplex.adapters.archive.extract import extract_upload
+from loraplex.adapters.errors import LoraplexError
+from loraplex.admin.engine_eviction import evict_removed
 from loraplex.admin.problem import Problem
 from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.admin.uploads.multipart import Part
 from loraplex.admin.uploads.receive import Received
 from loraplex.admin.uploads.serving_field import check_serving
 from loraplex.control.audit.recorder import Actor
+from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.staged import StagedUpload
 from loraplex.control.types import VersionInfo
 from loraplex.serving.errors import ServingError
@@ -64,6 +67,8 @@ async def admit_version(
     await _pin_again(services, info.digest)
     # It is asked for soon, if only to try it.
     services.engine.prefetch([info.ref()])
+    if is_new and services.retention is not None:
+        await _delete_surplus(services, services.retention, info, by)
     return info, is_new
 
 
@@ -97,6 +102,17 @@ def _admit(
     )
     staged.admitted(info.bytes if is_new else 0)
     return info, is_new
+
+
+async def _delete_surplus(
+    services: AdminServices, retention: Retention, info: VersionInfo, by: Actor
+) -> None:
+    """The version stands, whatever becomes of older ones: the next upload tries again."""
+    try:
+        removal = await services.database.run(partial(retention.apply, info.tenant_id, info.name, by=by))
+        await evict_removed(services, removal)
+    except LoraplexError as error:
+        log.warning("versions_not_deleted", adapter=info.name, tenant=info.tenant_id, reason=error.message)
 
 
 async def _pin_again(services: AdminServices, digest: str) -> None:

@@ -17,6 +17,7 @@ from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.releases import Releases
+from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.staged import StagedBytes
 from loraplex.control.db.database import Database
 from loraplex.control.tenancy.key_cache import KeyCache
@@ -89,6 +90,7 @@ class AdminServices:
     audit: AuditLog
     engine: EngineClient
     sources: AllowedSources = field(default_factory=AllowedSources)
+    retention: Retention | None = None
     max_upload_bytes: int = 1 << 30
     upload_gate: UploadGate = field(default_factory=UploadGate)
     download_gate: DownloadGate = field(default_factory=DownloadGate)

@@ -48,6 +48,7 @@ from loraplex.control.background import BackgroundTasks
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.releases import Releases
 from loraplex.control.catalog.resolver import Resolver
+from loraplex.control.catalog.retention import Retention
 from loraplex.control.db.database import Database
 from loraplex.control.db.outage import DatabaseHealth
 from loraplex.control.limits.budget_store import BudgetStore
@@ -355,6 +356,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         audit=AuditLog(installation.database),
         engine=engine,
         sources=AllowedSources(settings.adapter_sources),
+        retention=Retention(installation.database, installation.artifacts, settings.keep_versions),
         max_upload_bytes=settings.max_adapter_upload,
         on_change=metrics.admin_changed,
         check_formats=partial(check_named_formats, text),

@@ -271,6 +271,13 @@ class Settings(BaseSettings):
         description="Where tenants may import adapters from, separated by commas: file:///DIR, s3://BUCKET/PREFIX, "
         "hf://ORG; a part {tenant} is the tenant's id (default: nowhere)",
     )
+    keep_versions: int = Field(
+        0,
+        ge=0,
+        le=1 << 20,
+        description="Newest versions of an adapter that are kept when one is added, beside released and pinned ones "
+        "(0: all)",
+    )
     admin_token: str = Field("", description="Token of the admin plane (default: made at the first start)")
     key_pepper: str = Field(
         "",
