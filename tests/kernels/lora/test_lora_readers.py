@@ -224,6 +224,11 @@ def test_a_tiling_says_what_is_fused(arenas) -> None:
     assert pass_.readers.norm(0, "down", inner, x, weight, EPS, None) is not None
 
 
+def test_rows_that_a_program_can_not_hold_are_normed_apart(arenas) -> None:
+    readers = Recorded(arenas["split"]).readers
+    assert readers.norm(0, "down", draw(1, INNER), draw(1, 4097), draw(4097), EPS, None) is None
+
+
 def test_shapes_that_do_not_fit_are_refused(arenas) -> None:
     readers = Recorded(arenas["split"]).readers
     x, weight = draw(ROWS, HIDDEN), draw(HIDDEN)

@@ -24,6 +24,8 @@ from loraplex.kernels.lora.triton_lora import LoraLauncher
 _BASE_COLUMNS = 1024
 _MAX_WARPS = 16
 _WARP_COLUMNS = 256
+_MAX_NORM_COLUMNS = 4096
+"""A program holds a row, and 16 ranks of B beside it: of wider rows they do not fit its registers."""
 
 
 class Shrink(Protocol):
@@ -86,7 +88,7 @@ class FusedReaders:
         """Of a group of one site. Raises ValueError where the shapes are not the group's, or do not fit each other."""
         tiling = self._launcher.tiling
         rows, columns = y.shape
-        if rows > tiling.fuse_norm_rows:
+        if rows > tiling.fuse_norm_rows or columns > _MAX_NORM_COLUMNS:
             return None
         if weight.shape != (columns,) or (residual is not None and residual.shape != y.shape):
             raise ValueError(f"no norm of {list(y.shape)} with a weight of {list(weight.shape)}")

@@ -24,8 +24,8 @@ class LoraTiling:
     `expand_rows` rows are expanded at a time: below 64, see `loraplex.kernels.lora.triton_expand`.
 
     Recorded passes compute B sides in the kernels that read them: the activation where `fuse_gated`, norms in steps of
-    up to `fuse_norm_rows` rows. A norm's program reads a whole row of B by itself, which is as fast while every row has
-    a multiprocessor of its own.
+    up to `fuse_norm_rows` rows, if those are no wider than 4,096. A norm's program reads a whole row of B by itself,
+    which is as fast while every row has a multiprocessor of its own.
 
     A launch has `shrink_programs` or `expand_programs` for each multiprocessor: what fits there by its registers.
     `shrink_by_rows`, `expand_by_rows`: pieces of up to ROW_ROWS rows go without tensor cores. In the A side that takes
