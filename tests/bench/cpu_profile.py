@@ -2,13 +2,16 @@
 
     PYTHONPATH=tests python -m bench.cpu_profile MODEL [--kernels numba,torch] [--batch 1,16,64] [--adapters 0,16]
         [--context 128] [--prompt 512] [--dtype bfloat16] [--threads N] [--temperature 1]
+        [--batch-invariant]
 
 MODEL is the directory of SmolLM2-135M-Instruct. The engine is the real one, in this process, with adapters of rank 16
 on all seven sites.
-Engines of the named kernels take turns, step by step; figures are medians in milliseconds. The floor of a part is the
-time to read its weights, adapters and KV at the memory bandwidth that is measured at the start, or to compute its
-products at the rate of a large product, whichever is more. "host" is what the engine's process does besides: planning,
-the prefix cache, a step's inputs and events. Detokenising is the API process's work, beside the next step.
+An engine of numba's kernels repeats the layers of small steps from a recording, where nothing can be timed; "numba" is
+that engine, "numba by part" one that does not record. Engines take turns, step by step; figures are medians in
+milliseconds. The floor of a part is the time to read its weights, adapters and KV at the memory bandwidth that is
+measured at the start, or to compute its products at the rate of a large product, whichever is more. "host" is what the
+engine's process does besides: planning, the prefix cache, a step's inputs and events. Detokenising is the API process's
+work, beside the next step.
 """
 
 from __future__ import annotations
@@ -91,9 +94,9 @@ class Clock:
 
 
 class Engine:
-    """A real engine whose parts are timed."""
+    """A real engine. `by_part`: the parts of its forward pass are timed, and no layers are recorded."""
 
-    def __init__(self, kernels: str, arguments: argparse.Namespace, work: Path) -> None:
+    def __init__(self, kernels: str, arguments: argparse.Namespace, work: Path, *, by_part: bool) -> None:
         self.clock = clock = Clock()
         parts = {
             "rms_norm": "norms",
@@ -108,15 +111,18 @@ class Engine:
 
         def timed_ops(*args: Any, **kwargs: Any) -> Any:
             ops = resolve(*args, **kwargs)
+            if not by_part:
+                return ops
             changed: Any = {name: clock.around(part, getattr(ops, name)) for name, part in parts.items()}
             changed["linear"] = clock.around(
                 lambda x, weight, *_: "head" if weight.shape[0] == VOCABULARY else "linears", ops.linear
             )
-            return dataclasses.replace(ops, **changed)
+            return dataclasses.replace(ops, **changed, record_layers=None)
 
         def timed_attention(*args: Any, **kwargs: Any) -> Any:
             choice: Any = choose(*args, **kwargs)
-            choice.kernel.run = clock.around("attention", choice.kernel.run)
+            if by_part:
+                choice.kernel.run = clock.around("attention", choice.kernel.run)
             return choice
 
         class TimedPass:
@@ -132,7 +138,7 @@ class Engine:
                 return getattr(self._model, name)
 
             def forward(self, batch: Any) -> torch.Tensor:
-                if batch.lora is not None:
+                if by_part and batch.lora is not None:
                     batch = dataclasses.replace(batch, lora=TimedPass(batch.lora))
                 logits: torch.Tensor = self._forward(batch)
                 return logits
@@ -155,6 +161,7 @@ class Engine:
                 kernels=kernels,
                 dtype=arguments.dtype,
                 num_threads=arguments.threads,
+                batch_invariant=arguments.batch_invariant,
                 kv_cache_memory=2 << 30,
                 adapter_memory=1 << 30,
                 max_adapter_rank=RANK,
@@ -312,7 +319,7 @@ def prefill(
             timed.engine.add(f"p{adapters}-{turn}", tokens, ref, max_tokens=1)
             while timed.engine.core.has_work:
                 step = timed.step()
-                if "linears" in step[1] and turn:
+                if "rest of the pass" in step[1] and turn:
                     found[name].append(step)
     pairs = prompt * (prompt + 1) // 2
     least = floors(prompt, min(adapters, 1), prompt, pairs, machine, engines_dtype(engines))
@@ -337,6 +344,7 @@ def main() -> None:
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="as clients leave it where they do not say"
     )
+    parser.add_argument("--batch-invariant", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with ThreadPoolExecutor(1) as pool:  # the threads of its operations end with it
@@ -350,9 +358,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         engines = {}
         for kernels in arguments.kernels.split(","):
-            home = Path(work) / kernels
-            home.mkdir()
-            engines[kernels] = Engine(kernels, arguments, home)
+            ways = {kernels: False, f"{kernels} by part": True} if kernels == "numba" else {kernels: True}
+            for name, by_part in ways.items():
+                home = Path(work) / name
+                home.mkdir()
+                engines[name] = Engine(kernels, arguments, home, by_part=by_part)
         counts = [int(count) for count in arguments.adapters.split(",")]
         folders = save_adapters(max(counts), Path(work))
         for batch in map(int, arguments.batch.split(",")):

@@ -9,7 +9,7 @@ from loraplex.kernels.attention.numba_attention import build_attention_batch, pa
 from loraplex.kernels.attention.numba_attention_products import BLOCK
 from loraplex.kernels.layers import numba_dense, numba_dense_tiles
 from loraplex.kernels.lora import numba_lora
-from loraplex.kernels.numba_runtime.thread_team import SMALL
+from loraplex.kernels.numba_runtime.thread_team import run_calls
 from loraplex.kernels.numba_runtime.vectors import LIKE
 from loraplex.kernels.ops import resolve_ops
 from loraplex.kernels.sampling.numba_argmax import largest
@@ -20,27 +20,24 @@ from loraplex.kernels.sampling.types import TokenMasks
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """For a model in `dtype`. Kernels do not depend on sizes, so each is called with the least that takes it both ways:
-    on the calling thread alone, and on all. For the thread that will run the steps."""
+    """For a model in `dtype`. Kernels do not depend on sizes. For the thread that will run the steps."""
     if dtype not in LIKE:
         return
     ops = resolve_ops("numba")
-    columns = 64
-    for rows in (1, 2 * SMALL // columns):
-        x = torch.zeros(rows, columns, dtype=dtype)
-        for weight in (torch.ones(columns, dtype=dtype), torch.ones(columns)):
-            ops.rms_norm(x, weight, 1e-5)
-            ops.add_rms_norm(x, x.clone(), weight, 1e-5)
-        ops.silu_and_mul(x)
-        ops.to_float32(x)
-        table = list(range(-(-rows // BLOCK)))
-        batch = build_attention_batch([rows], [rows], [table])
-        cache = torch.zeros(len(table), BLOCK, 2, 1, 2, dtype=dtype)
-        heads = x.view(-1)[: rows * 6].view(rows, 3, 2)
-        for norm in (None, torch.ones(2, dtype=dtype), torch.ones(2)):
-            cos = torch.ones(rows, 1, 1)
-            ops.rotate_and_write(heads, 1, cos, cos, cache, batch, q_norm=norm, k_norm=norm, eps=1e-5)
-        paged_attention(heads[:, :1], cache, batch, scale=1.0, window=None, softcap=None)
+    x = torch.zeros(1, 64, dtype=dtype)
+    for weight in (torch.ones(64, dtype=dtype), torch.ones(64)):
+        ops.rms_norm(x, weight, 1e-5)
+        ops.add_rms_norm(x, x.clone(), weight, 1e-5)
+    ops.silu_and_mul(x)
+    ops.to_float32(x)
+    batch = build_attention_batch([1], [1], [[0]])
+    cache = torch.zeros(1, BLOCK, 2, 1, 2, dtype=dtype)
+    heads = x[:, :6].view(1, 3, 2)
+    for norm in (None, torch.ones(2, dtype=dtype), torch.ones(2)):
+        cos = torch.ones(1, 1, 1)
+        ops.rotate_and_write(heads, 1, cos, cos, cache, batch, q_norm=norm, k_norm=norm, eps=1e-5)
+    paged_attention(heads[:, :1], cache, batch, scale=1.0, window=None, softcap=None)
+    run_calls(0, 0, 0)
     for inputs in (2, numba_dense_tiles.INPUTS):  # of the second number tiles are used, where there are some
         row = torch.zeros(1, inputs, dtype=dtype)
         ops.linear(row, numba_dense.pack_weight(row, batch_invariant=True), None)

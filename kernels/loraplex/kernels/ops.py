@@ -13,6 +13,7 @@ from loraplex.kernels.attention import dispatch as attention
 from loraplex.kernels.backend import Backend
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers import activation, dense, norm, rope
+from loraplex.kernels.recorded_layers import RecordedLayers
 
 Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -43,7 +44,7 @@ class RotateAndWrite(Protocol):
 class Ops:
     """One implementation of each, with the shapes and the rounding of `loraplex.kernels.layers.norm`, `.activation`,
     `.rope` and `.dense`. What `pack_weight` returns is for `linear` alone. Attention itself is an `AttentionKernel`
-    (`loraplex.kernels.attention.choice`)."""
+    (`loraplex.kernels.attention.choice`). `record_layers` begins with a decoder whose layers call these functions."""
 
     rms_norm: Norm
     add_rms_norm: AddNorm
@@ -55,6 +56,7 @@ class Ops:
     pack_weight: Callable[[torch.Tensor], Any]
     linear: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
     to_float32: Callable[[torch.Tensor], torch.Tensor]
+    record_layers: Callable[[], RecordedLayers] | None = None
 
 
 def resolve_ops(backend: Backend, *, batch_invariant: bool = False) -> Ops:
@@ -120,6 +122,7 @@ def _triton_ops(batch_invariant: bool) -> Ops:
 def _numba_ops(batch_invariant: bool) -> Ops:
     """For tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
     # numba takes a second to import.
+    from loraplex.kernels import numba_layers
     from loraplex.kernels.layers import numba_activation, numba_dense, numba_norm, numba_rope, numba_widen
 
     return Ops(
@@ -133,6 +136,7 @@ def _numba_ops(batch_invariant: bool) -> Ops:
         pack_weight=partial(numba_dense.pack_weight, batch_invariant=batch_invariant, pool=HugePagePool()),
         linear=numba_dense.linear,
         to_float32=numba_widen.to_float32,
+        record_layers=numba_layers.NumbaRecordedLayers,
     )
 
 

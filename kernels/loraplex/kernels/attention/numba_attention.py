@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -69,8 +69,19 @@ class _Plan:
     done: NDArray[np.int64]
     partials: NDArray[np.float32]
     addresses: tuple[int, ...]
-    """As `_attend_units` takes them: of tiles, of units and how many, of `done`, of `partials` and bytes of a KV
-    head's."""
+    """As `_attend_units` takes them: of the block tables, of tiles, of units and how many, of `done`, of `partials`
+    and bytes of a KV head's."""
+
+
+class AttentionStep(Protocol):
+    """What `paged_attention` takes of a step: a `NumbaAttentionBatch`, or what stands in for it."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def lists(self, kv_heads: int, group: int, dim: int, window: int) -> tuple[int, ...]:
+        """`_Plan.addresses` for layers with these sizes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,8 @@ class NumbaAttentionBatch:
     tables_address: int
     plans: dict[tuple[int, int, int, int], _Plan] = field(default_factory=dict, repr=False)
 
-    def plan(self, kv_heads: int, group: int, dim: int, window: int) -> _Plan:
+    def lists(self, kv_heads: int, group: int, dim: int, window: int) -> tuple[int, ...]:
+        """See `AttentionStep`."""
         key = (kv_heads, group, dim, window)
         made = self.plans.get(key)
         if made is None:
@@ -96,6 +108,7 @@ class NumbaAttentionBatch:
             partials = np.empty(vectors * kv_heads * (dim + 2), np.float32)
             of_tiles, of_units, of_done = (array.ctypes.data for array in (tiles, units, done))
             addresses = (
+                self.tables_address,
                 of_tiles,
                 of_units,
                 len(units),
@@ -104,7 +117,7 @@ class NumbaAttentionBatch:
                 vectors * (dim + 2) * 4,
             )
             made = self.plans[key] = _Plan(tiles, units, done, partials, addresses)
-        return made
+        return made.addresses
 
 
 def build_attention_batch(
@@ -140,7 +153,7 @@ def build_attention_batch(
 def paged_attention(
     q: torch.Tensor,
     cache: torch.Tensor,
-    batch: NumbaAttentionBatch,
+    batch: AttentionStep,
     *,
     scale: float,
     window: int | None = None,
@@ -169,7 +182,7 @@ def paged_attention(
             f"{list(cache.shape)} {cache.dtype}"
         )
     out = torch.empty(q.shape, dtype=q.dtype)
-    plan = batch.plan(kv_heads, heads // kv_heads, dim, -1 if window is None else window)
+    lists = batch.lists(kv_heads, heads // kv_heads, dim, -1 if window is None else window)
     size = q.element_size()
     _attend_all.run(
         (LIKE[q.dtype],),
@@ -184,8 +197,7 @@ def paged_attention(
         -1 if window is None else window,
         float(scale),
         0.0 if softcap is None else float(softcap),
-        batch.tables_address,
-        *plan.addresses,
+        *lists,
         tile_shapes(q.dtype, dim),
     )
     return out

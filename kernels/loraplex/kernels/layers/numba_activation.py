@@ -51,10 +51,8 @@ def _activate(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
         columns,
         int(is_gelu),
     )
-    if rows * columns <= SMALL // 2:
-        _activate_rows(*arguments, 0, rows)
-    else:
-        _activate_all.run(arguments[:1], *arguments[1:], rows, rows_of_unit(rows))
+    alone = rows * columns <= SMALL // 2
+    _activate_all.run(arguments[:1], *arguments[1:], rows, rows_of_unit(rows), alone=alone)
     return out
 
 

@@ -83,10 +83,8 @@ def _norm(x, stride, residual, out, rows, weight, eps) -> None:
         columns,
         float(eps),
     )
-    if rows * columns <= SMALL:
-        _norm_rows(*arguments, 0, rows)
-    else:
-        _norm_all.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows))
+    alone = rows * columns <= SMALL
+    _norm_all.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows), alone=alone)
 
 
 @jit

@@ -89,10 +89,8 @@ def rotate_and_write(
         0 if k_norm is None else k_norm.data_ptr(),
         float(eps),
     )
-    if rows * all_heads * dim <= SMALL:
-        _rotate_rows(*arguments, 0, rows)
-    else:
-        _rotate.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows))
+    alone = rows * all_heads * dim <= SMALL
+    _rotate.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows), alone=alone)
 
 
 @jit

@@ -29,11 +29,8 @@ def to_float32(x: torch.Tensor) -> torch.Tensor:
         return x
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=torch.float32)
-    like, count = LIKE[x.dtype], x.numel()
-    if count <= SMALL:
-        _widen(x.data_ptr(), out.data_ptr(), 0, count, like)
-    else:
-        _widen_all.run((like,), x.data_ptr(), out.data_ptr(), count)
+    count = x.numel()
+    _widen_all.run((LIKE[x.dtype],), x.data_ptr(), out.data_ptr(), count, alone=count <= SMALL)
     return out
 
 

@@ -13,8 +13,9 @@ its list of tiles.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from loraplex.kernels.lora.numba_lora_tiles import ROWS, expand, shrink
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.types import CHUNK, GRANULE_BYTES, LoraWeights, Scratch, Segment
+from loraplex.kernels.numba_runtime.recording import StepValue
 from loraplex.kernels.numba_runtime.thread_team import Kernel
 from loraplex.kernels.numba_runtime.vectors import LIKE, fetch_add, jit, read_int32, read_int64, size_of
 
@@ -60,7 +62,7 @@ class NumbaLoraPass:
         self._like = LIKE[weights.storage.dtype]
         self._tiles = _tiles(by_slot)
         _, chunks, layers, sites, _ = weights.tables.shape
-        self._arena = (
+        self._arena: tuple[int, ...] = (
             weights.storage.data_ptr(),
             weights.tables.ctypes.data,
             weights.vectors.ctypes.data,
@@ -113,6 +115,24 @@ class NumbaLoraPass:
         )
         if out is not y:
             y.copy_(out)
+
+    @property
+    def weights(self) -> LoraWeights:
+        return self._weights
+
+    def to_record(self) -> NumbaLoraPass:
+        """A pass for recording a step of as many rows: its calls take `step_values` of any pass over these weights,
+        and it applies every group of every layer. Where a pass has nothing to add they find no tiles."""
+        made = copy.copy(self)
+        made._arena = tuple(StepValue(name) for name in self.step_values())
+        made._groups = {
+            key: replace(group, active=[True] * len(group.active)) for key, group in self._groups.items()
+        }
+        return made
+
+    def step_values(self) -> dict[object, int]:
+        """The arguments of calls that differ between passes, by name."""
+        return {("adapters", number): value for number, value in enumerate(self._arena)}
 
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         dtype = tensor.dtype if tensor.dtype in LIKE else torch.float32

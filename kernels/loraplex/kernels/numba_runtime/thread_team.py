@@ -16,7 +16,9 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -29,7 +31,7 @@ from numba.extending import intrinsic
 
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.cache import KERNELS
-from loraplex.kernels.numba_runtime.vectors import JIT, fetch_add, host_features, jit
+from loraplex.kernels.numba_runtime.vectors import JIT, fetch_add, host_features, jit, read_int64
 
 SMALL = 1 << 15
 """Elements that one thread is done with before it has woken another."""
@@ -47,9 +49,10 @@ _TAKEN = 320
 """Units of the run that have been taken."""
 _END = 384
 """Not 0: the threads are to end."""
-_RUN = 448
-"""The address of the kernel's code, and its arguments behind it."""
-_ARGUMENTS = _RUN + 8
+_CALL = 448
+"""The address of the run's call: 8 bytes each, the address of the kernel's code and its arguments."""
+_OWN_CALL = 512
+"""Where the call of a run is written that is not one of a list."""
 _BYTES = 1024
 
 _SPINS = 6000
@@ -73,19 +76,46 @@ class Kernel:
         self._struct = struct.Struct(f"=q{layout}")
         self._compiled: dict[tuple[type, ...], Any] = {}
 
-    def run(self, likes: tuple[Any, ...], *arguments: float) -> None:
-        """Until all units are done, by all threads there are. What the arguments are addresses of must live as long.
-        For one thread at a time: any other that calls meanwhile does its units alone."""
+    def run(self, likes: tuple[Any, ...], *arguments: float, alone: bool = False) -> None:
+        """Until all units are done, by all threads there are, or by the calling one `alone`. What the arguments are
+        addresses of must live as long. For one thread at a time: any other that calls meanwhile does its units alone.
+        While a thread records (`record_calls`), it computes nothing."""
         compiled = self._compiled.get((*map(type, likes),))
         if compiled is None:
             compiled = self._compile(likes)
-        _team(num_threads()).run(self._struct, compiled.address, arguments)
+        recorded = _recorded.get()
+        if recorded is not None:
+            recorded.append((self._struct, (compiled.address, *arguments)))
+        else:
+            _team(num_threads()).run(self._struct, compiled.address, arguments, alone=alone)
 
     def _compile(self, likes: tuple[Any, ...]) -> Any:
         signature = types.void(types.int64, types.int64, *map(typeof, likes))
         compiled = cfunc(signature, cache=KERNELS.directory is not None, **JIT)(self._body)
         self._compiled[(*map(type, likes),)] = compiled
         return compiled
+
+
+Call = tuple[struct.Struct, tuple[float, ...]]
+"""The layout of a kernel's call, and its numbers: the address of the kernel's code and the arguments."""
+_recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def record_calls() -> Iterator[list[Call]]:
+    """The calls of kernels that this thread makes meanwhile are kept in the list, in their order, and not made."""
+    calls: list[Call] = []
+    token = _recorded.set(calls)
+    try:
+        yield calls
+    finally:
+        _recorded.reset(token)
+
+
+def run_calls(address: int, count: int, stride: int) -> None:
+    """`count` calls one after the other, each when the one before is done. They lie `stride` bytes apart, as their
+    layouts pack them. As `Kernel.run` otherwise."""
+    _team(num_threads()).run_calls(address, count, stride)
 
 
 class Team:
@@ -101,21 +131,32 @@ class Team:
         for thread in self._others:
             thread.start()
 
-    def run(self, layout: struct.Struct, code: int, arguments: tuple[float, ...]) -> None:
+    def run(self, layout: struct.Struct, code: int, arguments: tuple[float, ...], *, alone: bool) -> None:
         """See `Kernel.run`; `layout` is of the code's address and the arguments."""
         if self._busy.acquire(blocking=False):
             try:
-                layout.pack_into(self._memory, _RUN, code, *arguments)
-                if self._others:
-                    _lead(self._address)
+                layout.pack_into(self._memory, _OWN_CALL, code, *arguments)
+                if self._others and not alone:
+                    _lead(self._address, self._address + _OWN_CALL)
                 else:
-                    _run_alone(self._address)
+                    _run_alone(self._address, self._address + _OWN_CALL)
             finally:
                 self._busy.release()
         else:
             memory, address = _memory()
-            layout.pack_into(memory, _RUN, code, *arguments)
-            _run_alone(address)
+            layout.pack_into(memory, _OWN_CALL, code, *arguments)
+            _run_alone(address, address + _OWN_CALL)
+
+    def run_calls(self, address: int, count: int, stride: int) -> None:
+        """See the function of this name."""
+        if self._busy.acquire(blocking=False):
+            try:
+                _lead_all(self._address, address, count, stride, len(self._others))
+            finally:
+                self._busy.release()
+        else:
+            _, own = _memory()
+            _lead_all(own, address, count, stride, 0)
 
     def close(self) -> None:
         """End the threads: none may be in compiled code when that is freed at the process's end."""
@@ -220,17 +261,29 @@ def _call(typing, code, taken, arguments):
 
 @jit
 def _take_part(team):
-    _call(_read(team + _RUN), team + _TAKEN, team + _ARGUMENTS)
+    call = _read(team + _CALL)
+    _call(read_int64(call), team + _TAKEN, call + 8)
 
 
 @jit
-def _run_alone(team):
+def _run_alone(team, call):
+    _write(team + _CALL, call)
     _write(team + _TAKEN, 0)
     _take_part(team)
 
 
 @jit
-def _lead(team):
+def _lead_all(team, calls, count, stride, others):
+    for number in range(count):
+        if others != 0:
+            _lead(team, calls + number * stride)
+        else:
+            _run_alone(team, calls + number * stride)
+
+
+@jit
+def _lead(team, call):
+    _write(team + _CALL, call)
     epoch = _read(team + _EPOCH) + 1
     _write(team + _TAKEN, 0)
     _write(team + _OPEN, epoch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.layers.rope import CosSinTable, rope_cos_sin
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.ops import Ops, resolve_ops
+from loraplex.kernels.recorded_layers import LayerInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class FusedDecoder:
             for inv_freq, rope in zip(self._inv_freqs, spec.rope.ropes, strict=True)
         )
         self._linears = AdaptedLinears(ops, eps=spec.rms_norm_eps, gemma=spec.gemma)
+        self._recorded = None if ops.record_layers is None else ops.record_layers()
         # What differs between families is chosen here, so that the loop over the layers asks nothing.
         if spec.gemma:
             self._run_layers = self._gemma_layers
@@ -157,7 +159,7 @@ class FusedDecoder:
         residual = embedding(batch.token_ids, self._embed)
         if self._embed_scale != 1.0:
             residual.mul_(self._embed_scale)
-        x = self._run_layers(batch, residual, [cos_sin[kind] for kind in spec.rope.of_layer])
+        x, residual = self._layers_of(batch, residual, cos_sin)
         # Only the rows go on that something is wanted of.
         if batch.take_hidden is not None and batch.hidden_rows is not None:
             batch.take_hidden(self._final_norm(x, residual, batch.hidden_rows))
@@ -171,6 +173,21 @@ class FusedDecoder:
         if spec.logits_softcap is not None:
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         return logits
+
+    def _layers_of(
+        self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layers leave: what is still to be added, and to what."""
+
+        def run(given: LayerInputs) -> torch.Tensor:
+            inputs = replace(batch, attention=given.attention, lora=given.lora, begin_lora=given.begin_lora)
+            return self._run_layers(
+                inputs, given.residual, [given.cos_sin[kind] for kind in self._spec.rope.of_layer]
+            )
+
+        given = LayerInputs(residual, cos_sin, batch.attention, batch.lora, batch.begin_lora)
+        recorded = None if self._recorded is None else self._recorded.run(given, batch.kv, run)
+        return recorded or (run(given), residual)
 
     def _cos_sin(self, positions: torch.Tensor) -> list[_CosSin]:
         """Of each kind of rotation."""

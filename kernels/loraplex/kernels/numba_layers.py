@@ -1,0 +1,117 @@
+"""The layers of a small step on a CPU as one list of calls, recorded at the first step of that many rows.
+
+What Python does for each kernel of a layer (shapes, new tensors, addresses) takes a tenth of a decoding step. A list is
+recorded for each number of rows, with and without adapters; sequences, positions, blocks and adapters may differ from
+step to step. Results have the same bits as without it: the same kernels get the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from loraplex.kernels.attention.numba_attention import NumbaAttentionBatch
+from loraplex.kernels.lora.numba_lora import NumbaLoraPass
+from loraplex.kernels.numba_runtime.recording import (
+    CallList,
+    LayerMemory,
+    NotRecordable,
+    Recording,
+    StepValue,
+)
+from loraplex.kernels.recorded_layers import LayerInputs
+
+MAX_ROWS = 64
+"""Rows up to which steps are recorded: with more, what Python does is less than a hundredth of a step."""
+
+
+class _AttentionToRecord:
+    """Stands in for the `NumbaAttentionBatch` of a step of as many rows."""
+
+    def __init__(self, num_rows: int, slots: torch.Tensor) -> None:
+        self.num_rows = num_rows
+        self.slots = slots
+        self._asked: dict[tuple[int, int, int, int], None] = {}
+
+    def lists(self, kv_heads: int, group: int, dim: int, window: int) -> tuple[int, ...]:
+        key = (kv_heads, group, dim, window)
+        self._asked[key] = None
+        return tuple(StepValue((key, number)) for number in range(7))
+
+    def step_values(self, batch: NumbaAttentionBatch) -> dict[object, int]:
+        return {(key, number): value for key in self._asked for number, value in enumerate(batch.lists(*key))}
+
+
+class NumbaRecordedLayers:
+    """See `loraplex.kernels.recorded_layers.RecordedLayers`: the lists of one decoder."""
+
+    def __init__(self) -> None:
+        self._memory = LayerMemory()
+        self._lists: dict[tuple[int, int], tuple[CallList, _AttentionToRecord, torch.Tensor]] = {}
+        self._inputs: tuple[torch.Tensor, ...] = ()
+        self._kv: object = None
+        self._is_recordable = True
+
+    def run(
+        self, given: LayerInputs, kv: object, run_layers: Callable[[LayerInputs], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `RecordedLayers.run`."""
+        rows = given.residual.shape[0]
+        attention, lora = given.attention, given.lora
+        if (
+            not self._is_recordable
+            or rows > MAX_ROWS
+            or given.begin_lora is not None
+            or type(attention) is not NumbaAttentionBatch
+            or not (lora is None or type(lora) is NumbaLoraPass)
+        ):
+            return None
+        if kv is not self._kv:
+            self._kv = kv
+            self._lists.clear()
+        given_tensors = (given.residual, attention.slots, *(each for pair in given.cos_sin for each in pair))
+        if not self._inputs:
+            with torch.inference_mode(False):  # else they could not be written to outside of that mode
+                self._inputs = tuple(
+                    torch.empty(MAX_ROWS, *each.shape[1:], dtype=each.dtype) for each in given_tensors
+                )
+        tensors = tuple(each[:rows] for each in self._inputs)
+        key = (rows, 0 if lora is None else id(lora.weights))
+        found = self._lists.get(key)
+        if found is None:
+            try:
+                found = self._lists[key] = self._record(tensors, lora, run_layers)
+            except NotRecordable:
+                self._is_recordable = False
+                return None
+        calls, attention_to_record, x = found
+        for own, each in zip(tensors, given_tensors, strict=True):
+            own.copy_(each)
+        values = attention_to_record.step_values(attention)
+        if lora is not None:
+            values |= lora.step_values()
+        calls.run(values)
+        return x, tensors[0]
+
+    def _record(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        lora: NumbaLoraPass | None,
+        run_layers: Callable[[LayerInputs], torch.Tensor],
+    ) -> tuple[CallList, _AttentionToRecord, torch.Tensor]:
+        residual, slots, *tables = tensors
+        attention = _AttentionToRecord(len(residual), slots)
+        lora = None if lora is None else lora.to_record()
+        recording = Recording(self._memory)
+
+        def enter_layer(layer: int, _group: str, _x: torch.Tensor) -> None:
+            recording.enter_layer(layer)
+
+        with recording:
+            x = run_layers(
+                LayerInputs(
+                    residual, list(zip(tables[::2], tables[1::2], strict=True)), attention, lora, enter_layer
+                )
+            )
+        return recording.call_list(tensors, lora), attention, x

@@ -1,0 +1,137 @@
+"""Steps whose layers are repeated from a recording give the same bits as steps that run them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from loraplex.engine.model import loading
+from loraplex.engine.model.base import ForwardBatch
+from loraplex.kernels.numba_layers import MAX_ROWS, NumbaRecordedLayers
+from loraplex.kernels.ops import Ops
+from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+class Counting:
+    """Counts the steps that were repeated, and those that were not."""
+
+    def __init__(self, seen: Counter[bool]) -> None:
+        self._seen = seen
+        self._layers = NumbaRecordedLayers()
+
+    def run(self, *given: Any) -> Any:
+        done = self._layers.run(*given)
+        self._seen[done is not None] += 1
+        return done
+
+
+class Both:
+    """Computes each step both ways."""
+
+    def __init__(self, model: Any, plain: Any) -> None:
+        self._model, self._plain = model, plain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        hidden: list[torch.Tensor] = []
+        take_hidden = None if batch.take_hidden is None else hidden.append
+        want = self._plain.forward(dataclasses.replace(batch, take_hidden=take_hidden))
+        if batch.take_hidden is not None:
+            given = batch.take_hidden
+            batch = dataclasses.replace(
+                batch, take_hidden=lambda x: (given(x), _equal(x, hidden[0], "hidden rows"))[0]
+            )
+        logits: torch.Tensor = self._model.forward(batch)
+        _equal(logits, want, f"{len(batch.token_ids)} rows")
+        return logits
+
+
+def _equal(found: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    assert found.numpy().tobytes() == want.numpy().tobytes(), what
+
+
+def ops_that(change: Any) -> Any:
+    resolve = loading.resolve_ops
+
+    def changed(*args: Any, **kwargs: Any) -> Ops:
+        return dataclasses.replace(resolve(*args, **kwargs), record_layers=change)
+
+    return mock.patch.object(loading, "resolve_ops", changed)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("family", "dtype"), [("llama-biases", "bfloat16"), ("gemma2", "float32")])
+def test_repeated_layers_give_the_same_bits(family: str, dtype: str, threads: int, tmp_path: Path) -> None:
+    options = FAMILIES[family] | ({"sliding_window": 20} if family == "gemma2" else {})
+    base = save_tiny(tmp_path / "base", options)
+    folders = save_adapters(base, tmp_path, ADAPTERS | KINDS)
+    seen: Counter[bool] = Counter()
+    with ops_that(None):
+        plain = loading.load_model(
+            base, "cpu", dtype, max_model_len=100, kernels="numba", batch_invariant=True
+        )
+    with ops_that(lambda: Counting(seen)):
+        engine = LocalEngine(
+            base,
+            tmp_path / "work",
+            wrap_model=lambda model: Both(model, plain),
+            kernels="numba",
+            dtype=dtype,
+            batch_invariant=True,
+            max_model_len=100,
+            max_num_seqs=10,
+            max_num_batched_tokens=MAX_ROWS + 6,
+            kv_cache_memory=4 << 20,
+            adapter_memory=4 << 20,
+            adapter_cpu_memory=4 << 20,
+            num_threads=threads,
+        )
+    rng = random.Random(family)
+    refs = {name: engine.publish(folder, name=name) for name, folder in folders.items()}
+    for number, name in enumerate([None, *refs] * 3):
+        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 9, 40, 75]))]
+        engine.add(f"{number}", prompt, refs.get(name), max_tokens=rng.choice([3, 9, 20]))
+    engine.embed("embedding", [5] * 30, refs["dora"])
+    engine.run()
+    for events in engine.events.values():
+        assert events[-1].error is None
+    engine.close()
+    assert seen[True] > 40, "decoding, and the chunks of prompts that fit"
+    assert seen[False] > 0, "steps of too many rows"
+
+
+def test_products_of_a_library_are_not_recorded(tmp_path: Path) -> None:
+    """As oneDNN's, on processors with AMX."""
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"])
+    seen: Counter[bool] = Counter()
+    resolve = loading.resolve_ops
+
+    def with_library(*args: Any, **kwargs: Any) -> Ops:
+        ops = resolve(*args, **kwargs)
+
+        def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+            return ops.linear(x.clone(), weight, bias)
+
+        return dataclasses.replace(ops, linear=linear, record_layers=lambda: Counting(seen))
+
+    with mock.patch.object(loading, "resolve_ops", with_library):
+        engine = LocalEngine(base, tmp_path / "work", kernels="numba", dtype="float32", num_threads=1)
+    engine.add("one", [5, 6, 7], max_tokens=5)
+    engine.run()
+    assert len(engine.tokens("one")) == 5
+    engine.close()
+    assert not seen[True]
+    assert seen[False] >= 5
