@@ -60,7 +60,7 @@ class Both:
 
 
 def _equal(found: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    assert found.numpy().tobytes() == want.numpy().tobytes(), what
+    assert torch.equal(found.view(torch.uint8), want.view(torch.uint8)), what
 
 
 def ops_that(change: Any) -> Any:
@@ -109,7 +109,7 @@ def test_repeated_layers_give_the_same_bits(family: str, dtype: str, threads: in
     for events in engine.events.values():
         assert events[-1].error is None
     engine.close()
-    assert seen[True] > 40, "decoding, and the chunks of prompts that fit"
+    assert seen[True] > 25, "decoding, and the chunks of prompts that fit"
     assert seen[False] > 0, "steps of too many rows"
 
 

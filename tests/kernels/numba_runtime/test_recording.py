@@ -58,7 +58,7 @@ def test_layers_share_memory_but_not_with_the_next_one(threads: int) -> None:
             y = add_rms_norm(rms_norm(y, weight, 1e-5), total, weight, 1e-5)
             used.append(y.data_ptr())
     calls = recording.call_list(x, total, weight)
-    assert len(set(used)) == 2
+    assert len(set(used[2:])) == 2
     for turn in range(2):
         x.copy_(start * (turn + 1) - turn)
         total.zero_()
