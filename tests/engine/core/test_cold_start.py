@@ -54,6 +54,16 @@ def test_a_load_that_takes_longer_is_refused_at_once_and_goes_on() -> None:
     assert engine.transport.num_loads == 2
 
 
+def test_no_other_request_is_shed_for_one_that_is_refused() -> None:
+    engine = engine_with_slow_loads(max_waiting=4)
+    for number in range(4):
+        engine.add(f"waits-{number}")
+    engine.add("r", adapter(1, tenant="rival"), tenant_id="rival", max_load=0.0)
+    finish(engine)
+    refusal(engine, "r")
+    assert [engine.end(f"waits-{number}").error for number in range(4)] == [None] * 4
+
+
 def test_one_that_can_be_there_in_time_is_waited_for() -> None:
     engine = engine_with_slow_loads()
     request = engine.add("r", adapter(1), max_load=4.0)

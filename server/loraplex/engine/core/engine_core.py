@@ -149,6 +149,11 @@ class EngineCore:
             self._scheduler.num_waiting,
             takes_grammars=self._grammars is not None,
         )
+        if refusal is None or refusal.code == "server_overloaded":
+            self._cache.tenants.set_limits(request.tenant_id, request.memory)
+            # First: no other request may be shed for one that is refused then.
+            if self._refuse_slow_load(request, now):
+                return
         if refusal is not None and refusal.code == "server_overloaded":
             held = {tenant: requests for tenant, requests, _ in self._scheduler.queue.tenants()}
             if self._shed_for(request.tenant_id, held):
@@ -157,9 +162,6 @@ class EngineCore:
                 refusal = replace(refusal, is_own=request.tenant_id in held)
         if refusal is not None:
             self._tracker.refuse(request, refusal)
-            return
-        self._cache.tenants.set_limits(request.tenant_id, request.memory)
-        if self._refuse_slow_load(request, now):
             return
         self._num_added += 1
         seq = Sequence(request, now, self._num_added, list(request.prompt_ids))
