@@ -19,7 +19,7 @@ from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, ArtifactU
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.bucket_client import BucketClient
 from loraplex.adapters.store.bucket_store import IN_USE_S, BucketStore
-from loraplex.adapters.store.fault_points import FaultPoint
+from loraplex.adapters.store.fault_points import BUCKET_POINTS, FaultPoint
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, digest_upload
 from support.control.plane import FakeClock
 from support.faults.tcp_proxy import TcpProxy
@@ -266,3 +266,4 @@ def test_the_fault_points_of_the_bucket_are_announced(network: Network) -> None:
     digest = add(store)
     store.delete(digest)
     assert seen.count(FaultPoint.BUCKET_PUT) == seen.count(FaultPoint.BUCKET_DELETE) == 2
+    assert set(seen) >= BUCKET_POINTS

@@ -140,6 +140,11 @@ def _upload_archive(plane: AdminPlane) -> list[int]:
     return [send(plane, "POST", VERSIONS, files={"archive": ("a.tar.gz", content)})]
 
 
+def _import(plane: AdminPlane) -> list[int]:
+    adapter_bytes(plane.root, 1)
+    return [send(plane, "POST", VERSIONS, json={"source": f"file://{plane.root}/made-1"})]
+
+
 def _delete(path: str) -> Callable[[AdminPlane], list[int]]:
     return lambda plane: [send(plane, "DELETE", path)]
 
@@ -201,6 +206,7 @@ SCENARIOS = {
     for row in (
         Scenario("first", (), _upload(1), is_upload=True),
         Scenario("archive", (), _upload_archive, is_upload=True),
+        Scenario("import", (), _import, is_upload=True),
         Scenario("second", (_MINE,), _upload(2), is_upload=True),
         Scenario("again", (_MINE,), _upload(1), is_upload=True),
         Scenario("shared", (_THEIRS,), _upload(1), is_upload=True),

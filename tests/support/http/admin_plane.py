@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.fault_points import Fault, no_fault
@@ -89,6 +90,7 @@ class AdminPlane:
             artifacts=artifacts,
             audit=AuditLog(self.database),
             engine=self.engine,
+            sources=AllowedSources([f"file://{self.root.resolve()}"]),
             max_upload_bytes=self.max_upload_bytes,
             upload_gate=self.gate,
             change_limit=self.change_limit,

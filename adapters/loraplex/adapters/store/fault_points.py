@@ -48,6 +48,10 @@ class FaultPoint(StrEnum):
     MARK_CORRUPT = "mark corrupt"  # commit
 
 
+BUCKET_POINTS = frozenset({FaultPoint.BUCKET_PUT, FaultPoint.BUCKET_STORED, FaultPoint.BUCKET_DELETE})
+"""Steps of the store in a bucket alone; it takes the others in its cache."""
+
+
 class Fault(Protocol):
     """Called before each step, with what it changes (and, for a rename, what that becomes). What it raises is raised
     in place of the step."""
