@@ -276,6 +276,8 @@ class History:
             return
         ref = self.world.rng.choice(refs)
         self._happened(f"the operator touches {ref.digest[:6]}")
+        if all(record.request.tenant_id != ref.tenant_id for record in self.oracle.records.values()):
+            self.oracle.brought_before.add(ref.tenant_id)
         match self.world.rng.randrange(3):
             case 0:
                 self.core.drop(ref.digest)

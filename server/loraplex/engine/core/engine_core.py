@@ -139,6 +139,7 @@ class EngineCore:
     def add_request(self, request: EngineRequest) -> None:
         """Accept a request, or refuse it by a terminal event of the next `step`. Never raises for bad input."""
         now = self._clock()
+        self._cache.tenants.set_limits(request.tenant_id, request.memory)
         if request.request_id in self._tracker.live:
             error = EngineError("internal_error", f"request id {request.request_id} is in step already")
             self._tracker.refuse(request, error, duplicate=True)
@@ -149,11 +150,10 @@ class EngineCore:
             self._scheduler.num_waiting,
             takes_grammars=self._grammars is not None,
         )
-        if refusal is None or refusal.code == "server_overloaded":
-            self._cache.tenants.set_limits(request.tenant_id, request.memory)
-            # First: no other request may be shed for one that is refused then.
-            if self._refuse_slow_load(request, now):
-                return
+        may_wait = refusal is None or refusal.code == "server_overloaded"
+        # First: no other request may be shed for one that is refused then.
+        if may_wait and self._refuse_slow_load(request, now):
+            return
         if refusal is not None and refusal.code == "server_overloaded":
             held = {tenant: requests for tenant, requests, _ in self._scheduler.queue.tenants()}
             if self._shed_for(request.tenant_id, held):
