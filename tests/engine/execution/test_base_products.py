@@ -47,16 +47,19 @@ class CountingModel:
 
 @pytest.fixture
 def calls_of_packed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Calls of numba's own product, which torch doesn't see."""
-    dense_numba = pytest.importorskip("loraplex.kernels.layers.numba_dense")
+    """Calls of numba's own products, of vectors and of AMX's tiles, which torch doesn't see."""
+    numba_dense = pytest.importorskip("loraplex.kernels.layers.numba_dense")
+    numba_dense_tiles = pytest.importorskip("loraplex.kernels.layers.numba_dense_tiles")
     calls: Counter[str] = Counter()
-    run = dense_numba._multiply.run
+    for products in (numba_dense._multiply, numba_dense_tiles._multiply):
 
-    def counted(*arguments: Any) -> None:
-        calls["numba.base_linear"] += 1
-        run(*arguments)
+        def counted(*arguments: Any, run: Any = products.run) -> None:
+            calls["numba.base_linear"] += 1
+            run(*arguments)
 
-    monkeypatch.setattr(dense_numba._multiply, "run", counted)
+        monkeypatch.setattr(products, "run", counted)
+    # Repeated layers make their recorded calls without these functions; test_recorded_layers compares the two.
+    monkeypatch.setattr("loraplex.kernels.numba_layers.MAX_ROWS", 0)
     return calls
 
 
