@@ -156,6 +156,10 @@ def artifact_store(settings: Settings) -> Store:
     return open_store(settings.artifact_url, folder, cache_bytes=settings.artifact_cache_size)
 
 
+def _image_dir(settings: Settings) -> Path:
+    return settings.data_dir.resolve() / "images"
+
+
 def engine_config(settings: Settings, model_dir: Path, served_name: str) -> EngineConfig:
     lookahead = -1 if settings.lookahead == "auto" else int(settings.lookahead)
     return EngineConfig(
@@ -183,7 +187,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
         recorded_prompt_rows=settings.recorded_prompt_rows,
         cache_dir=str(settings.data_dir.resolve()),
         plan_dir=str(plan_dir(settings.data_dir.resolve())),
-        image_dir=str(settings.data_dir.resolve() / "images"),
+        image_dir=str(_image_dir(settings)),
         adapter_image_cache=settings.adapter_image_cache,
     )
 
@@ -221,8 +225,9 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
     pepper = load_pepper(settings.data_dir, settings.key_pepper)
     check_pepper(database, pepper)
     store = artifact_store(settings)
-    artifacts = Artifacts(database, store)
+    artifacts = Artifacts(database, store, _image_dir(settings))
     store_lock = _sweep_alone(artifacts, artifact_dir(settings))
+    artifacts.sweep_images()
     base = load_base_spec(model_dir, cache_dir=settings.data_dir)
     catalog = Catalog(database, artifacts, base, served_name=served_name, max_rank=settings.max_adapter_rank)
     catalog.reconcile()

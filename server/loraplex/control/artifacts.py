@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 
 import structlog
 from sqlalchemy import select
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 from loraplex.adapters.errors import StoreFailed
 from loraplex.adapters.store.artifact_store import Examined, SweepReport
 from loraplex.adapters.store.interface import Store
+from loraplex.adapters.store.laid_out import keep_laid_out, remove_laid_out
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import LIVING, AdapterVersion
 from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable
@@ -26,12 +28,13 @@ class Artifacts:
 
     `lock` keeps the order within this server. `holding` is held from an artifact's commit to its row's, and around
     the removal of its bytes, so that no upload to any server on this database can publish bytes that a deletion of
-    the same content is about to remove.
+    the same content is about to remove. `images` is where this server's engine keeps laid-out adapters.
     """
 
-    def __init__(self, database: Database, store: Store) -> None:
+    def __init__(self, database: Database, store: Store, images: Path | None = None) -> None:
         self._database = database
         self.store = store
+        self._images = images
         self.lock = threading.RLock()
 
     @contextlib.contextmanager
@@ -77,6 +80,8 @@ class Artifacts:
                 return False
             try:
                 self.store.delete(digest)
+                if self._images is not None:
+                    remove_laid_out(self._images, digest)
             except (OSError, StoreFailed) as error:
                 log.warning("artifact_not_removed", digest=digest, reason=str(error))
             return True
@@ -91,6 +96,14 @@ class Artifacts:
         behind."""
         with self.lock:
             return self.store.sweep(self.live())
+
+    def sweep_images(self) -> None:
+        """At the start, before the engine: delete laid-out adapters whose uploads are gone."""
+        if self._images is not None:
+            try:
+                keep_laid_out(self._images, self.live())
+            except OSError as error:
+                log.warning("image_not_removed", reason=str(error))
 
 
 def _is_live(session: Session, digest: str) -> bool:

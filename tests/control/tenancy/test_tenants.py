@@ -159,6 +159,27 @@ def test_a_deletion_says_what_went_and_what_stays(plane: ControlPlane) -> None:
     assert told.usage_since is None
 
 
+def test_what_an_engine_laid_out_goes_with_the_upload(plane: ControlPlane) -> None:
+    """The cache of laid-out adapters holds the tenant's weights too."""
+    plane.tenants.create("kept")
+    plane.tenants.create("gone")
+    kept, gone = plane.add("kept", "support", seed=1).digest, plane.add("gone", "support", seed=2).digest
+    folder = plane.root / "images" / "layout"
+    folder.mkdir(parents=True)
+
+    def lay_out() -> None:
+        for name in (kept, gone, ".being-written"):
+            (folder / name).write_bytes(b"weights")
+
+    lay_out()
+    plane.tenants.delete("gone")
+    left = {kept, ".being-written"}
+    assert {path.name for path in folder.iterdir()} == left
+    lay_out()  # a load that was on its way
+    plane.start()
+    assert {path.name for path in folder.iterdir()} == left
+
+
 def test_usage_of_a_deleted_tenant_stays_billable(plane: ControlPlane) -> None:
     rows = [
         ended(at=AT),

@@ -90,7 +90,7 @@ class ControlPlane:
         self.database = Database(self.url)
         self.base = self._base_spec()
         self.store = ArtifactStore(self.root / "artifacts")
-        self.artifacts = Artifacts(self.database, self.store)
+        self.artifacts = Artifacts(self.database, self.store, self.root / "images")
         self.tenants = Tenants(self.database, self.artifacts)
         self.keys = Keys(self.database, PEPPER)
         self.releases = Releases(self.database)
@@ -104,6 +104,7 @@ class ControlPlane:
     def start(self) -> None:
         """What a server does with the catalog before it serves."""
         self.artifacts.sweep()
+        self.artifacts.sweep_images()
         self.catalog.reconcile()
 
     def close(self) -> None:
