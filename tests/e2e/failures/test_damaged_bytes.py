@@ -81,8 +81,10 @@ class Shop:
 
 @pytest.fixture
 def shop(tiny_model: Path, tmp_path: Path) -> Iterator[Shop]:
-    """Host memory holds one adapter, which fills it: the others are not read before they are requested."""
-    with LiveServer(tiny_model, tmp_path / "data", **TINY_SIZES | {"adapter_cpu_memory": "256KiB"}) as server:
+    """Host memory holds one adapter, which fills it: the others are not read before they are requested. Each load reads
+    the upload: from a laid-out copy an adapter is served whole, whatever became of its upload."""
+    sizes = TINY_SIZES | {"adapter_cpu_memory": "256KiB", "adapter_image_cache": "0"}
+    with LiveServer(tiny_model, tmp_path / "data", **sizes) as server:
         shop = Shop(server, tmp_path)
         shop.push("acme", "filler", 1000)
         server.wait(lambda: "host" in server.residency()["filler@v1"])
