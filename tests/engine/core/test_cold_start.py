@@ -64,6 +64,29 @@ def test_no_other_request_is_shed_for_one_that_is_refused() -> None:
     assert [engine.end(f"waits-{number}").error for number in range(4)] == [None] * 4
 
 
+def counter(engine: CoreEngine, tenant: str) -> float:
+    return engine.core._scheduler.queue.counter(tenant)
+
+
+def test_a_refused_request_pays_for_the_load_once() -> None:
+    engine = engine_with_slow_loads()
+    engine.add("competes", tenant_id="other", max_tokens=200)
+    engine.step()
+    level = counter(engine, "other")
+    for name in ("r", "again"):
+        engine.add(name, adapter(1, tenant="rival"), tenant_id="rival", max_load=0.0)
+        engine.step(0.01)
+    once = counter(engine, "rival")
+    assert once >= level + engine.core._scheduler.adapters._load_charge * adapter(1).rank
+    engine.add("waits", adapter(1, tenant="rival"), tenant_id="rival", max_tokens=1)
+    engine.step(0.01)
+    assert counter(engine, "rival") == once
+    engine.add("r2", adapter(2, tenant="rival"), tenant_id="rival", max_load=0.0)
+    engine.step(0.01)
+    assert counter(engine, "rival") > once
+    finish(engine)
+
+
 def test_one_that_can_be_there_in_time_is_waited_for() -> None:
     engine = engine_with_slow_loads()
     request = engine.add("r", adapter(1), max_load=4.0)

@@ -175,7 +175,7 @@ class EngineCore:
         if request.grammar is not None and self._grammars is not None:
             hold = not self._grammars.open(request.request_id, request.tenant_id, request.grammar)
         if hold and request.adapter is not None:
-            self._scheduler.adapters.expected.expect(request.adapter, now)
+            self._scheduler.adapters.expected.expect(request.adapter, request.weight, now)
         self._scheduler.add_sequence(seq, hold=hold)
 
     def abort(self, request_id: str) -> None:
@@ -214,7 +214,7 @@ class EngineCore:
             if ref is not None and seq.first_scheduled is None and self._cache.state(ref.digest) != "hot":
                 error = too_slow(seq.request, self._scheduler.adapters.seconds_to_device(ref))
                 self._tracker.end(seq, "error", error=error)
-                self._scheduler.adapters.expected.expect(ref, now)
+                self._scheduler.adapters.expected.expect(ref, seq.request.weight, now)
 
     def _refuse_slow_load(self, request: EngineRequest, now: float) -> bool:
         """Whether the request is refused because its adapter cannot be on the device in time. It is loaded then."""
@@ -225,7 +225,7 @@ class EngineCore:
         if 0 < request.max_load >= seconds:
             return False
         self._tracker.refuse(request, too_slow(request, seconds))
-        self._scheduler.adapters.expected.expect(ref, now)
+        self._scheduler.adapters.expected.expect(ref, request.weight, now)
         return True
 
     def _fail_unavailable(self) -> None:

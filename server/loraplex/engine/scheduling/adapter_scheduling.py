@@ -12,7 +12,7 @@ from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease, Residency
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.scheduling.expected_adapters import ExpectedAdapters
+from loraplex.engine.scheduling.expected_adapters import ExpectedAdapter, ExpectedAdapters
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.tenant_heap import TenantLane
 from loraplex.engine.types import Sequence
@@ -192,17 +192,28 @@ class AdapterScheduler:
                     residency = self._request(pending, lane, self._may_evict(lane))
                     stuck[lane.tenant_id] += residency is Residency.NO_ROOM
                     loading |= residency is Residency.LOADING
-        for ref in self.expected.refs(now):
-            self._request_expected(pending, ref)
+        for expected in self.expected.pending(now):
+            self._request_expected(pending, expected)
         return kept
 
-    def _request_expected(self, pending: PendingAdapters, ref: AdapterRef) -> None:
-        """Request an adapter that no request waits for. None that one waits for is evicted for it."""
+    def _request_expected(self, pending: PendingAdapters, expected: ExpectedAdapter) -> None:
+        """Request an adapter that no request waits for. None that one waits for is evicted for it. Its tenant is
+        charged as for any load: else refused requests could evict other tenants' adapters for nothing."""
+        ref = expected.ref
         residency = self._cache.request(ref, lambda digest: not self._queue.lanes(digest))
         if residency is Residency.LOADING:
             pending.loading[ref.digest] = None
-        elif residency is not Residency.NO_ROOM:
+        if self._is_requested(ref, residency) and not expected.is_charged:
+            expected.is_charged = True
+            self._queue.charge_tenant(ref.tenant_id, expected.weight, self._load_charge * ref.rank)
+        if residency in (Residency.READY, Residency.FAILED):
             self.expected.remove(ref.digest)
+
+    def _is_requested(self, ref: AdapterRef, residency: Residency) -> bool:
+        """Whether the cache has begun to bring it."""
+        return residency is Residency.LOADING or (
+            residency is Residency.NO_ROOM and self._cache.state(ref.digest) == "warm"
+        )
 
     def _drain(self, lane: TenantLane, running: Running) -> set[str]:
         """Adapters that no new request may use, so that this lane's adapter finds device memory: one at a time, the one
@@ -241,15 +252,13 @@ class AdapterScheduler:
             pending.failed[ref.digest] = self._cache.failure(ref.digest)
         elif residency is Residency.LOADING:
             pending.loading[ref.digest] = None
-        is_requested = residency is Residency.LOADING or (
-            residency is Residency.NO_ROOM and self._cache.state(ref.digest) == "warm"
-        )
-        if is_requested:
+        if self._is_requested(ref, residency):
             self._unrequested.end_turn(lane)
             entry = lane.first()
             if ref.digest not in self._requested and entry is not None and entry.seq is not None:
                 self._requested[ref.digest] = lane
-                self._queue.charge(entry.seq, self._load_charge * ref.rank)
+                if not self.expected.is_charged(ref.digest, ref.tenant_id):
+                    self._queue.charge(entry.seq, self._load_charge * ref.rank)
         return residency
 
     def _may_evict(self, lane: TenantLane) -> Callable[[str], bool]:

@@ -6,6 +6,7 @@ A request was refused that did not want to wait for the load, or one waits elsew
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from loraplex.adapters.ref import AdapterRef
 
@@ -15,30 +16,48 @@ EXPECTED_S = 60.0
 """Loads that take longer are given up."""
 
 
+@dataclass(slots=True)
+class ExpectedAdapter:
+    """`weight` is its tenant's; `is_charged`: the tenant was charged for the load."""
+
+    ref: AdapterRef
+    weight: float
+    until: float
+    is_charged: bool = False
+
+
 class ExpectedAdapters:
     """By digest, in the order in which they were first expected."""
 
     def __init__(self) -> None:
-        self._until: OrderedDict[str, tuple[AdapterRef, float]] = OrderedDict()
+        self._by_digest: OrderedDict[str, ExpectedAdapter] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._until)
+        return len(self._by_digest)
 
-    def expect(self, ref: AdapterRef, now: float) -> None:
-        """Load this adapter. Ignored while as many are expected for its tenant as may be."""
-        of_tenant = sum(other.tenant_id == ref.tenant_id for other, _ in self._until.values())
-        if ref.digest in self._until or (
-            of_tenant < MAX_EXPECTED_OF_TENANT and len(self._until) < MAX_EXPECTED
-        ):
-            self._until[ref.digest] = ref, now + EXPECTED_S
+    def expect(self, ref: AdapterRef, weight: float, now: float) -> None:
+        """Load this adapter, for a tenant of this weight. Ignored while as many are expected for the tenant as may
+        be."""
+        known = self._by_digest.get(ref.digest)
+        if known is not None:
+            known.until = now + EXPECTED_S
+            return
+        of_tenant = sum(other.ref.tenant_id == ref.tenant_id for other in self._by_digest.values())
+        if of_tenant < MAX_EXPECTED_OF_TENANT and len(self._by_digest) < MAX_EXPECTED:
+            self._by_digest[ref.digest] = ExpectedAdapter(ref, weight, now + EXPECTED_S)
 
-    def refs(self, now: float) -> list[AdapterRef]:
+    def pending(self, now: float) -> list[ExpectedAdapter]:
         """Those that are not there yet and were not given up."""
-        for digest, (_, until) in list(self._until.items()):
-            if until <= now:
-                del self._until[digest]
-        return [ref for ref, _ in self._until.values()]
+        for digest, expected in list(self._by_digest.items()):
+            if expected.until <= now:
+                del self._by_digest[digest]
+        return list(self._by_digest.values())
+
+    def is_charged(self, digest: str, tenant_id: str) -> bool:
+        """Whether this tenant was charged for this load."""
+        expected = self._by_digest.get(digest)
+        return expected is not None and expected.is_charged and expected.ref.tenant_id == tenant_id
 
     def remove(self, digest: str) -> None:
         """Does nothing for one that is not expected."""
-        self._until.pop(digest, None)
+        self._by_digest.pop(digest, None)

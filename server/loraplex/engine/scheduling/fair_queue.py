@@ -144,6 +144,21 @@ class FairQueue:
         tenant.charged += units / tenant.weight
         self._most = max(self._most, tenant.charged)
 
+    def charge_tenant(self, tenant_id: str, weight: float, units: float) -> None:
+        """Charge service to a tenant that may have no request in the engine. Nothing is charged while no tenant has
+        one: then there is no competition."""
+        if self._active == 0:
+            return
+        tenant = self._tenants.get(tenant_id)
+        if tenant is None:
+            tenant = self._tenants[tenant_id] = Tenant(tenant_id, weight)
+            self._idle.put(tenant)
+        if tenant.requests == 0:
+            tenant.weight = weight
+            self._lift(tenant)  # as if it had a request: the charge comes on top
+        tenant.charged += units / tenant.weight
+        self._most = max(self._most, tenant.charged)
+
     # Adapters and weights.
 
     def lanes(self, digest: str) -> Iterable[TenantLane]:
