@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -28,15 +30,20 @@ def variables(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
         obstore.put(store, name, content)
 
 
-def copy(tmp_path: Path, path: str = "checkpoints/run", max_bytes: int = 8 << 20) -> dict[str, bytes]:
+def copy(
+    tmp_path: Path,
+    path: str = "checkpoints/run",
+    max_bytes: int = 8 << 20,
+    reserve: Callable[[int], None] = lambda _: None,
+) -> dict[str, bytes]:
     allowed = AllowedSources([f"s3://{BUCKET}/checkpoints", f"s3://{BUCKET}/of/{{tenant}}"])
     source = allowed.allow(f"s3://{BUCKET}/{path}", "acme")
     with ArtifactStore(tmp_path / "store").begin_staging() as staging:
-        copy_source(source, staging, max_bytes=max_bytes, reserve=lambda _: None)
+        copy_source(source, staging, max_bytes=max_bytes, reserve=reserve)
         return {path.name: path.read_bytes() for path in staging.directory.iterdir()}
 
 
-def refused(tmp_path: Path, kind: type[LoraplexError], path: str = "checkpoints/run", **options: int) -> str:
+def refused(tmp_path: Path, kind: type[LoraplexError], path: str = "checkpoints/run", **options: Any) -> str:
     with pytest.raises(kind) as caught:
         copy(tmp_path, path, **options)
     assert list((tmp_path / "store" / "staging").iterdir()) == []
@@ -55,6 +62,15 @@ def test_an_object_that_is_missing(tmp_path: Path, s3: S3Server) -> None:
 
 def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
     refused(tmp_path, AdapterRefused, max_bytes=1 << 20)
+
+
+def test_an_object_that_is_replaced_meanwhile_is_not_read(tmp_path: Path, s3: S3Server) -> None:
+    """By one of the same length, between the look at its size and the read."""
+
+    def replace(_: int) -> None:
+        obstore.put(s3.store("checkpoints/run"), TENSORS_NAME, bytes(len(FILES[TENSORS_NAME])))
+
+    refused(tmp_path, SourceUnavailable, reserve=replace)
 
 
 @pytest.mark.parametrize(

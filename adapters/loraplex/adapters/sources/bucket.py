@@ -30,17 +30,19 @@ def copy_bucket(source: Source, staging: Staging, *, max_bytes: int, reserve: Ca
 
 def _found(store: S3Store, name: str) -> RemoteFile:
     try:
-        size = obstore.head(store, name)["size"]
+        found = obstore.head(store, name)
     except FileNotFoundError:
         raise SourceNotFound(f"The source has no object {name}.") from None
     except BaseError as error:
         raise _unavailable(name, error) from error
-    return RemoteFile(size, _chunks(store, name))
+    return RemoteFile(found["size"], _chunks(store, name, found["e_tag"]))
 
 
-def _chunks(store: S3Store, name: str) -> Iterator[bytes]:
+def _chunks(store: S3Store, name: str, e_tag: str | None) -> Iterator[bytes]:
+    """Of the object that was found: one that has taken its place meanwhile is refused."""
     try:
-        for chunk in obstore.get(store, name).stream(min_chunk_size=CHUNK_BYTES):
+        found = obstore.get(store, name, options=None if e_tag is None else {"if_match": e_tag})
+        for chunk in found.stream(min_chunk_size=CHUNK_BYTES):
             yield bytes(chunk)
     except (BaseError, OSError) as error:
         raise _unavailable(name, error) from error

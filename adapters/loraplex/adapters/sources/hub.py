@@ -12,7 +12,7 @@ from loraplex.adapters.sources.errors import SourceNotAllowed, SourceNotFound, S
 from loraplex.adapters.sources.remote import RemoteFile, write_remote
 from loraplex.adapters.sources.urls import Source
 from loraplex.adapters.store.artifact_store import Staging
-from loraplex.adapters.store.files import CHUNK_BYTES, CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
 
 MAX_REDIRECTS = 4
 TIMEOUT_S = 30.0
@@ -91,7 +91,8 @@ def _answered(response: httpx.Response, what: str) -> RemoteFile:
 
 def _chunks(response: httpx.Response, what: str) -> Iterator[bytes]:
     try:
-        yield from response.iter_raw(CHUNK_BYTES)
+        # As they come: the deadline is looked at with each.
+        yield from response.iter_raw()
     except httpx.HTTPError as error:
         raise SourceUnavailable(f"{what} broke off ({type(error).__name__}); try again.") from error
 
