@@ -11,6 +11,8 @@ from loraplex.serving.errors import GrammarRefused
 from loraplex.serving.grammar import builders
 from loraplex.serving.grammar.schema_rules import locate
 
+UNWRITTEN = r"\x00-\x07\x0b\x0e-\x1f\x7f"
+
 
 def nested(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
@@ -51,7 +53,13 @@ def test_schema_of_64_kib_passes_and_one_byte_more_is_refused() -> None:
         ({"items": {"enum": [1, {"a": [2**53 + 1]}]}}, "items.enum"),
         ({"const": -(2**64 - 1)}, "const"),
         ({"minimum": 10**4000}, "minimum"),
+        ({"const": 1e300}, "const"),
+        ({"minimum": -1e22}, "minimum"),
+        ({"enum": [1, [0.20334339213767794]]}, "enum"),
+        ({"exclusiveMaximum": 7.98e-27}, "exclusiveMaximum"),
         ({"const": "a\x7fb"}, "const"),
+        ({"items": {"pattern": r"a\x01b"}}, "items.pattern"),
+        ({"patternProperties": {"^a": {}, "^\x7f": {}}}, "patternProperties.^\x7f"),
         ({"items": {"enum": [1, {"a": ["b", "\0"]}]}}, "items.enum"),
         ({"$defs": {"a": {"required": ["x"], "minProperties": 3}}}, "$defs.a.minProperties"),
     ],
@@ -66,7 +74,7 @@ def test_what_would_not_be_enforced_is_refused_at_its_place(schema: Any, path: s
         True,
         {},
         {"minProperties": 1},
-        {"enum": [2**53 - 1, -(2**53), 1e300], "maximum": 10**15},
+        {"enum": [2**53 - 1, -(2**53), 0.1, -1e-22, 3.141592653589793, 1e15, 0.0], "maximum": 10**15},
         {"properties": {"const": {"title": "a", "default": 2**64 - 1}}},
         {"required": ["a", "b"], "minProperties": 3, "type": "object"},
         {"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}},
@@ -106,6 +114,13 @@ def test_what_is_no_schema_is_refused(schema: Any) -> None:
             "prefixItems[1].pattern",
             "regex",
         ),
+        (
+            {"items": {"pattern": '[^"]['}},
+            f'regex parse error: [[^"]--{UNWRITTEN}][',
+            "items.pattern",
+            'regex parse error: [^"][',
+        ),
+        ({"anyOf": [{"pattern": "\0"}, {"pattern": "b*"}]}, "is empty: b*", "anyOf[1].pattern", "is empty"),
         (
             {"allOf": [{"oneOf": [{}, {}]}]},
             "oneOf constraints are not supported",

@@ -1,6 +1,6 @@
 """What is checked of a JSON schema before llguidance sees it, and where in it the reason of a refusal stands.
 
-llguidance judges the keywords: it refuses what it cannot enforce. Here are the limits that it does not have, the two
+llguidance judges the keywords: it refuses what it cannot enforce. Here are the limits that it does not have, the
 rules that it accepts and does not enforce, and the way from its message to a place in the schema.
 """
 
@@ -9,15 +9,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any, Literal
 
 from loraplex.serving.errors import GrammarRefused
+from loraplex.serving.grammar.patterns import enforced, is_written
 
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 64
 """Levels of objects and arrays of the schema itself."""
 MAX_INTEGER = 1 << 53
 """Of what a schema compares with: a 64-bit float has each integer up to it."""
+MAX_EXPONENT = 22
+"""Of ten, for the same numbers. llguidance's reader multiplies or divides by a power of ten. That rounds once: 10^22 is
+the last power that a float has."""
 
 _HOLDS: Mapping[str, Literal["one", "named", "one or listed"]] = {
     **dict.fromkeys(("additionalProperties", "additionalItems", "propertyNames", "contains"), "one"),
@@ -28,8 +33,6 @@ _HOLDS: Mapping[str, Literal["one", "named", "one or listed"]] = {
 """How a keyword's value holds other schemas."""
 _NUMBERS = ("enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _WITHOUT_NUMBERS = frozenset((str, bool, type(None)))
-_NEEDS_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Control characters that have no short escape. No grammar's text has `\\u`."""
 _CHECKED = frozenset((*_NUMBERS, "minProperties", "$ref"))
 
 _Path = tuple["_Path", str | int] | None
@@ -40,8 +43,8 @@ _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
 
 
 def checked_text(schema: Any) -> str:
-    """A schema as compact JSON; {} for True. Raises GrammarRefused for one that is too large or too deep, or that holds
-    what would be accepted and not enforced."""
+    """A schema as compact JSON, with its patterns as llguidance enforces them; {} for True. Raises GrammarRefused for
+    one that is too large or too deep, or that holds what would be accepted and not enforced."""
     if schema is True:
         return "{}"
     if not isinstance(schema, dict):
@@ -63,7 +66,7 @@ def checked_text(schema: Any) -> str:
     for path, node in _subschemas(schema):
         if not _CHECKED.isdisjoint(node):
             _check_node(path, node)
-    return text
+    return _with_enforced_patterns(text) if "attern" in text else text
 
 
 def locate(schema: Any, reason: str) -> tuple[str, str]:
@@ -91,9 +94,18 @@ def locate(schema: Any, reason: str) -> tuple[str, str]:
                     return _written((path, keyword)), why
     for path, node in _subschemas(schema):
         pattern = node.get("pattern")
-        if isinstance(pattern, str) and len(pattern) > 1 and pattern in reason:
-            return _written((path, "pattern")), reason
+        if isinstance(pattern, str) and len(pattern) > 1 and (known := _as_given(pattern, reason)):
+            return _written((path, "pattern")), known
     return "", reason
+
+
+def _as_given(pattern: str, reason: str) -> str | None:
+    """The reason, with the pattern as its author wrote it; None for the reason to refuse something else."""
+    try:
+        written = enforced(pattern)
+    except ValueError:
+        return None
+    return reason.replace(written, pattern) if written in reason else None
 
 
 def _check_depth(schema: Any) -> None:
@@ -118,8 +130,8 @@ def _check_node(path: _Path, node: Mapping[str, Any]) -> None:
             why = f"'minProperties' is only supported up to one more than 'required' names ({named + 1} here)"
             raise GrammarRefused(why, _written((path, "minProperties")))
     for word in _NUMBERS:
-        if word in node and _has_large_integer(node[word]):
-            why = f"'{word}' has an integer beyond 2^53, which would be read as a 64-bit float"
+        if word in node and _has_inexact_number(node[word]):
+            why = f"'{word}' has a number beyond 2^53, or of too many digits, that may be read as another one"
             raise GrammarRefused(why, _written((path, word)))
     for word in ("enum", "const"):
         if word in node and _has_unwritten_text(node[word]):
@@ -131,22 +143,47 @@ def _check_node(path: _Path, node: Mapping[str, Any]) -> None:
         raise GrammarRefused(why, _written((path, "$ref")))
 
 
-def _has_large_integer(value: Any) -> bool:
-    """Whether llguidance, which reads numbers as 64-bit floats, may take an integer within `value` for another one."""
+def _has_inexact_number(value: Any) -> bool:
+    """Whether llguidance, which reads numbers as 64-bit floats, may take one within `value` for another one."""
     open_ = [value]
     while open_:
         item = open_.pop()
         if isinstance(item, dict | list):
             if not _WITHOUT_NUMBERS.issuperset(map(type, _items(item))):
                 open_ += _items(item)
-        elif isinstance(item, int) and abs(item) > MAX_INTEGER:
+        elif isinstance(item, int | float) and (abs(item) > MAX_INTEGER or not _is_read_exactly(item)):
             return True
     return False
 
 
-def is_written(text: str) -> bool:
-    """Whether an answer can hold `text` as a string."""
-    return _NEEDS_ESCAPE.search(text) is None
+def _is_read_exactly(number: float) -> bool:
+    if isinstance(number, int):
+        return True
+    _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
+    few = int("".join(map(str, digits))) <= MAX_INTEGER
+    return few and isinstance(exponent, int) and abs(exponent) <= MAX_EXPONENT
+
+
+def _with_enforced_patterns(text: str) -> str:
+    schema = json.loads(text)
+    changed = False
+    for path, node in list(_subschemas(schema)):
+        pattern, named = node.get("pattern"), node.get("patternProperties")
+        if isinstance(pattern, str):
+            node["pattern"] = _enforced(pattern, (path, "pattern"))
+            changed |= node["pattern"] != pattern
+        if isinstance(named, dict):
+            within: _Path = (path, "patternProperties")
+            node["patternProperties"] = {_enforced(key, (within, key)): value for key, value in named.items()}
+            changed |= node["patternProperties"].keys() != named.keys()
+    return json.dumps(schema, separators=(",", ":"), ensure_ascii=False) if changed else text
+
+
+def _enforced(pattern: str, path: _Path) -> str:
+    try:
+        return enforced(pattern)
+    except ValueError as error:
+        raise GrammarRefused(f"the pattern {error}", _written(path)) from None
 
 
 def _has_unwritten_text(value: Any) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from loraplex.serving.grammar.schema_rules import is_written
+from loraplex.serving.grammar.patterns import is_written
 
 MAX_CHARS = 16 << 10
 """Of the grammar's text."""
