@@ -25,8 +25,18 @@ from support.http.admin_plane import ADMIN_TOKEN
 from support.servers.shell import Shell, shell_in
 
 LONG_TENANT, LONG_ADAPTER = "q" * 63, "x" * 63
+OF_TENANT = {
+    "max_adapters",
+    "max_adapter_bytes",
+    "device_bytes_reserved",
+    "device_bytes_max",
+    "host_bytes_max",
+}
+LIMIT_VALUES = {"budget_period": "month", "device_bytes_reserved": 1 << 20}
 EVERY_LIMIT = [
-    f"{name}={'month' if name == 'budget_period' else 2**53 - 1}" for name in Limits.__dataclass_fields__
+    # No more than half of the device can be reserved.
+    f"{name}={LIMIT_VALUES.get(name, 2**53 - 1)}"
+    for name in Limits.__dataclass_fields__
 ]
 
 
@@ -229,7 +239,12 @@ class TestTables:
         models = [part for number in range(3) for part in ("--model", f"{number}" + "ü" * 199)]
         scopes = [part for scope in SCOPES for part in ("--scope", scope)]
         key = ("key", "create", "-t", LONG_TENANT, "--name", "ñ" * 200, "--expires-at", "2099-01-01")
-        of_key = [part for limit in EVERY_LIMIT if "adapter" not in limit for part in ("--limit", limit)]
+        of_key = [
+            part
+            for limit in EVERY_LIMIT
+            if not OF_TENANT & set(limit.split("="))
+            for part in ("--limit", limit)
+        ]
         shell.ok(*key, *models, *scopes, *of_key)
         for seed in (1, 2):
             folder = shell.adapter(f"seed{seed}", seed=seed)

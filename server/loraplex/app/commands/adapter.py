@@ -52,7 +52,7 @@ def create_adapter_commands() -> typer.Typer:
         no_args_is_help=True, help="Upload, import, fetch, list, show, delete and pin adapters."
     )
     app.command("push", help="Upload a PEFT directory as the next version of NAME.")(admin_command(push))
-    app.command("import", help="Have the server fetch the next version of NAME from a place that it allows.")(
+    app.command("import", help="Have the server fetch NAME's next version from an allowed place.")(
         admin_command(import_)
     )
     app.command("pull", help="Fetch a version's two files into a directory, as they were uploaded.")(
