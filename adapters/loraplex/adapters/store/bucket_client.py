@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,7 +91,7 @@ class BucketClient:
         """An object's content, one part at a time; it ends early where the object is gone."""
         for start in range(0, size, PART_BYTES):
             end = min(size, start + PART_BYTES)
-            part = self._repeat(lambda start=start, end=end: self._part(key, start, end))  # type: ignore[misc]
+            part = self._repeat(partial(self._part, key, start, end))
             if part is None:
                 return
             yield part

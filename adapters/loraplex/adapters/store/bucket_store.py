@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -161,7 +162,7 @@ class BucketStore:
         was_there = self.holds(digest)
         for name in (CONFIG_NAME, TENSORS_NAME):
             self.fault(FaultPoint.BUCKET_DELETE, Path(_key(digest, name)))
-            self._changing(lambda name=name: self._client.delete(_key(digest, name)))  # type: ignore[misc]
+            self._changing(partial(self._client.delete, _key(digest, name)))
         with contextlib.suppress(OSError):
             self._cache.delete(digest)
         return was_there
@@ -190,7 +191,7 @@ class BucketStore:
         sha = hashlib.sha256(DIGEST_SALT)
         for found in (config, tensors):
             sha.update(length_bytes(found.size))
-            self._reading(lambda found=found: self._hash(found, sha))  # type: ignore[misc]
+            self._reading(partial(self._hash, found, sha))
         check_digest(digest, sha.hexdigest())
 
     def _hash(self, found: BucketObject, sha: hashlib._Hash) -> None:
@@ -216,9 +217,7 @@ class BucketStore:
                 with disk_failures_named():
                     self.fault(FaultPoint.RECEIVE_CREATE, path)
                     create_file(path).close()
-                is_whole = self._reading(
-                    lambda found=found, path=path: self._client.get_file(found.key, found.size, path)  # type: ignore[misc]
-                )
+                is_whole = self._reading(partial(self._client.get_file, found.key, found.size, path))
                 if not is_whole:
                     raise ArtifactMissing(f"the store holds no artifact {digest[:12]!r}")
             check_digest(digest, digest_upload(*paths))
