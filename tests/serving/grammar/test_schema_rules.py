@@ -153,3 +153,26 @@ def test_long_names_above_many_schemas_cost_no_square_of_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "place"),
+    [
+        ({"type": "string", "pattern": "^a\u0001b$"}, "x.a/b.pattern"),
+        ({"const": 2**53 + 1}, "x.a/b.const"),
+        ({"anyOf": [{"enum": ["a\u0001"]}]}, "x.a/b.anyOf[0].enum"),
+        ({"type": "object", "minProperties": 3}, "x.a/b.minProperties"),
+    ],
+)
+def test_what_a_reference_names_is_checked_wherever_it_is(hidden: Any, place: str) -> None:
+    """Behind a keyword that is none, which no walk over keywords finds."""
+    schema = {"type": "object", "properties": {"p": {"$ref": "#/x/a~1b"}}, "x": {"a/b": hidden}}
+    assert refused(schema).path == place
+
+
+def test_references_that_lead_to_each_other_or_nowhere_are_walked_once() -> None:
+    schema = {
+        "$ref": "#/x/0",
+        "x": [{"$ref": "#/x/1"}, {"$ref": "#/x/0", "anyOf": [{"$ref": "#/y"}, {"$ref": "#"}]}],
+    }
+    builders.json_schema(schema)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from loraplex.serving.errors import GrammarRefused
 from loraplex.serving.grammar.patterns import enforced, is_written
@@ -198,14 +199,18 @@ def _has_unwritten_text(value: Any) -> bool:
 
 
 def _subschemas(schema: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
-    """Each schema in the schema, with its path."""
+    """Each schema in the schema once, with its path, and what a `$ref` names that no keyword holds."""
     open_: list[tuple[_Path, Any]] = [(None, schema)]
+    seen: set[int] = set()
     while open_:
         path, node = open_.pop()
-        if not isinstance(node, dict):
+        if not isinstance(node, dict) or id(node) in seen:
             continue
+        seen.add(id(node))
         yield path, node
         inner: list[tuple[_Path, Any]] = []
+        if isinstance(reference := node.get("$ref"), str):
+            inner.append(_referenced(schema, reference))
         for name, value in node.items():
             holds = _HOLDS.get(name)
             if holds is None:
@@ -219,6 +224,27 @@ def _subschemas(schema: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
             elif isinstance(value, list) and holds == "one or listed":
                 inner += [((within, index), listed) for index, listed in enumerate(value)]
         open_ += reversed(inner)
+
+
+def _referenced(schema: Any, reference: str) -> tuple[_Path, Any]:
+    """What a JSON pointer behind `#` names in the whole schema, with its path; None where it names nothing."""
+    path: _Path = None
+    node = schema
+    for part in unquote(reference.partition("#")[2]).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict):
+            node, path = node.get(key), (path, key)
+        elif (
+            isinstance(node, list)
+            and key.isascii()
+            and key.isdigit()
+            and len(key) < 6
+            and int(key) < len(node)
+        ):
+            node, path = node[int(key)], (path, int(key))
+        else:
+            return None, None
+    return path, node
 
 
 def _written(path: _Path) -> str:
