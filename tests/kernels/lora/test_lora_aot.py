@@ -13,17 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.lora import (
-    triton_add_norm,
-    triton_expand,
-    triton_gated,
-    triton_lora,
-    triton_readers,
-    triton_shrink,
-)
+from loraplex.kernels.lora import triton_expand, triton_lora, triton_shrink
+from loraplex.kernels.lora.readers import triton_add_norm, triton_gated, triton_readers
+from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.triton_lora import TritonLora
-from loraplex.kernels.lora.triton_readers import FusedReaders
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 from loraplex.kernels.lora.types import Scratch
 from support.kernels.lora_arena import make_arena
@@ -93,7 +87,7 @@ def readers_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> lis
     found: list[Variant] = []
 
     def keep(name: str, module: str, arguments: dict[str, Any]) -> None:
-        path = f"loraplex.kernels.lora.{module}:{name}"
+        path = f"loraplex.kernels.lora.readers.{module}:{name}"
         of = f"{name}, {NAMES[dtype]}"
         found.append(launched_variant(of, path, arguments, unspecialised=UNSPECIALISED))
 

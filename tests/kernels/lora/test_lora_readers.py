@@ -12,9 +12,9 @@ import torch
 
 from loraplex.kernels.layers import triton_activation, triton_norm
 from loraplex.kernels.lora.overlap import OverlappedLora
+from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
-from loraplex.kernels.lora.triton_readers import FusedReaders
 from loraplex.kernels.lora.triton_tiling import ROW_ROWS, LoraTiling
 from loraplex.kernels.lora.types import Scratch, Segment
 from support.kernels.lora_arena import ManualArena, decode, lengths, make_arena

@@ -22,7 +22,7 @@ from loraplex.engine.execution.packed_inputs import PackedSource, Replay
 from loraplex.engine.model.base import ForwardBatch, KVCache, Model
 from loraplex.kernels.attention.kernel import AttentionKernel, RecordableAttention
 from loraplex.kernels.lora.overlap import Lane, OverlappedLora
-from loraplex.kernels.lora.triton_readers import FusedReaders
+from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
 _SIZES = (1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 64))

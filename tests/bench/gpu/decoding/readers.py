@@ -11,9 +11,9 @@ import torch
 
 from bench.gpu.lora import LLAMA_8B, TOLERANCE, distinct
 from bench.gpu.timing import relative_error
+from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.triton_lora import TritonLora
-from loraplex.kernels.lora.triton_readers import FusedReaders
 from loraplex.kernels.lora.triton_tiling import LoraTiling
 from loraplex.kernels.lora.types import Scratch
 from support.kernels.lora_arena import lengths, make_arena

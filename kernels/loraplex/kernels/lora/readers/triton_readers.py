@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 import triton
 
-from loraplex.kernels.lora.triton_add_norm import expand_norm
-from loraplex.kernels.lora.triton_gated import expand_gated
+from loraplex.kernels.lora.readers.triton_add_norm import expand_norm
+from loraplex.kernels.lora.readers.triton_gated import expand_gated
 from loraplex.kernels.lora.triton_lora import LoraLauncher
 
 _BASE_COLUMNS = 1024
