@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.engine.execution.control_groups import ControlGroups
+from loraplex.engine.control_groups import ControlGroups
 from loraplex.engine.execution.threads import set_threads
 
 MAX = "max 100000"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from loraplex.app.factory import artifact_dir
 from loraplex.app.settings import Settings
-from loraplex.engine.execution.control_groups import ControlGroups
+from loraplex.engine.control_groups import ControlGroups
 
 _TIME_ERROR = 5
 """Of adjtimex: the clock is not synchronised."""

@@ -9,7 +9,7 @@ import torch
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import BLOCK_SIZE
-from loraplex.engine.execution.control_groups import ControlGroups
+from loraplex.engine.control_groups import ControlGroups
 from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.model.base import KVCache, ModelShape

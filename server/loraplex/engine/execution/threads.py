@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from loraplex.engine.execution.control_groups import ControlGroups
+from loraplex.engine.control_groups import ControlGroups
 
 
 def set_threads(asked: int, groups: ControlGroups | None = None) -> str:
