@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from bench.gpu.case import Bench, Case
+from support.kernels.ordered_dots import order_dots
 
 
 def main() -> None:
@@ -35,6 +36,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
+        order_dots()  # cases compare bits
     bench = Bench(device, lambda building: print(json.dumps({"building": building}), file=answers))
     listed = [{"key": case.key, "limit_s": case.limit_s, "alone": case.alone} for case in cases.values()]
     answers.write(json.dumps({"cases": listed, "environment": environment(device)}) + "\n")
