@@ -1,17 +1,20 @@
 """Schemas of a folder in a mixed batch on the real server: what comes out, and what it costs the others.
 
     PYTHONPATH=tests python -m bench.structured_output FOLDER [--schemas 1000] [--compared 1000] [--streams 16]
-        [--max-tokens 400] [--hostile-rate 2] [--threads 0]
+        [--max-tokens 400] [--block 24] [--hostile-rate 2] [--threads 0]
 
 FOLDER holds JSON files, each a schema or an object with one under "schema", such as JSONSchemaBench's. Starts `loraplex
 serve` with the quickstart's model and eight adapters. Of `streams` requests at a time three quarters have a schema, the
 rest are free: the neighbours. All sample at temperature 1. Schemas go in blocks. Each block of the first `compared`
-schemas runs with them, again with them now that the server knows them, and then the same prompts without them for as
-many tokens as each answer had. The last run is as the one before, beside another tenant's hostile schemas, some a
-second. That tenant has spent before what it may spend at once: what is measured is what it costs from then on. The
-other blocks are only judged. `threads` are those of the forward pass, 0 for all cores: with fewer, cores are left for
-schemas, as on a machine with a GPU. Prints a table. Ends with 1 if an answer that finished does not fit its schema, if
-one that was cut ends in white space, or if one failed.
+schemas runs in five phases: "new", with the schemas; then, in an order that changes from block to block, "known", the
+same again; "free", the same prompts without schemas for as many tokens as each answer had; "hostile", the free ones
+beside another tenant's hostile schemas, some a second; and "refused", the free ones beside as many requests of that
+tenant, of the same sizes, that are refused for a field before their schema is read. The hostile tenant has spent before
+what it may spend at once: what is measured is what it costs from then on. The other blocks are only judged. `threads`
+are those of the forward pass, 0 for all cores: with fewer, cores are left for schemas, as on a machine with a GPU.
+Prints tables: of each phase the median and the quartiles, over the blocks, of its ratio to "free", and the CPU time of
+each process for a second of the phase. Ends with 1 if an answer that finished does not fit its schema, if one that was
+cut ends in white space, or if one failed.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import httpx
 
 from loraplex.app.base_model.source import ensure_model
 from support.models.json_judge import runs_away, verdict
+from support.servers.cpu_times import CpuTimes
 from support.servers.live_server import (
     EXAMPLE_ADAPTERS,
     EXAMPLES,
@@ -43,7 +47,7 @@ from support.servers.live_server import (
     write_real_adapter,
 )
 
-BLOCK = 48
+PHASES = ("new", "known", "free", "hostile", "refused")
 PROMPT_CHARS = 600
 RANDOM_ADAPTERS = 5
 QUESTION = "Invent an example. Answer with JSON that fits this schema: "
@@ -60,11 +64,12 @@ class Answer:
 
 @dataclass
 class Phase:
-    """Tokens of the asked answers, seconds, and seconds between two chunks of the neighbours."""
+    """Tokens of the asked answers, seconds, seconds between two chunks of the neighbours, CPU seconds by process."""
 
     tokens: int = 0
     seconds: float = 0.0
     gaps: list[float] = field(default_factory=list)
+    cpu_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def pace(self) -> float:
@@ -79,9 +84,7 @@ class Phase:
 class Tally:
     ends: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
-    phases: dict[str, Phase] = field(
-        default_factory=lambda: {name: Phase() for name in ("new", "known", "without", "hostile", "judged")}
-    )
+    blocks: list[dict[str, Phase]] = field(default_factory=list)
     wrong: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -164,6 +167,7 @@ def hostile(number: int) -> dict[str, Any]:
 class Bench:
     def __init__(self, server: LiveServer, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
+        self.cpu_times = CpuTimes(server)
         for tenant in ("acme", "hostile"):
             server.create_tenant(tenant)
         self.models = [SERVED_NAME, *self._adapters(server)]
@@ -188,30 +192,44 @@ class Bench:
 
     async def run(self, schemas: list[tuple[str, Any]]) -> Tally:
         await self.spend()
-        blocks = [schemas[start : start + BLOCK] for start in range(0, len(schemas), BLOCK)]
+        size = self.arguments.block
+        blocks = [schemas[start : start + size] for start in range(0, len(schemas), size)]
         for number, block in enumerate(blocks):
-            compared = number * BLOCK < self.arguments.compared
+            new = Phase()
             asked = [self._constrained(place, schema) for place, (_, schema) in enumerate(block)]
-            answers = await self._phase("new" if compared else "judged", asked)
+            answers = await self._run(new, asked)
             for (name, schema), answer in zip(block, answers, strict=True):
                 self._judge(name, schema, answer)
             print(f"{number + 1} of {len(blocks)}: {dict(self.tally.ends)}", file=sys.stderr, flush=True)
-            if not compared:
-                continue
-            again = [self._constrained(place, schema) for place, (_, schema) in enumerate(block)]
-            await self._phase("known", again)
-            lengths = [
-                (place, schema, answer.tokens)
-                for place, ((_, schema), answer) in enumerate(zip(block, answers, strict=True))
-            ]
-            await self._phase("without", [self._free(*each) for each in lengths if each[2]])
-            flood = asyncio.create_task(self._flood())
-            await self._phase("hostile", [self._free(*each) for each in lengths if each[2]])
-            flood.cancel()
-            await asyncio.gather(flood, return_exceptions=True)
+            if number * size < self.arguments.compared:
+                lengths = [answer.tokens for answer in answers]
+                self.tally.blocks.append({"new": new, **await self._compare(block, lengths, number)})
         for client in self.clients:
             await client.aclose()
         return self.tally
+
+    async def _compare(
+        self, block: list[tuple[str, Any]], lengths: list[int], number: int
+    ) -> dict[str, Phase]:
+        """The other phases of a block, which begin with another one in each block."""
+        phases = {name: Phase() for name in PHASES[1:]}
+        start = number % len(phases)
+        for name in [*PHASES[1:], *PHASES[1:]][start : start + len(phases)]:
+            if name == "hostile":
+                await self.spend()  # what was paid back meanwhile
+            flood = asyncio.create_task(self._flood(name == "hostile")) if name in PHASES[3:] else None
+            if name == "known":
+                bodies = [self._constrained(place, schema) for place, (_, schema) in enumerate(block)]
+            else:
+                each = enumerate(zip(block, lengths, strict=True))
+                bodies = [
+                    self._free(place, schema, tokens) for place, ((_, schema), tokens) in each if tokens
+                ]
+            await self._run(phases[name], bodies)
+            if flood is not None:
+                flood.cancel()
+                await asyncio.gather(flood, return_exceptions=True)
+        return phases
 
     def _constrained(self, place: int, schema: Any) -> dict[str, Any]:
         wanted = {"type": "json_schema", "json_schema": {"name": "bench", "schema": schema, "strict": True}}
@@ -225,9 +243,8 @@ class Bench:
         prompt = f"{next(self.numbers)}. {QUESTION}{json.dumps(schema)[:PROMPT_CHARS]}"
         return body_of(self.models[place % len(self.models)], prompt, place, max_tokens, **fields)
 
-    async def _phase(self, name: str, bodies: list[dict[str, Any]]) -> list[Answer]:
+    async def _run(self, phase: Phase, bodies: list[dict[str, Any]]) -> list[Answer]:
         """All of these, some at a time, beside the neighbours."""
-        phase = self.tally.phases[name]
         neighbours = max(1, self.arguments.streams // 4)
         beside = [asyncio.create_task(self._neighbour(phase.gaps, place)) for place in range(neighbours)]
         turns = asyncio.Semaphore(self.arguments.streams - neighbours)
@@ -236,10 +253,11 @@ class Bench:
             async with turns:
                 return await ask(self.clients[0], body)
 
-        began = time.perf_counter()
+        before, began = self.cpu_times.read(), time.perf_counter()
         answers = await asyncio.gather(*map(one, bodies))
-        phase.seconds += time.perf_counter() - began
-        phase.tokens += sum(answer.tokens for answer in answers)
+        phase.seconds = time.perf_counter() - began
+        phase.cpu_s = self.cpu_times.since(before)
+        phase.tokens = sum(answer.tokens for answer in answers)
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
@@ -252,23 +270,24 @@ class Bench:
 
     async def spend(self) -> None:
         """Until the hostile tenant is told to come again later."""
-        while await self._hostile() != 429:
+        while await self._hostile(schema_is_read=True) != 429:
             pass
 
-    async def _hostile(self) -> int:
+    async def _hostile(self, *, schema_is_read: bool) -> int:
+        """The status of the answer to a hostile schema. Where it is not read, `top_p` is refused before."""
         wanted = {
             "type": "json_schema",
             "json_schema": {"name": "bench", "schema": hostile(next(self.numbers))},
         }
-        body = body_of(SERVED_NAME, "hi", 0, 1, response_format=wanted)
+        body = body_of(SERVED_NAME, "hi", 0, 1, response_format=wanted, top_p=1 if schema_is_read else 2)
         asked = {**body, "stream": False, "stream_options": None}
         return (await self.clients[1].post("/v1/chat/completions", json=asked)).status_code
 
-    async def _flood(self) -> None:
+    async def _flood(self, schema_is_read: bool) -> None:
         """One hostile schema after the other, by the clock; what a refusal says of trying again is passed over."""
         began = time.perf_counter()
         for number in itertools.count(1):
-            await self._hostile()
+            await self._hostile(schema_is_read=schema_is_read)
             due = began + number / self.arguments.hostile_rate
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
@@ -290,7 +309,7 @@ class Bench:
 
 
 def show(tally: Tally) -> None:
-    ends, phases = tally.ends, tally.phases
+    ends = tally.ends
     finished = ends["valid"] + ends["wrong"]
     print("| what | number |\n|---|---|")
     print(f"| valid of finished | {ends['valid']} of {finished} |")
@@ -298,24 +317,36 @@ def show(tally: Tally) -> None:
         print(f"| {end} | {ends[end]} |")
     for reason, number in tally.refusals.most_common(30):
         print(f"| {reason} | {number} |")
-    print(
-        "\n| phase | tokens | tokens/s | ÷ without | neighbours' gap p99 | ÷ without |\n|---|---|---|---|---|---|"
-    )
-    plain = phases["without"]
-    for name in ("new", "known", "without", "hostile"):
-        phase = phases[name]
-        ratios = [f"{a / b:.3f}" if b else "" for a, b in ((phase.pace, plain.pace), (phase.p99, plain.p99))]
-        cells = [
-            name,
-            str(phase.tokens),
-            f"{phase.pace:.1f}",
-            ratios[0],
-            f"{phase.p99 * 1000:.1f} ms",
-            ratios[1],
-        ]
-        print(f"| {' | '.join(cells)} |")
+    if tally.blocks:
+        show_phases(tally.blocks)
     for name, text in tally.wrong:
         print(f"\nwrong: {name}: {text!r}")
+
+
+def show_phases(blocks: list[dict[str, Phase]]) -> None:
+    print("\n| phase | tokens | tokens/s | ÷ free | gap p99, ms | ÷ free |\n|---|---|---|---|---|---|")
+    for name in PHASES:
+        phases = [block[name] for block in blocks]
+        pace = sum(phase.tokens for phase in phases) / sum(phase.seconds for phase in phases)
+        paces = quartiles([block[name].pace / block["free"].pace for block in blocks])
+        gaps = quartiles([block[name].p99 / block["free"].p99 for block in blocks if block["free"].p99])
+        gap = statistics.median(phase.p99 for phase in phases) * 1000
+        tokens = sum(phase.tokens for phase in phases)
+        print(f"| {name} | {tokens} | {pace:.1f} | {paces} | {gap:.1f} | {gaps} |")
+    processes = list(blocks[0]["new"].cpu_s)
+    print(f"\n| CPU ms a second | {' | '.join(processes)} |\n|---|{'---|' * len(processes)}")
+    for name in PHASES:
+        seconds = sum(block[name].seconds for block in blocks)
+        used = [sum(block[name].cpu_s[process] for block in blocks) for process in processes]
+        print(f"| {name} | {' | '.join(f'{each / seconds * 1000:.1f}' for each in used)} |")
+
+
+def quartiles(values: list[float]) -> str:
+    """The median, and the quartiles where there are enough values for them."""
+    if len(values) < 4:
+        return f"{statistics.median(values):.3f}" if values else ""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
@@ -323,6 +354,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--schemas", type=int, default=1000)
     parser.add_argument("--compared", type=int, default=1000)
+    parser.add_argument("--block", type=int, default=24)
     parser.add_argument("--hostile-rate", type=float, default=2)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=400)
