@@ -87,7 +87,7 @@ $(STAMP)-dev: $(STAMP)
 	@touch $@
 
 # Clients that others wrote, and the transformers of a GPU machine, each in a place of its own; the tests that need them are skipped without.
-clients: $(foreach client,langchain litellm litellm_proxy node openai_agents pydantic_ai instructor guidellm lm_eval vllm_tests codex claude_code llm_comply transformers_gpu,$(CLIENTS)/$(client)/.installed)
+clients: $(foreach client,langchain litellm litellm_proxy node openai_agents pydantic_ai instructor guidellm lm_eval vllm_tests codex claude_code llm_comply transformers_gpu trl,$(CLIENTS)/$(client)/.installed)
 
 # guidellm, lm-eval and vLLM's own entrypoint tests against a real server: docs/compatibility.md.
 outside: $(STAMP)-dev clients

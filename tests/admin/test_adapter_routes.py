@@ -171,8 +171,7 @@ async def test_version_that_takes_traffic_is_prefetched(
     plane.make_tenant("acme")
     first = (await push(admin, adapter_files(tmp_path / "a", seed=1))).json()["digest"]
     second = (await push(admin, adapter_files(tmp_path / "b", seed=2))).json()["digest"]
-    assert plane.engine.prefetches == [first, second]
-    plane.engine.prefetches.clear()
+    assert plane.engine.prefetches == [], "an upload's check has loaded it"
     path = "/tenants/acme/adapters/support/release"
     targets = [{"version": "v1", "weight": 0}, {"version": "v2", "weight": 1}]
     assert (await admin.put(path, json={"targets": targets})).status_code == 200
@@ -291,6 +290,7 @@ class TestEngine:
                 await admin.get("/cache", params={"limit": 3} | ({"cursor": cursor} if cursor else {}))
             ).json()
             rows += page["data"]
+            assert plane.engine.looked_up == {row["digest"] for row in page["data"]}, "no more than the page"
             if not (cursor := page["next_cursor"]):
                 break
         assert [(r["tenant_id"], r["version"]) for r in rows] == [

@@ -388,3 +388,10 @@ def test_no_answer_is_a_409() -> None:
         503,
         504,
     }
+
+
+def test_readiness_says_that_adapters_are_being_warmed(own: DataPlane) -> None:
+    assert own.http.get(f"{own.url}/readyz").json() == {"status": "ok"}
+    own.engine.warming = True
+    assert own.http.get(f"{own.url}/readyz").json() == {"status": "ok", "warming": True}
+    assert own.http.get(f"{own.url}/livez").json() == {"status": "ok"}

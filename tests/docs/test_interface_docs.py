@@ -208,6 +208,7 @@ def a_scrape(*, tenant_data: bool) -> dict[str, tuple[str, frozenset[str]]]:
     metrics.limits_decided("rate_limit_exceeded", 0.001, ReachedLimit("tenant", "requests"))
     metrics.responded(200)
     metrics.admin_changed("release.set")
+    metrics.version_checked("rejected")
     metrics.stream_cut("gone")
     tasks = BackgroundTasks()
     tasks.watch(TaskState("a task"))

@@ -24,7 +24,7 @@ from loraplex.serving.errors import (
     EngineUnavailable,
     ServingError,
 )
-from support.engine.fake_core import CRASH, DAMAGED, build_fake_engine, fake_tokens
+from support.engine.fake_core import CRASH, DAMAGED, SLOW, build_fake_engine, fake_tokens
 
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parent.parent / "support" / "engine" / "fake_core.py"))
 LONG = 1_000_000
@@ -124,6 +124,42 @@ async def test_the_first_event_tells_where_the_adapter_was(client: EngineClient)
     async with asyncio.timeout(5):
         while client.adapter_state(adapter(1).digest) != "hot":
             await client.stats()
+
+
+async def test_sites_are_measured_with_the_tenants_own_weight_and_one_version_at_a_time(
+    client: EngineClient,
+) -> None:
+    stream = client.submit(replace(ask("r", LONG), weight=2.5))[0]
+    await first(stream)
+    found = await asyncio.gather(*(client.measure_sites(adapter(n), tenant="acme") for n in (1, 2, 1)))
+    assert [outputs.sites for outputs in found] == [((0, adapter(n).name),) for n in (1, 2, 1)]
+    assert client.weights == {"acme": 2.5}
+    stream.abort()
+    await read(stream)
+
+
+async def test_a_version_that_cannot_be_loaded_has_no_outputs(client: EngineClient) -> None:
+    found = await client.measure_sites(replace(adapter(1), name=DAMAGED), tenant="acme")
+    assert (found.sites, found.failure) == ((), "its stored bytes are damaged")
+
+
+@pytest.mark.parametrize("kind", ["inprocess"])
+async def test_a_measurement_that_is_given_up_leaves_no_request(kind: str) -> None:
+    client = make_client(kind)
+    await client.start()
+    blocking = client.submit(ask("slow", prompt=(SLOW, 3)))[0]
+    measuring = asyncio.create_task(client.measure_sites(adapter(1), tenant="acme"))
+    await asyncio.sleep(0)
+    assert client.num_live == 2
+    measuring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await measuring
+    await read(blocking)
+    while client.num_live:
+        await client.stats()
+    await client.close()
+    with pytest.raises(EngineUnavailable):
+        await client.measure_sites(adapter(1), tenant="acme")
 
 
 async def test_a_prefetched_adapter_is_there_before_it_is_asked_for(client: EngineClient) -> None:

@@ -51,12 +51,13 @@ async def admit_version(
     by: Actor,
     source: str | None = None,
     release: bool = False,
+    wait: bool = True,
 ) -> tuple[VersionInfo, bool]:
     """The version that the received files are, and whether it is new. `source` and `release` are those of
-    `Catalog.admit`.
+    `Catalog.admit`. With `wait` it is ready; otherwise it may be `validating`, and is checked in the background.
 
-    Raises Problem (503) where too many uploads are on their way, what `receive` raises, and what `Catalog.check_upload`
-    and `Catalog.admit` raise.
+    Raises Problem (503) where too many uploads are on their way, what `receive` raises, what `Catalog.check_upload` and
+    `Catalog.admit` raise, and with `wait` what `VersionChecks.wait` raises.
     """
     gate = services.upload_gate
     room = await services.database.run(services.catalog.check_upload, tenant, name)
@@ -65,6 +66,9 @@ async def admit_version(
             admitted = partial(_admit, services, staged, received, by, source, release)
             info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
     await _pin_again(services, info.digest)
+    if info.state == "validating" and services.checks is not None:
+        services.checks.start(info)
+        return (await services.checks.wait(info) if wait else info), is_new
     # It is asked for soon, if only to try it.
     services.engine.prefetch([info.ref()])
     if is_new and services.retention is not None:
@@ -98,6 +102,7 @@ def _admit(
         serving=received.serving,
         source=source,
         release=release,
+        check=services.checks is not None,
         by=by,
     )
     staged.admitted(info.bytes if is_new else 0)

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Protocol
 
 import structlog
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.admin.services import AdminServices
+from loraplex.control.catalog.adapters import Catalog
+from loraplex.control.db.database import Database
 from loraplex.control.types import Removal
+from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.errors import EngineUnavailable, ServingError
 
 log = structlog.get_logger("loraplex.admin")
 
 
-async def evict_removed(services: AdminServices, removal: Removal) -> None:
+class EngineAndCatalog(Protocol):
+    """The services that are used here."""
+
+    @property
+    def database(self) -> Database: ...
+    @property
+    def catalog(self) -> Catalog: ...
+    @property
+    def engine(self) -> EngineClient: ...
+
+
+async def evict_removed(services: EngineAndCatalog, removal: Removal) -> None:
     """Evict the deleted bytes from the engine's memory, and remove the pins of deleted versions. The deletion stands
     also where the engine fails: unused bytes are evicted later as any others, and an engine that is away comes back
     without the pins."""
@@ -30,7 +44,7 @@ async def evict_removed(services: AdminServices, removal: Removal) -> None:
             log.warning("unpin_failed", digest=digest[:12], reason=error.message)
 
 
-async def unpin_unused(services: AdminServices, digest: str) -> None:
+async def unpin_unused(services: EngineAndCatalog, digest: str) -> None:
     """Unpin bytes in the engine, unless another version with the same bytes is pinned.
     Raises DatabaseUnavailable, DatabaseBusy, ServingError."""
     pinned = await services.database.run(services.catalog.pinned)

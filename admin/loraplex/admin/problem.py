@@ -1,9 +1,9 @@
 """Every error of the admin plane, and the one place where lower layers' errors become HTTP answers.
 
 The body is a problem document (RFC 9457): `type`, `title`, `status`, `detail`, and ours: `code`, `param` (the field
-at fault), and for a refused adapter `report` and `feature`. Lower layers raise `LoraplexError`s with a `code`; the
-table here says which answer a code is. An error that is not in the table is our own bug: a 500 that reveals no
-internals.
+at fault), for a refused adapter `report` and `feature`, and `version` where a version was made. Lower layers raise
+`LoraplexError`s with a `code`; the table here says which answer a code is. An error that is not in the table is our own
+bug: a 500 that reveals no internals.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from loraplex.adapters.errors import AdapterRefused, LoraplexError, RefusalCode
 from loraplex.adapters.store.files import shown
+from loraplex.control.errors import NumbersUnchecked, VersionRejected
 from loraplex.http.errors import (
     BearerInvalid,
     BodyEncoded,
@@ -62,6 +63,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "server_overloaded": (503, "The server has too much to do"),
     "database_unavailable": (503, "The database cannot be reached now"),
     "adapter_unavailable": (503, "The adapter cannot be used now"),
+    "numbers_unchecked": (503, "The adapter's numbers are not checked yet"),
     "engine_restarting": (503, "The engine is not there now"),
     "draining": (503, "The server is shutting down"),
     "source_unavailable": (503, "The source cannot be read now"),
@@ -132,6 +134,8 @@ def from_exception(error: BaseException) -> Problem:
         extra["report"] = error.report
         if error.feature is not None:
             extra["feature"] = error.feature
+    if isinstance(error, VersionRejected | NumbersUnchecked):
+        extra["version"] = error.version
     return Problem(
         str(code),
         error.message,

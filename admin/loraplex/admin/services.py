@@ -13,6 +13,7 @@ from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.admin.change_rate_limit import ChangeRateLimit
 from loraplex.admin.problem import Problem
 from loraplex.admin.uploads.serving_field import CheckFormats
+from loraplex.admin.version_checks import VersionChecks
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.adapters import Catalog
@@ -96,6 +97,7 @@ class AdminServices:
     download_gate: DownloadGate = field(default_factory=DownloadGate)
     report_gate: ReportGate = field(default_factory=ReportGate)
     change_limit: ChangeRateLimit = field(default_factory=ChangeRateLimit)
+    checks: VersionChecks | None = None
     on_change: Callable[[str], None] = lambda action: None
     """Called with the audit log's name of each change that was made."""
     check_formats: CheckFormats = lambda tool_format, reasoning_format: None

@@ -30,6 +30,7 @@ from loraplex.admin.app import (
 )
 from loraplex.admin.runtime_loading import RuntimeLoading
 from loraplex.admin.services import AdminServices
+from loraplex.admin.version_checks import VersionChecks
 from loraplex.api.application import create_data_app, create_starting_data_app
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
@@ -49,6 +50,7 @@ from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.releases import Releases
 from loraplex.control.catalog.resolver import Resolver
 from loraplex.control.catalog.retention import Retention
+from loraplex.control.catalog.validation import Validation
 from loraplex.control.db.database import Database
 from loraplex.control.db.outage import DatabaseHealth
 from loraplex.control.limits.budget_store import BudgetStore
@@ -93,6 +95,7 @@ class Installation:
     key_cache: KeyCache
     key_use: KeyUse
     catalog: Catalog
+    validation: Validation
     releases: Releases
     resolver: Resolver
     database_health: DatabaseHealth
@@ -121,6 +124,7 @@ class Apps:
     metrics: Metrics
     limits: RequestLimits
     grammars: GrammarChecker
+    checks: VersionChecks
     tracing: Tracing | None
 
 
@@ -249,6 +253,7 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
         key_cache=KeyCache(database, pepper, token, staleness_s=staleness_s, on_use=key_use.note),
         key_use=key_use,
         catalog=catalog,
+        validation=Validation(database, artifacts, base),
         releases=Releases(database),
         resolver=Resolver(
             database, served_name=served_name, started_at=int(time.time()), staleness_s=staleness_s
@@ -343,13 +348,23 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
     metrics.watch_background(installation.background)
     metrics.watch_disks(_written_directories(settings))
     metrics.expect_changes(route.action for route in admin_routes() if route.action is not None)
-    _show_usage(metrics, installation)
+    metrics.watch_usage(installation.usage_journal, installation.usage_writer)
     info = engine.info
     budgets = Budgets(BudgetStore(installation.database), installation.database.run)
     tasks = installation.background
     limiter = make_limiter(settings, metrics.limiter, tasks)
     limits = RequestLimits(limiter, budgets, server=_server_limits(settings), background=tasks)
     text = TextProcessor(installation.model_dir, max_model_len=info.max_model_len)
+    retention = Retention(installation.database, installation.artifacts, settings.keep_versions)
+    checks = VersionChecks(
+        database=installation.database,
+        catalog=installation.catalog,
+        validation=installation.validation,
+        store=installation.store,
+        engine=engine,
+        retention=retention,
+        on_outcome=metrics.version_checked,
+    )
     admin_services = AdminServices(
         database=installation.database,
         tenants=installation.tenants,
@@ -361,7 +376,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         audit=AuditLog(installation.database),
         engine=engine,
         sources=AllowedSources(settings.adapter_sources),
-        retention=Retention(installation.database, installation.artifacts, settings.keep_versions),
+        retention=retention,
         max_upload_bytes=settings.max_adapter_upload,
         on_change=metrics.admin_changed,
         check_formats=partial(check_named_formats, text),
@@ -424,14 +439,6 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         metrics=metrics,
         limits=limits,
         grammars=grammars,
+        checks=checks,
         tracing=tracing,
     )
-
-
-def _show_usage(metrics: Metrics, installation: Installation) -> None:
-    journal, writer = installation.usage_journal, installation.usage_writer
-    writer.on_written = metrics.usage_written.inc
-    metrics.usage_waiting.set_function(lambda: writer.num_waiting)
-    metrics.usage_lag.set_function(lambda: writer.lag_s)
-    metrics.usage_journal.set_function(lambda: journal.num_bytes)
-    metrics.usage_full.set_function(lambda: float(journal.full))

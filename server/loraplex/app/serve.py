@@ -29,12 +29,12 @@ from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.tasks.damage_reports import DamageReports
 from loraplex.app.tasks.tenant_weights import WeightWatch
+from loraplex.app.tasks.warming import Warming
 from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.demand import Demand
 
-MAX_PREFETCHED_RELEASES = 256
-"""Adapters that a start brings nearer before anybody asks, as far as there is room."""
 LAST_EVENTS_S = 2.0
 """How long a client may take to read why its answer was cut."""
 
@@ -44,6 +44,7 @@ ENGINE_LEVELS = {
     "engine_restart_failed": logging.ERROR,
     "engine_gave_up": logging.ERROR,
     "engine_spare_failed": logging.WARNING,
+    "pin_not_loaded": logging.WARNING,
 }
 
 
@@ -96,11 +97,21 @@ async def _serve(installation: Installation, ports: Ports) -> int:
     stop = _StopSignals()
     with stop.installed():
         damage = DamageReports(installation.database, installation.catalog)
+        demand = Demand()
+        warming = Warming(
+            settings.data_dir.resolve(),
+            demand,
+            database=installation.database,
+            catalog=installation.catalog,
+            releases=installation.releases,
+            tenants=installation.tenants,
+        )
         engine = SocketEngineClient(
             engine_config(settings, installation.model_dir, installation.served_name),
             log=_log_engine,
             on_progress=_StartLog(),
             on_damaged=damage.put,
+            demand=demand,
             keep_spare=settings.engine_spare,
         )
         # The ports first: clients can distinguish a starting server from none, and get their answer at once.
@@ -110,9 +121,9 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         at_end.push_async_callback(engine.close)
         at_end.push_async_callback(installation.background.close)
         async with at_end:
-            start_background(installation, engine, damage)
+            start_background(installation, engine, damage, warming)
             try:
-                code = await _serve_on(listening, installation, ports, engine, stop, at_end)
+                code = await _serve_on(listening, installation, ports, engine, warming, stop, at_end)
             finally:
                 whole = await listening.close()
         return code if whole else 1
@@ -123,12 +134,13 @@ async def _serve_on(
     installation: Installation,
     ports: Ports,
     engine: SocketEngineClient,
+    warming: Warming,
     stop: _StopSignals,
     at_end: contextlib.AsyncExitStack,
 ) -> int:
     log = structlog.get_logger("loraplex")
     stopping = stop.first_task()
-    started = asyncio.create_task(_start(installation, engine, at_end))
+    started = asyncio.create_task(_start(installation, engine, warming, at_end))
     try:
         await asyncio.wait({started, stopping, *listening.tasks}, return_when=asyncio.FIRST_COMPLETED)
         if started.done():
@@ -160,7 +172,9 @@ async def _serve_on(
                 await started
 
 
-def start_background(installation: Installation, engine: EngineClient, damage: DamageReports) -> None:
+def start_background(
+    installation: Installation, engine: EngineClient, damage: DamageReports, warming: Warming
+) -> None:
     """Start what runs beside the requests; the limits start theirs themselves. Call on the event loop. All of it ends
     with `installation.background`."""
     database, tasks = installation.database, installation.background
@@ -170,15 +184,18 @@ def start_background(installation: Installation, engine: EngineClient, damage: D
     tasks.start("usage-roll-up", UsageRollUp(database, installation.settings.usage_keep_days).run)
     tasks.start("database-watch", database.watch)
     tasks.start("damage-reports", partial(damage.run, engine))
+    tasks.start("adapter-demand", warming.run)
     tasks.start("weight-watch", partial(WeightWatch(database, installation.tenants).run, engine))
 
 
 async def _start(
-    installation: Installation, engine: SocketEngineClient, at_end: contextlib.AsyncExitStack
+    installation: Installation,
+    engine: SocketEngineClient,
+    warming: Warming,
+    at_end: contextlib.AsyncExitStack,
 ) -> Apps:
     await engine.start()
-    await _pin_again(installation, engine)
-    await _prefetch(installation, engine)
+    await warming.pin(engine)
     apps = create_apps(installation, engine)
     if apps.tracing is not None:
         at_end.push_async_callback(apps.tracing.close)
@@ -186,24 +203,9 @@ async def _start(
     await apps.limits.start()
     at_end.push_async_callback(apps.grammars.close)
     apps.grammars.start()
+    await warming.begin(engine)
+    installation.background.start("version-checks", apps.checks.run)
     return apps
-
-
-async def _pin_again(installation: Installation, engine: EngineClient) -> None:
-    """The engine begins without pins: send it the catalog's."""
-    log = structlog.get_logger("loraplex")
-    for version in await installation.database.run(installation.catalog.pinned):
-        try:
-            await engine.pin(version.ref())
-        except LoraplexError as error:
-            log.warning("pin_failed", adapter=f"{version.name}@{version.version}", reason=error.message)
-
-
-async def _prefetch(installation: Installation, engine: EngineClient) -> None:
-    """The latest releases first: they are the likeliest to be requested."""
-    run = installation.database.run
-    releases = await run(installation.releases.newest, MAX_PREFETCHED_RELEASES)
-    engine.prefetch(await run(installation.releases.serving, releases))
 
 
 async def _drain(settings: Settings, apps: Apps, engine: EngineClient, stop: _StopSignals) -> None:

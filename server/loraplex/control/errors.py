@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loraplex.adapters.errors import LoraplexError
-from loraplex.control.types import LimitWindow, ReachedLimit
+from loraplex.adapters.errors import AdapterRefused, LoraplexError
+from loraplex.control.types import LimitWindow, ReachedLimit, VersionInfo
 
 
 class ControlError(LoraplexError):
@@ -124,10 +124,41 @@ class ModelNotAllowed(ControlError):
 
 
 class AdapterUnavailable(ControlError):
-    """The version exists and cannot be served: another base, or damaged bytes."""
+    """The version exists and cannot be served: another base, damaged bytes, or numbers that are not checked yet."""
 
     code = "adapter_unavailable"
-    retry_after_s = 60.0
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 60.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class VersionRejected(AdapterRefused):
+    """The check of its numbers rejected the version. The reason is in its report, and here."""
+
+    def __init__(self, info: VersionInfo) -> None:
+        refusal = info.report["refusal"]
+        super().__init__(
+            refusal["code"],
+            f"{info.name}@{info.version} was rejected: {refusal['message']}.",
+            report=info.report,
+        )
+        self.version = info.version
+
+
+class NumbersUnchecked(ControlError):
+    """The version is stored and validating: there is no verdict on its numbers yet. The server goes on trying."""
+
+    code = "numbers_unchecked"
+    retry_after_s = 10.0
+
+    def __init__(self, info: VersionInfo, reason: str) -> None:
+        super().__init__(
+            f"{info.name}@{info.version} is stored, and its numbers are not checked yet: {reason}. The server goes on "
+            "trying, and the version takes no traffic before. Look at its state, or send the same files again to wait "
+            "for it."
+        )
+        self.version = info.version
 
 
 class RateLimited(ControlError):

@@ -192,6 +192,18 @@ class KeyInfo:
 VersionState = Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted"]
 
 
+CheckOutcome = Literal["ready", "rejected", "unchecked"]
+"""What comes of an attempt to check a version's numbers; `unchecked`: no verdict, and it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a version was rejected, for programs and for people."""
+
+    code: str
+    message: str
+
+
 @dataclass(frozen=True, slots=True)
 class VersionInfo:
     """One immutable version. `bytes` is the size of the two uploaded files."""

@@ -35,6 +35,7 @@ from loraplex.engine.execution.kv_cache import (
     size_kv_cache,
 )
 from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.execution.site_probe import SiteProbe
 from loraplex.engine.execution.step_preparation import StepPreparation
 from loraplex.engine.execution.threads import set_threads
 from loraplex.engine.grammar.masks import MaskMaker
@@ -296,7 +297,15 @@ def _build(
         kv = make_kv(size.num_blocks)
         steps.record_again(kv)
     runner = ModelRunner(
-        served, kv, executor, eos_ids=eos_ids, lora=arena, inputs=steps.inputs, sampler=sampler, masks=masks
+        served,
+        kv,
+        executor,
+        eos_ids=eos_ids,
+        lora=arena,
+        inputs=steps.inputs,
+        sampler=sampler,
+        masks=masks,
+        probe=SiteProbe(arena, served.dtype, served.device),
     )
     if memory is None:
         steps.warm_up(runner)

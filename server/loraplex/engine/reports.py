@@ -117,6 +117,16 @@ class EngineStats:
     host_evictions: int = 0
     cap_evictions: dict[str, int] = field(default_factory=dict)
     """Those of them, by tier ("device", "host"), of a tenant that was at its cap."""
+    num_pins: int = 0
+    """Pinned adapters; those of them on the device, and on their way there. The others failed or find no memory."""
+    num_pins_held: int = 0
+    num_pins_coming: int = 0
+    num_warming: int = 0
+    """Adapters that are still to be loaded by recorded demand, and what became of the others by outcome."""
+    warmed: dict[str, int] = field(default_factory=dict)
+    evictions: dict[str, dict[str, int]] = field(default_factory=dict)
+    """What left a tier ("device", "host"), by reason: "room" for another adapter, "cap" of its tenant, "deleted",
+    "failed" (its copy, or it does not fit)."""
     reserved_bytes: int = 0
     """Device memory that the reservations of the tenants seen so far ask for, and the most that they can be kept."""
     reservable_bytes: int = 0
@@ -131,7 +141,8 @@ class EngineStats:
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
     """Where one adapter version is. `state` is hot (device), warm (host memory) or cold (disk only);
-    `load_seconds` is the last load's time by stage; `idle_s` is the time since its last use, None if never."""
+    `load_seconds` is the last load's time by stage, and of "disk" by its parts; `idle_s` is the time since its last
+    use, None if never."""
 
     ref: AdapterRef
     state: AdapterState

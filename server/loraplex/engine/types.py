@@ -11,12 +11,17 @@ from enum import Enum
 from typing import Literal
 
 from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
+from loraplex.adapters.numerics.outputs import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Scores
 from loraplex.engine.pooling import PooledPart, PooledPrompt, Pooling
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = Literal["hot", "warm", "cold"]
+MEASURE_STEPS = 8
+"""Steps in which the sites of an adapter are measured. Fewer than a KV block has positions: so it is never cached."""
+MEASURE_PRIORITY = -1001
+"""Below what any client can ask for."""
 Namespace = tuple[str, str | None]
 """Tenant and adapter digest (None: the base model): requests of one namespace may share KV."""
 BlockKey = tuple[Namespace, bytes]
@@ -93,6 +98,9 @@ class EngineRequest:
     """What its tenant's adapters are kept of the memory, and may take, from now on."""
     pooling: Pooling | None = None
     """The hidden states of the prompt are wanted, pooled so. Nothing is sampled then: `max_tokens` is 0."""
+    measured: bool = False
+    """The outputs of the adapter's own sites for fixed inputs are wanted. The prompt is MEASURE_STEPS placeholders. At
+    each one a part of the layers is measured, one part a step. `max_tokens` is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +148,8 @@ class TokenEvent:
     `duplicate` marks the refusal of a request whose id is in flight already: it speaks of the newcomer, and the
     request that has the id goes on. `scores` are the log probabilities of `token_ids`, and of the next tokens of the
     prompt in order from its second; of the whole prompt they come before the first output token, or with it.
-    `pooled` is on the last event of a request with `pooling`: float32 [C], little-endian, not normalised."""
+    `pooled` is on the last event of a request with `pooling`: float32 [C], little-endian, not normalised. `measured` is
+    on the last event of a request that is measured."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -153,6 +162,7 @@ class TokenEvent:
     duplicate: bool = False
     scores: Scores | None = None
     pooled: bytes | None = None
+    measured: SiteOutputs | None = None
 
 
 class SequenceState(Enum):
@@ -198,11 +208,13 @@ class Sequence:
     num_starved: int = 0
     block_keys: list[BlockKey] = field(default_factory=list)
     pooled: PooledPrompt | None = field(init=False)
+    measured: dict[int, SiteOutputs] | None = field(init=False)  # by position
     most_computed: int = field(init=False)
 
     def __post_init__(self) -> None:
         pooling = self.request.pooling
         self.pooled = None if pooling is None else PooledPrompt(pooling, self.num_prompt)
+        self.measured = {} if self.request.measured else None
         # The last token is sampled, and never computed.
         self.most_computed = self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
 
@@ -287,7 +299,8 @@ class StepResult:
     `not_finite` are those for whom numbers came out that are infinite, or none. `scores`
     map the index of a slice that asks for log probabilities to those of its sampled tokens and of its `targets`.
     `ended` are the indices of slices whose token ends their grammar; `grammar_failed` says why a slice's grammar cannot
-    be followed. `pooled` maps that of a slice with `pool_start` to its part."""
+    be followed. `pooled` maps that of a slice with `pool_start` to its part, `measured` that of a request that is
+    measured to the outputs of the sites at its position."""
 
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]
@@ -297,3 +310,4 @@ class StepResult:
     ended: frozenset[int] = frozenset()
     grammar_failed: dict[int, str] = field(default_factory=dict)
     pooled: dict[int, PooledPart] = field(default_factory=dict)
+    measured: dict[int, SiteOutputs] = field(default_factory=dict)

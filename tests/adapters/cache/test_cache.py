@@ -211,6 +211,23 @@ def test_a_copy_that_hangs_keeps_its_pages_until_it_ends() -> None:
     rig.cache.release(lease)
 
 
+def test_a_quick_copy_can_be_leased_in_the_same_pass() -> None:
+    rig = CacheRig(num_pages=1)
+    rig.bring(A)
+    rig.step(B)
+    rig.transport.finish_load()
+    rig.transport.quick = True
+    assert rig.step(B) == [Residency.LOADING]
+    assert rig.cache.state("a") == "warm"
+    lease = rig.cache.acquire("b")
+    assert rig.transport.read(lease.slot, (0,)) == {"b"}
+    rig.cache.release(lease)
+    assert rig.cache.entries(["b"])[0].load_seconds["copy"] == 0.0
+    assert rig.step(A) == [Residency.NO_ROOM]  # what has only just arrived has its pass
+    assert rig.step(A) == [Residency.LOADING]
+    assert rig.cache.on_device == {"a"}
+
+
 def test_a_failed_copy_gives_its_pages_back() -> None:
     rig = CacheRig()
     rig.step(A)

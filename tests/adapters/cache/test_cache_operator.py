@@ -224,3 +224,33 @@ def test_a_prefetch_never_stands_in_the_way_of_a_request() -> None:
     for ref in (A, B, C):
         rig.cache.prefetch(ref)
     assert rig.step(D) == [Residency.LOADING]
+
+
+def test_what_left_a_tier_is_counted_by_reason() -> None:
+    rig = CacheRig(num_pages=1, host_pages=2)
+    rig.limit("tenant", host=1)
+    rig.bring(A, B)  # A leaves the device for B, and host memory for its tenant's cap
+    assert rig.cache.usage().evictions == {
+        "device": {"room": 1, "cap": 0, "deleted": 0, "failed": 0},
+        "host": {"room": 0, "cap": 1, "deleted": 0, "failed": 0},
+    }
+    rig.cache.drop("b")
+    rig.step(C)
+    rig.transport.finish_load("c")
+    rig.step(C)
+    rig.transport.finish_copy("c", error="the driver fails")
+    rig.step()
+    usage = rig.cache.usage()
+    assert usage.evictions["device"] == {"room": 1, "cap": 0, "deleted": 1, "failed": 1}
+    assert usage.evictions["host"] == {"room": 0, "cap": 1, "deleted": 1, "failed": 1}
+
+
+def test_entries_of_some_digests() -> None:
+    rig = CacheRig()
+    rig.bring(A, B)
+    rig.cache.pin(C)
+    rig.transport.finish_load("c", error="its bytes are away")
+    rig.step()
+    assert [entry.ref for entry in rig.cache.entries(["b", "nobody", "c"])] == [B, C]
+    assert rig.cache.entries(["c"])[0].error == "its bytes are away"
+    assert {entry.ref.digest for entry in rig.cache.entries()} == {"a", "b", "c"}

@@ -13,14 +13,16 @@ import pytest
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease, LeaseError, PinRefused, Residency
 from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
-from loraplex.adapters.ref import AdapterRef
 from support.adapters.cache_fakes import PAGE_BYTES, FakeClock, FakeImage, HandTransport, make_ref
+from support.adapters.reserved import kept_by_reservations
 
 
 class History:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.limiting = random.Random(seed)  # tenants, reservations and caps
+        self.copying = random.Random(f"{seed}/copies")
+        self.some_quick = self.copying.random() < 0.5
         tenants = ["a", "b", "c"][: self.limiting.randint(1, 3)]
         self.refs = [make_ref(f"d{i}", self.limiting.choice(tenants)) for i in range(rng.randint(2, 9))]
         num_pages = rng.randint(1, 8)
@@ -28,18 +30,17 @@ class History:
         self.clock = FakeClock()
         self.transport = HandTransport(num_pages, sizes)
         self.host_bytes = rng.choice([0, 2, 5, 100]) * PAGE_BYTES
-        self.num_slots = rng.randint(1, 5)
+        num_slots = rng.randint(1, 5)
         self.cache: AdapterCache[FakeImage] = AdapterCache(
             transport=self.transport,
             num_pages=num_pages,
-            num_slots=self.num_slots,
+            num_slots=num_slots,
             host_bytes=self.host_bytes,
             load_timeout_s=10.0,
             clock=self.clock,
             max_loads=rng.randint(1, 3),
         )
         self.caps: dict[str, int] = {}
-        self.reserved: dict[str, int] = {}
         if self.limiting.random() < 0.6:
             for tenant in tenants:
                 self._limit(tenant, num_pages)
@@ -56,6 +57,7 @@ class History:
             (self.unpin, 0.6),
             (self.drop, 0.3),
             (self.prefetch, 0.3),
+            (self.warm, 0.3),
             (self.release_twice, 0.3),
         ]
 
@@ -66,8 +68,6 @@ class History:
         )
         if most is not None:
             self.caps[tenant] = most
-        if reserved is not None:
-            self.reserved[tenant] = reserved
         self.cache.tenants.set_limits(tenant, MemoryLimits(reserved, most, host))
 
     def run(self, length: int) -> None:
@@ -91,6 +91,7 @@ class History:
 
     def step(self) -> None:
         self.clock.now += 0.01
+        self.transport.quick = self.some_quick and self.copying.random() < 0.5
         self.ready.clear()
         self.cache.poll()
         self.cache.check_integrity()
@@ -101,31 +102,19 @@ class History:
         )
         self.cache.begin_pass()
         for ref in self.rng.sample(self.refs, self.rng.randint(0, len(self.refs))):
-            kept = self._kept_from(ref)
+            kept = kept_by_reservations(self.cache, ref, self.transport.sizes[ref.digest])
             residency = self.cache.request(ref)
             gone = {digest for digest in kept if self.cache.state(digest) != "hot"}
             assert not gone, f"{gone} were evicted for {ref.tenant_id}, and are reserved"
-            if residency is Residency.READY:
+            is_hot = self.cache.state(ref.digest) == "hot"
+            if is_hot:
                 self.ready.add(ref.digest)
             elif residency is Residency.FAILED:
                 assert self.cache.failure(ref.digest)
-            assert (self.cache.state(ref.digest) == "hot") == (residency is Residency.READY)
+            copied_at_once = self.transport.quick and residency is Residency.LOADING
+            assert is_hot == (residency is Residency.READY) or copied_at_once
         for digest in self.ready:
             assert self.cache.state(digest) == "hot", "evicted in the pass that was told it is ready"
-
-    def _kept_from(self, ref: AdapterRef) -> set[str]:
-        """The adapters of other tenants that may not leave for this one: all of a tenant that has no more on the device
-        than it has reserved, if all reservations can be kept."""
-        entries = self.cache.entries()
-        pinned = [entry for entry in entries if entry.pinned and entry.pages]
-        unpinned = len(self.transport.pages) - sum(entry.pages for entry in pinned)
-        kept: set[str] = set()
-        for tenant, held in self.cache.tenants.tenant_bytes().items():
-            if tenant != ref.tenant_id and held.device <= self.reserved.get(tenant, 0):
-                kept |= {e.ref.digest for e in entries if e.state == "hot" and e.ref.tenant_id == tenant}
-        pages = sum(entry.pages for entry in entries if entry.ref.digest in kept)
-        too_many = pages > unpinned // 2 or len(kept) > (self.num_slots - len(pinned)) // 2
-        return set() if too_many or self.transport.sizes[ref.digest] + pages > unpinned else kept
 
     def acquire(self) -> None:
         for digest in sorted(self.ready):
@@ -170,6 +159,9 @@ class History:
 
     def prefetch(self) -> None:
         self.cache.prefetch(self.rng.choice(self.refs))
+
+    def warm(self) -> None:
+        self.cache.warm(self.rng.sample(self.refs, self.rng.randint(0, len(self.refs))))
 
     # The end.
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +23,7 @@ from loraplex.adapters.errors import LoadAbandoned
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.files import digest_upload
+from loraplex.adapters.store.laid_out import remove_laid_out
 from loraplex.kernels.lora.site_groups import SiteGroup
 from support.adapters.drafts import ALL_SITES, TinyBase, draft_adapter, write_base
 from support.adapters.lora_zoo import dirty_arena
@@ -65,7 +69,18 @@ class Shop:
         assert ticket.error is None, ticket.error
         return ticket.value
 
+    def loaded(self, image: HostImage) -> None:
+        """Tell its images that it was laid out."""
+        assert self.transport.image_writer is not None
+        self.transport.image_writer.loaded(image)
+
+    def written(self) -> None:
+        """Wait for the images that are being written."""
+        assert self.transport.image_writer is not None
+        assert self.transport.image_writer.wait_idle(30)
+
     def kept(self, ref: AdapterRef) -> bool:
+        self.written()
         return (self.folder / ref.digest).is_file()
 
 
@@ -96,6 +111,16 @@ def test_the_third_load_reads_the_image_and_nothing_of_the_upload(
     assert same(shop.load(ref), first)
 
 
+def test_a_load_tells_the_time_of_its_parts(shop: Shop) -> None:
+    ref = shop.put(1)
+    for parts in ({"fetch", "lay_out"}, {"fetch", "lay_out"}, {"fetch", "read"}):
+        ticket = shop.transport.load(ref)
+        assert shop.woken.acquire(timeout=30)
+        assert set(ticket.seconds) == parts
+        assert all(seconds >= 0 for seconds in ticket.seconds.values())
+        shop.written()
+
+
 def test_an_image_in_scattered_pages_comes_back(shop: Shop) -> None:
     """Pages of the slab are not adjacent once adapters have come and gone."""
     ref = shop.put(1, rank=16, targets=ALL_SITES)
@@ -106,6 +131,7 @@ def test_an_image_in_scattered_pages_comes_back(shop: Shop) -> None:
     again = shop.load(ref)
     assert len(again.memory.runs) > 1
     assert same(again, first)
+    shop.written()
     assert same(shop.load(ref), first)
 
 
@@ -114,6 +140,7 @@ def test_a_flipped_bit_makes_it_absent(shop: Shop, where: int) -> None:
     ref = shop.put(1)
     first = shop.load(ref)
     shop.load(ref)
+    shop.written()
     path = shop.folder / ref.digest
     raw = bytearray(path.read_bytes())
     raw[where] ^= 0x80
@@ -131,6 +158,7 @@ def test_what_is_no_image_of_this_adapter_counts_as_absent(shop: Shop, harm: str
     first = shop.load(ref)
     for one in (ref, other, other):
         shop.load(one)
+    shop.written()
     path, whole = shop.folder / ref.digest, (shop.folder / ref.digest).read_bytes()
     match harm:
         case "cut":
@@ -152,6 +180,7 @@ def test_an_image_that_another_process_removes_meanwhile_is_still_read(shop: Sho
     ref = shop.put(1)
     first = shop.load(ref)
     shop.load(ref)
+    shop.written()
     free = shop.slab.num_free
 
     def wanted() -> bool:
@@ -169,6 +198,7 @@ def test_an_image_of_a_lost_upload_is_not_served(shop: Shop) -> None:
     ref = shop.put(1)
     shop.load(ref)
     shop.load(ref)
+    shop.written()
     shop.store.delete(ref.digest)
     ticket = shop.transport.load(ref)
     assert shop.woken.acquire(timeout=30)
@@ -181,7 +211,7 @@ def test_the_limit_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:
     refs = [shop.put(seed) for seed in range(8)]
     images = [shop.load(ref) for ref in refs]
     for age, (ref, image) in enumerate(zip(refs, images, strict=True)):
-        shop.images.loaded(image)
+        shop.loaded(image)
         if shop.kept(ref):
             os.utime(shop.folder / ref.digest, (age, age))
         if shop.kept(refs[0]):
@@ -197,11 +227,11 @@ def test_images_of_other_layouts_and_bases_are_not_found_and_age_out(tmp_path: P
     ref = old.put(1)
     image = old.load(ref)
     old.load(ref)
+    assert old.kept(ref)
     new = ImageFiles(old.root / "images", "new", image.num_bytes)
     assert new.read_image(ref.digest, old.slab.take, lambda: True) is None
     os.utime(old.folder / ref.digest, (1, 1))
-    new.loaded(image)
-    new.loaded(image)
+    assert new.write(image, lambda: True)
     assert not old.kept(ref)
     base = old.base.fingerprint
     other = ArenaLayout(GROUPS, ARCH.layers, torch.bfloat16, max_rank=16, page_bytes=16 << 10)
@@ -227,14 +257,114 @@ def test_a_disk_without_room_keeps_nothing_and_fails_nothing(
     shop.folder.rmdir()
     shop.folder.write_bytes(b"not a folder")
     shop.load(ref)
+    shop.written()
 
 
 def test_a_load_that_nobody_wants_gives_its_memory_back(shop: Shop) -> None:
     ref = shop.put(1)
     shop.load(ref)
     shop.load(ref)
+    shop.written()
     free = shop.slab.num_free
     with pytest.raises(LoadAbandoned):
         shop.images.read_image(ref.digest, shop.slab.take, lambda: False)
     assert shop.slab.num_free == free
     assert shop.images.read_image(ref.digest, lambda n: loose_pages(n, 512), lambda: True) is None
+
+
+class SlowFiles(ImageFiles):
+    """A disk on which each half MiB, and each image, waits for the test."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root / "images", "key", 1 << 20)
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def write(self, image: HostImage, goes_on: Callable[[], bool]) -> bool:
+        self.begun.set()
+        assert self.goes_on.wait(30)
+        return super().write(image, goes_on)
+
+
+@pytest.fixture
+def slow(shop: Shop) -> Shop:
+    assert shop.transport.image_writer is not None
+    shop.images = shop.transport.image_writer._files = SlowFiles(shop.root)
+    return shop
+
+
+def test_no_load_waits_for_a_write(slow: Shop) -> None:
+    """The second load ends, and the third and others are not held up, while the disk takes nothing."""
+    assert isinstance(slow.images, SlowFiles)
+    ref, other = slow.put(1), slow.put(2)
+    first = slow.load(ref)
+    slow.load(ref)
+    assert slow.images.begun.wait(30)
+    for one in (ref, other, other):
+        slow.load(one)
+    slow.images.goes_on.set()
+    assert slow.kept(ref)
+    assert slow.kept(other)
+    assert same(slow.load(ref), first)
+
+
+def test_memory_that_is_given_back_is_not_written_and_waits_for_no_disk(slow: Shop) -> None:
+    assert isinstance(slow.images, SlowFiles)
+    ref = slow.put(1)
+    free = slow.slab.num_free
+    images = [slow.load(ref), slow.load(ref)]
+    assert slow.images.begun.wait(30)
+    for image in images:
+        image.release()
+    assert slow.slab.num_free == free
+    slow.images.goes_on.set()
+    assert not slow.kept(ref)
+    assert not list(slow.folder.parent.glob("*/*"))
+
+
+@pytest.mark.parametrize("when", ["before it is written", "between write and check"])
+def test_no_image_of_a_deleted_version_stays(slow: Shop, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """A deletion removes the upload, and then its images."""
+    ref = slow.put(1)
+    images = slow.images
+    assert isinstance(images, SlowFiles)
+
+    def delete() -> None:
+        slow.store.delete(ref.digest)
+        remove_laid_out(slow.root / "images", ref.digest)
+
+    if when == "between write and check":
+        holds = slow.store.holds
+        monkeypatch.setattr(slow.store, "holds", lambda digest: (delete(), holds(digest))[1])
+    slow.load(ref)
+    slow.load(ref)
+    assert images.begun.wait(30)
+    if when == "before it is written":
+        delete()
+    images.goes_on.set()
+    assert not slow.kept(ref)
+
+
+def test_a_copy_of_memory_that_is_released_meanwhile_keeps_it_until_it_is_made(shop: Shop) -> None:
+    """The memory must not be another's while it is read."""
+    pages = shop.slab.take(2)
+    free = shop.slab.num_free
+    pages.runs[0].fill_(7)
+    part = pages.runs[0].numpy().reshape(-1).view(ReleasingArray)
+    part.on_copy = lambda: (pages.release(), seen.append(shop.slab.num_free))
+    seen: list[int] = []
+    copied = pages.copy_out(part)
+    assert copied is not None
+    assert set(bytes(copied)) == {7}
+    assert seen == [free], "it was given away while it was read"
+    assert shop.slab.num_free == free + 2
+    assert pages.copy_out(part) is None
+
+
+class ReleasingArray(np.ndarray):  # type: ignore[type-arg]
+    """Something happens while it is copied."""
+
+    on_copy: Callable[[], object]
+
+    def copy(self, order: Any = "C") -> Any:
+        self.on_copy()
+        return np.array(self)

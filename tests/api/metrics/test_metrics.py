@@ -296,6 +296,37 @@ def test_memory_of_tenants_is_told_by_tier_beside_what_is_reserved() -> None:
     assert value(samples, "loraplex_adapter_cap_evictions_total", tier="host") == 4 - 2
 
 
+def test_evictions_are_told_by_reason() -> None:
+    metrics = Metrics(BASE)
+    for room in (3, 1):
+        state = snapshot(evictions={"device": {"room": room, "deleted": 2}, "host": {"cap": 1}})
+        samples = parse(metrics.render(state).decode())
+    name = "loraplex_adapter_evictions_by_reason_total"
+    assert value(samples, name, tier="device", reason="room") == 4
+    assert value(samples, name, tier="device", reason="deleted") == 2
+    assert value(samples, name, tier="host", reason="cap") == 1
+    assert value(samples, name, tier="host", reason="failed") == 0
+
+
+def test_warming_and_pins_are_told() -> None:
+    metrics = Metrics(BASE)
+    for device in (3, 1):
+        state = snapshot(
+            num_pins=5,
+            num_pins_held=2,
+            num_pins_coming=1,
+            num_warming=7,
+            warmed={"device": device, "failed": 1},
+        )
+        samples = parse(metrics.render(state).decode())
+    assert value(samples, "loraplex_adapter_pins", state="held") == 2
+    assert value(samples, "loraplex_adapter_pins", state="coming") == 1
+    assert value(samples, "loraplex_adapter_pins", state="missing") == 2
+    assert value(samples, "loraplex_adapter_warming") == 7
+    assert value(samples, "loraplex_adapter_warmed_total", outcome="device") == 4
+    assert value(samples, "loraplex_adapter_warmed_total", outcome="host") == 0
+
+
 def test_waits_for_adapters_are_counted_for_sequences_that_waited() -> None:
     metrics = Metrics(BASE)
     for adapter_s in (None, 0.5, 1.5):

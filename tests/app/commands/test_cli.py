@@ -18,6 +18,7 @@ from typer.testing import Result
 from loraplex.app.cli import create_cli
 from loraplex.control.db.tables import Usage
 from loraplex.migrations.run import upgrade
+from loraplex.serving.errors import EngineDraining
 from support.adapters.drafts import draft_adapter
 from support.control.usage import ended
 from support.http.admin_plane import ADMIN_TOKEN, ARCH, AdminPlane
@@ -164,6 +165,37 @@ def test_adapters(shell: Shell) -> None:
     assert states == {"v1": "ready", "v2": "deleted"}
     shell.ok("adapter", "delete", "support", "-t", "acme")
     assert shell.json("adapter", "list", "-t", "acme") == {"data": []}
+
+
+def test_a_push_tells_of_the_check_of_its_numbers(shell: Shell) -> None:
+    shell.plane.make_tenant()
+    push = ("adapter", "push", "support", shell.adapter(), "-t", "acme")
+    shell.plane.measure.scale = 1.02
+    said = shell.fails(*push)
+    assert "support@v1 was rejected: " in said
+    assert "[numerical_mismatch]" in said
+    shown = shell.ok("adapter", "show", "support@v1", "-t", "acme")
+    assert "rejected" in shown
+    assert "verdict mismatch, max " in shown
+    assert "code numerical_mismatch" in shown
+    assert "norms" not in shown  # not a number a module
+    shell.plane.measure.scale = 1.0
+    shell.plane.measure.hold()
+    waiting = shell.ok(*push, "--no-wait")
+    assert "support: stored as v2; its numbers are being checked" in waiting
+    assert "loraplex adapter show support@v2 --tenant acme" in waiting
+    shell.plane.measure.release()
+    assert "v2 takes 100% of the traffic" in shell.ok(*push)
+    assert "verdict equal, max " in shell.ok("adapter", "show", "support@v2", "-t", "acme")
+
+
+def test_a_push_that_cannot_be_checked_says_what_becomes_of_it(shell: Shell) -> None:
+    shell.plane.make_tenant()
+    shell.plane.measure.error = EngineDraining("the engine is shutting down")
+    said = shell.fails("adapter", "push", "support", shell.adapter(), "-t", "acme")
+    assert "support@v1 is stored, and its numbers are not checked yet: the engine is shutting down." in said
+    assert "[numbers_unchecked]" in said
+    assert "validating" in shell.ok("adapter", "show", "support@v1", "-t", "acme")
 
 
 def test_a_command_at_the_wrong_address_says_which_is_meant(shell: Shell) -> None:

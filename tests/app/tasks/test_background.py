@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loraplex.app.serve import start_background
 from loraplex.app.tasks.damage_reports import DamageReports
 from loraplex.app.tasks.tenant_weights import WeightWatch
+from loraplex.app.tasks.warming import Warming
 from loraplex.control.background import BackgroundTasks
 from loraplex.control.db.database import Database
 from loraplex.control.db.outage import Outage
@@ -23,6 +24,7 @@ from loraplex.control.tenancy.key_use import KeyUse
 from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.control.usage.writer import UsageWriter
 from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.serving.demand import Demand
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient, Reply
 from support.http.admin_plane import SERVED_NAME
@@ -36,6 +38,7 @@ RUNS: dict[str, tuple[type, str]] = {
     "database-watch": (Database, "watch"),
     "damage-reports": (DamageReports, "run"),
     "weight-watch": (WeightWatch, "run"),
+    "adapter-demand": (Warming, "run"),
     "budget-reports": (Budgets, "run"),
 }
 
@@ -68,9 +71,17 @@ def test_every_task_of_a_server_is_started_again(tmp_path: Path, monkeypatch: py
     with whole_server(tmp_path) as server:
         installation = server.installation
         damage = DamageReports(installation.database, installation.catalog)
+        warming = Warming(
+            tmp_path,
+            Demand(),
+            database=installation.database,
+            catalog=installation.catalog,
+            releases=installation.releases,
+            tenants=installation.tenants,
+        )
 
         async def start() -> None:
-            start_background(installation, server.plane.engine, damage)
+            start_background(installation, server.plane.engine, damage, warming)
 
         server.call(start)
         tasks = {*RUNS, "usage-journal"}

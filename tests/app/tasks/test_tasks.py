@@ -23,6 +23,7 @@ NOT_SUPERVISED = {
     "_StopSignals.first_task": "waited for",
     "_StopSignals.second_task": "waited for",
     "Generation._events": "waited for",
+    "VersionChecks.start": "it logs its failure, and gives it to the uploads that wait for it",
     "TenantCapacity.in_thread": "waited for, until its request is cancelled",
 }
 """Where tasks are made, and why their failure is noticed."""

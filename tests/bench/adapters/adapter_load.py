@@ -129,7 +129,11 @@ def run(root: Path, options: argparse.Namespace) -> None:
     for part in ("again", "image"):
         for digest in digests:
             ref = AdapterRef("acme", "a", 1, digest, options.rank)
-            clock.time(part, lambda ref=ref: wait(transport.load(ref))).release()
+            images.append(clock.time(part, lambda ref=ref: wait(transport.load(ref))))
+        assert transport.image_writer is not None
+        assert transport.image_writer.wait_idle(60)
+        while len(images) > len(digests):
+            images.pop().release()
     transport.close()
     print(f"{'':10} {'median':>8} {'least':>8}")
     clock.print()

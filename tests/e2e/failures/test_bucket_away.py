@@ -46,6 +46,8 @@ def test_a_bucket_that_is_away_harms_cold_adapters_alone(tiny_model: Path, tmp_p
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
             shutil.rmtree(folders[1])
             shutil.rmtree(images, ignore_errors=True)
+            # What was asked for is not recorded, or v2 would be warmed before the bucket is away.
+            (tmp_path / "data" / "adapter-demand.json").unlink()
             server.start()
             with server.client(key) as client:
                 assert text(ask(client, "a")) == hot

@@ -81,13 +81,15 @@ class Shop:
 
 @pytest.fixture
 def shop(tiny_model: Path, tmp_path: Path) -> Iterator[Shop]:
-    """Host memory holds one adapter, which fills it: the others are not read before they are requested. Each load reads
-    the upload: from a laid-out copy an adapter is served whole, whatever became of its upload."""
+    """Host memory holds one adapter, which fills it and was asked for: the others are not read before they are
+    requested. Each load reads the upload: from a laid-out copy an adapter is served whole, whatever became of its
+    upload."""
     sizes = TINY_SIZES | {"adapter_cpu_memory": "256KiB", "adapter_image_cache": "0"}
     with LiveServer(tiny_model, tmp_path / "data", **sizes) as server:
         shop = Shop(server, tmp_path)
         shop.push("acme", "filler", 1000)
         server.wait(lambda: "host" in server.residency()["filler@v1"])
+        assert shop.ask("acme", "filler").status_code == 200
         yield shop
 
 

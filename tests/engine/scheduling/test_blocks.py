@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
@@ -137,3 +139,63 @@ def test_namespaces_share_neither_keys_nor_hashes(
     left, right = keys_of(tokens, **one), keys_of(tokens, **other)
     assert not set(left) & set(right)
     assert not {link for _, link in left} & {link for _, link in right}
+
+
+def cached(blocks: BlockManager, number: int, *, digest: str | None = None, size: int = 2) -> list[Any]:
+    """A prompt of `size` blocks that was computed and has ended; its keys."""
+    keys = keys_of([number] * size * BLOCK_SIZE, digest=digest)
+    held = blocks.allocate(size)
+    for block, key in zip(held, keys, strict=True):
+        blocks.register(block, key)
+    blocks.release(held)
+    return keys
+
+
+def test_blocks_of_departed_adapters_go_behind_empty_ones_and_before_all_others() -> None:
+    blocks = BlockManager(9)
+    base, stays, leaves = (
+        cached(blocks, 1),
+        cached(blocks, 2, digest="stays"),
+        cached(blocks, 3, digest="leaves"),
+    )
+    resident = {"stays"}
+    blocks.set_resident("leaves", False)
+    blocks.check_integrity([], resident.__contains__)
+
+    def found() -> list[int]:
+        return [len(blocks.lookup(keys)) for keys in (base, stays, leaves)]
+
+    held = blocks.allocate(3)
+    assert found() == [2, 2, 2], "empty blocks were left"
+    held += blocks.allocate(1)
+    assert found() == [2, 2, 1], "the tail of the departed one's, though it was used last"
+    held += blocks.allocate(1)
+    assert found() == [2, 2, 0]
+    held += blocks.allocate(1)
+    assert found() == [1, 2, 0], "then the least recently used"
+    blocks.check_integrity([held], resident.__contains__)
+
+
+def test_blocks_of_an_adapter_that_comes_back_are_kept_like_others() -> None:
+    blocks = BlockManager(4)
+    base, returns = cached(blocks, 1), cached(blocks, 2, digest="returns")
+    blocks.set_resident("returns", False)
+    blocks.set_resident("returns", False)  # its load has failed
+    blocks.set_resident("returns", True)
+    blocks.check_integrity([])
+    assert blocks.lookup(returns)
+    blocks.share(blocks.lookup(returns))
+    blocks.release(blocks.lookup(returns))
+    blocks.allocate(2)
+    assert (len(blocks.lookup(base)), len(blocks.lookup(returns))) == (0, 2)
+
+
+def test_what_is_known_of_a_departed_adapter_ends_with_its_last_block() -> None:
+    blocks = BlockManager(2)
+    cached(blocks, 1, digest="a")
+    blocks.set_resident("a", False)
+    blocks.set_resident("unknown", False)
+    blocks.release(blocks.allocate(2))
+    blocks.check_integrity([], lambda digest: False)
+    cached(blocks, 1, digest="a")
+    blocks.check_integrity([])

@@ -19,8 +19,9 @@ from loraplex.control.db.tables import Adapter, AdapterVersion, AuditRow, Tenant
 
 def check_integrity(database: Database, root: Path) -> None:
     """Every living version that is not `corrupt` has its bytes in the store below `root`, hashed again and of the
-    size that its row says; a `corrupt` one has not; the store holds nothing else, and staging nothing at all; what is
-    released lives. The audit log is whole, and has one upload for each version that was ever made, and no other."""
+    size that its row says; a `corrupt` one has not; the store holds nothing else, and staging nothing at all. What is
+    released lives, and its numbers were checked. A rejected version keeps the reason, and no bytes. The audit log is
+    whole, and has one upload for each version that was ever made, and no other."""
     with database.read() as session:
         rows = list(session.scalars(select(AdapterVersion)))
         last = {(row.tenant_id, row.name): row.last_number for row in session.scalars(select(Adapter))}
@@ -33,18 +34,31 @@ def check_integrity(database: Database, root: Path) -> None:
     assert sorted(made) == sorted((row.tenant_id, row.name, f"v{row.number}", row.digest) for row in rows)
     verdict = verify(database)
     assert verdict.whole, verdict
-    living = {(r.tenant_id, r.name, r.number): r for r in rows if r.state != "deleted"}
+    living = {(r.tenant_id, r.name, r.number): r for r in rows if r.state not in ("deleted", "rejected")}
     whole = _whole_artifacts(root / "sha256")
     assert list((root / "staging").iterdir()) == []
     for (tenant, name, number), row in living.items():
         where = f"{tenant}/{name}@v{number}, {row.state}"
-        assert row.state in ("ready", "incompatible", "corrupt"), where
+        assert row.state in ("validating", "ready", "incompatible", "corrupt"), where
+        assert (row.state == "validating") == (row.pending_check is not None and row.state != "corrupt"), (
+            where
+        )
         assert (row.state != "corrupt") == (whole.get(row.digest) == row.bytes), where
         assert number <= last[tenant, name], where
     assert set(whole) <= {row.digest for row in living.values()}, "the store holds what nobody has"
     for (tenant, name), release in releases.items():
         for target in release.targets:
-            assert (tenant, name, int(target.version[1:])) in living, f"{tenant}/{name}: {target} is released"
+            released = living.get((tenant, name, int(target.version[1:])))
+            assert released is not None, f"{tenant}/{name}: {target} is released"
+            assert released.pending_check is None, f"{tenant}/{name}: {target} is released before its check"
+    for (tenant, name, _), row in living.items():
+        checked = row.pending_check is None
+        assert not checked or releases[tenant, name].targets, f"{tenant}/{name} has no release"
+    for row in rows:
+        if row.state in ("deleted", "rejected"):
+            assert row.pending_check is None, f"{row.tenant_id}/{row.name}@v{row.number} waits for a check"
+        if row.state == "rejected":
+            assert row.report["refusal"]["code"], f"{row.tenant_id}/{row.name}@v{row.number} has no reason"
 
 
 def _audited_versions(session: Session) -> list[tuple[str, str, str, str]]:

@@ -21,6 +21,7 @@ from loraplex.control.artifacts import Artifacts
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.releases import Releases
 from loraplex.control.catalog.resolver import Resolver
+from loraplex.control.catalog.validation import Validation
 from loraplex.control.db.database import Database
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
@@ -95,6 +96,7 @@ class ControlPlane:
         self.keys = Keys(self.database, PEPPER)
         self.releases = Releases(self.database)
         self.catalog = Catalog(self.database, self.artifacts, self.base, served_name=SERVED_NAME, max_rank=64)
+        self.validation = Validation(self.database, self.artifacts, self.base)
         self.resolver = Resolver(self.database, served_name=SERVED_NAME, started_at=1, clock=self.clock)
 
     def key_cache(self, **options: Any) -> KeyCache:
@@ -120,6 +122,12 @@ class ControlPlane:
 
     def add(self, tenant: str, name: str, seed: int = 1) -> VersionInfo:
         return self.upload(tenant, name, seed)[0]
+
+    def add_unchecked(self, tenant: str, name: str, seed: int = 1, *, release: bool = False) -> VersionInfo:
+        """A version that waits for the check of its numbers."""
+        with self.store.begin_staging() as staging:
+            make_adapter(staging.directory, ARCH, seed=seed)
+            return self.catalog.admit(tenant, name, staging, check=True, release=release)[0]
 
     def staged(self) -> list[str]:
         return [path.name for path in (self.root / "artifacts" / "staging").iterdir()]

@@ -6,6 +6,7 @@ its file systems only the declared volumes, /tmp and /dev/shm can be written.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -57,7 +58,13 @@ class ScratchContainer:
 
     def __exit__(self, *_: object) -> None:
         assert self._unshare is not None
-        self._unshare.kill()  # --kill-child ends process 1 of the namespace, and with it all others there
+        # Not by unshare's --kill-child: Linux forgets that signal where a process changes its user. With process 1 of
+        # the namespace all others there end.
+        if self._unshare.poll() is None:
+            for pid in self._children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._unshare.kill()
         self._unshare.wait(30)
 
     @property

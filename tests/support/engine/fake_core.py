@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.heartbeat import StepHeartbeat
@@ -111,6 +113,13 @@ class FakeCore:
             time.sleep(self._step_s)
         events, self._ended = self._ended, []
         for request_id, running in list(self._running.items()):
+            if running.request.measured and running.request.adapter is not None:
+                others = sum(other.request.measured for other in self._running.values()) - 1
+                sites = ((others, running.request.adapter.name),)
+                outputs = SiteOutputs("float32", sites, b"", b"\x01")
+                events.append(TokenEvent(request_id, finish_reason="length", measured=outputs))
+                del self._running[request_id]
+                continue
             if running.request.prompt_ids[:1] == (CRASH,):
                 raise RuntimeError("the device is on fire")
             if running.request.prompt_ids[:1] == (HANG,):
@@ -147,10 +156,11 @@ class FakeCore:
         tenants = {tenant: TenantStats(counter=weight) for tenant, weight in self._weights.items()}
         return EngineStats(num_running=len(self._running), num_steps=self.num_steps, tenants=tenants)
 
-    def cache_entries(self) -> Sequence[CacheEntry]:
+    def cache_entries(self, digests: Sequence[str] | None = None) -> Sequence[CacheEntry]:
         return [
             CacheEntry(ref, self._states.get(digest, "cold"), pinned=digest in self._pins)
             for digest, ref in self._refs.items()
+            if digests is None or digest in digests
         ]
 
     def residency(self) -> dict[str, AdapterState]:
@@ -176,6 +186,17 @@ class FakeCore:
 
     def set_weight(self, tenant_id: str, weight: float) -> None:
         self._weights[tenant_id] = weight
+
+    def set_memory(self, tenant_id: str, limits: MemoryLimits) -> None:
+        pass
+
+    def warm(self, refs: Sequence[AdapterRef]) -> None:
+        for ref in refs:
+            self.prefetch(ref)
+
+    @property
+    def num_warming(self) -> int:
+        return 0
 
     def prefetch(self, ref: AdapterRef) -> None:
         self._refs[ref.digest] = ref

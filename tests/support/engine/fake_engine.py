@@ -17,10 +17,12 @@ import itertools
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
+from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats, MemoryUse
@@ -131,6 +133,10 @@ def _end_scores(request: EngineRequest, tokens: Sequence[int], ends_with_eos: bo
     return fake_scores(request, (*tokens, EOS_ID), len(tokens), len(tokens) + 1)
 
 
+async def _measure_nothing(ref: AdapterRef, tenant: str) -> SiteOutputs:
+    raise EngineUnavailable(f"this engine was not told how to measure {ref.name} of {tenant}")
+
+
 @dataclass(frozen=True)
 class Reply:
     """What the fake engine answers to one request. `text` (or `token_ids`) comes in chunks of `chunk` tokens, or
@@ -170,7 +176,8 @@ class Reply:
 
 class FakeEngineClient:
     """Implements EngineClient. `requests` are all that were submitted, `aborted` the ids that were aborted, in
-    order; `pins` by digest, `drops` and `prefetches` in order; `states` is what `adapter_state` answers."""
+    order; `pins` by digest, `drops` and `prefetches` in order; `warmed` by the last
+    call, `memory` by tenant, `looked_up` what `cache` was last asked for; `states` is what `adapter_state` answers."""
 
     def __init__(self, info: EngineInfo | None = None, *, max_inflight: int = 1088) -> None:
         self._info = info or fake_engine_info()
@@ -182,12 +189,18 @@ class FakeEngineClient:
         self.drops: list[str] = []
         self.new_weights: dict[str, float] = {}
         self.prefetches: list[str] = []
+        self.warmed: list[AdapterRef] = []
+        self.warming = False
+        self.memory: dict[str, MemoryLimits] = {}
         self.states: dict[str, AdapterState] = {}
         self.entries: list[CacheEntry] = []
+        self.looked_up: set[str] | None = None
         self.engine_stats: EngineStats | None = None
         self.num_restarts = 0
         self.unhealthy_reason: str | None = None
         self.closed_with: float | None = None
+        self.measure: Callable[[AdapterRef, str], Awaitable[SiteOutputs]] = _measure_nothing
+        """What `measure_sites` does, with the version and the tenant; see `fake_measure`."""
         self._scripts: deque[Reply] = deque()
         self._streams: dict[str, RequestStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -283,8 +296,9 @@ class FakeEngineClient:
             num_running=len(self._streams), num_kv_blocks=self._info.num_kv_blocks
         )
 
-    async def cache(self) -> list[CacheEntry]:
-        return self.entries
+    async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
+        self.looked_up = None if digests is None else set(digests)
+        return [entry for entry in self.entries if digests is None or entry.ref.digest in digests]
 
     async def pin(self, ref: AdapterRef) -> None:
         self.pins[ref.digest] = ref
@@ -294,6 +308,16 @@ class FakeEngineClient:
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         self.prefetches += [ref.digest for ref in refs]
+
+    def warm(self, refs: Sequence[AdapterRef]) -> None:
+        self.warmed = list(refs)
+
+    def limit_memory(self, limits: Mapping[str, MemoryLimits]) -> None:
+        self.memory |= limits
+
+    async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
+        wanted = {ref.digest for ref in refs}
+        return [entry for entry in self.entries if entry.ref.digest in wanted and entry.state != "hot"]
 
     @property
     def weights(self) -> dict[str, float]:
@@ -308,6 +332,11 @@ class FakeEngineClient:
     async def drop(self, digest: str) -> None:
         self.drops.append(digest)
         self.pins.pop(digest, None)
+
+    async def measure_sites(self, ref: AdapterRef, *, tenant: str) -> SiteOutputs:
+        if not self.healthy:
+            raise EngineUnavailable(self.unhealthy_reason or "the engine has not been started")
+        return await self.measure(ref, tenant)
 
     # How it answers.
 

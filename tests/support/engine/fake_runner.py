@@ -15,11 +15,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from loraplex.adapters.numerics import SiteOutputs, join_outputs
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.device_errors import DeviceOutOfMemory
 from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.pooling import PooledPart, Pooling, fraction_bits
-from loraplex.engine.types import SamplingParams, ScheduledSequence, SequenceState, StepPlan, StepResult
+from loraplex.engine.types import (
+    MEASURE_STEPS,
+    SamplingParams,
+    ScheduledSequence,
+    SequenceState,
+    StepPlan,
+    StepResult,
+)
 from support.engine.logprobs import Row, pack_logprobs
 from support.simulator.grammars import grammar_of
 
@@ -72,6 +80,8 @@ def reference_scores(
     digest: str | None, prompt: tuple[int, ...], outputs: tuple[int, ...], sampling: SamplingParams
 ) -> Scores:
     """The log probabilities that a request with these outputs asks for, on one adapter version."""
+    if sampling.logprobs is None and sampling.prompt_logprobs is None:
+        return Scores()
     mark, values, tokens = adapter_mark(digest), [0], (*prompt, *outputs)
     for token in tokens:
         values.append(attend(values[-1], mark, token))
@@ -102,6 +112,15 @@ def reference_pooled(digest: str | None, prompt: tuple[int, ...], pooling: Pooli
     if pooling == "last":
         return struct.pack("<2f", *states[-1])
     return struct.pack("<2f", *(sum(numbers) / len(prompt) for numbers in zip(*states, strict=True)))
+
+
+def _measured(mark: int, position: int) -> SiteOutputs:
+    return SiteOutputs("float32", ((position, "q_proj"),), struct.pack("<q", mark), b"\x01")
+
+
+def reference_measured(digest: str | None) -> SiteOutputs:
+    """What is measured of one adapter version: at each position its mark."""
+    return join_outputs([_measured(adapter_mark(digest), position) for position in range(MEASURE_STEPS)])
 
 
 class StepFailed(RuntimeError):
@@ -197,6 +216,7 @@ class FakeRunner:
         answers: list[tuple[int, ...]] = []
         scores: dict[int, Scores] = {}
         pooled: dict[int, PooledPart] = {}
+        measured: dict[int, SiteOutputs] = {}
         if fault.at == "collect":
             for row in plan.scheduled:
                 self._write(row, (GARBAGE,) * row.num_tokens)
@@ -239,17 +259,25 @@ class FakeRunner:
                 scores[index] = Scores(prompt=pack_logprobs(of_prompt, sampling.prompt_logprobs or 0))
             if row.pool_start is not None:
                 pooled[index] = _pooled(row, seen)
+            if row.seq.request.measured:
+                if row.num_tokens != 1:
+                    self.complaints.append(
+                        f"{request_id} is measured at {row.num_tokens} positions of a step"
+                    )
+                measured[index] = _measured(self._mark(row), row.start)
             if not row.samples:
                 answers.append(())
                 continue
             answer = [draw(seen, self.vocab_size)]
-            of_output = [score(seen, answer[0], sampling.logprobs or 0)]
+            is_scored = sampling.logprobs is not None
+            of_output = [score(seen, answer[0], sampling.logprobs or 0)] if is_scored else []
             drawn[request_id, row.output_index] = answer[0]
             mark = self._mark(row)
             for _ in range(self.tokens_per_row(row) - 1):
                 seen = (*seen, attend(seen[-1], mark, answer[-1]))
                 answer.append(draw(seen, self.vocab_size))
-                of_output.append(score(seen, answer[-1], sampling.logprobs or 0))
+                if is_scored:
+                    of_output.append(score(seen, answer[-1], sampling.logprobs or 0))
             if grammar is not None:
                 kind, count = grammar
                 left = count - row.output_index
@@ -273,6 +301,7 @@ class FakeRunner:
             frozenset(ended),
             broken,
             pooled,
+            measured,
         )
 
     def _notice(self, row: ScheduledSequence, seen: tuple[int, ...]) -> None:

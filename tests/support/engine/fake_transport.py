@@ -66,7 +66,7 @@ class FakeTransport:
         def done() -> None:
             assert image.is_live, "a copy reads host memory that was given back"
             for page in pages:
-                self.pages[page] = adapter_mark(image.digest)
+                self.pages[page] = self.mark_of(image)
             ticket.succeed(None)
 
         self._schedule(fate, done, ticket)
@@ -74,6 +74,10 @@ class FakeTransport:
 
     def clear(self, slot: int) -> None:
         self.slots.pop(slot, None)
+
+    def mark_of(self, image: FakeImage) -> int:
+        """Whose bytes a copy of it leaves."""
+        return adapter_mark(image.digest)
 
     def host_shortage(self) -> int:
         return 0

@@ -12,6 +12,7 @@ import torch
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.engine.build import build_engine
@@ -19,7 +20,7 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.inputs import Recorder
 from loraplex.engine.pooling import Pooling
-from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
+from loraplex.engine.types import MEASURE_STEPS, EngineRequest, SamplingParams, TokenEvent
 
 
 class LocalEngine:
@@ -89,6 +90,21 @@ class LocalEngine:
         assert last.finish_reason == "length", last.error
         assert last.pooled is not None
         return torch.frombuffer(bytearray(last.pooled), dtype=torch.float32)
+
+    def measure(self, request_id: str, adapter: AdapterRef) -> None:
+        """Ask for the outputs of its sites."""
+        sampling = SamplingParams(max_tokens=0)
+        placeholders = (0,) * MEASURE_STEPS
+        self.core.add_request(
+            EngineRequest(request_id, adapter.tenant_id, placeholders, sampling, adapter, measured=True)
+        )
+
+    def outputs(self, request_id: str) -> SiteOutputs:
+        """Raises if the request ended in an error."""
+        last = self.events[request_id][-1]
+        assert last.finish_reason == "length", last.error
+        assert last.measured is not None
+        return last.measured
 
     def step(self) -> list[TokenEvent]:
         events = self.core.step()

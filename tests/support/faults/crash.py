@@ -31,6 +31,7 @@ import httpx
 from sqlalchemy.exc import OperationalError
 
 from loraplex.adapters.store.fault_points import FaultPoint
+from loraplex.control.types import Refusal
 from support.adapters.drafts import make_adapter
 from support.faults.damage import flip_a_bit
 from support.faults.witness import Seen, Witness
@@ -38,8 +39,17 @@ from support.http.admin_plane import ARCH, AdminPlane, admin_client, warm_up
 from support.servers.live_server import importable_tests
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-COMMITS = frozenset({FaultPoint.COMMIT_VERSION, FaultPoint.COMMIT_REMOVAL, FaultPoint.MARK_CORRUPT})
-COMMITTED = frozenset({FaultPoint.VERSION_COMMITTED, FaultPoint.REMOVAL_COMMITTED})
+COMMITS = frozenset(
+    {
+        FaultPoint.COMMIT_VERSION,
+        FaultPoint.COMMIT_CHECK,
+        FaultPoint.COMMIT_REMOVAL,
+        FaultPoint.MARK_CORRUPT,
+    }
+)
+COMMITTED = frozenset(
+    {FaultPoint.VERSION_COMMITTED, FaultPoint.CHECK_COMMITTED, FaultPoint.REMOVAL_COMMITTED}
+)
 """Steps that change nothing themselves: one can die at them, and they cannot fail."""
 OPENING = 3
 """Steps that a store takes when it is opened."""
@@ -149,6 +159,21 @@ def _delete(path: str) -> Callable[[AdminPlane], list[int]]:
     return lambda plane: [send(plane, "DELETE", path)]
 
 
+def _check(ok: bool) -> Callable[[AdminPlane], list[int]]:
+    """The verdict on what waits for its check, as far as anything does."""
+
+    def act(plane: AdminPlane) -> list[int]:
+        validation = plane.validation
+        for info in validation.pending():
+            if ok:
+                validation.accept(info, {"verdict": "equal"})
+            else:
+                validation.reject(info, Refusal("numerical_mismatch", "wrong"), {"verdict": "mismatch"})
+        return []
+
+    return act
+
+
 def _restart(plane: AdminPlane) -> list[int]:
     plane.start()
     return []
@@ -196,11 +221,13 @@ class Scenario:
     is_upload: bool = False
 
 
-def _made(name: str, tenant: str, seed: int) -> Callable[[AdminPlane], Any]:
-    return lambda plane: plane.make_adapter(name, tenant, seed=seed)
+def _made(name: str, tenant: str, seed: int, *, check: bool = False) -> Callable[[AdminPlane], Any]:
+    return lambda plane: plane.make_adapter(name, tenant, seed=seed, check=check)
 
 
 _MINE, _SECOND, _THEIRS = _made("pirate", "acme", 1), _made("pirate", "acme", 2), _made("parrot", "rival", 1)
+_UNCHECKED = _made("pirate", "acme", 1, check=True)
+_UNCHECKED_SECOND = _made("pirate", "acme", 2, check=True)
 SCENARIOS = {
     row.name: row
     for row in (
@@ -222,6 +249,10 @@ SCENARIOS = {
             "delete version", (_MINE, _SECOND), _delete(f"{VERSIONS}/v2"), frozenset({"acme/pirate@v2"})
         ),
         Scenario("delete tenant", (_MINE,), _delete("tenants/acme"), frozenset({"acme/pirate@v1"})),
+        Scenario("accept", (_UNCHECKED,), _check(True)),
+        Scenario("accept second", (_MINE, _UNCHECKED_SECOND), _check(True)),
+        Scenario("reject", (_UNCHECKED,), _check(False), frozenset({"acme/pirate@v1"})),
+        Scenario("reject shared", (_THEIRS, _UNCHECKED), _check(False), frozenset({"acme/pirate@v1"})),
         Scenario("mark", (_damaged,), _mark, frozenset({"acme/pirate@v1"})),
         Scenario("start", (_leftovers,), _restart),
     )

@@ -30,7 +30,14 @@ KINDS: dict[str, frozenset[FaultPoint]] = {
     ),
     "rename": frozenset({FaultPoint.PUBLISH, FaultPoint.RETIRE}),
     "remove": frozenset({FaultPoint.DROP_LEFTOVER, FaultPoint.PURGE, FaultPoint.DISCARD, FaultPoint.SWEEP}),
-    "commit": frozenset({FaultPoint.COMMIT_VERSION, FaultPoint.COMMIT_REMOVAL, FaultPoint.MARK_CORRUPT}),
+    "commit": frozenset(
+        {
+            FaultPoint.COMMIT_VERSION,
+            FaultPoint.COMMIT_CHECK,
+            FaultPoint.COMMIT_REMOVAL,
+            FaultPoint.MARK_CORRUPT,
+        }
+    ),
 }
 _MADE = {"os.mkdir": "mkdir", "os.rename": "rename", "os.remove": "remove", "os.rmdir": "remove"}
 

@@ -20,10 +20,12 @@ from loraplex.adapters.store.fault_points import Fault, no_fault
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.admin.change_rate_limit import ChangeRateLimit
 from loraplex.admin.services import AdminServices, UploadGate
+from loraplex.admin.version_checks import VersionChecks
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.releases import Releases
+from loraplex.control.catalog.validation import Validation
 from loraplex.control.db.database import Database
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
@@ -32,6 +34,7 @@ from loraplex.migrations.run import upgrade
 from support.adapters.drafts import TinyBase, make_adapter, write_base
 from support.control.integrity import check_integrity
 from support.engine.fake_engine import FakeEngineClient
+from support.engine.fake_measure import FakeMeasure
 
 ADMIN_TOKEN = "lpx-admin-for-tests"
 PEPPER = b"p" * 32
@@ -68,6 +71,7 @@ class AdminPlane:
     gate: UploadGate = field(default_factory=UploadGate)
     change_limit: ChangeRateLimit = field(default_factory=ChangeRateLimit)
     fault: Fault = no_fault
+    wait_s: float = 10.0
 
     def __post_init__(self) -> None:
         template = Path(_template().name)
@@ -80,12 +84,27 @@ class AdminPlane:
         self.database = Database(url)
         store = ArtifactStore(self.root / "artifacts", self.fault)
         artifacts = Artifacts(self.database, store)
+        base = _base_spec()
+        catalog = Catalog(self.database, artifacts, base, served_name=SERVED_NAME, max_rank=64)
+        self.validation = Validation(self.database, artifacts, base)
+        self.engine.measure = self.measure = FakeMeasure(store.path, base)
+        self.outcomes: list[str] = []
+        self.checks = VersionChecks(
+            database=self.database,
+            catalog=catalog,
+            validation=self.validation,
+            store=store,
+            engine=self.engine,
+            on_outcome=self.outcomes.append,
+            wait_s=self.wait_s,
+            scan_s=0.01,
+        )
         self.services = AdminServices(
             database=self.database,
             tenants=Tenants(self.database, artifacts),
             keys=Keys(self.database, PEPPER),
             key_cache=KeyCache(self.database, PEPPER, ADMIN_TOKEN),
-            catalog=Catalog(self.database, artifacts, _base_spec(), served_name=SERVED_NAME, max_rank=64),
+            catalog=catalog,
             releases=Releases(self.database),
             artifacts=artifacts,
             audit=AuditLog(self.database),
@@ -94,6 +113,7 @@ class AdminPlane:
             max_upload_bytes=self.max_upload_bytes,
             upload_gate=self.gate,
             change_limit=self.change_limit,
+            checks=self.checks,
         )
         self.app = create_admin_app(self.services)
         self.tenant_app = create_tenant_app(self.services)
@@ -120,11 +140,13 @@ class AdminPlane:
         """A key's secret."""
         return self.services.keys.create(tenant, scopes=scopes or ("adapters:read", "adapters:write"))[1]
 
-    def make_adapter(self, name: str = "support", tenant: str = "acme", seed: int = 1) -> str:
-        """Admitted without HTTP; the version's name."""
+    def make_adapter(
+        self, name: str = "support", tenant: str = "acme", seed: int = 1, *, check: bool = False
+    ) -> str:
+        """Admitted without HTTP; the version's name. With `check` it is left validating."""
         with self.services.artifacts.store.begin_staging() as staging:
             make_adapter(staging.directory, ARCH, seed=seed)
-            return self.services.catalog.admit(tenant, name, staging)[0].version
+            return self.services.catalog.admit(tenant, name, staging, check=check)[0].version
 
 
 def admin_client(app: Any, secret: str | None = ADMIN_TOKEN) -> httpx.AsyncClient:

@@ -82,6 +82,7 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
             key_cache=services.key_cache,
             key_use=KeyUse(plane.database),
             catalog=services.catalog,
+            validation=plane.validation,
             releases=services.releases,
             resolver=Resolver(plane.database, served_name=SERVED_NAME, started_at=1_700_000_000),
             database_health=DatabaseHealth(plane.database.outage, chosen.database_staleness),

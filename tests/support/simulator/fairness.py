@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from loraplex.engine.types import StepPlan, TokenEvent
+from loraplex.engine.types import EngineRequest, StepPlan, TokenEvent
 from support.simulator.oracle import Record, Violation
 
 
@@ -29,6 +29,7 @@ class Shares:
         self._largest = largest
         self._served = dict.fromkeys(weights, 0.0)
         self._computed: dict[str, int] = {}
+        self._unscheduled: dict[str, set[str]] = {tenant: set() for tenant in weights}
         self._pairs: dict[tuple[str, str], _Pair] = {}
 
     def told(self, record: Record, event: TokenEvent) -> None:
@@ -39,13 +40,17 @@ class Shares:
             for row in plan.scheduled:
                 seq = row.seq
                 done = self._computed.get(seq.request_id, 0)
+                self._unscheduled[seq.request.tenant_id].discard(seq.request_id)
                 end = min(row.start + row.num_tokens, seq.num_prompt)
                 self._served[seq.request.tenant_id] += max(0, end - done)
                 self._computed[seq.request_id] = max(done, end)
 
-    def backlog(self, live: dict[str, Record]) -> set[str]:
-        """Tenants with a request that was never scheduled."""
-        return {record.request.tenant_id for id_, record in live.items() if id_ not in self._computed}
+    def sent(self, request: EngineRequest) -> None:
+        self._unscheduled[request.tenant_id].add(request.request_id)
+
+    def backlog(self) -> set[str]:
+        """Tenants with a request that was never scheduled. In such a history none ends before it is."""
+        return {tenant for tenant, requests in self._unscheduled.items() if requests}
 
     def check(self, waiting: set[str]) -> None:
         """These tenants have waited since the last call. Raises Violation where two that did so for long drifted

@@ -4,93 +4,48 @@
 
 A history has tenants with weights, grammars whose matchers take time, fail or come too late, adapters (some with the
   same bytes under two tenants), prompts with common starts, bursts of arrivals, aborts (in the middle of a scored
-  prompt too), deadlines, loads and copies that take time, fail, hang or come too late, steps and rows that fail, KV
-  that is not finite and is noticed late, a device that has too little memory for a while, pins and drops, and never
-  quite enough blocks, pages, slots or host memory. The core, the scheduler, the blocks and the adapter cache are the
-  real ones; the runner, the transport and the clock are fakes.
+  prompt too), deadlines, requests that wait for a load no longer than they say, reservations and caps on memory, loads
+  and copies that take time, fail, hang or come too late, a store that fails or hangs for a while, damaged uploads,
+  laid-out copies on the disk with flipped bits, cut short or of another adapter, versions that are deleted and
+  uploaded again, deaths of the engine, steps and rows that fail, KV that is not finite and is noticed late, a device
+  that has too little memory for a while, pins and drops, and never quite enough blocks, pages, slots or host memory.
+  The core, the scheduler, the blocks, the adapter cache and the files of laid-out copies are the real ones; the runner,
+  the transport, the store and the clock are fakes.
 
 What is checked, after every step or at the end:
   every manager's own `check_integrity`; a request ends exactly once, and when it was told to; its tokens are the
   fake model's for its own digest and prompt, cut at the right place; its usage, times and first event are right; an
-  error has its cause; nobody reads another tenant's KV; an engine that says it is idle has nothing to do, and one
-  that waits for something waits for something that will come; at the end nothing is held. Every eighth history is
-  about fairness alone: the served amounts of backlogged tenants stay within the bound.
+  error has its cause; nobody reads another tenant's KV; no reservation, cap or pin is broken; host memory is given
+  back once; damage is told; nothing of a deleted version stays in memory; an engine that says it is idle has nothing
+  to do, and one that waits for something waits for something that will come; at the end nothing is held. Every eighth
+  history is about fairness alone: the served amounts of backlogged tenants stay within the bound.
 
-The world of a history is in `history_world`, what is checked in `history_oracle` and `history_fairness`; here it is
-played.
+The world of a history is in `world`, what lies below its host memory in `tiers`, what is checked in `oracle` and
+`fairness`; here it is played.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, field
 from math import inf
 
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.types import EngineRequest, SamplingParams, StepPlan
 from support.engine.fake_runner import FakeRunner, Fault
-from support.engine.fake_transport import FakeTransport, make_cache
+from support.engine.fake_transport import Fate
 from support.simulator.fairness import Shares
 from support.simulator.grammars import FakeGrammars
 from support.simulator.oracle import Oracle, Violation
+from support.simulator.summary import Summary
+from support.simulator.tiers import Disk, TieredTransport, WatchedCache
 from support.simulator.world import EOS_IDS, LOAD_TIMEOUT_S, VOCAB_SIZE, World, memory_needed
 
 __all__ = ["MIN_EVENTS", "Summary", "Violation", "play", "play_many"]
 
-MIN_EVENTS = 200
+MIN_EVENTS = 160
 MAX_DRAIN_STEPS = 4_000
 FAIR_EVERY = 8
-
-
-@dataclass
-class Summary:
-    """What a history, or many, consisted of."""
-
-    histories: int = 0
-    events: int = 0
-    steps: int = 0
-    requests: int = 0
-    tokens: int = 0
-    preemptions: int = 0
-    prefix_hits: int = 0
-    loads: int = 0
-    out_of_memory: int = 0
-    poisoned: int = 0
-    cut_prompts: int = 0
-    grammar_ends: int = 0
-    held_for_grammar: int = 0
-    endings: dict[str, int] = field(default_factory=dict)
-
-    def add(self, other: Summary) -> None:
-        for name in (
-            "histories",
-            "events",
-            "steps",
-            "requests",
-            "tokens",
-            "preemptions",
-            "prefix_hits",
-            "loads",
-            "out_of_memory",
-            "poisoned",
-            "cut_prompts",
-            "grammar_ends",
-            "held_for_grammar",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for ending, count in other.endings.items():
-            self.endings[ending] = self.endings.get(ending, 0) + count
-
-    def __str__(self) -> str:
-        endings = ", ".join(f"{count} {ending}" for ending, count in sorted(self.endings.items()))
-        return (
-            f"{self.histories} histories, {self.events} events, {self.steps} steps, {self.requests} requests "
-            f"({endings}), {self.tokens} tokens, {self.preemptions} preemptions, {self.prefix_hits} tokens found in "
-            f"the prefix cache, {self.loads} loads, {self.out_of_memory} steps out of memory, {self.poisoned} rows "
-            f"with KV that is not finite, {self.cut_prompts} prompts aborted while they were scored, "
-            f"{self.grammar_ends} answers ended by their grammar, {self.held_for_grammar} requests held for theirs"
-        )
 
 
 class History:
@@ -103,16 +58,27 @@ class History:
         self.num_steps = 0
         self.trail: deque[str] = deque(maxlen=40)
         self.room = inf
-        self.num_poisoned = self.num_cut_prompts = 0
+        self.total = Summary(histories=1)
         self.world = world = World(seed, fair=seed % FAIR_EVERY == 0 if fair is None else fair)
-        self.transport = FakeTransport(
-            lambda: self.now, world.num_pages, world.pages_of, world.load_fate, world.copy_fate
+        self.disk = Disk([*world.sizes], world.storing)
+        self._num_slots, self._host_pages = world.rng.randint(2, 4), world.rng.randint(2, 10)
+        if world.p_tier and world.storing.random() < 0.5:
+            self._host_pages = 0  # each adapter comes from the disk every time
+        self._start_engine()
+        self.oracle = Oracle(world, self.runner, self.grammars)
+        self.shares: Shares | None = None  # of a history about fairness
+
+    def _start_engine(self) -> None:
+        world = self.world
+        self.transport = TieredTransport(
+            lambda: self.now, world.num_pages, world.pages_of, world.load_fate, world.copy_fate, self.disk
         )
-        cache = make_cache(
+        self.cache = WatchedCache(
             self.transport,
-            num_slots=world.rng.randint(2, 4),
-            host_pages=world.rng.randint(2, 10),
+            num_slots=self._num_slots,
+            host_pages=self._host_pages,
             load_timeout_s=LOAD_TIMEOUT_S,
+            world=world,
         )
         self.runner = FakeRunner(
             world.config.num_blocks,
@@ -127,13 +93,11 @@ class History:
         self.core = EngineCore(
             world.config,
             self.runner,
-            cache,
+            self.cache,
             eos_ids=EOS_IDS,
             clock=lambda: self.now,
             grammars=self.grammars,
         )
-        self.oracle = Oracle(world, self.runner, self.grammars)
-        self.shares: Shares | None = None  # of a history about fairness
 
     def _fault(self, plan: StepPlan) -> Fault:
         rng = self.world.rng
@@ -153,7 +117,7 @@ class History:
             return Fault(mishaps.choice(("submit", "collect")), memory=True)
         if self.world.p_poison and not self.world.fair and mishaps.random() < self.world.p_poison:
             self._happened("what a row leaves is not finite")
-            self.num_poisoned += 1
+            self.total.poisoned += 1
             return Fault(poisoned=frozenset({mishaps.randrange(len(plan.scheduled))}))
         return Fault()
 
@@ -170,26 +134,27 @@ class History:
             raise Violation(f"seed {self.seed}: {error}\n" + "\n".join(self.trail)) from error
         except Exception as error:
             raise Violation(f"seed {self.seed}: {error!r}\n" + "\n".join(self.trail)) from error
-        stats = self.core.stats()
-        endings: dict[str, int] = {}
+        finally:
+            self.disk.close()
+        self._add_engine()
+        total = self.total
+        total.events, total.steps, total.requests = self.num_events, self.num_steps, len(self.oracle.records)
+        total.grammar_ends = self.oracle.num_grammar_ends
+        total.measured = self.oracle.num_measured
         for record in self.oracle.records.values():
-            endings[record.ending] = endings.get(record.ending, 0) + 1
-        return Summary(
-            1,
-            self.num_events,
-            self.num_steps,
-            len(self.oracle.records),
-            stats.generation_tokens,
-            stats.num_preemptions,
-            stats.prefix_cache_hits,
-            self.transport.num_loads,
-            stats.num_out_of_memory,
-            self.num_poisoned,
-            self.num_cut_prompts,
-            self.oracle.num_grammar_ends,
-            self.grammars.num_held,
-            endings,
-        )
+            total.endings[record.ending] = total.endings.get(record.ending, 0) + 1
+        return total
+
+    def _add_engine(self) -> None:
+        """Count what the present engine did."""
+        stats, total = self.core.stats(), self.total
+        total.tokens += stats.generation_tokens
+        total.preemptions += stats.num_preemptions
+        total.prefix_hits += stats.prefix_cache_hits
+        total.out_of_memory += stats.num_out_of_memory
+        total.loads += self.transport.num_loads
+        total.from_copies += self.transport.num_from_copies
+        total.held_for_grammar += self.grammars.num_held
 
     def _play(self) -> None:
         if self.world.fair:
@@ -209,7 +174,8 @@ class History:
         rng = self.world.rng
         if self.oracle.live and rng.random() < 0.01:
             self._duplicate(rng.choice(list(self.oracle.live)))
-        if rng.random() < self.world.p_arrive:
+        # Steps of an idle core show nothing.
+        if rng.random() < self.world.p_arrive or not (self.oracle.live or self.transport.next_due):
             for _ in range(rng.choice((1, 1, 2, 3, 8))):
                 self._arrive()
         if self.oracle.live and rng.random() < self.world.p_abort:
@@ -219,12 +185,64 @@ class History:
             self._jump(10 ** rng.uniform(-1, 1))
         if self.world.p_operator and rng.random() < self.world.p_operator:
             self._operate()
+        if self.world.p_tier and self.world.storing.random() < self.world.p_tier:
+            self._disturb_tiers()
+
+    def _disturb_tiers(self) -> None:
+        world, draw, disk = self.world, self.world.storing, self.disk
+        match draw.randrange(12):
+            case 0 | 1 | 2 | 3 | 4 | 5 | 6:
+                what = disk.damage_copy()
+                self.total.damaged_copies += bool(what)
+            case 7:
+                fates = (Fate(0.1, "the storage is not reachable"), Fate(None))
+                world.outage = draw.choice(fates) if world.outage is None else None
+                what = f"loads meet {world.outage}"
+            case 8:
+                damaged = [digest for digest, is_whole in disk.whole.items() if not is_whole]
+                for digest in damaged or draw.sample([*disk.whole], min(1, len(disk.whole))):
+                    world.suspects.add(digest)
+                    disk.whole[digest] = not disk.whole[digest]
+                what = f"uploads are whole: {[*disk.whole.values()]}"
+            case 9 | 10:
+                what = self._delete_or_upload()
+            case _:
+                what = "the engine dies"
+                self._restart()
+        if what:
+            self._happened(what)
+
+    def _delete_or_upload(self) -> str:
+        again = self.world.upload_again()
+        for digest in again:
+            self.disk.whole[digest] = True
+            self.oracle.deleted.pop(digest, None)
+        if again or not self.disk.whole:
+            return f"{len(again)} versions are uploaded again"
+        digest = self.world.storing.choice([*self.disk.whole])
+        self.total.deletions += 1
+        self.world.delete(digest)
+        self.disk.delete(digest)
+        self.core.drop(digest)
+        named = {
+            record.request.adapter.digest for record in self.oracle.live.values() if record.request.adapter
+        }
+        if digest not in named:
+            self.oracle.deleted[digest] = self.now
+        return f"{digest[:6]} is deleted"
+
+    def _restart(self) -> None:
+        """The engine's process dies; the store and the disk stay."""
+        self._add_engine()
+        self.total.restarts += 1
+        self._start_engine()
+        self.oracle.restarted(self.runner, self.grammars)
 
     def _mishap(self) -> None:
         mishaps = self.world.mishaps
         scored = [name for name, record in self.oracle.live.items() if record.scores and not record.tokens]
         if scored and mishaps.random() < 0.1:
-            self.num_cut_prompts += 1
+            self.total.cut_prompts += 1
             self._abort(mishaps.choice(scored))
         if mishaps.random() < (self.world.p_shortage if self.room == inf else 0.05):
             self.room = mishaps.choice((1, 2, 3, 4, 8, 16)) if self.room == inf else inf
@@ -245,7 +263,9 @@ class History:
                 prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest)))
                 sampling = SamplingParams(max_tokens=rng.randint(1, max_new), ignore_eos=True)
                 request_id = f"{tenant}-{len(self.oracle.records)}"
-                self._add(EngineRequest(request_id, tenant, prompt, sampling, weight=weights[tenant]))
+                request = EngineRequest(request_id, tenant, prompt, sampling, weight=weights[tenant])
+                self.shares.sent(request)
+                self._add(request)
             for _ in range(rng.randint(0, 20)):
                 self._step()
 
@@ -276,7 +296,7 @@ class History:
             return
         ref = self.world.rng.choice(refs)
         self._happened(f"the operator touches {ref.digest[:6]}")
-        if all(record.request.tenant_id != ref.tenant_id for record in self.oracle.records.values()):
+        if ref.tenant_id not in self.oracle.known:
             self.oracle.brought_before.add(ref.tenant_id)
         match self.world.rng.randrange(3):
             case 0:
@@ -301,17 +321,17 @@ class History:
             self._happened("a load or a copy ends")
         started = self.now
         self.num_steps += 1
-        shares, live = self.shares, self.oracle.live
-        before = set() if shares is None else shares.backlog(live)
+        shares = self.shares
+        before = set() if shares is None else shares.backlog()
         for event in self.core.step():
             self.oracle.take(event, self.now)
             if shares is not None:
                 shares.told(self.oracle.records[event.request_id], event)
-        self.oracle.check_step(self.core, started)
+        self.oracle.check_step(self.core, self.cache, self.transport, started)
         if shares is not None:
             shares.planned(self.runner.plans)
             self.runner.plans.clear()
-            shares.check(before & shares.backlog(live))
+            shares.check(before & shares.backlog())
         self._wait_if_idle()
 
     def _wait_if_idle(self) -> None:
@@ -328,7 +348,7 @@ class History:
 
 def play(seed: int, *, fair: bool | None = None) -> Summary:
     """One history. Raises Violation."""
-    log = logging.getLogger("loraplex.engine")
+    log = logging.getLogger("loraplex")
     level = log.level
     log.setLevel(logging.CRITICAL)  # steps fail by the thousand here, each with a traceback
     try:

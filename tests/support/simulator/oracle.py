@@ -9,15 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS
+from loraplex.adapters.numerics import SiteOutputs
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.logprobs import Scores, join_scores
 from loraplex.engine.types import EngineError, EngineRequest, TokenEvent
 from support.adapters.cache_fakes import PAGE_BYTES
-from support.engine.fake_runner import FakeRunner, reference, reference_pooled, reference_scores
+from support.engine.fake_runner import (
+    FakeRunner,
+    reference,
+    reference_measured,
+    reference_pooled,
+    reference_scores,
+)
 from support.simulator.grammars import FakeGrammars, grammar_of
-from support.simulator.world import EOS_IDS, VOCAB_SIZE, World, memory_needed
+from support.simulator.tiers import TieredTransport, WatchedCache
+from support.simulator.world import EOS_IDS, LOAD_TIMEOUT_S, VOCAB_SIZE, World, memory_needed
 
 
 class Violation(AssertionError):
@@ -36,12 +43,15 @@ class Record:
     told_state: bool = False
     was_hot: bool = False  # its adapter, when it came or at the end of a step since
     aborted: bool = False
+    lost: bool = False  # its engine died
     room: float = inf  # the least memory that the device had in its time
     terminal: TokenEvent | None = None
 
     @property
     def ending(self) -> str:
         """By which of the ways out it went; it must have ended."""
+        if self.lost:
+            return "engine_restarting"
         assert self.terminal is not None
         error = self.terminal.error
         if _too_large(error):
@@ -60,18 +70,32 @@ class Oracle:
         self._runner = runner
         self._grammars = grammars
         self.num_grammar_ends = 0
+        self.num_measured = 0
         self.operated = False
-        self.brought_before: set[str] = set()  # tenants with an adapter from before their limits were known
+        self.known: set[str] = set()  # tenants whose limits the engine knows
+        self.brought_before: set[str] = set()  # tenants with an adapter from before that
+        self.deleted: dict[str, float] = {}  # digests that nobody waited for, and when
         self.records: dict[str, Record] = {}
         self.live: dict[str, Record] = {}
 
     def sent(self, request: EngineRequest, now: float, room: float, *, is_hot: bool) -> None:
         """`room`: what the device has of memory for a step now. `is_hot`: its adapter is on the device."""
+        self.known.add(request.tenant_id)
         crowded = len(self.live) >= self._world.config.max_waiting
         for other in self.live.values():
             other.crowded |= crowded
         record = Record(request, now, crowded, room=room, was_hot=is_hot)
         self.records[request.request_id] = self.live[request.request_id] = record
+
+    def restarted(self, runner: FakeRunner, grammars: FakeGrammars) -> None:
+        """The engine died, and all of its requests; another one is there."""
+        for record in self.live.values():
+            record.lost = True
+        self.live.clear()
+        self._runner, self._grammars = runner, grammars
+        self.operated = False
+        self.known.clear()
+        self.brought_before.clear()
 
     def room_is(self, room: float) -> None:
         for record in self.live.values():
@@ -113,8 +137,11 @@ class Oracle:
             _expect(not record.aborted, event, "it was aborted before")
             _expect(_scores(record) == self._expected_scores(record), event, "wrong log probabilities")
             _expect(event.pooled == self._expected_pooled(request), event, "a wrong embedding")
+            _expect(event.measured == self._expected_measured(request), event, "wrong outputs of sites")
+            self.num_measured += request.measured
         else:
             _expect(event.pooled is None, event, "an embedding of a request that failed")
+            _expect(event.measured is None, event, "outputs of sites of a request that failed")
             _expect(record.tokens == expected[: len(record.tokens)], event, "wrong tokens before its end")
             _expect(_begins(_scores(record), self._expected_scores(record)), event, "wrong log probabilities")
             complete = bool(expected) and len(record.tokens) == len(expected)
@@ -166,6 +193,11 @@ class Oracle:
         digest = None if request.adapter is None else request.adapter.digest
         return reference_pooled(digest, request.prompt_ids, request.pooling)
 
+    def _expected_measured(self, request: EngineRequest) -> SiteOutputs | None:
+        if not request.measured or request.adapter is None:
+            return None
+        return reference_measured(request.adapter.digest)
+
     def _has_cause(self, record: Record, error: EngineError, now: float) -> bool:
         request, config, suspects = record.request, self._world.config, self._world.suspects
         total = len(request.prompt_ids) + request.sampling.max_tokens
@@ -187,7 +219,7 @@ class Oracle:
                 return in_time and error.retry_after_s is not None and error.retry_after_s >= 0
             case "adapter_unavailable":
                 digest = request.adapter.digest if request.adapter is not None else None
-                cap = self._world.memory.get(request.tenant_id, NO_MEMORY_LIMITS).device_bytes_max
+                cap = self._world.caps.get(request.tenant_id)
                 if digest is not None and "device_bytes_max" in error.message:
                     too_large = cap is not None and self._world.sizes[digest] * PAGE_BYTES > cap
                     return too_large or self.operated or (cap is not None and bool(suspects))
@@ -204,15 +236,25 @@ class Oracle:
                 return total > config.max_model_len or computed > config.num_blocks * BLOCK_SIZE
         return False
 
-    def check_step(self, core: EngineCore, started: float) -> None:
+    def check_step(
+        self, core: EngineCore, cache: WatchedCache, transport: TieredTransport, started: float
+    ) -> None:
         """After a step that began at `started`."""
         core.check_integrity()
-        if self._runner.complaints:
-            raise Violation("; ".join(self._runner.complaints))
-        for tenant, held in core.memory_by_tenant().items():
-            cap = self._world.memory.get(tenant, NO_MEMORY_LIMITS).device_bytes_max
-            if cap is not None and held.device > cap and tenant not in self.brought_before:
-                raise Violation(f"{tenant} has {held.device} bytes on the device, above its cap")
+        if complaints := self._runner.complaints or cache.complaints:
+            raise Violation("; ".join(complaints))
+        if cache.usage().host_bytes_used != transport.live_bytes:
+            raise Violation(f"images of {transport.live_bytes} bytes live, which the cache does not know")
+        if transport.damaged and not transport.damaged <= {*core.take_damaged()}:
+            raise Violation(f"nobody was told that {sorted(transport.damaged)} are damaged")
+        transport.damaged.clear()
+        for digest, since in self.deleted.items():
+            if started > since + 2 * LOAD_TIMEOUT_S and digest in core.residency():
+                raise Violation(f"{digest[:6]} was deleted and is still in memory")
+        held = core.memory_by_tenant() if self._world.caps else {}
+        for tenant, cap in self._world.caps.items():
+            if tenant in held and held[tenant].device > cap and tenant not in self.brought_before:
+                raise Violation(f"{tenant} has {held[tenant].device} bytes on the device, above its cap")
         for request_id, record in self.live.items():
             deadline = record.request.deadline
             if record.aborted:

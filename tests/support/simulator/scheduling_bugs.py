@@ -202,6 +202,20 @@ def adapter_above_the_cap_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TenantMemory, "refusal", lambda self, ref: "")
 
 
+def departed_adapters_kv_kept_like_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockManager, "set_resident", lambda self, digest, is_resident: None)
+
+
+def kv_of_an_adapter_that_came_back_evicted_first(patch: pytest.MonkeyPatch) -> None:
+    set_resident = BlockManager.set_resident
+
+    def only_leaves(self: BlockManager, digest: str, is_resident: bool) -> None:
+        if not is_resident:
+            set_resident(self, digest, is_resident)
+
+    patch.setattr(BlockManager, "set_resident", only_leaves)
+
+
 SCHEDULING_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     lease_released_twice,
     lease_kept_by_a_preempted_sequence,
@@ -226,4 +240,6 @@ SCHEDULING_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     parked_requests_never_asked_for_again,
     cap_on_device_memory_ignored,
     adapter_above_the_cap_waits_for_ever,
+    departed_adapters_kv_kept_like_others,
+    kv_of_an_adapter_that_came_back_evicted_first,
 )

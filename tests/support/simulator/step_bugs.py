@@ -242,8 +242,8 @@ def matcher_kept_behind_its_request(patch: pytest.MonkeyPatch) -> None:
 def end_of_a_grammar_missed(patch: pytest.MonkeyPatch) -> None:
     take = RequestTracker.take_row
 
-    def miss(self: RequestTracker, *row: Any, is_last: bool = False) -> None:
-        take(self, *row)
+    def miss(self: RequestTracker, *row: Any, is_last: bool = False, **options: Any) -> None:
+        take(self, *row, **options)
 
     patch.setattr(RequestTracker, "take_row", miss)
 

@@ -1,6 +1,6 @@
 """The world of a random history of the engine core: how large everything is, who sends requests, and what goes wrong.
 
-Drawn from one seed. Seven streams of chance, so that a new kind of mishap changes no history but by that mishap.
+Drawn from one seed. Nine streams of chance, so that a new kind of mishap changes no history but by that mishap.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
 from loraplex.engine.pooling import POOLINGS
-from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence
+from loraplex.engine.types import MEASURE_STEPS, EngineRequest, SamplingParams, ScheduledSequence
 from support.adapters.cache_fakes import PAGE_BYTES
 from support.engine.fake_transport import Fate
 
@@ -31,13 +31,17 @@ class World:
         self.mishaps = random.Random(seed)  # of memory and numbers
         self.constraining = random.Random(seed)  # grammars
         self.embedding = random.Random(seed)
+        self.measuring = random.Random(seed)
         self.hurrying = random.Random(seed)  # requests that do not wait long for their adapters
         self.seed = seed
         self.fair = fair
         self.lookahead = self.rng.randint(0, 1)
         self.sharing = random.Random(seed)  # tenants' limits on memory for adapters
+        self.storing = random.Random(seed)  # mishaps of the store, the disk and the engine's process
         self._draw_sizes()
         self._draw_tenants()
+        self.p_tier = 0.0 if fair else self.storing.choice((0.0, 0.02, 0.1))
+        self.outage: Fate | None = None  # what a load meets that begins now
 
     def _draw_sizes(self) -> None:
         rng = self.rng
@@ -89,15 +93,26 @@ class World:
         self.tenants = [f"t{index}" for index in range(rng.randint(1, 4))]
         self.weights = {tenant: float(rng.choice((1, 1, 2, 4))) for tenant in self.tenants}
         self.memory = {tenant: self._memory_limits() for tenant in self.tenants}
+        self.caps = {
+            tenant: limits.device_bytes_max
+            for tenant, limits in self.memory.items()
+            if limits.device_bytes_max is not None
+        }
         # A digest may belong to several tenants: they uploaded the same bytes.
         digests = [rng.randbytes(32).hex() for _ in range(rng.randint(1, 6))]
         self.sizes = {digest: rng.randint(1, min(3, self.num_pages)) for digest in digests}
         self.adapters: dict[str, list[AdapterRef | None]] = {}
+        apart, taken = self.seed % 2 == 1 and self.sharing.random() < 0.6, set[str]()
         for tenant in self.tenants:
             mine = rng.sample(digests, rng.randint(0, len(digests)))
+            mine = [digest for digest in mine if digest not in taken]
+            taken |= {*mine} if apart else set()
             refs = [AdapterRef(tenant, f"a{number}", number, digest, 8) for number, digest in enumerate(mine)]
             self.adapters[tenant] = [None, *refs]
         one, two, three = (tuple(rng.randrange(VOCAB_SIZE) for _ in range(BLOCK_SIZE)) for _ in range(3))
+        named = [ref.digest for refs in self.adapters.values() for ref in refs if ref is not None]
+        self.shared = {digest for digest in named if named.count(digest) > 1}
+        self._deleted: dict[str, list[AdapterRef]] = {}
         # The last two differ in their first block alone.
         self.starts = [(), (), one, (*one, *three), (*two, *three)]
         self.suspects: set[str] = set()
@@ -136,6 +151,10 @@ class World:
         if self.embedding.random() < 0.15:
             pooling = self.embedding.choice(POOLINGS)
             return replace(request, sampling=SamplingParams(max_tokens=0), grammar=None, pooling=pooling)
+        if self.measuring.random() < 0.05 and request.adapter is not None:
+            nothing = SamplingParams(max_tokens=0)
+            placeholders = (0,) * MEASURE_STEPS
+            return replace(request, prompt_ids=placeholders, sampling=nothing, grammar=None, measured=True)
         return request
 
     def _max_load(self) -> float | None:
@@ -154,8 +173,30 @@ class World:
         """How many tokens a step brings for a row that draws."""
         return self.rng.randint(1, 3) if self.speculates else 1
 
+    def delete(self, digest: str) -> None:
+        """No request names it from now on."""
+        self.suspects.add(digest)
+        self._deleted[digest] = []
+        for refs in self.adapters.values():
+            for ref in refs:
+                if ref is not None and ref.digest == digest:
+                    self._deleted[digest].append(ref)
+                    refs.remove(ref)
+
+    def upload_again(self) -> list[str]:
+        """Undoes all deletions. Returns the digests."""
+        again, self._deleted = self._deleted, {}
+        for refs in again.values():
+            for ref in refs:
+                self.adapters[ref.tenant_id].append(ref)
+        return list(again)
+
     def load_fate(self, digest: str) -> Fate:
-        return self._fate(digest, self.slow, hang=True)
+        drawn = self._fate(digest, self.slow, hang=True)
+        if self.outage is None:
+            return drawn
+        self.suspects.add(digest)
+        return self.outage
 
     def copy_fate(self, digest: str) -> Fate:
         # A copy that never ends takes its pages with it for good, and with them the history: it ends late instead.

@@ -9,22 +9,23 @@ One thread, the step thread, calls everything here. Nothing blocks: the transpor
 back tickets that `poll` looks at. There is no torch and no clock but the injected one, so that the same code runs
 under the simulator. Adapters are known by digest alone: two tenants with the same upload share one residency.
 
-Loads and copies are decided here, evictions in `eviction`. The stages are kept in `entries`; `pins`, `failures` and
-`prefetch_queue` hold pins, back-offs and hints. `cache_report` lists and counts what the cache holds.
+Loads and copies are decided here, evictions in `eviction`. The stages are kept in `entries`; `pins` and `failures`
+hold pins and back-offs, `background_loads` loads what no request waits for. `cache_report` lists and counts what the
+cache holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView
+from collections.abc import Callable, Iterable, KeysView
 from typing import Generic
 
+from loraplex.adapters.cache.background_loads import BackgroundLoads
 from loraplex.adapters.cache.cache_report import check_cache, count_usage, list_entries
 from loraplex.adapters.cache.entries import CachedAdapter, CachedAdapters, Stage
 from loraplex.adapters.cache.eviction import DeviceEviction, HostEviction, Pass
 from loraplex.adapters.cache.failures import MAX_FAILURES, Failures
 from loraplex.adapters.cache.load_times import LoadTimes
 from loraplex.adapters.cache.pins import Pins
-from loraplex.adapters.cache.prefetch_queue import PrefetchQueue
 from loraplex.adapters.cache.residency import (
     AdapterState,
     AdapterTransport,
@@ -76,8 +77,10 @@ class AdapterCache(Generic[ImageT]):
         self.tenants = TenantMemory(self._entries, self._pins)
         self._device = DeviceEviction(self._entries, self._pins, self.tenants, self._pass)
         self._host = HostEviction(self._entries, self.tenants, self._pass, host_bytes)
-        self._prefetches = PrefetchQueue()
         self._failures = Failures()
+        self._background = BackgroundLoads(
+            self._entries, self._failures, self._device, self._host, self.tenants
+        )
         self._load_times = LoadTimes()
         self._damaged: dict[str, None] = {}
 
@@ -92,11 +95,13 @@ class AdapterCache(Generic[ImageT]):
         for entry in list(self._entries.copying.values()):
             self._poll_copy(entry, now)
         self._entries.clear_stuck()
+        if self._entries.host_shortage():
+            self._background.give_up()
         self._host.trim()
         for ref in self._pins.refs.values():
             if self._failures.retry_at(ref.digest) <= now:
                 self._bring_pinned(ref, now)
-        self._start_prefetch(now)
+        self._background.start(now)
 
     def begin_pass(self) -> None:
         """A new scheduling pass: nothing is wanted yet."""
@@ -174,7 +179,7 @@ class AdapterCache(Generic[ImageT]):
         if unfit:
             raise PinRefused(f"{unfit}; unpin another version first")
         self._pins.register(ref)
-        self._prefetches.remove(digest)
+        self._background.forget(digest)
         if entry is not None:
             entry.doomed = False
             if entry.num_pages:
@@ -196,7 +201,7 @@ class AdapterCache(Generic[ImageT]):
         """The version was deleted: remove it, its pin and its failures, as soon as no lease and no copy needs it. A
         later request loads it again if its files are still there."""
         self._pins.remove(digest)
-        self._prefetches.remove(digest)
+        self._background.forget(digest)
         self._failures.clear(digest)
         entry = self._entries.get(digest)
         if entry is None:
@@ -204,17 +209,27 @@ class AdapterCache(Generic[ImageT]):
         entry.doomed = True
         if entry.load is not None:
             entry.load.cancel()
+            self._background.dropped(entry)
         if entry.copy is None and not entry.leases:
-            self._entries.remove_entry(entry)
+            self._entries.remove_entry(entry, "deleted")
 
     def prefetch(self, ref: AdapterRef) -> None:
         """Load an adapter into host memory when the disk is idle, and copy it to the device if it fits without an
         eviction. Until a request names it, it is the first to be evicted. A hint: it may be dropped, and fails
         silently."""
         if ref.digest not in self._pins.refs:
-            self._prefetches.enqueue(ref)
+            self._background.hints.enqueue(ref)
+
+    def warm(self, refs: Iterable[AdapterRef]) -> None:
+        """Load these adapters behind all other loads, in their order: to the device as far as it has free memory, then
+        to host memory. They replace those of the last call. Hints as `prefetch` takes them."""
+        self._background.warm(ref for ref in refs if ref.digest not in self._pins.refs)
 
     # What others may know.
+
+    def watch_residency(self, on_residency: Callable[[str, bool], None]) -> None:
+        """Call `on_residency(digest, is_resident)` whenever a version comes into memory, or leaves device and host."""
+        self._entries.on_residency = on_residency
 
     def state(self, digest: str) -> AdapterState:
         """Where an adapter is: on the device, in host memory, or on disk only (also: not known at all)."""
@@ -239,12 +254,18 @@ class AdapterCache(Generic[ImageT]):
         """Every version that is not cold."""
         return self._entries.states()
 
-    def entries(self) -> tuple[CacheEntry, ...]:
-        """Every version that is in memory, loading, pinned, or whose load failed recently."""
-        return list_entries(self._entries, self._pins, self._failures)
+    def entries(self, digests: Iterable[str] | None = None) -> tuple[CacheEntry, ...]:
+        """Every version that is in memory, loading, pinned, or whose load failed recently: those of `digests`, or all
+        of them."""
+        return list_entries(self._entries, self._pins, self._failures, digests)
 
     def usage(self) -> CacheUsage:
-        return count_usage(self._entries, self._pins, self._failures, self._host.limit)
+        return count_usage(self._entries, self._pins, self._failures, self._background, self._host.limit)
+
+    @property
+    def num_warming(self) -> int:
+        """Adapters of `warm` that are still to come."""
+        return self._background.num_warming
 
     # The way to the device.
 
@@ -277,10 +298,13 @@ class AdapterCache(Generic[ImageT]):
         self._advance(ref, now)
 
     def _begin_load(self, ref: AdapterRef, now: float) -> Residency:
-        if len(self._entries.loading) >= self._max_loads or not self._host.may_load():
+        if not self._may_begin_load() and not (self._background.give_way() and self._may_begin_load()):
             return Residency.NO_ROOM
         self._entries.load(ref, now)
         return Residency.LOADING
+
+    def _may_begin_load(self) -> bool:
+        return len(self._entries.loading) < self._max_loads and self._host.may_load()
 
     def _begin_copy(
         self, entry: CachedAdapter[ImageT], tenant_id: str, now: float, may_evict: Callable[[str], bool]
@@ -297,6 +321,7 @@ class AdapterCache(Generic[ImageT]):
             excess -= victim.num_bytes
         self._entries.copy(entry, tenant_id, now)
         self._pins.hold(entry.ref.digest, entry.num_pages)
+        self._poll_copy(entry, self._clock())  # it may be done already
         return Residency.LOADING
 
     def _poll_load(self, entry: CachedAdapter[ImageT], now: float) -> None:
@@ -312,7 +337,7 @@ class AdapterCache(Generic[ImageT]):
                 self._damaged[entry.ref.digest] = None
             self._fail(entry, ticket.error, now)
             return
-        self._entries.loaded(entry, ticket.value, now)
+        self._entries.loaded(entry, ticket, now)
         self._load_times.took("disk", now - entry.since)
         self._pins.set_size(entry.ref.digest, entry.num_pages)
         # The back-off continues for an adapter that again does not fit.
@@ -320,8 +345,7 @@ class AdapterCache(Generic[ImageT]):
             self._fail(entry, unfit, now)
             return
         self._failures.clear(entry.ref.digest)
-        if entry.prefetched:
-            self._place_if_free(entry, now)
+        self._background.loaded(entry, now)
 
     def _poll_copy(self, entry: CachedAdapter[ImageT], now: float) -> None:
         ticket = entry.copy
@@ -344,23 +368,6 @@ class AdapterCache(Generic[ImageT]):
         entry.safe_until = self._pass.number + 1
         self._on_idle(entry)
 
-    def _start_prefetch(self, now: float) -> None:
-        """Begin the next prefetch, if the disk has nothing else to do."""
-        while self._prefetches and not self._entries.loading:
-            ref = self._prefetches.first()
-            entry = self._entries.get(ref.digest)
-            if entry is None and self._failures.retry_at(ref.digest) <= now and self._host.is_free():
-                if self._begin_load(ref, now) is Residency.NO_ROOM:
-                    return
-                self._entries.by_digest[ref.digest].prefetched = True
-            elif entry is not None and entry.stage is Stage.HOST:
-                self._place_if_free(entry, now)
-            self._prefetches.remove(ref.digest)
-
-    def _place_if_free(self, entry: CachedAdapter[ImageT], now: float) -> None:
-        if self._device.is_free(entry, entry.ref.tenant_id):
-            self._entries.copy(entry, entry.ref.tenant_id, now)
-
     # Bookkeeping.
 
     def _on_idle(self, entry: CachedAdapter[ImageT]) -> None:
@@ -368,7 +375,7 @@ class AdapterCache(Generic[ImageT]):
         if entry.stage is not Stage.DEVICE or entry.leases:
             return
         if entry.doomed:
-            self._entries.remove_entry(entry)
+            self._entries.remove_entry(entry, "deleted")
         elif entry.ref.digest not in self._pins.held:
             self._entries.make_idle(entry)
 
@@ -385,12 +392,13 @@ class AdapterCache(Generic[ImageT]):
 
     def _fail(self, entry: CachedAdapter[ImageT], message: str, now: float) -> None:
         self._remember(entry.ref, message, now, entry.num_pages)
-        self._entries.remove_entry(entry)
+        self._background.failed(entry)
+        self._entries.remove_entry(entry, "failed")
 
     def _remember(self, ref: AdapterRef, message: str, now: float, num_pages: int) -> None:
         self._failures.record(ref, message, now, num_pages)
         self._pins.release(ref.digest)
-        self._prefetches.remove(ref.digest)
+        self._background.forget(ref.digest)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page, slot, lease and byte has one owner and each adapter is in the

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from loraplex.adapters.cache.background_loads import WARM_OUTCOMES, BackgroundLoads
 from loraplex.adapters.cache.entries import CachedAdapters
 from loraplex.adapters.cache.failures import Failures
 from loraplex.adapters.cache.pins import Pins
 from loraplex.adapters.cache.residency import CacheEntry, CacheUsage, ImageT
 
 
-def list_entries(entries: CachedAdapters[ImageT], pins: Pins, failures: Failures) -> tuple[CacheEntry, ...]:
-    """Every version that is in memory, loading, pinned, or whose load failed recently."""
-    listed = [
-        entry.shown(pinned=digest in pins.refs, error=failures.message(digest) or None)
-        for digest, entry in entries.by_digest.items()
-    ]
-    others = pins.refs | failures.refs
-    for digest in others.keys() - entries.by_digest.keys():
-        error = failures.message(digest) or None
-        listed.append(CacheEntry(others[digest], "cold", pinned=digest in pins.refs, error=error))
+def list_entries(
+    entries: CachedAdapters[ImageT], pins: Pins, failures: Failures, digests: Iterable[str] | None
+) -> tuple[CacheEntry, ...]:
+    """See `AdapterCache.entries`. Costs as much as `digests` are; all of them take milliseconds where there are
+    thousands."""
+    if digests is None:
+        digests = dict.fromkeys((*entries.by_digest, *pins.refs, *failures.refs))
+    listed = []
+    for digest in digests:
+        error, pinned = failures.message(digest) or None, digest in pins.refs
+        entry = entries.get(digest)
+        if entry is not None:
+            listed.append(entry.shown(pinned=pinned, error=error))
+        elif (ref := pins.refs.get(digest) or failures.ref(digest)) is not None:
+            listed.append(CacheEntry(ref, "cold", pinned=pinned, error=error))
     return tuple(listed)
 
 
 def count_usage(
-    entries: CachedAdapters[ImageT], pins: Pins, failures: Failures, host_limit: int
+    entries: CachedAdapters[ImageT],
+    pins: Pins,
+    failures: Failures,
+    background: BackgroundLoads[ImageT],
+    host_limit: int,
 ) -> CacheUsage:
     """The cache's gauges now and its counters so far. `host_limit` is in bytes."""
     return CacheUsage(
@@ -34,6 +46,11 @@ def count_usage(
         host_bytes_used=entries.host_bytes,
         num_leases=entries.num_leases,
         num_pinned=len(pins.refs),
+        num_pins_held=sum(digest in entries.on_device for digest in pins.held),
+        num_pins_coming=sum(
+            digest not in entries.on_device and not failures.message(digest) and pins.may_come(ref)
+            for digest, ref in pins.refs.items()
+        ),
         num_device=len(entries.on_device),
         num_host=len(entries.hosted),
         num_loading=len(entries.loading),
@@ -44,6 +61,9 @@ def count_usage(
         host_evictions=entries.host_evictions,
         load_seconds=dict(entries.seconds),
         cap_evictions=dict(entries.cap_evictions),
+        evictions={tier: dict(by_reason) for tier, by_reason in entries.evictions.items()},
+        num_warming=background.num_warming,
+        warmed={outcome: background.outcomes[outcome] for outcome in WARM_OUTCOMES},
     )
 
 

@@ -7,10 +7,10 @@ decides which changes are made. No torch.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic
+from typing import Generic, Literal
 
 from loraplex.adapters.cache.residency import (
     AdapterState,
@@ -23,6 +23,8 @@ from loraplex.adapters.cache.residency import (
 )
 from loraplex.adapters.ref import AdapterRef
 
+EvictionReason = Literal["room", "cap", "deleted", "failed"]
+EVICTION_REASONS: tuple[EvictionReason, ...] = ("room", "cap", "deleted", "failed")
 MAX_USES = 16
 """Uses of an adapter that count. With more, one that was used much for a day would stay for another."""
 
@@ -105,13 +107,17 @@ class CachedAdapters(Generic[ImageT]):
     This is LFU with dynamic aging: Arlitt et al., "Evaluating content management techniques for Web proxy caches"
     (2000).
 
+    `on_residency` hears of each digest that comes into memory (True) or leaves both tiers (False).
+
     `loads` and `copies` count those that came to their end, `seconds` sums up what they took, by "disk" and "copy"; the
     evictions count adapters that left the device, and images dropped from host memory, for others;
-    `cap_evictions` those of them that left because their tenant was at its cap.
+    `cap_evictions` those of them that left because their tenant was at its cap. `evictions` counts what left a tier by
+    tier and reason: beside these two what was deleted, and what failed or does not fit.
     """
 
     def __init__(self, transport: AdapterTransport[ImageT], num_pages: int, num_slots: int) -> None:
         self._transport = transport
+        self.on_residency: Callable[[str, bool], None] = _ignore
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.free_pages = list(range(num_pages - 1, -1, -1))
@@ -130,6 +136,9 @@ class CachedAdapters(Generic[ImageT]):
         self.loads = self.copies = 0
         self.device_evictions = self.host_evictions = 0
         self.cap_evictions = {"device": 0, "host": 0}
+        self.evictions: dict[str, dict[str, int]] = {
+            tier: dict.fromkeys(EVICTION_REASONS, 0) for tier in ("device", "host")
+        }
         self.seconds = {"disk": 0.0, "copy": 0.0}
 
     def get(self, digest: str) -> CachedAdapter[ImageT] | None:
@@ -155,9 +164,11 @@ class CachedAdapters(Generic[ImageT]):
         self.by_digest[ref.digest] = self.loading[ref.digest] = entry
         return entry
 
-    def loaded(self, entry: CachedAdapter[ImageT], image: ImageT, now: float) -> None:
-        """LOADING → HOST."""
+    def loaded(self, entry: CachedAdapter[ImageT], ticket: Ticket[ImageT], now: float) -> None:
+        """LOADING → HOST, with what the ticket of its load brought."""
+        image = ticket.value
         del self.loading[entry.ref.digest]
+        entry.seconds |= ticket.seconds
         entry.load, entry.image, entry.stage = None, image, Stage.HOST
         entry.num_pages, entry.num_bytes = image.num_pages, image.num_bytes
         self.page_bytes = entry.num_bytes // entry.num_pages
@@ -166,6 +177,7 @@ class CachedAdapters(Generic[ImageT]):
         self.host_bytes += entry.num_bytes
         self.loads += 1
         self._took(entry, "disk", now)
+        self.on_residency(entry.ref.digest, True)
 
     def copy(self, entry: CachedAdapter[ImageT], tenant_id: str, now: float) -> None:
         """HOST → COPYING for this tenant, into pages and a slot that must be free."""
@@ -191,6 +203,7 @@ class CachedAdapters(Generic[ImageT]):
         """COPYING → stuck; its digest is cold. What it holds stays held until `clear_stuck` finds its copy done."""
         del self.copying[entry.ref.digest], self.by_digest[entry.ref.digest], self.hosted[entry.ref.digest]
         self.stuck.append(entry)
+        self.on_residency(entry.ref.digest, False)
 
     def clear_stuck(self) -> None:
         for entry in [entry for entry in self.stuck if entry.copy is not None and entry.copy.done]:
@@ -202,6 +215,7 @@ class CachedAdapters(Generic[ImageT]):
         """DEVICE → HOST if it still has its image, else cold."""
         self.device_evictions += 1
         self.cap_evictions["device"] += for_cap
+        self.evictions["device"]["cap" if for_cap else "room"] += 1
         self.age = max(self.age, entry.score)
         entry.uses = 0
         if entry.image is None:
@@ -214,21 +228,26 @@ class CachedAdapters(Generic[ImageT]):
         """HOST → cold; on the device it stays there without its image."""
         self.host_evictions += 1
         self.cap_evictions["host"] += for_cap
+        self.evictions["host"]["cap" if for_cap else "room"] += 1
         if entry.stage is Stage.HOST:
             self.remove_entry(entry)
         elif entry.image is not None:
             self._release_image(entry)
             del self.hosted[entry.ref.digest]
 
-    def remove_entry(self, entry: CachedAdapter[ImageT]) -> None:
-        """Any stage → cold; no copy may be under way."""
+    def remove_entry(self, entry: CachedAdapter[ImageT], reason: EvictionReason | None = None) -> None:
+        """Any stage → cold; no copy may be under way. With a reason it is counted for each tier that had it."""
         digest = entry.ref.digest
+        if reason is not None:
+            self.evictions["device"][reason] += entry.slot >= 0
+            self.evictions["host"][reason] += entry.image is not None
         if entry.slot >= 0:
             self._free_device(entry)
         if entry.image is not None:
             self._release_image(entry)
         for index in (self.by_digest, self.loading, self.copying, self.hosted):
             index.pop(digest, None)
+        self.on_residency(digest, False)
 
     def lease(self, entry: CachedAdapter[ImageT]) -> Lease:
         lease = Lease(entry.ref.digest, entry.slot)
@@ -272,6 +291,12 @@ class CachedAdapters(Generic[ImageT]):
         entry.image.release()
         entry.image = None
         self.host_bytes -= entry.num_bytes
+
+    @property
+    def mean_size(self) -> tuple[int, int]:
+        """Pages and bytes of an image in host memory; 0 and 0 where there is none."""
+        mean = self.host_bytes // len(self.hosted) if self.hosted else 0
+        return (-(-mean // self.page_bytes), mean) if mean else (0, 0)
 
     def host_shortage(self) -> int:
         """Bytes of host memory that loads wait for."""
@@ -318,3 +343,7 @@ class CachedAdapters(Generic[ImageT]):
             assert not (entry.doomed and idle), f"{where}: deleted, unused and still there"
         for index in (self.loading, self.copying, self.on_device, self.idle, self.hosted):
             assert index.keys() <= self.by_digest.keys(), "a list names an adapter that is forgotten"
+
+
+def _ignore(digest: str, is_resident: bool) -> None:
+    pass

@@ -43,8 +43,12 @@ class DeviceEviction(Generic[ImageT]):
 
     def is_free(self, entry: CachedAdapter[ImageT], tenant_id: str) -> bool:
         """Whether an adapter fits for this tenant without an eviction."""
-        fits = bool(self._entries.free_slots) and entry.num_pages <= len(self._entries.free_pages)
-        return fits and self._tenants.excess(tenant_id, entry.num_bytes) <= 0
+        return self.has_free(tenant_id, entry.num_pages, entry.num_bytes)
+
+    def has_free(self, tenant_id: str, num_pages: int, num_bytes: int) -> bool:
+        """Whether so much fits for this tenant without an eviction."""
+        fits = bool(self._entries.free_slots) and num_pages <= len(self._entries.free_pages)
+        return fits and self._tenants.excess(tenant_id, num_bytes) <= 0
 
     def victims(
         self, entry: CachedAdapter[ImageT], tenant_id: str, may_evict: Callable[[str], bool]
@@ -137,10 +141,24 @@ class HostEviction(Generic[ImageT]):
         self._full_in = self._pass.number
         return False
 
+    def look_again(self) -> None:
+        """A load was cancelled: another one may begin in the same pass."""
+        self._full_in = -1
+
     def is_free(self) -> bool:
         """Whether one more image, of the usual size, would push none out."""
         hosted = len(self._entries.hosted)
         return not hosted or self._entries.host_bytes * (hosted + 1) <= self.limit * hosted
+
+    def drop_spare(self) -> bool:
+        """Drop one image of an adapter that is on the device and that no request has named; False if there is none."""
+        for entry in self._entries.hosted.values():
+            if not entry.unasked:
+                return False  # those that no request has named are the first
+            if entry.stage is Stage.DEVICE:
+                self._entries.drop_image(entry)
+                return True
+        return False
 
     def trim(self) -> None:
         """Drop images until the rest is within the limit and no load waits for memory: the least recently used first,

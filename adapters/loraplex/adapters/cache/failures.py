@@ -39,6 +39,11 @@ class Failures:
     def refs(self) -> dict[str, AdapterRef]:
         return {digest: failure.ref for digest, failure in self._by_digest.items()}
 
+    def ref(self, digest: str) -> AdapterRef | None:
+        """The version that failed under this digest."""
+        failure = self._by_digest.get(digest)
+        return None if failure is None else failure.ref
+
     def get(self, digest: str) -> Failure | None:
         return self._by_digest.get(digest)
 

@@ -30,10 +30,16 @@ class LoadTimes:
         spent = now - entry.since
         match entry.stage:
             case Stage.LOADING:
-                return max(0.0, self._mean["disk"] - spent) + self._mean["copy"]
+                return _left(self._mean["disk"], spent) + self._mean["copy"]
             case Stage.HOST:
                 return self._mean["copy"]
             case Stage.COPYING:
-                return max(0.0, self._mean["copy"] - spent)
+                return _left(self._mean["copy"], spent)
             case Stage.DEVICE:
                 return 0.0
+
+
+def _left(mean: float, spent: float) -> float:
+    """Of what takes `mean` seconds as a rule. What has taken longer is expected to take as long again: then a client
+    that comes back too early finds it twice as old, and is told twice the time."""
+    return mean - spent if spent <= mean else spent

@@ -1,4 +1,4 @@
-"""Adapters to load when the disk is idle. Hints: the oldest are dropped when there are many."""
+"""Adapters to load when the disk is idle."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections import OrderedDict
 
 from loraplex.adapters.ref import AdapterRef
 
-MAX_PREFETCHES = 1024
+MAX_PREFETCHES = 4096
 
 
 class PrefetchQueue:
-    """In the order of their last hint; one a digest, and at most `MAX_PREFETCHES`."""
+    """Hints, in the order of their last one; one a digest, and at most `MAX_PREFETCHES`: the oldest are dropped."""
 
     def __init__(self) -> None:
         self._refs: OrderedDict[str, AdapterRef] = OrderedDict()
 
-    def __bool__(self) -> bool:
-        return bool(self._refs)
+    def __len__(self) -> int:
+        return len(self._refs)
 
     def enqueue(self, ref: AdapterRef) -> None:
         self._refs[ref.digest] = ref
@@ -24,10 +24,18 @@ class PrefetchQueue:
         if len(self._refs) > MAX_PREFETCHES:
             self._refs.popitem(last=False)
 
+    def put_back(self, ref: AdapterRef) -> None:
+        """It is the first again."""
+        self._refs[ref.digest] = ref
+        self._refs.move_to_end(ref.digest, last=False)
+
     def first(self) -> AdapterRef:
         """The one that has waited longest. Raises StopIteration if there is none."""
         return next(iter(self._refs.values()))
 
-    def remove(self, digest: str) -> None:
-        """Does nothing for a digest that is not in the queue."""
-        self._refs.pop(digest, None)
+    def clear(self) -> None:
+        self._refs.clear()
+
+    def remove(self, digest: str) -> bool:
+        """Whether it was in the queue."""
+        return self._refs.pop(digest, None) is not None

@@ -21,7 +21,7 @@ class Residency(Enum):
     """The result of `request`."""
 
     READY = "ready"  # on the device; `acquire` works until the next `request` of another adapter
-    LOADING = "loading"  # on its way
+    LOADING = "loading"  # on its way; it may be on the device by now, if its copy was quick
     NO_ROOM = "no_room"  # it must wait for room: on the device, in host memory or in the line for the disk
     FAILED = "failed"  # `failure` says why
 
@@ -55,7 +55,7 @@ class Ticket(Generic[T]):
     """The outcome, some day, of work in another thread, which completes it once; the step thread reads it. `discard` is
     called with the value of a ticket that was cancelled, in whichever thread comes last."""
 
-    __slots__ = ("_cancelled", "_damaged", "_discard", "_error", "_lock", "_on_cancel", "_outcome")
+    __slots__ = ("_cancelled", "_damaged", "_discard", "_error", "_lock", "_on_cancel", "_outcome", "seconds")
 
     def __init__(
         self,
@@ -71,6 +71,8 @@ class Ticket(Generic[T]):
         self._error: str | None = None
         self._damaged = False
         self._on_cancel = on_cancel
+        self.seconds: dict[str, float] = {}
+        """By the parts of the work, set before it succeeds."""
 
     def succeed(self, value: T) -> None:
         with self._lock:
@@ -116,7 +118,7 @@ class Ticket(Generic[T]):
 
 
 class AdapterTransport(Protocol[ImageT]):
-    """Moves adapters. Everything returns at once."""
+    """Moves adapters. Everything returns within milliseconds."""
 
     def load(self, ref: AdapterRef) -> Ticket[ImageT]:
         """Begin to bring an adapter from disk into host memory."""
@@ -124,7 +126,7 @@ class AdapterTransport(Protocol[ImageT]):
 
     def copy(self, image: ImageT, slot: int, pages: tuple[int, ...]) -> Ticket[None]:
         """Begin to copy an image into these device pages (as many as it has) and to describe it in `slot`. It
-        may write to them until the ticket is done; it can't be cancelled."""
+        may write to them until the ticket is done; it can't be cancelled. The ticket may be done on return."""
         ...
 
     def host_shortage(self) -> int:
@@ -149,8 +151,9 @@ class Lease:
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
     """One adapter as the cache reports it. `last_used` is by the cache's clock (None: never requested); `load_seconds`
-    holds its last way here by stage ("disk": disk to host, "copy": host to device); `error` is why its last load
-    failed."""
+    holds its last way here by stage ("disk": disk to host, "copy": host to device), and of "disk" the parts that the
+    transport reports: "fetch" (until its files were there), and "read" (its laid-out image) or "lay_out"; `error` is
+    why its last load failed."""
 
     ref: AdapterRef
     state: AdapterState
@@ -169,7 +172,10 @@ class CacheEntry:
 class CacheUsage:
     """Gauges of this moment, and counters since the cache was made. `num_pages_used` counts pages that are being
     copied to as well; `load_seconds` sums up what loads took, by stage; `cap_evictions` are the evictions, by tier,
-    that a tenant's cap made necessary."""
+    that a tenant's cap made necessary, and `evictions` what left a tier, by tier and reason ("room", "cap", "deleted",
+    "failed"). Of the pins `num_pins_held` are on the device, and `num_pins_coming` on their
+    way there: the others failed or find no memory. `num_warming` adapters are still to be warmed; `warmed` counts what
+    became of the others."""
 
     num_pages: int
     num_pages_used: int
@@ -179,6 +185,8 @@ class CacheUsage:
     host_bytes_used: int
     num_leases: int
     num_pinned: int
+    num_pins_held: int
+    num_pins_coming: int
     num_device: int
     num_host: int
     num_loading: int
@@ -189,3 +197,6 @@ class CacheUsage:
     host_evictions: int
     load_seconds: dict[str, float]
     cap_evictions: dict[str, int]
+    evictions: dict[str, dict[str, int]]
+    num_warming: int
+    warmed: dict[str, int]

@@ -165,6 +165,14 @@ class TenantMemory(Generic[ImageT]):
         """What all reservations together ask for."""
         return sum(self._reserving.values())
 
+    def capped_host_bytes(self) -> dict[str, int]:
+        """What the tenants with a cap on host memory have there."""
+        held = dict.fromkeys(self.host_caps, 0)
+        for entry in self._entries.hosted.values() if held else ():
+            if entry.host_tenant in held:
+                held[entry.host_tenant] += entry.num_bytes
+        return held
+
     def over_host_cap(self) -> list[CachedAdapter[ImageT]]:
         """The images that take tenants over their caps, the least recently used ones of each tenant."""
         excess = {tenant: -cap for tenant, cap in self.host_caps.items()}

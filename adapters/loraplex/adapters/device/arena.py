@@ -58,6 +58,7 @@ class AdapterArena:
         self._head = None if layout.head is None else self._empty_tables((layout.head,), 1, num_slots)
         self._copies = PacedCopies(queue or (HostQueue() if device.type == "cpu" else StreamQueue()))
         self._filled = np.zeros(num_slots, np.bool_)
+        self._touched = np.zeros(num_pages, np.bool_)
         if self._pages.numel() // GRANULE_BYTES >= 2**31:
             raise ValueError("an adapter arena can't be larger than 128 GiB")
         self._scratch = Scratch(device)
@@ -98,7 +99,13 @@ class AdapterArena:
                 first += end - start
             done += first
         self._copies.finish()
+        self._touched[list(pages)] = True
         self._describe(image, slot, pages)
+
+    def were_written(self, pages: Sequence[int]) -> bool:
+        """Whether all of these pages were written to before. The first time, a CPU has yet to find their memory, which
+        takes 20 times as long as the copy."""
+        return bool(self._touched[list(pages)].all())
 
     def clear_slot(self, slot: int) -> None:
         """From now on a step that names `slot` is refused."""
@@ -126,6 +133,18 @@ class AdapterArena:
         if self._last_head[0] != key:
             self._last_head = (key, self._begin(self._head, segments, num_rows))
         return self._last_head[1]
+
+    def slot_pass(self, slot: int, num_rows: int, *, head: bool) -> LoraPass | None:
+        """Prepare a pass of `num_rows` rows that all use the adapter in `slot`, beside a step's own: it is run by the
+        thread that runs the steps, not while one runs. For every backend. None if the adapter changes nothing there.
+        Raises ValueError for an empty slot."""
+        weights = self._head if head else self._layers
+        if weights is None:
+            return None
+        segments = [(slot, 0, num_rows)]
+        if self._device_lora is not None:
+            return self._device_lora.apart(segments, num_rows, head=head)
+        return self._begin(weights, segments, num_rows)
 
     def device_lora(self, max_rows: int, max_sequences: int, tiling: LoraTiling = _TILING) -> DeviceLora:
         """Passes whose lists travel with a step's other inputs, for steps of up to `max_rows` rows of `max_sequences`

@@ -99,6 +99,21 @@ class DeviceLora:
             return None, step.size
         return (lora.recorded(work, num_rows) if fixed else lora.launcher(work, step, slots)), step.size
 
+    def apart(self, segments: Sequence[Segment], num_rows: int, *, head: bool) -> LoraPass | None:
+        """A pass whose list travels by itself, beside those of the steps. None and raises as
+        `begin_lora_pass` does."""
+        weights, lora = (self._weights[1], self.head) if head else (self._weights[0], self.layers)
+        if weights is None or lora is None:
+            return None
+        chosen = effective_segments(segments, weights, self._filled)
+        slots = sorted({slot for slot, _, _ in chosen if slot >= 0})
+        if not slots:
+            return None
+        numbers = np.empty(lora.work_size, np.int32)
+        step = lora.plan(chosen, num_rows, numbers)
+        work = torch.from_numpy(numbers[: step.size]).to(weights.storage.device, non_blocking=True)
+        return lora.launcher(work, step, slots)
+
     def recorded(
         self, layers: torch.Tensor, head: torch.Tensor, max_rows: int, max_logits: int
     ) -> tuple[LoraLauncher, LoraLauncher | None]:

@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loraplex.adapters.errors import LoadAbandoned, LoraplexError
 from loraplex.kernels.host_memory import untouched_zeros
@@ -24,11 +26,14 @@ class HostMemoryNotPinned(LoraplexError):
 
 class HostPages:
     """The memory of one adapter: `runs` of adjacent pages, uint8 [pages, page_bytes] each. `release` gives it back;
-    nothing may read or write it from then on."""
+    nothing may read or write it from then on, except by `copy_out`."""
 
     def __init__(self, runs: Sequence[torch.Tensor], give_back: Callable[[], None] = lambda: None) -> None:
         self.runs = tuple(runs)
         self._give_back: Callable[[], None] | None = give_back
+        self._lock = threading.Lock()
+        self._num_readers = 0
+        self._after_readers: Callable[[], None] | None = None
 
     @property
     def num_pages(self) -> int:
@@ -40,11 +45,31 @@ class HostPages:
 
     def release(self) -> None:
         """Raises RuntimeError where it was given back already."""
-        if self._give_back is None:
-            raise RuntimeError("an adapter's host memory was given back twice")
-        give_back, self._give_back = self._give_back, None
-        self.runs = ()
+        with self._lock:
+            if self._give_back is None:
+                raise RuntimeError("an adapter's host memory was given back twice")
+            give_back, self._give_back = self._give_back, None
+            self.runs = ()
+            if self._num_readers:
+                self._after_readers = give_back
+                return
         give_back()
+
+    def copy_out(self, part: NDArray[np.uint8]) -> memoryview | None:
+        """A copy of a part of the runs, for a thread that does not own the memory; None once it was released. A release
+        meanwhile does not wait: the memory is given back when the copy is done."""
+        with self._lock:
+            if self._give_back is None:
+                return None
+            self._num_readers += 1
+        try:
+            return part.copy().data
+        finally:
+            with self._lock:
+                self._num_readers -= 1
+                give_back = None if self._num_readers else self._after_readers
+            if give_back is not None:
+                give_back()
 
 
 def loose_pages(num_pages: int, page_bytes: int) -> HostPages:

@@ -16,7 +16,6 @@ import struct
 import tempfile
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -36,7 +35,6 @@ MIN_FREE_BYTES = 1 << 30
 """Nothing is written that would leave less of the disk than this."""
 _SPAN_BYTES = 1 << 19
 """Bytes that are read and hashed at a time: they stay in the processor's own cache."""
-_MAX_REMEMBERED = 16_384
 _STALE_S = 3600.0
 _SUM_BYTES = hashlib.sha256().digest_size
 _HEAD = struct.Struct("<64sIIIII")
@@ -47,9 +45,8 @@ class ImageFiles:
     """At most `max_bytes` of images under `root`, the least recently used removed first. `key` names the layout and
     the base that they were made for: see `image_key`.
 
-    An image is written when its adapter is loaded for the second time in this process, so that adapters which are
-    loaded once cost no write. Any thread may call everything here, and several processes may share a `root`. Nothing
-    raises for a disk that fails or is full: the image counts as absent.
+    Any thread may call everything here, and several processes may share a `root`. An image on a disk that fails counts
+    as absent. `ImageWriter` decides what is written, and when.
     """
 
     def __init__(self, root: Path, key: str, max_bytes: int) -> None:
@@ -57,7 +54,6 @@ class ImageFiles:
         self._folder = root / key
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._loaded: OrderedDict[str, None] = OrderedDict()
         self._used: int | None = None  # unknown until the first write
 
     def read_image(
@@ -80,32 +76,24 @@ class ImageFiles:
             os.utime(path)
         return image
 
-    def loaded(self, image: HostImage) -> None:
-        """An adapter was laid out from its upload: write its image, if that happens for the second time."""
-        with self._lock:
-            again = image.digest in self._loaded
-            self._loaded[image.digest] = None
-            self._loaded.move_to_end(image.digest)
-            if len(self._loaded) > _MAX_REMEMBERED:
-                self._loaded.popitem(last=False)
-        if again and image.num_bytes <= self._max_bytes:
-            try:
-                self._write(image)
-            except OSError as error:
-                _log.warning("the laid-out adapter %s is not kept: %s", image.digest[:12], error)
-
-    def _write(self, image: HostImage) -> None:
+    def write(self, image: HostImage, goes_on: Callable[[], bool]) -> bool:
+        """Whether the image was written. Not one that is too large, where the disk is nearly full, whose memory is
+        given back meanwhile, or once `goes_on`, which is called before each half MiB, returns False. Raises OSError."""
+        runs = image.memory.runs
+        num_bytes = sum(run.numel() for run in runs)
+        if not runs or num_bytes > self._max_bytes:
+            return False
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         disk = os.statvfs(self._folder)
-        if disk.f_bavail * disk.f_frsize < image.num_bytes + MIN_FREE_BYTES:
-            return
+        if disk.f_bavail * disk.f_frsize < num_bytes + MIN_FREE_BYTES:
+            return False
         tables = image.sites.tobytes() + image.vectors.tobytes()
-        page_bytes = image.num_bytes // image.num_pages
+        num_pages = sum(run.shape[0] for run in runs)
         head = _HEAD.pack(
             image.digest.encode(),
             image.rank,
-            image.num_pages,
-            page_bytes,
+            num_pages,
+            num_bytes // num_pages,
             len(image.sites),
             len(image.vectors),
         )
@@ -115,22 +103,34 @@ class ImageFiles:
             with open(descriptor, "wb", buffering=0) as file:
                 file.seek(_SUM_BYTES)
                 write_all(file, head + tables)
-                for run in image.memory.runs:
-                    view = run.numpy().reshape(-1).data
-                    for start in range(0, len(view), _SPAN_BYTES):
-                        sha.update(view[start : start + _SPAN_BYTES])
-                        write_all(file, view[start : start + _SPAN_BYTES])
+                for run in runs:
+                    whole = run.numpy().reshape(-1)
+                    for start in range(0, len(whole), _SPAN_BYTES):
+                        # Copied first: its memory must not wait for the disk to be given back.
+                        copied = (
+                            image.memory.copy_out(whole[start : start + _SPAN_BYTES]) if goes_on() else None
+                        )
+                        if copied is None:
+                            return False
+                        sha.update(copied)
+                        write_all(file, copied)
                 file.seek(0)
                 write_all(file, sha.digest())
             os.replace(scratch, self._folder / image.digest)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(scratch)
-            raise
+            scratch = ""
+        finally:
+            if scratch:
+                with contextlib.suppress(OSError):
+                    os.unlink(scratch)
         with self._lock:
-            self._used = None if self._used is None else self._used + image.num_bytes
+            self._used = None if self._used is None else self._used + num_bytes
             if self._used is None or self._used > self._max_bytes:
                 self._used = self._trim()
+        return True
+
+    def remove(self, digest: str) -> None:
+        """Delete an image, if it is there. Raises OSError."""
+        (self._folder / digest).unlink(missing_ok=True)
 
     def _trim(self) -> int:
         """Remove the least recently used files until the rest is within nine tenths of the limit, if it is not within

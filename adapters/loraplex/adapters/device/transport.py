@@ -19,6 +19,7 @@ from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import HostImage, build_image
 from loraplex.adapters.device.host_slab import HostPages, HostSlab
 from loraplex.adapters.device.image_files import ImageFiles
+from loraplex.adapters.device.image_writer import ImageWriter
 from loraplex.adapters.errors import ArtifactCorrupt, ArtifactMissing, LoadAbandoned, LoraplexError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.spec import BaseSpec
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 MAX_LOST_THREADS = 8
 """Threads that may hang in a dead disk before no new ones are started for them."""
 CLOSE_TIMEOUT_S = 5.0
+QUICK_COPY_BYTES = 16 << 20
+"""A CPU copies as much in some 3 ms."""
 
 
 class ThreadedTransport:
@@ -40,8 +43,10 @@ class ThreadedTransport:
     A load reads the laid-out image of `images`, if there is one. Else it parses the stored bytes as an upload is
     parsed, lays them out, and hashes them again as it reads them. Whatever is wrong becomes the ticket's error. Images
     lie in `host`; a load waits where it is full. A copy runs on a stream of its own where the device is a GPU, and its
-    ticket is done when the stream is. `wake` is called from those threads after each ticket that is done. A load that
-    is cancelled stops at its next matrix; while a thread hangs in it, that thread has a replacement.
+    ticket is done when the stream is. On a CPU a copy of up to QUICK_COPY_BYTES is done when `copy` returns, unless its
+    pages are written to for the first time or the thread that copies is at work. `wake` is called from those threads
+    after each ticket that is done. A load that is cancelled stops at its next matrix; while a thread hangs in it, that
+    thread has a replacement.
     """
 
     def __init__(
@@ -64,6 +69,11 @@ class ThreadedTransport:
         self._wake = wake
         self._loaders = _Workers("adapter-load", threads)
         self._copiers = _Workers("adapter-copy", 1)
+        self.image_writer = (
+            None
+            if images is None
+            else ImageWriter(images, is_stored=self._is_stored, is_loading=lambda: self._loaders.is_working)
+        )
         self._stream: torch.cuda.Stream | None = None
         if arena.device.type == "cuda":
             self._stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
@@ -71,16 +81,18 @@ class ThreadedTransport:
     def load(self, ref: AdapterRef) -> Ticket[HostImage]:
         def work() -> None:
             try:
-                ticket.succeed(self._load(ref, lambda: not job.abandoned))
+                ticket.succeed(self._load(ref, lambda: not job.abandoned, ticket.seconds))
             except Exception as error:
                 damaged = isinstance(error, ArtifactCorrupt | ArtifactMissing)
                 ticket.fail(_reason(error, f"loading adapter {ref.digest[:12]}"), damaged=damaged)
             self._wake()
 
+        def cancel() -> None:
+            if self._loaders.abandon(job):
+                ticket.fail("its load was cancelled")
+
         job = _Job(work)
-        ticket: Ticket[HostImage] = Ticket(
-            on_cancel=lambda: self._loaders.abandon(job), discard=HostImage.release
-        )
+        ticket: Ticket[HostImage] = Ticket(on_cancel=cancel, discard=HostImage.release)
         if not self._loaders.submit(job):
             ticket.fail("the threads that load adapters all hang; is the disk there?")
             self._wake()
@@ -89,16 +101,31 @@ class ThreadedTransport:
     def copy(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> Ticket[None]:
         ticket: Ticket[None] = Ticket()
 
-        def work() -> None:
+        def copy() -> None:
             try:
                 self._copy(image, slot, pages)
                 ticket.succeed(None)
             except Exception as error:
                 ticket.fail(_reason(error, f"copying adapter {image.digest[:12]} to the device"))
+
+        def work() -> None:
+            copy()
             self._wake()
 
-        self._copiers.submit(_Job(work))
+        if self._is_quick(image, pages):
+            copy()
+        else:
+            self._copiers.submit(_Job(work))
         return ticket
+
+    def _is_quick(self, image: HostImage, pages: tuple[int, ...]) -> bool:
+        """The end of a thread's copy would be seen between two steps; that is a step later."""
+        return (
+            self._stream is None
+            and image.num_bytes <= QUICK_COPY_BYTES
+            and self._arena.were_written(pages)
+            and not self._copiers.is_working  # the arena is written to by one thread at a time
+        )
 
     def host_shortage(self) -> int:
         return self._host.shortage
@@ -110,19 +137,33 @@ class ThreadedTransport:
         """Stop the threads; what they have not begun is never done. Waits a little for what they have."""
         self._loaders.close()
         self._copiers.close()
+        if self.image_writer is not None:
+            self.image_writer.close()
 
-    def _load(self, ref: AdapterRef, wanted: Callable[[], bool]) -> HostImage:
+    def _is_stored(self, digest: str) -> bool:
+        """Also where the store does not say."""
         try:
-            return self._load_once(ref, wanted)
+            return self._store.holds(digest)
+        except LoraplexError:
+            return True
+
+    def _load(self, ref: AdapterRef, wanted: Callable[[], bool], seconds: dict[str, float]) -> HostImage:
+        """`seconds` gets the time of each part."""
+        try:
+            return self._load_once(ref, wanted, seconds)
         except (ArtifactCorrupt, ArtifactMissing):
             if not self._store.drop_damaged_copy(ref.digest):
                 raise
-        return self._load_once(ref, wanted)
+        return self._load_once(ref, wanted, seconds)
 
-    def _load_once(self, ref: AdapterRef, wanted: Callable[[], bool]) -> HostImage:
+    def _load_once(self, ref: AdapterRef, wanted: Callable[[], bool], seconds: dict[str, float]) -> HostImage:
+        began = time.monotonic()
         folder = self._store.path(ref.digest)
+        fetched = time.monotonic()
+        seconds["fetch"] = fetched - began
         kept = self._read_image(ref.digest, folder, wanted)
         if kept is not None:
+            seconds["read"] = time.monotonic() - fetched
             return kept
         try:
             image, found = self._lay_out(ref.digest, folder / CONFIG_NAME, folder / TENSORS_NAME, wanted)
@@ -137,8 +178,9 @@ class ThreadedTransport:
         except ArtifactCorrupt:
             image.release()
             raise
-        if self._images is not None:
-            self._images.loaded(image)
+        seconds["lay_out"] = time.monotonic() - fetched
+        if self.image_writer is not None:
+            self.image_writer.loaded(image)
         return image
 
     def _read_image(self, digest: str, folder: Path, wanted: Callable[[], bool]) -> HostImage | None:
@@ -208,9 +250,16 @@ class _Workers:
         self._closed = False
         self._lost = 0
         self._wanted = threads
+        self._num_running = 0
         self._threads: set[threading.Thread] = set()
         for _ in range(threads):
             self._start()
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a job runs that was not abandoned, or waits for a thread."""
+        with self._condition:
+            return bool(self._jobs) or self._num_running > self._lost
 
     def submit(self, job: _Job) -> bool:
         """False if every thread hangs, or after `close`: the job is not taken."""
@@ -221,18 +270,19 @@ class _Workers:
             self._condition.notify()
             return True
 
-    def abandon(self, job: _Job) -> None:
-        """Its outcome is not wanted any more."""
+    def abandon(self, job: _Job) -> bool:
+        """Its outcome is not wanted any more. Whether it had not begun, and never will."""
         with self._condition:
             if job.abandoned or job.ended:
-                return
+                return False
             job.abandoned = True
             if not job.begun:
                 self._jobs = deque(other for other in self._jobs if other is not job)
-                return
+                return True
             self._lost += 1
             if self._lost <= MAX_LOST_THREADS and not self._closed:
                 self._start()
+            return False
 
     def close(self) -> None:
         with self._condition:
@@ -259,6 +309,7 @@ class _Workers:
                     _log.exception("a job of %s failed", self._name)
                 with self._condition:
                     job.ended = True
+                    self._num_running -= 1
                     if job.abandoned:
                         self._lost -= 1
                         if len(self._threads) - self._lost > self._wanted:
@@ -275,4 +326,5 @@ class _Workers:
                 return None
             job = self._jobs.popleft()
             job.begun = True
+            self._num_running += 1
             return job

@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class FaultPoint(StrEnum):
-    """In the order of an upload, then of removals. Most changes are made right after they are announced; the two
+    """In the order of an upload, then of removals. Most changes are made right after they are announced; the three
     `…_COMMITTED` are announced after theirs, before the result is returned."""
 
     MAKE_STORE = "make store"  # mkdir of the store's own folders
@@ -36,6 +36,9 @@ class FaultPoint(StrEnum):
     BUCKET_STORED = "bucket: stored"  # after the second one
     COMMIT_VERSION = "commit version"
     VERSION_COMMITTED = "version committed"
+
+    COMMIT_CHECK = "commit check"  # of a version's numbers
+    CHECK_COMMITTED = "check committed"
 
     COMMIT_REMOVAL = "commit removal"
     REMOVAL_COMMITTED = "removal committed"

@@ -89,6 +89,7 @@ _PROBLEM: dict[str, Any] = {
         "param": {"type": "string"},
         "report": {"type": ["object", "null"]},
         "feature": {"type": "string"},
+        "version": {"type": "string"},
     },
 }
 

@@ -49,7 +49,8 @@ async def get_engine(_: Operator, services: Services) -> Engine:
 async def list_cache(_: Operator, query: Annotated[PageQuery, Query()], services: Services) -> CachePage:
     """List where every version is: device, host memory, disk."""
     page = await services.database.run(list_all_versions, services.database, query.limit, query.cursor)
-    known = {entry.ref.digest: entry for entry in await services.engine.cache()}
+    digests = {info.digest for info in page.items}
+    known = {entry.ref.digest: entry for entry in await services.engine.cache(digests)}
     rows = [_row(info, known.get(info.digest)) for info in page.items]
     return CachePage(data=rows, next_cursor=page.next_cursor)
 

@@ -23,7 +23,14 @@ from loraplex.admin.framework.openapi import LOCATION, UPLOAD, Responses, refuse
 from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.framework.strict_request import read_json
 from loraplex.admin.problem import Problem
-from loraplex.admin.schemas.adapters import Pin, Version, VersionImport, VersionPage, VersionServing
+from loraplex.admin.schemas.adapters import (
+    Pin,
+    PushQuery,
+    Version,
+    VersionImport,
+    VersionPage,
+    VersionServing,
+)
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.admin.uploads.imports import import_source
 from loraplex.admin.uploads.receive import receive_upload
@@ -33,7 +40,12 @@ from loraplex.serving.errors import EngineUnavailable, ServingError
 
 router = APIRouter(prefix="/tenants/{tenant}/adapters/{name}/versions", route_class=AdminRoute)
 
-_PUSHED: Responses = {201: LOCATION, 200: {"model": Version, **LOCATION}, **refused(422)}
+_PUSHED: Responses = {
+    201: LOCATION,
+    200: {"model": Version, **LOCATION},
+    202: {"model": Version, "description": "It is being checked", **LOCATION},
+    **refused(422, 503),
+}
 
 
 @router.post(
@@ -49,11 +61,13 @@ async def push_version(
     services: Services,
     request: Request,
     response: Response,
+    query: Annotated[PushQuery, Query()],
 ) -> Version:
     """Upload an adapter as the next version of a name, or import it.
 
     A JSON body with `source` imports from a place that the operator allowed (--adapter-sources). The same bytes again
-    within this name, to be served alike: 200 and the version that has them.
+    within this name, to be served alike: 200 and the version that has them. The answer waits until the version's
+    numbers are checked; with wait=false it is 202 and the version `validating`.
     """
     store, max_bytes = services.artifacts.store, services.max_upload_bytes
     receive: Receive = partial(receive_upload, request, store, max_bytes=max_bytes)
@@ -63,9 +77,9 @@ async def push_version(
         source = services.sources.allow(asked.source, tenant)
         serving = Serving(asked.serving.tool_format, asked.serving.reasoning_format)
         receive, url = partial(import_source, source, store, max_bytes=max_bytes, serving=serving), source.url
-    info, is_new = await admit_version(services, tenant, name, receive, by=by, source=url)
+    info, is_new = await admit_version(services, tenant, name, receive, by=by, source=url, wait=query.wait)
     response.headers["Location"] = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
-    response.status_code = 201 if is_new else 200
+    response.status_code = 202 if info.state == "validating" else 201 if is_new else 200
     return _show(info)
 
 
@@ -73,7 +87,7 @@ async def push_version(
 async def list_versions(
     _: Reader, tenant: TenantId, name: AdapterName, query: Annotated[PageQuery, Query()], services: Services
 ) -> VersionPage:
-    """List an adapter's versions, deleted ones too."""
+    """List an adapter's versions, deleted and rejected ones too."""
     read = partial(services.catalog.list_versions, limit=query.limit, cursor=query.cursor)
     page = await services.database.run(read, tenant, name)
     return VersionPage(data=[_show(row) for row in page.items], next_cursor=page.next_cursor)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from loraplex.adapters.sources.urls import MAX_URL_CHARS
-from loraplex.admin.schemas.fields import RequestBody, ResponseBody, Timestamp
+from loraplex.admin.schemas.fields import QueryParameters, RequestBody, ResponseBody, Timestamp
 from loraplex.admin.schemas.releases import Release
 from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
 
@@ -31,6 +31,12 @@ class VersionImport(RequestBody):
 
     source: Annotated[str, Field(min_length=1, max_length=MAX_URL_CHARS)]
     serving: ServingChoice = ServingChoice()
+
+
+class PushQuery(QueryParameters):
+    """`wait`: whether the answer waits for the check of the version's numbers."""
+
+    wait: bool = True
 
 
 class Version(ResponseBody):

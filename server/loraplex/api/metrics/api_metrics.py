@@ -28,7 +28,9 @@ from loraplex.api.metrics.label_sets import IDLE_S, OTHER, LabelSets, OwnedCount
 from loraplex.api.metrics.limiter_metrics import LimiterMeter
 from loraplex.api.metrics.trace_metrics import TraceMeter
 from loraplex.control.background import BackgroundTasks
-from loraplex.control.types import LimitKind, LimitOwner, ReachedLimit
+from loraplex.control.types import CheckOutcome, LimitKind, LimitOwner, ReachedLimit
+from loraplex.control.usage.journal import UsageJournal
+from loraplex.control.usage.writer import UsageWriter
 from loraplex.engine.reports import CacheEntry
 from loraplex.engine.types import FinishReason, Timing
 
@@ -177,6 +179,9 @@ class Metrics:
         for status in sorted({200} | {status for status, _ in ANSWERS.values()}):
             self._responses.labels(str(status))
         self._changes = counter("admin_changes", "Changes by the admin API, by action.", "action")
+        self._version_checks = counter("version_checks", "Checks of new versions' numbers.", "outcome")
+        for outcome in get_args(CheckOutcome):
+            self._version_checks.labels(outcome)
         self._reached = counter(
             "limiter_limits_reached", "Requests refused, by the limit they are told.", "owner", "limit"
         )
@@ -240,6 +245,14 @@ class Metrics:
             registry=self._own,
         )
         self.draining = Gauge("loraplex_draining", "1 while the server is shutting down.", registry=self._own)
+
+    def watch_usage(self, journal: UsageJournal, writer: UsageWriter) -> None:
+        """Show the usage that is on its way into the database."""
+        writer.on_written = self.usage_written.inc
+        self.usage_waiting.set_function(lambda: writer.num_waiting)
+        self.usage_lag.set_function(lambda: writer.lag_s)
+        self.usage_journal.set_function(lambda: journal.num_bytes)
+        self.usage_full.set_function(lambda: float(journal.full))
 
     def watch_background(self, tasks: BackgroundTasks) -> None:
         """Show them from the next scrape on."""
@@ -323,6 +336,10 @@ class Metrics:
     def admin_changed(self, action: str) -> None:
         """The admin API has changed something; `action` as the audit log calls it."""
         self._changes.labels(action).inc()
+
+    def version_checked(self, outcome: CheckOutcome) -> None:
+        """An attempt to check the numbers of a new version has ended."""
+        self._version_checks.labels(outcome).inc()
 
     def request_answered(self, tenant_id: str, adapter: AdapterRef | None, status: int) -> None:
         tenant, version = self._labels.pair(tenant_id, adapter_label(adapter))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, islice, product, zip_longest
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.utils import floatToGoString
 
+from loraplex.adapters.cache.background_loads import WARM_OUTCOMES
+from loraplex.adapters.cache.entries import EVICTION_REASONS
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.metrics.label_sets import OTHER, LabelSets
 from loraplex.engine.reports import STEP_TOKENS, CacheEntry, EngineInfo, EngineStats
@@ -201,6 +203,14 @@ def _adapter_counters(stats: EngineStats, grown: Grown) -> Iterable[Metric]:
     evictions.add_metric(["device"], grown(f"{name} device", stats.device_evictions))
     evictions.add_metric(["host"], grown(f"{name} host", stats.host_evictions))
     yield evictions
+    name = "loraplex_adapter_evictions_by_reason"
+    by_reason = CounterMetricFamily(
+        name, "What left a tier: for room, for its tenant's cap, deleted, failed.", labels=["tier", "reason"]
+    )
+    for tier, reason in product(("device", "host"), EVICTION_REASONS):
+        count = stats.evictions.get(tier, {}).get(reason, 0)
+        by_reason.add_metric([tier, reason], grown(f"{name} {tier} {reason}", count))
+    yield by_reason
     name = "loraplex_adapter_cap_evictions"
     of_caps = CounterMetricFamily(
         name, "Those of them of a tenant at its cap, by tier: device, host.", labels=["tier"]
@@ -208,6 +218,7 @@ def _adapter_counters(stats: EngineStats, grown: Grown) -> Iterable[Metric]:
     for tier in ("device", "host"):
         of_caps.add_metric([tier], grown(f"{name} {tier}", stats.cap_evictions.get(tier, 0)))
     yield of_caps
+    yield from _start_metrics(stats, grown)
     reserved = GaugeMetricFamily(
         "loraplex_adapter_reserved_bytes",
         "Device memory that tenants have reserved, and the most that can be kept for them.",
@@ -216,6 +227,27 @@ def _adapter_counters(stats: EngineStats, grown: Grown) -> Iterable[Metric]:
     reserved.add_metric(["asked"], stats.reserved_bytes)
     reserved.add_metric(["most"], stats.reservable_bytes)
     yield reserved
+
+
+def _start_metrics(stats: EngineStats, grown: Grown) -> Iterable[Metric]:
+    """What an engine loads after its start, pins and the rest."""
+    pins = GaugeMetricFamily("loraplex_adapter_pins", "Pinned versions by state.", labels=["state"])
+    pins.add_metric(["held"], stats.num_pins_held)
+    pins.add_metric(["coming"], stats.num_pins_coming)
+    pins.add_metric(["missing"], max(0, stats.num_pins - stats.num_pins_held - stats.num_pins_coming))
+    yield pins
+    yield GaugeMetricFamily(
+        "loraplex_adapter_warming",
+        "Adapters that are still to be loaded after a restart.",
+        value=stats.num_warming,
+    )
+    name = "loraplex_adapter_warmed"
+    warmed = CounterMetricFamily(
+        name, "Adapters loaded again after a restart, by outcome.", labels=["outcome"]
+    )
+    for outcome in WARM_OUTCOMES:
+        warmed.add_metric([outcome], grown(f"{name} {outcome}", stats.warmed.get(outcome, 0)))
+    yield warmed
 
 
 def _tenant_bytes(stats: EngineStats, labels: LabelSets) -> Metric:

@@ -19,11 +19,12 @@ _HEADERS = {"cache-control": "no-store"}
 
 
 class Probe(BaseModel):
-    """`warning`: what will soon be a failure."""
+    """`warning`: what will soon be a failure. `warming`: adapters of before a restart are loaded behind requests."""
 
     model_config = ConfigDict(extra="forbid")
     status: Literal["ok"]
     warning: str | SkipJsonSchema[None] = None
+    warming: Literal[True] | SkipJsonSchema[None] = None
 
 
 class ProbeFailure(BaseModel):
@@ -67,8 +68,13 @@ def probe_routes(
                     ProbeFailure(status="unavailable", reason=reason).model_dump(), 503, _HEADERS
                 )
             response.headers.update(_HEADERS)
-            asked = database if reason_against == not_ready else None
-            return Probe(status="ok", warning=None if asked is None else asked.warning())
+            if reason_against != not_ready:
+                return Probe(status="ok")
+            return Probe(
+                status="ok",
+                warning=None if database is None else database.warning(),
+                warming=True if engine.warming else None,
+            )
 
         return OrderedRoute(
             f"/{name}",

@@ -22,14 +22,14 @@ from loraplex.app.backup.manifest import POSTGRES_FILE, SQLITE_FILE
 from loraplex.control.tenancy.pepper import PEPPER_NAME
 
 _CONNECT_TIMEOUT_S = 10
-_LIVING = "SELECT digest, max(state) FROM adapter_versions WHERE state <> 'deleted' GROUP BY digest"
+_LIVING = "SELECT digest, max(state) FROM adapter_versions WHERE state NOT IN ('deleted', 'rejected') GROUP BY digest"
 _MARK = "SELECT value FROM installation WHERE name = :name"
 _HEAD = "SELECT seq, hash FROM audit_head"
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A consistent read of a database. `living` are the digests of versions that are not deleted; `corrupt` those of
+    """A consistent read of a database. `living` are the digests of versions whose bytes are kept; `corrupt` those of
     them whose bytes are known to be damaged. `pepper_mark` None: there were never keys. `file` None: it could not be
     copied. `audit`: the length of the audit log and the hash of its last row; None in a schema without one."""
 

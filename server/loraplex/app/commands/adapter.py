@@ -47,6 +47,15 @@ ReasoningFormatOption = Annotated[
 ]
 
 
+WaitOption = Annotated[
+    bool,
+    typer.Option(
+        "--wait/--no-wait",
+        help="Wait until the server has checked the version's numbers; without, see its state later",
+    ),
+]
+
+
 def create_adapter_commands() -> typer.Typer:
     app = typer.Typer(
         no_args_is_help=True, help="Upload, import, fetch, list, show, delete and pin adapters."
@@ -79,6 +88,7 @@ def push(
     tenant: TenantOption,
     tool_format: ToolFormatOption = None,
     reasoning_format: ReasoningFormatOption = None,
+    wait: WaitOption = True,
 ) -> None:
     _check_directory(name, directory)
     given = _serving(tool_format, reasoning_format)
@@ -94,7 +104,7 @@ def push(
                 ) from error
         shown = stack.enter_context(upload_progress(files, is_quiet=out.as_json))
         data = {"serving": json.dumps(given)} if given else None
-        status, made = admin.send("POST", f"{_adapter(tenant, name)}/versions", files=shown, data=data)
+        status, made = admin.send("POST", _versions(tenant, name, wait), files=shown, data=data)
     _show_made(admin, out, tenant, status, made)
 
 
@@ -113,10 +123,15 @@ def import_(
     tenant: TenantOption,
     tool_format: ToolFormatOption = None,
     reasoning_format: ReasoningFormatOption = None,
+    wait: WaitOption = True,
 ) -> None:
     body = {"source": url, "serving": _serving(tool_format, reasoning_format)}
-    status, made = admin.send("POST", f"{_adapter(tenant, name)}/versions", json=body)
+    status, made = admin.send("POST", _versions(tenant, name, wait), json=body)
     _show_made(admin, out, tenant, status, made)
+
+
+def _versions(tenant: str, name: str, wait: bool) -> str:
+    return f"{_adapter(tenant, name)}/versions{'' if wait else '?wait=false'}"
 
 
 def _serving(tool_format: str | None, reasoning_format: str | None) -> dict[str, str]:
@@ -128,12 +143,19 @@ def _show_made(admin: AdminClient, out: Output, tenant: str, status: int, made: 
     if out.as_json:
         out.json(made)
         return
-    if status == 200:
-        out.line(f"{made['name']}: these bytes are there already, as {made['version']}")
+    name, version = made["name"], made["version"]
+    if status == 202:
+        out.line(f"{name}: stored as {version}; its numbers are being checked")
+    elif status == 200:
+        out.line(f"{name}: these bytes are there already, as {version}")
     else:
-        out.line(f"{made['name']}: accepted as {made['version']}")
+        out.line(f"{name}: accepted as {version}")
     out.fields(_version_fields(made))
-    out.line(_traffic(admin, tenant, made))
+    if status == 202:
+        look = f"loraplex adapter show {name}@{version} --tenant {tenant}"
+        out.line(f"{version} takes no traffic before it is ready. To look at its state: {look}")
+    else:
+        out.line(_traffic(admin, tenant, made))
 
 
 def _check_directory(name: str, directory: Path) -> None:

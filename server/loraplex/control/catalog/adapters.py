@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 import structlog
 from sqlalchemy import func, select
@@ -19,8 +20,9 @@ from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
 from loraplex.control.catalog.quota import check_quota, upload_room
-from loraplex.control.catalog.releases import add_release, current_release, release_only, release_shown
+from loraplex.control.catalog.releases import add_release, current_release, release_shown
 from loraplex.control.catalog.staged import UploadRoom
+from loraplex.control.catalog.validation import pending_check, release_upload
 from loraplex.control.catalog.versions import (
     count_living,
     no_adapter,
@@ -39,7 +41,6 @@ from loraplex.control.types import (
     AS_THE_BASE,
     AdapterInfo,
     Page,
-    ReleaseTarget,
     Removal,
     Serving,
     VersionInfo,
@@ -92,12 +93,15 @@ class Catalog:
         serving: Serving = AS_THE_BASE,
         source: str | None = None,
         release: bool = False,
+        check: bool = False,
         by: Actor = LOCAL,
     ) -> tuple[VersionInfo, bool]:
         """Make a version of an upload's two files; whether it is new. The same bytes again within a name, to be served
-        alike, are the version that has them; where the stored ones are lost or damaged, they take their place.
+        alike, are the version that has them; where the stored ones are lost or damaged, they take their place. Bytes
+        that were rejected before are a new version, and are checked again.
         `source` is where an import came from, for the audit log. With `release` the version takes all the traffic of
-        its name from the same transaction on.
+        its name from the moment when it is ready on. With `check` that is when `Validation.accept` says so: until then
+        a new version is `validating`.
 
         The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
         next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed and what
@@ -119,9 +123,10 @@ class Catalog:
                 self._artifacts.store.commit(staging, spec.digest, examined)
                 with self._database.write() as session:
                     self._artifacts.check_stored(spec.digest)
-                    admitted = self._record(session, tenant_id, name, spec, serving, by)
-                    if release:
-                        release_only(session, tenant_id, name, admitted[0].version, by=by)
+                    pending = pending_check(by, release=release) if check else None
+                    row, is_new = self._record(session, tenant_id, name, spec, serving, pending)
+                    release_upload(session, row, release=release, by=by)
+                    admitted = version_info(row), is_new
                     _note_upload(session, by, *admitted, source)
                     fault(FaultPoint.COMMIT_VERSION)
         except BaseException:
@@ -136,8 +141,14 @@ class Catalog:
         return admitted
 
     def _record(
-        self, session: Session, tenant_id: str, name: str, spec: AdapterSpec, serving: Serving, by: Actor
-    ) -> tuple[VersionInfo, bool]:
+        self,
+        session: Session,
+        tenant_id: str,
+        name: str,
+        spec: AdapterSpec,
+        serving: Serving,
+        pending: dict[str, Any] | None,
+    ) -> tuple[AdapterVersion, bool]:
         """Of bytes that are published: the version that stands for them."""
         tenant = session.get(Tenant, tenant_id, with_for_update=True)
         if tenant is None:
@@ -161,12 +172,18 @@ class Catalog:
             )
         ).first()
         if known is not None:
-            return version_info(known), False
+            return known, False
         check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
-        return version_info(self._add_version(session, tenant_id, name, spec, serving, by)), True
+        return self._add_version(session, tenant_id, name, spec, serving, pending), True
 
     def _add_version(
-        self, session: Session, tenant_id: str, name: str, spec: AdapterSpec, serving: Serving, by: Actor
+        self,
+        session: Session,
+        tenant_id: str,
+        name: str,
+        spec: AdapterSpec,
+        serving: Serving,
+        pending: dict[str, Any] | None,
     ) -> AdapterVersion:
         now = database_now(session)
         adapter = session.get(Adapter, (tenant_id, name))
@@ -180,7 +197,7 @@ class Catalog:
             name=name,
             number=adapter.last_number,
             digest=spec.digest,
-            state="ready",
+            state="ready" if pending is None else "validating",
             rank=spec.rank,
             targets=list(spec.targets),
             bytes=spec.num_bytes,
@@ -190,14 +207,10 @@ class Catalog:
             created_at=now,
             tool_format=serving.tool_format,
             reasoning_format=serving.reasoning_format,
+            pending_check=pending,
         )
         session.add(row)
         session.flush()
-        release = current_release(session, tenant_id, name)
-        if release is None or not release.targets:
-            # The first version serves at once; later ones wait for a release.
-            all_of_it = (ReleaseTarget(f"v{row.number}", 100),)
-            add_release(session, tenant_id, name, all_of_it, "none", origin="upload", by=by)
         return row
 
     def get_adapter(self, tenant_id: str, name: str) -> AdapterInfo:
@@ -240,14 +253,14 @@ class Catalog:
             return version_info(require_version(session, tenant_id, name, version))
 
     def get_living(self, tenant_id: str, name: str, version: str) -> VersionInfo:
-        """As `get_version`; one that was deleted raises VersionNotFound."""
+        """As `get_version`; one that was deleted or rejected raises VersionNotFound."""
         with self._database.read() as session:
             return version_info(require_living(session, tenant_id, name, version))
 
     def list_versions(
         self, tenant_id: str, name: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
     ) -> Page[VersionInfo]:
-        """By number, deleted ones too."""
+        """By number, deleted and rejected ones too."""
         after = rules.read_cursor(cursor)
         query = (
             select(AdapterVersion)
@@ -310,7 +323,7 @@ class Catalog:
                 target = version_target(tenant_id, name, version)
                 record(session, by, "version.delete", target, tenant_id=tenant_id, before=before)
                 pinned = [digest] if row.pinned else []
-                row.state, row.pinned = "deleted", False
+                row.state, row.pinned, row.pending_check = "deleted", False, None
                 unpinned = lost_pins(session, pinned)
                 self._artifacts.store.fault(FaultPoint.COMMIT_REMOVAL)
             self._artifacts.store.fault(FaultPoint.REMOVAL_COMMITTED)
@@ -337,7 +350,7 @@ class Catalog:
                 record(session, by, "adapter.delete", target, tenant_id=tenant_id, before=before)
                 pinned = [row.digest for row in rows if row.pinned]
                 for row in rows:
-                    row.state, row.pinned = "deleted", False
+                    row.state, row.pinned, row.pending_check = "deleted", False, None
                 unpinned = lost_pins(session, pinned)
                 add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
                 self._artifacts.store.fault(FaultPoint.COMMIT_REMOVAL)
@@ -375,8 +388,9 @@ class Catalog:
 
     def reconcile(self) -> None:
         """At the start: versions made for another base are `incompatible` while this one is served, and `ready`
-        again when theirs is. Those whose bytes the store lacks are `corrupt`, and those that were `corrupt` stay so
-        unless their bytes are good again, for which they are hashed."""
+        again when theirs is; those whose numbers wait for their check go on waiting. Those whose bytes the store lacks
+        are `corrupt`, and those that were `corrupt` stay so unless their bytes are good again, for which they are
+        hashed."""
         with self._artifacts.lock:
             damaged = {digest for digest in self._corrupt() if not self._is_whole(digest)}
             with self._database.write() as session:
@@ -399,6 +413,8 @@ class Catalog:
 
     def _state_of(self, row: AdapterVersion) -> VersionState:
         """Of a living version whose bytes are there."""
+        if row.pending_check is not None:
+            return "validating"
         return "ready" if row.base_fingerprint == self._base.fingerprint else "incompatible"
 
 

@@ -1,6 +1,8 @@
-"""The versions of all tenants in one list, for the operator's view of the cache."""
+"""Versions of all tenants: in one list for the operator's view of the cache, and by digest for a start."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from sqlalchemy import select, tuple_
 
@@ -10,6 +12,9 @@ from loraplex.control.db.database import Database
 from loraplex.control.db.tables import LIVING, AdapterVersion
 from loraplex.control.rules import InvalidCursor
 from loraplex.control.types import Page, VersionInfo
+
+MAX_DIGESTS = 500
+"""In one query."""
 
 
 def list_all_versions(database: Database, limit: int, cursor: str | None) -> Page[VersionInfo]:
@@ -23,6 +28,23 @@ def list_all_versions(database: Database, limit: int, cursor: str | None) -> Pag
     with database.read() as session:
         rows = session.scalars(query).all()
         return rules.make_page(rows, limit, lambda r: f"{r.tenant_id}/{r.name}/{r.number}", version_info)
+
+
+def find_ready(database: Database, tenants: Mapping[str, str]) -> dict[str, VersionInfo]:
+    """By digest, those of these digests that some ready version has: if there is one, of the tenant that `tenants`
+    names for the digest."""
+    found: dict[str, VersionInfo] = {}
+    wanted = sorted(tenants)
+    with database.read() as session:
+        for start in range(0, len(wanted), MAX_DIGESTS):
+            digests = wanted[start : start + MAX_DIGESTS]
+            query = select(AdapterVersion).where(
+                AdapterVersion.digest.in_(digests), AdapterVersion.state == "ready"
+            )
+            for row in session.scalars(query):
+                if row.digest not in found or row.tenant_id == tenants[row.digest]:
+                    found[row.digest] = version_info(row)
+    return found
 
 
 def _read_key(after: str) -> tuple[str, str, int]:

@@ -25,7 +25,10 @@ from loraplex.control.types import ModelCard, Principal, ReleaseInfo, ResolvedMo
 
 MIN_DIGEST_CHARS = 12
 _HEX = frozenset("0123456789abcdef")
+_CHECK_RETRY_S = 5.0
+_OTHER_RETRY_S = 60.0
 _REMEDY = {
+    "validating": "its numbers are being checked; try again in a few seconds",
     "corrupt": "its stored bytes are damaged or lost; upload the same files again",
     "incompatible": "it was made for another base model; upload one made for this one, and release it",
 }
@@ -110,6 +113,7 @@ class Resolver:
             raise AdapterUnavailable(
                 f"{name}@v{version.ref.version} is {version.state} and cannot be served: {_REMEDY[version.state]}.",
                 param="model",
+                retry_after_s=_CHECK_RETRY_S if version.state == "validating" else _OTHER_RETRY_S,
             )
         return ResolvedModel(model, version.ref, version.serving)
 
@@ -144,8 +148,10 @@ class Resolver:
         self, principal: Principal, name: str, adapter: _Adapter, user: str | None
     ) -> _Version | None:
         release = adapter.release
-        if release is None:
-            return None
+        if release is None or not release.targets:
+            # A name whose first version is being checked.
+            waiting = [version for version in adapter.versions.values() if version.state != "ready"]
+            return max(waiting, key=lambda version: version.ref.version, default=None)
         found = [(adapter.versions.get(int(t.version[1:])), t.weight) for t in release.targets]
         targets = [(version, weight) for version, weight in found if version is not None and weight > 0]
         # What is damaged keeps its share, and answers that it is: traffic must not move to another version unseen.

@@ -19,7 +19,8 @@ NOTHING = Removal((), ())
 
 class Retention:
     """Keeps the newest `keep` living versions of a name (0: all), and any that is pinned or that its release names,
-    with whatever weight. What runs on a deleted version finishes, as after any deletion."""
+    with whatever weight. A version that waits for its check is kept, and is not counted. What runs on a deleted version
+    finishes, as after any deletion."""
 
     def __init__(self, database: Database, artifacts: Artifacts, keep: int) -> None:
         self._database = database
@@ -56,7 +57,12 @@ class Retention:
 def _surplus(session: Session, tenant_id: str, name: str, keep: int) -> list[AdapterVersion]:
     query = (
         select(AdapterVersion)
-        .where(AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING)
+        .where(
+            AdapterVersion.tenant_id == tenant_id,
+            AdapterVersion.name == name,
+            LIVING,
+            AdapterVersion.pending_check.is_(None),
+        )
         .order_by(AdapterVersion.number.desc())
         .offset(keep)
     )

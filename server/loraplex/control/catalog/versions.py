@@ -63,10 +63,12 @@ def require_version(session: Session, tenant_id: str, name: str, version: str) -
 
 
 def require_living(session: Session, tenant_id: str, name: str, version: str) -> AdapterVersion:
-    """Raises as `require_version`, and VersionNotFound for one that was deleted."""
+    """Raises as `require_version`, and VersionNotFound for one that was deleted or rejected."""
     row = require_version(session, tenant_id, name, version)
     if row.state == "deleted":
         raise VersionNotFound(f"{name}@{version} is deleted.")
+    if row.state == "rejected":
+        raise VersionNotFound(f"{name}@{version} was rejected, and its bytes were not kept.")
     return row
 
 

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Index,
     String,
     Text,
+    text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
@@ -150,6 +151,12 @@ class AdapterVersion(Base):
             ["tenant_id", "name"], ["adapters.tenant_id", "adapters.name"], ondelete="CASCADE"
         ),
         Index("ix_adapter_versions_digest", "digest"),
+        Index(
+            "ix_adapter_versions_validating",
+            "created_at",
+            sqlite_where=text("state = 'validating'"),
+            postgresql_where=text("state = 'validating'"),
+        ),
     )
 
     tenant_id: Mapped[str] = mapped_column(String(63), primary_key=True)
@@ -166,14 +173,19 @@ class AdapterVersion(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     tool_format: Mapped[str | None] = mapped_column(String(16))
     reasoning_format: Mapped[str | None] = mapped_column(String(16))
+    pending_check: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """While its numbers have not been checked: who uploaded it, and whether it is then to be released. Null: they need
+    no check any more."""
 
     @property
     def subjects(self) -> tuple[str, ...]:
         return adapter_subject(self.tenant_id, self.name), catalog_subject(self.tenant_id)
 
 
-LIVING = AdapterVersion.state != "deleted"
-"""Versions that are not deleted, as a condition."""
+GONE = ("deleted", "rejected")
+"""States of versions whose bytes are not kept."""
+LIVING = AdapterVersion.state.not_in(GONE)
+"""Versions whose bytes are kept, as a condition."""
 
 
 class Release(Base):

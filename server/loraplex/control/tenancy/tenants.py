@@ -9,6 +9,7 @@ from typing import Any, cast
 from sqlalchemy import ColumnElement, CursorResult, delete, func, select
 from sqlalchemy.orm import Session
 
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
@@ -101,6 +102,22 @@ class Tenants:
                 ids = wanted[start : start + MAX_IDS]
                 rows = session.execute(select(Tenant.id, Tenant.weight).where(Tenant.id.in_(ids)))
                 found |= dict(rows.tuples().all())
+        return found
+
+    def memory_limits(self, tenant_ids: Iterable[str]) -> dict[str, MemoryLimits]:
+        """Of those of these tenants that there are."""
+        wanted = sorted(set(tenant_ids))
+        found: dict[str, MemoryLimits] = {}
+        with self._database.read() as session:
+            for start in range(0, len(wanted), MAX_IDS):
+                ids = wanted[start : start + MAX_IDS]
+                rows = session.execute(select(Tenant.id, Tenant.limits).where(Tenant.id.in_(ids)))
+                for tenant_id, limits in rows.tuples():
+                    found[tenant_id] = MemoryLimits(
+                        limits.get("device_bytes_reserved"),
+                        limits.get("device_bytes_max"),
+                        limits.get("host_bytes_max"),
+                    )
         return found
 
     def update(

@@ -7,7 +7,7 @@ import math
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.logprobs import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
 from loraplex.engine.scheduling.block_needs import blocks_for
-from loraplex.engine.types import EngineError, EngineRequest
+from loraplex.engine.types import MEASURE_STEPS, EngineError, EngineRequest
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_GRAMMAR_CHARS = 1 << 20
@@ -39,6 +39,18 @@ def check_request(
         max_tokens or request.grammar is not None or request.sampling.prompt_logprobs is not None
     ):
         return EngineError("internal_error", "a request that is pooled samples nothing and scores nothing")
+    if request.measured and (
+        request.adapter is None
+        or num_prompt != MEASURE_STEPS
+        or max_tokens
+        or request.grammar is not None
+        or request.pooling is not None
+        or request.sampling.prompt_logprobs is not None
+    ):
+        return EngineError(
+            "internal_error",
+            f"a request that is measured has an adapter and {MEASURE_STEPS} prompt tokens, and asks for nothing else",
+        )
     named = request.sampling.logprob_token_ids
     if named and (
         request.sampling.logprobs is None

@@ -10,12 +10,12 @@ what they are told. Here is what drives them: `add`, `abort` and `step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
-from loraplex.adapters.cache.tenant_memory import TenantBytes
+from loraplex.adapters.cache.tenant_memory import MemoryLimits, TenantBytes
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.admission import check_request, too_slow
@@ -281,8 +281,8 @@ class EngineCore:
 
     # The adapter cache belongs to the step thread as well: this is how others reach it.
 
-    def cache_entries(self) -> list[CacheEntry]:
-        return cache_entries(self._cache, self._clock())
+    def cache_entries(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
+        return cache_entries(self._cache, self._clock(), digests)
 
     def residency(self) -> dict[str, AdapterState]:
         """The versions on the device or in host memory."""
@@ -308,6 +308,17 @@ class EngineCore:
 
     def prefetch(self, ref: AdapterRef) -> None:
         self._cache.prefetch(ref)
+
+    def warm(self, refs: Iterable[AdapterRef]) -> None:
+        self._cache.warm(refs)
+
+    def set_memory(self, tenant_id: str, limits: MemoryLimits) -> None:
+        self._cache.tenants.set_limits(tenant_id, limits)
+
+    @property
+    def num_warming(self) -> int:
+        """Adapters that are still to be loaded by recorded demand."""
+        return self._cache.num_warming
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every request is in exactly one place, and every block, every lease and

@@ -146,9 +146,15 @@ class InFlightSteps:
                     tracker.blame_grammar(scheduled.seq, result.grammar_failed[index])
                 else:
                     failure, is_last = result.failed.get(index), index in result.ended
-                    pooled = result.pooled.get(index)
                     tracker.take_row(
-                        scheduled, token_ids, scores, failure, now, is_last=is_last, pooled=pooled
+                        scheduled,
+                        token_ids,
+                        scores,
+                        failure,
+                        now,
+                        is_last=is_last,
+                        pooled=result.pooled.get(index),
+                        measured=result.measured.get(index),
                     )
         self._release_leases(step)
         return None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
+from loraplex.adapters.numerics import SiteOutputs, join_outputs
 from loraplex.engine.core.admission import MAX_TOKEN_ID
 from loraplex.engine.logprobs import Scores, cut_scores, wrong_scores
 from loraplex.engine.pooling import PooledPart
@@ -100,6 +101,7 @@ class RequestTracker:
         *,
         is_last: bool = False,
         pooled: PooledPart | None = None,
+        measured: SiteOutputs | None = None,
     ) -> None:
         """One slice's outcome. A sequence that ended meanwhile (aborted, or at an eos that the step before drew)
         does not want it any more. `is_last`: the last of the tokens ends the sequence's grammar."""
@@ -117,6 +119,8 @@ class RequestTracker:
             wanted = scheduled.start + scheduled.num_tokens - scheduled.pool_start
             if pooled is None or pooled.num_positions != wanted:
                 failure = f"not the {wanted} hidden states came that are pooled"
+        if failure is None and seq.measured is not None and measured is None:
+            failure = "the outputs of its sites did not come"
         if failure is not None:
             _log.error("request %s failed in step: %s", seq.request_id, failure)
             self.error(seq, "internal_error", "computing this request failed", spoilt=True)
@@ -125,6 +129,8 @@ class RequestTracker:
         seq.num_scored += len(scheduled.targets)
         if seq.pooled is not None and pooled is not None:
             seq.pooled.add(pooled)
+        if seq.measured is not None and measured is not None:
+            seq.measured[scheduled.start] = measured
         if token_ids:
             # A longer answer to the step before may have brought the first of these already.
             known = seq.num_outputs - scheduled.output_index
@@ -134,7 +140,11 @@ class RequestTracker:
             seq.request.sampling.max_tokens == 0 and scheduled.start + scheduled.num_tokens == seq.num_prompt
         ):
             self.prompt_tokens += seq.num_prompt
-            self.end(seq, "length", scores=scores, pooled=None if seq.pooled is None else seq.pooled.vector())
+            vector = None if seq.pooled is None else seq.pooled.vector()
+            parts = seq.measured and [seq.measured[position] for position in range(seq.num_prompt)]
+            self.end(
+                seq, "length", scores=scores, pooled=vector, measured=join_outputs(parts) if parts else None
+            )
         elif scores is not None:
             self._events.append(
                 TokenEvent(seq.request_id, adapter_state=self._tell_state(seq), scores=scores)
@@ -212,6 +222,7 @@ class RequestTracker:
         stop_token_id: int | None = None,
         scores: Scores | None = None,
         pooled: bytes | None = None,
+        measured: SiteOutputs | None = None,
         spoilt: bool = False,
     ) -> None:
         """The one way out for every request that was taken in. `spoilt`: none of its KV is good for others."""
@@ -242,6 +253,7 @@ class RequestTracker:
                 stop_token_id=stop_token_id,
                 scores=scores,
                 pooled=pooled,
+                measured=measured,
             )
         )
 

@@ -58,6 +58,12 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         device_evictions=usage.device_evictions,
         host_evictions=usage.host_evictions,
         cap_evictions=usage.cap_evictions,
+        evictions=usage.evictions,
+        num_pins=usage.num_pinned,
+        num_pins_held=usage.num_pins_held,
+        num_pins_coming=usage.num_pins_coming,
+        num_warming=usage.num_warming,
+        warmed=usage.warmed,
         reserved_bytes=cache.tenants.reserved_bytes,
         reservable_bytes=cache.tenants.reservable_bytes,
         tenant_bytes=cache.tenants.tenant_bytes(),
@@ -70,8 +76,10 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
     )
 
 
-def cache_entries(cache: AdapterCache[Any], now: float) -> list[CacheEntry]:
-    """Where the adapter versions are; `now` by the cache's clock."""
+def cache_entries(
+    cache: AdapterCache[Any], now: float, digests: Collection[str] | None = None
+) -> list[CacheEntry]:
+    """Where the adapter versions are, all or those of `digests`; `now` by the cache's clock."""
     return [
         CacheEntry(
             ref=entry.ref,
@@ -85,7 +93,7 @@ def cache_entries(cache: AdapterCache[Any], now: float) -> list[CacheEntry]:
             load_seconds=entry.load_seconds,
             error=entry.error,
         )
-        for entry in cache.entries()
+        for entry in cache.entries(digests)
     ]
 
 

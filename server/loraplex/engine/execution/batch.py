@@ -12,6 +12,7 @@ import torch
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.inputs import StepInputs
 from loraplex.engine.execution.pooling import PooledRows, PooledRowsBuilder
+from loraplex.engine.execution.site_probe import MeasuredSlice, measured_slices
 from loraplex.engine.types import ScheduledSequence, StepPlan
 
 
@@ -46,8 +47,8 @@ class FlatStep:
     """A plan, flattened. Sequences are ordered by adapter slot, base rows first, so that each adapter's rows are
     adjacent.
 
-    `pooled` are the slices that are pooled; nothing else is wanted of them. `logits_rows` are those whose
-    logits are wanted: `sampled_rows`, and those of `prompt_rows` and of `watched` where
+    `pooled` are the slices that are pooled; nothing else is wanted of them. Those of `measured` are rows of the base.
+    `logits_rows` are those whose logits are wanted: `sampled_rows`, and those of `prompt_rows` and of `watched` where
     they are not None. Then `sampled_logits` [S] int64 says which of them are sampled; where it is None all are.
     `sampled[s]` is the index in `plan.scheduled` that sampled row s belongs to. `pending` pairs a row with the id of
     the request whose token the previous step samples. `segments` are (slot, first_row, num_rows), `logits_segments` the
@@ -65,6 +66,7 @@ class FlatStep:
     prompt_rows: PromptRows | None
     watched: WatchedRows | None
     pooled: PooledRows | None
+    measured: tuple[MeasuredSlice, ...]
     sampled: tuple[int, ...]
     pending: tuple[tuple[int, str], ...]
     segments: tuple[tuple[int, int, int], ...]
@@ -76,7 +78,9 @@ class FlatStep:
 def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
     """`inputs` takes the step's numbers to the device."""
     scheduled = plan.scheduled
-    order = sorted(range(len(scheduled)), key=lambda i: scheduled[i].slot)
+    # A request that is measured is a row of the base's here: its adapter's numbers may be infinite.
+    slots = [-1 if item.seq.request.measured else item.slot for item in scheduled]
+    order = sorted(range(len(scheduled)), key=slots.__getitem__)
     token_ids: list[int] = []
     positions: list[int] = []
     fresh: list[int] = []
@@ -128,12 +132,12 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
             watched.append(len(logits_rows))
             logits_rows.append(first + count - 1)
             unseen.append(index)
-        if item.slot >= 0:
-            if segments and segments[-1][0] == item.slot:
+        if slots[index] >= 0:
+            if segments and segments[-1][0] == slots[index]:
                 slot, start, length = segments[-1]
                 segments[-1] = (slot, start, length + count)
             else:
-                segments.append((item.slot, first, count))
+                segments.append((slots[index], first, count))
     attention = inputs.attention(
         [scheduled[i].num_tokens for i in order],
         [scheduled[i].start + scheduled[i].num_tokens for i in order],
@@ -154,6 +158,7 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
         else None,
         watched=WatchedRows(inputs.ints(watched), tuple(unseen)) if watched else None,
         pooled=pooled.build(inputs),
+        measured=measured_slices(plan),
         sampled=tuple(sampled),
         pending=tuple(pending),
         segments=tuple(segments),

@@ -15,6 +15,7 @@ from loraplex.engine.execution.batch import FlatStep, flatten
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import LoraSource, PlainInputs, StepInputs
 from loraplex.engine.execution.pooling import Pooled, PooledSlice, pool, pooled_parts
+from loraplex.engine.execution.site_probe import Measured, SiteProbe, collect_outputs
 from loraplex.engine.execution.step_masks import StepMasks, begin_masks
 from loraplex.engine.execution.torch_errors import as_device_fault, give_back_memory
 from loraplex.engine.grammar.masks import MaskMaker, MaskRow
@@ -92,6 +93,7 @@ class _OnHost:
     pooled: Pooled | None
     arrived: torch.cuda.Event | None
     no_mask: dict[int, str]
+    measured: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,11 @@ class ModelRunner:
         inputs: InputSource | None = None,
         sampler: Sampler | None = None,
         masks: MaskMaker | None = None,
+        probe: SiteProbe | None = None,
     ) -> None:
         """`inputs` is where a model's steps begin that takes other inputs than plain tensors; it knows the adapters
-        itself. `sampler`: torch's unless another one is given. `masks`: for rows with a grammar."""
+        itself. `sampler`: torch's unless another one is given. `masks`: for rows with a grammar. `probe`: for requests
+        that are measured."""
         self._model = model
         self._kv = kv
         self._executor = executor
@@ -139,6 +143,7 @@ class ModelRunner:
         self._inputs = inputs or _Plain(model, lora)
         self._sampler: Sampler = sampler or TorchSampler(model.shape.vocab_size)
         self._masks = masks
+        self._probe = probe
         self._previous = _SampledTokens({})
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -216,7 +221,10 @@ class ModelRunner:
                     pooled[index] = part
         # What was wrong with a row's input was known before.
         not_finite = frozenset(failed.keys() - handle.failed.keys())
-        result = StepResult(handle.step_id, tuple(token_ids), failed, scores, not_finite, pooled=pooled)
+        measured = collect_outputs(answer.measured, failed)
+        result = StepResult(
+            handle.step_id, tuple(token_ids), failed, scores, not_finite, pooled=pooled, measured=measured
+        )
         return self._follow_grammars(handle, answer.no_mask, result) if handle.masked else result
 
     def _follow_grammars(self, handle: StepHandle, no_mask: dict[int, str], result: StepResult) -> StepResult:
@@ -334,7 +342,8 @@ class ModelRunner:
             output = self._sampler.score(
                 kept, chosen, max(sampling.scores.num_top), listed=sampling.scores.listed
             )
-        return _to_host(tokens, ok, watched_ok, output, prompt, pooled, no_mask)
+        measured = () if self._probe is None else tuple(map(self._probe.measure, step.measured))
+        return _to_host(tokens, ok, watched_ok, output, prompt, pooled, no_mask, measured)
 
 
 def _finite(logits: torch.Tensor) -> torch.Tensor:
@@ -397,16 +406,17 @@ def _to_host(
     prompt: TokenScores | None,
     pooled: Pooled | None,
     no_mask: dict[int, str],
+    measured: tuple[Measured, ...],
 ) -> _OnHost:
     if tokens.device.type == "cpu":
-        return _OnHost(tokens, ok, watched_ok, output, prompt, pooled, None, no_mask)
+        return _OnHost(tokens, ok, watched_ok, output, prompt, pooled, None, no_mask, measured)
     watched_ok = None if watched_ok is None else _pinned(watched_ok)
     if pooled is not None:
         sums, last = (None if part is None else _pinned(part) for part in (pooled.sums, pooled.last))
         pooled = Pooled(sums, last, _pinned(pooled.ok))
-    answer = _OnHost(
-        _pinned(tokens), _pinned(ok), watched_ok, _on_host(output), _on_host(prompt), pooled, None, no_mask
-    )
+    on_host = (_on_host(output), _on_host(prompt))
+    measured = tuple(one.to_host(_pinned) for one in measured)
+    answer = _OnHost(_pinned(tokens), _pinned(ok), watched_ok, *on_host, pooled, None, no_mask, measured)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
     return replace(answer, arrived=arrived)

@@ -56,6 +56,11 @@ class CoreLike(wire.Operations, Protocol):
         """The versions on the device or in host memory; all others are cold."""
         ...
 
+    @property
+    def num_warming(self) -> int:
+        """Versions of `warm` that are still to be loaded."""
+        ...
+
     def take_damaged(self) -> tuple[str, ...]:
         """The versions whose stored bytes loads have found damaged since this was last called."""
         ...
@@ -174,6 +179,7 @@ class EngineLoop:
         self._live: set[str] = set()
         self._states: dict[str, AdapterState] = {}
         self._states_at = float("-inf")
+        self._is_warming = False
         self._heartbeat: StepHeartbeat | None = None
 
     # From any thread.
@@ -307,6 +313,10 @@ class EngineLoop:
         if now - self._states_at < RESIDENCY_INTERVAL_S and core.has_work:
             return
         self._states_at = now
+        is_warming = core.num_warming > 0
+        if is_warming != self._is_warming:
+            self._is_warming = is_warming
+            self._emit(wire.Warming(is_warming))
         states = core.residency()
         if states == self._states:
             return

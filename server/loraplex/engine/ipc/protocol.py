@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
 from loraplex.engine.types import AdapterState, EngineRequest, TokenEvent
@@ -83,12 +84,14 @@ class Operations(Protocol):
     def unpin(self, digest: str) -> None: ...
     def drop(self, digest: str) -> None: ...
     def prefetch(self, ref: AdapterRef) -> None: ...
+    def warm(self, refs: Sequence[AdapterRef]) -> None: ...
+    def set_memory(self, tenant_id: str, limits: MemoryLimits) -> None: ...
     def set_weight(self, tenant_id: str, weight: float) -> None:
         """A tenant without a request is ignored."""
         ...
 
     def stats(self) -> EngineStats: ...
-    def cache_entries(self) -> Sequence[CacheEntry]: ...
+    def cache_entries(self, digests: Sequence[str] | None = None) -> Sequence[CacheEntry]: ...
 
 
 class Notification(msgspec.Struct, frozen=True, tag=True):
@@ -139,6 +142,26 @@ class Prefetch(Notification, frozen=True, tag=True):
             core.prefetch(ref)
 
 
+class Warm(Notification, frozen=True, tag=True):
+    """Load these versions in their order, behind every load that a request waits for: to the device as far as there is
+    room, then to host memory. They replace those of an earlier command."""
+
+    refs: tuple[AdapterRef, ...]
+
+    def run(self, core: Operations) -> None:
+        core.warm(self.refs)
+
+
+class SetMemory(Notification, frozen=True, tag=True):
+    """What these tenants' adapters are kept of the memory, and may take, as their requests would bring it."""
+
+    limits: dict[str, MemoryLimits]
+
+    def run(self, core: Operations) -> None:
+        for tenant_id, limits in self.limits.items():
+            core.set_memory(tenant_id, limits)
+
+
 class SetWeights(Notification, frozen=True, tag=True):
     """Change these tenants' weights, also for requests that wait or run."""
 
@@ -183,8 +206,12 @@ class GetStats(Call[Stats], frozen=True, tag=True):
 
 
 class GetCache(Call[Cache], frozen=True, tag=True):
+    """The versions of `digests` that the engine knows; None: all of them."""
+
+    digests: tuple[str, ...] | None = None
+
     def run(self, core: Operations) -> Cache:
-        return Cache(self.call, tuple(core.cache_entries()))
+        return Cache(self.call, tuple(core.cache_entries(self.digests)))
 
 
 class Ping(Call[Pong], frozen=True, tag=True):
@@ -194,7 +221,21 @@ class Ping(Call[Pong], frozen=True, tag=True):
         return Pong(self.call)
 
 
-Command = Add | Shutdown | Abort | Prefetch | SetWeights | Pin | Unpin | Drop | GetStats | GetCache | Ping
+Command = (
+    Add
+    | Shutdown
+    | Abort
+    | Prefetch
+    | Warm
+    | SetMemory
+    | SetWeights
+    | Pin
+    | Unpin
+    | Drop
+    | GetStats
+    | GetCache
+    | Ping
+)
 
 
 # Events: engine to client.
@@ -223,6 +264,12 @@ class ResidencyChanged(msgspec.Struct, frozen=True, tag=True):
     states: dict[str, AdapterState]
 
 
+class Warming(msgspec.Struct, frozen=True, tag=True):
+    """The loads of `Warm` have begun, or have ended."""
+
+    is_active: bool
+
+
 class Damaged(msgspec.Struct, frozen=True, tag=True):
     """Loads found the stored bytes of these versions damaged or lost; requests that waited for them have ended."""
 
@@ -245,7 +292,18 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 
 
 Event = (
-    Starting | Ready | Events | ResidencyChanged | Damaged | Stats | Cache | Done | Pong | Heartbeat | Fatal
+    Starting
+    | Ready
+    | Events
+    | ResidencyChanged
+    | Warming
+    | Damaged
+    | Stats
+    | Cache
+    | Done
+    | Pong
+    | Heartbeat
+    | Fatal
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,7 +6,7 @@ The cost of a step does not grow with requests or tenants: lanes of requests are
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -336,16 +336,15 @@ class AdapterScheduler:
                 self._requested[digest] = other
                 break
 
-    def check_integrity(self, waiting: Iterable[TenantLane]) -> None:
+    def check_integrity(self, waiting: set[TenantLane]) -> None:
         """Raise AssertionError unless every lane that it remembers is one of those that are `waiting`. For tests."""
-        known = {*waiting}
         held = {
             *self._requested.values(),
             *self._unrequested,
             *self._aged,
             *([self._first] if self._first else []),
         }
-        assert held <= known, "an empty lane waits for an adapter"
+        assert held <= waiting, "an empty lane waits for an adapter"
 
 
 def _always(digest: str) -> bool:

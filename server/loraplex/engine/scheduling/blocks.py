@@ -4,14 +4,14 @@ Numbers only: the tensors are the runner's. A block is in one of three states.
   held    by one sequence or, where its content is a shared prefix, by several (its reference count)
   cached  not referenced, but its content has a key, so that a later sequence can reuse it
   empty   not referenced, and without a key
-Cached and empty blocks are both free. They lie in one list, which is taken from at its head: empty blocks first,
-then the cached ones, the least recently used first.
+Cached and empty blocks are both free. Empty ones are allocated first, then the cached ones of departed adapters
+(neither on the device nor in host memory, or deleted), then the other cached ones, the least recently used first.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Row
 from itertools import chain
 
@@ -19,7 +19,11 @@ from loraplex.engine.types import BlockKey
 
 
 class BlockManager:
-    """Reference counts, the free list and the prefix index of `num_blocks` blocks, numbered from 0.
+    """Reference counts, the free lists and the prefix index of `num_blocks` blocks, numbered from 0.
+
+    A request on a departed adapter has to wait for a load anyway, and one on a deleted adapter cannot come: their
+    blocks are worth less than those of adapters in memory, and of the base. To tell the manager that an adapter left or
+    came back costs as much as the adapter has cached blocks; nothing is searched in a step.
 
     Misuse (taking more than is free, releasing what is not held) is a bug of the engine's own and raises
     AssertionError before anything changes.
@@ -32,17 +36,22 @@ class BlockManager:
         self._refs = [0] * num_blocks
         self._key_of: list[BlockKey | None] = [None] * num_blocks
         self._block_of: dict[BlockKey, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # The free blocks, the first to be allocated first.
+        self._empty: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._of_departed: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._of_adapter: dict[str, dict[int, None]] = {}  # blocks with a key, by the digest in it
+        self._departed: set[str] = set()  # digests, of those that have blocks
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` could give out, the cached ones included."""
-        return len(self._free)
+        return len(self._empty) + len(self._of_departed) + len(self._cached)
 
     @property
     def num_used(self) -> int:
         """Referenced blocks."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def lookup(self, keys: Row[BlockKey]) -> list[int]:
         """The blocks of the longest run of `keys`, from the first, whose content is in the pool. Takes nothing."""
@@ -72,15 +81,15 @@ class BlockManager:
         for block in block_ids:
             if self._refs[block] == 0:
                 assert self._key_of[block] is not None, f"block {block} is empty: there is nothing to share"
-                del self._free[block]
+                del self._free_list(block)[block]
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks for one sequence. What a cached one among them held is forgotten."""
-        assert count <= len(self._free), f"{count} blocks asked, {len(self._free)} free: check num_free first"
+        assert count <= self.num_free, f"{count} blocks asked, {self.num_free} free: check num_free first"
         taken: list[int] = []
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
+            block, _ = (self._empty or self._of_departed or self._cached).popitem(last=False)
             self._drop_key(block)
             self._refs[block] = 1
             taken.append(block)
@@ -89,7 +98,7 @@ class BlockManager:
     def release(self, block_ids: Row[int]) -> None:
         """Give up one sequence's hold on its blocks, given in the order of positions.
 
-        The tail goes to the free list first: a chain is found from its start, so its last link is the one to
+        The tail goes to its free list first: a chain is found from its start, so its last link is the one to
         lose first.
         """
         for block in block_ids:
@@ -97,9 +106,9 @@ class BlockManager:
         for block in reversed(block_ids):
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self._free[block] = None
+                self._free_list(block)[block] = None
                 if self._key_of[block] is None:
-                    self._free.move_to_end(block, last=False)
+                    self._empty.move_to_end(block, last=False)
 
     def register(self, block: int, key: BlockKey) -> None:
         """Name the content of a held block that has been computed in full. If another block has that name
@@ -109,31 +118,80 @@ class BlockManager:
             return
         self._block_of[key] = block
         self._key_of[block] = key
+        digest = key[0][1]
+        if digest is not None:
+            self._of_adapter.setdefault(digest, {})[block] = None
+
+    def set_resident(self, digest: str, is_resident: bool) -> None:
+        """An adapter came into memory, or left it: its cached blocks are allocated like the others', or before them."""
+        blocks = self._of_adapter.get(digest)
+        if not blocks or is_resident == (digest not in self._departed):
+            return
+        if is_resident:
+            self._departed.remove(digest)
+            for block in blocks:
+                if block in self._of_departed:
+                    del self._of_departed[block]
+                    self._cached[block] = None
+                    self._cached.move_to_end(block, last=False)  # not used for longer than the others
+            return
+        self._departed.add(digest)
+        for block in reversed(blocks):  # the tails of chains first
+            if block in self._cached:
+                del self._cached[block]
+                self._of_departed[block] = None
 
     def disown(self, keys: Iterable[BlockKey]) -> None:
         """Remove these keys from the cache; references to their blocks stay."""
         for key in keys:
             block = self._block_of.get(key)
             if block is not None:
-                self._drop_key(block)
                 if not self._refs[block]:
-                    self._free.move_to_end(block, last=False)
+                    del self._free_list(block)[block]
+                    self._empty[block] = None
+                    self._empty.move_to_end(block, last=False)
+                self._drop_key(block)
 
     def _drop_key(self, block: int) -> None:
         key = self._key_of[block]
         if key is not None:
             del self._block_of[key]
             self._key_of[block] = None
+            digest = key[0][1]
+            if digest is not None:
+                del self._of_adapter[digest][block]
+                if not self._of_adapter[digest]:
+                    del self._of_adapter[digest]
+                    self._departed.discard(digest)
 
-    def check_integrity(self, tables: Iterable[Row[int]]) -> None:
+    def _free_list(self, block: int) -> OrderedDict[int, None]:
+        """The list of a free block, by its key."""
+        key = self._key_of[block]
+        if key is None:
+            return self._empty
+        return self._of_departed if key[0][1] in self._departed else self._cached
+
+    def check_integrity(
+        self, tables: Iterable[Row[int]], is_resident: Callable[[str], bool] = lambda digest: True
+    ) -> None:
         """Raise AssertionError unless `tables`, the block lists of all sequences that there are, account for
-        every reference, and the free list and the index agree with them."""
+        every reference, and the free lists and the indexes agree with them. `is_resident` says of a digest whether
+        the adapter is in memory."""
         held = Counter(chain.from_iterable(tables))
         refs = {block: count for block, count in enumerate(self._refs) if count}
         assert refs == held, f"blocks are counted as {refs}, but held as {dict(held)}"
-        free = {block for block, count in enumerate(self._refs) if not count}
-        assert free == self._free.keys(), (
-            f"free blocks are {sorted(free)}, the free list has {sorted(self._free)}"
-        )
+        free = sorted(block for block, count in enumerate(self._refs) if not count)
+        listed = sorted((*self._empty, *self._of_departed, *self._cached))
+        assert free == listed, f"free blocks are {free}, the free lists have {listed}"
+        assert all(block in self._free_list(block) for block in free), "a free block is in another's list"
         named = {key: block for block, key in enumerate(self._key_of) if key is not None}
         assert named == self._block_of, "the prefix index and the blocks' own keys differ"
+        of_adapter: dict[str, dict[int, None]] = {}
+        for (_, digest), block in ((key[0], block) for key, block in named.items()):
+            if digest is not None:
+                of_adapter.setdefault(digest, {})[block] = None
+        assert of_adapter == self._of_adapter, "the blocks of an adapter are miscounted"
+        departed = {digest for digest in of_adapter if not is_resident(digest)}
+        assert self._departed == departed, (
+            f"{sorted(departed)} left memory, but the blocks of {sorted(self._departed)} are evicted first"
+        )

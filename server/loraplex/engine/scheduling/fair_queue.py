@@ -16,7 +16,8 @@ never give a larger share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, KeysView
 
 from loraplex.engine.scheduling.tenant_heap import Entry, Tenant, TenantHeap, TenantLane
 from loraplex.engine.types import Sequence
@@ -60,9 +61,15 @@ class FairQueue:
         """Whether a request in the queue is ready."""
         return self._entries[seq].lane.is_open
 
-    def lane(self, seq: Sequence) -> TenantLane:
-        """The lane of a request in the queue."""
-        return self._entries[seq].lane
+    @property
+    def requests(self) -> KeysView[Sequence]:
+        """The requests in the queue, ready or not."""
+        return self._entries.keys()
+
+    @property
+    def lanes_in_use(self) -> set[TenantLane]:
+        """The lanes of the requests in the queue. For tests: costs O(requests)."""
+        return {entry.lane for entry in self._entries.values()}
 
     # Lives of requests.
 
@@ -241,15 +248,15 @@ class FairQueue:
             self._idle.drop(tenant)
             del self._tenants[tenant.tenant_id]
 
-    def check_integrity(self, alive: dict[str, int], queued: set[Sequence]) -> None:
-        """Raise AssertionError unless the counts match the engine's: `alive` requests per tenant, and the `queued`
-        sequences."""
+    def check_integrity(self, alive: dict[str, int]) -> None:
+        """Raise AssertionError unless the counts match the engine's `alive` requests per tenant, and those of the lanes
+        their own."""
         requests = {t.tenant_id: t.requests for t in self._tenants.values() if t.requests}
         assert requests == alive, f"the fair queue knows of {requests}, the engine of {alive}"
-        assert self._entries.keys() == queued, "the fair queue holds other requests than the engine thinks"
-        assert self._num_ready == sum(self.is_ready(seq) for seq in queued), (
-            "those that could run are miscounted"
-        )
+        sizes = Counter([entry.lane for entry in self._entries.values()])
+        assert all(lane.size == size for lane, size in sizes.items()), "a lane is miscounted"
+        ready = sum(size for lane, size in sizes.items() if lane.is_open)
+        assert self._num_ready == ready, "those that could run are miscounted"
         for tenant in self._tenants.values():
             lanes = tenant.lanes.values()
             where = f"tenant {tenant.tenant_id}"

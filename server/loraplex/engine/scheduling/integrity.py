@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 
 from loraplex.adapters.cache.adapter_cache import Lease
 from loraplex.engine.scheduling.block_needs import blocks_for
@@ -16,24 +17,26 @@ def check_places(
     running: Mapping[Sequence, Lease | None],
     queue: FairQueue,
     held: Collection[Sequence],
-) -> set[Sequence]:
-    """Raise AssertionError unless the `live` sequences, and they alone, run or wait, each with what belongs there.
-    Returns those in the queue."""
-    queued: set[Sequence] = set()
-    alive: Counter[str] = Counter()
-    for seq in live:
-        alive[seq.request.tenant_id] += 1
-        places = (seq in running) + (seq in queue) + (seq in held)
-        assert places == 1, f"{seq.request_id} is in {places} places"
-        if seq in running:
-            _check_running(seq, running[seq])
-        else:
+) -> None:
+    """Raise AssertionError unless the `live` sequences, and they alone, run or wait, each with what belongs there."""
+    alive = {*live}
+    queued = queue.requests
+    found = [*running, *queued, *held]
+    assert len(found) == len(alive), _misplaced(alive, found)
+    assert alive.issuperset(found), _misplaced(alive, found)
+    for seq, lease in running.items():
+        _check_running(seq, lease)
+    for seq in chain(queued, held):
+        # The conditions of _check_waiting: most sequences wait, and a call for each costs more than all else here.
+        if seq.block_ids or seq.slot != -1 or seq.state is not SequenceState.WAITING:
             _check_waiting(seq)
-            if seq in queue:
-                queued.add(seq)
-    assert len(running) + len(queue) + len(held) == alive.total(), "a request that ended has kept its place"
-    queue.check_integrity(alive, queued)
-    return queued
+    queue.check_integrity(Counter([seq.request.tenant_id for seq in alive]))
+
+
+def _misplaced(alive: set[Sequence], found: list[Sequence]) -> str:
+    counts = Counter(found)
+    wrong = [f"{seq.request_id} is in {counts[seq]} places" for seq in alive if counts[seq] != 1]
+    return ", ".join(wrong) or "a request that ended has kept its place"
 
 
 def _check_running(seq: Sequence, lease: Lease | None) -> None:

@@ -42,6 +42,7 @@ class Scheduler:
         self._max_scored = config.max_scored_tokens
         self._charges = config.charges
         self.blocks = BlockManager(config.num_blocks)
+        cache.watch_residency(self.blocks.set_resident)
         self.queue = FairQueue()
         self.adapters = AdapterScheduler(
             cache,
@@ -248,7 +249,7 @@ class Scheduler:
         num_prompt, num_known = len(request.prompt_ids), len(token_ids)
         num_tokens = num_known + seq.num_pending
         scores = request.sampling.prompt_logprobs is not None and seq.num_scored < seq.num_to_score
-        count = min(num_tokens - start, draft.budget)
+        count = 1 if request.measured else min(num_tokens - start, draft.budget)
         if scores:
             # One at least, so that every scheduled sequence advances.
             count = min(count, max(1, draft.score_budget))
@@ -419,6 +420,7 @@ class Scheduler:
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raise AssertionError unless exactly the `live` sequences are here, each either held, running or queued, with
         the blocks and lanes that this takes."""
-        queued = check_places(live, self.running, self.queue, self.held)
-        self.adapters.check_integrity(self.queue.lane(seq) for seq in queued)
-        self.blocks.check_integrity([seq.block_ids for seq in self.running])
+        check_places(live, self.running, self.queue, self.held)
+        self.adapters.check_integrity(self.queue.lanes_in_use)
+        resident = self._cache.residency()
+        self.blocks.check_integrity([seq.block_ids for seq in self.running], resident.__contains__)

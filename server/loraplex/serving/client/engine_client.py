@@ -7,10 +7,12 @@ Two implementations pass one conformance suite: `SocketEngineClient` (an engine 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, Self
 
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
+from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Scores, join_scores
 from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
@@ -150,7 +152,11 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> EngineStats: ...
-    async def cache(self) -> list[CacheEntry]: ...
+    async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
+        """The versions of `digests` that the engine knows; None: all of them, which holds up a step where there are
+        thousands."""
+        ...
+
     async def pin(self, ref: AdapterRef) -> None:
         """Keep this version on the device; it comes back after a restart. Raises ServingError where the
         engine refuses. Returns when the engine has noted it, which may be before it is loaded."""
@@ -160,6 +166,27 @@ class EngineClient(Protocol):
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         """A hint that these versions will be asked for, the first of them first: bring them nearer as far as there is
         room without evicting any. Says nothing of what came of it; nothing does where no engine is up."""
+        ...
+
+    def warm(self, refs: Sequence[AdapterRef]) -> None:
+        """Load these versions in their order, behind every load that a request waits for, as far as there is free
+        memory. They replace those of the last call. A hint, as `prefetch` is."""
+        ...
+
+    @property
+    def warming(self) -> bool:
+        """Whether loads of `warm`, or of a restart, go on."""
+        ...
+
+    def limit_memory(self, limits: Mapping[str, MemoryLimits]) -> None:
+        """From now on the engine keeps and caps the memory of these tenants' adapters so; each request of theirs says
+        it again."""
+        ...
+
+    async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
+        """Return when no pinned version is on its way to the device, or after some seconds. Those of `refs`, which were
+        pinned, that are not there: another one waits for them, they failed, or their pin was taken away meanwhile.
+        Raises EngineUnavailable."""
         ...
 
     @property
@@ -173,6 +200,13 @@ class EngineClient(Protocol):
 
     async def drop(self, digest: str) -> None:
         """Forget a version that was deleted; what runs on it finishes."""
+        ...
+
+    async def measure_sites(self, ref: AdapterRef, *, tenant: str) -> SiteOutputs:
+        """What the sites of this version give for the fixed probes, computed behind all other requests of the tenant.
+        One version is measured at a time. It is loaded as for any request; where that fails, the outputs say so. Raises
+        ServingError: EngineUnavailable and EngineOverloaded where it makes sense to try again, MeasureFailed with the
+        engine's code else."""
         ...
 
 

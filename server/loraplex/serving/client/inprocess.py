@@ -14,6 +14,7 @@ from loraplex.engine.reports import EngineInfo
 from loraplex.engine.types import EngineRequest
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import EngineSession
+from loraplex.serving.demand import Demand
 from loraplex.serving.errors import EngineDraining, EngineStartError, EngineUnavailable
 
 STOP_GRACE_S = 5.0
@@ -28,11 +29,12 @@ class InProcessEngineClient(EngineSession):
         build: Build,
         *,
         on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
+        demand: Demand | None = None,
         log: Log = lambda event, **fields: None,
     ) -> None:
         self._outbox = Outbox(self._notify)
         self._engine = EngineLoop(build, self._outbox.put, log)
-        super().__init__(on_damaged)
+        super().__init__(on_damaged, demand)
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False

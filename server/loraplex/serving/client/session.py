@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
+from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
+from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
 from loraplex.serving.client.engine_client import RequestStream, error_event
+from loraplex.serving.client.measuring import measure_request, read_outputs
+from loraplex.serving.demand import Demand
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable, ServingError
 from loraplex.serving.fair_share import FairShare
 
 CALL_TIMEOUT_S = 10.0
-MAX_KNOWN_REFS = 4096
+PINS_TIMEOUT_S = 15.0
+"""For the pinned versions to come to the device before requests are taken."""
+_PINS_LOOK_S = 0.02
+MAX_KNOWN_LIMITS = 4096
+"""Tenants whose memory limits are sent to a new engine."""
 
 ArgsP = ParamSpec("ArgsP")
 AnswerT = TypeVar("AnswerT", bound=wire.Answer)
@@ -32,8 +40,9 @@ class EngineSession(ABC):
     raise EngineUnavailable while the transport is not `healthy`; notifications do nothing then.
     """
 
-    def __init__(self, on_damaged: Callable[[tuple[str, ...]], None]) -> None:
+    def __init__(self, on_damaged: Callable[[tuple[str, ...]], None], demand: Demand | None = None) -> None:
         self._on_damaged = on_damaged
+        self._demand = Demand() if demand is None else demand
         self._info: EngineInfo | None = None
         self._streams: dict[str, RequestStream] = {}
         self._fair_share = FairShare()
@@ -42,8 +51,10 @@ class EngineSession(ABC):
         self._shared: dict[type, asyncio.Future[wire.Answer]] = {}
         self._next_call = 0
         self._states: dict[str, AdapterState] = {}
-        self._refs: OrderedDict[str, AdapterRef] = OrderedDict()
+        self._memory: OrderedDict[str, MemoryLimits] = OrderedDict()
+        self.warming = False
         self._pins: dict[str, AdapterRef] = {}
+        self._measuring = asyncio.Lock()
         self._draining = False
         self._num_served = 0  # requests that came to a proper end
 
@@ -106,8 +117,9 @@ class EngineSession(ABC):
             streams.append(RequestStream(request, self._abort))
             self._streams[request.request_id] = streams[-1]
             self._weights[tenant_id] = request.weight
-            if request.adapter is not None:
-                self._know(request.adapter)
+        if requests[0].adapter is not None:
+            self._demand.use(requests[0].adapter)
+            self._limit(tenant_id, requests[0].memory)
         return streams
 
     @property
@@ -130,6 +142,13 @@ class EngineSession(ABC):
         if request_id in self._streams:
             self._send(wire.Abort((request_id,)))
 
+    async def measure_sites(self, ref: AdapterRef, *, tenant: str) -> SiteOutputs:
+        async with self._measuring:
+            # As the engine knows the tenant: a request sets its weight and its limits.
+            weight, memory = self._weights.get(tenant, 1.0), self._memory.get(tenant, NO_MEMORY_LIMITS)
+            (stream,) = self._submit([measure_request(ref, tenant, weight=weight, memory=memory)])
+            return await read_outputs(stream, self.info.dtype)
+
     # Adapters.
 
     def adapter_state(self, digest: str) -> AdapterState:
@@ -138,7 +157,7 @@ class EngineSession(ABC):
     async def pin(self, ref: AdapterRef) -> None:
         await self.call(wire.Pin, ref)
         self._pins[ref.digest] = ref
-        self._know(ref)
+        self._demand.know(ref)
 
     async def unpin(self, digest: str) -> None:
         """An engine that is away comes back without the pin; EngineUnavailable is raised all the same."""
@@ -148,40 +167,71 @@ class EngineSession(ABC):
     async def drop(self, digest: str) -> None:
         """As `unpin`."""
         self._pins.pop(digest, None)
+        self._demand.forget(digest)
         self._check()
-        self._refs.pop(digest, None)
         await self.call(wire.Drop, digest)
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         if not refs or not self.healthy:
             return
         for ref in reversed(refs):
-            self._know(ref)
+            self._demand.know(ref)
         self._send(wire.Prefetch(tuple(refs)))
 
-    def _hot_refs(self, also: tuple[AdapterRef, ...] = ()) -> tuple[AdapterRef, ...]:
-        """The versions on the device, and those of `also` that have not been dropped, that are not pinned; the most
-        recently used first."""
-        wanted = {ref.digest for ref in also}
-        return tuple(
-            ref
-            for digest, ref in reversed(self._refs.items())
-            if (self._states.get(digest) == "hot" or digest in wanted) and digest not in self._pins
-        )
+    def limit_memory(self, limits: Mapping[str, MemoryLimits]) -> None:
+        for tenant_id, its in limits.items():
+            self._limit(tenant_id, its)
+        if self._memory and self.healthy:
+            self._send(wire.SetMemory(dict(self._memory)))
 
-    def _restore(self, hot: tuple[AdapterRef, ...]) -> None:
-        """Ask a new engine for what the old one had: the pins, then the versions that were hot."""
+    def warm(self, refs: Sequence[AdapterRef]) -> None:
+        if not refs or not self.healthy:
+            return
+        for ref in reversed(refs):
+            self._demand.know(ref)
+        self._send(wire.Warm(tuple(refs)))
+
+    async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
+        until = asyncio.get_running_loop().time() + PINS_TIMEOUT_S
+        while True:
+            stats = await self._wait(self._begin(wire.GetStats))
+            assert isinstance(stats, wire.Stats)
+            if not stats.stats.num_pins_coming or asyncio.get_running_loop().time() >= until:
+                break
+            await asyncio.sleep(_PINS_LOOK_S)
+        if stats.stats.num_pins_held >= len(refs):
+            return []
+        cache = await self._wait(self._begin(wire.GetCache))
+        assert isinstance(cache, wire.Cache)
+        pinned = {entry.ref.digest: entry for entry in cache.entries if entry.pinned}
+        lost = "its pin is gone: its stored bytes are damaged or lost, or it was unpinned"
+        asked = [pinned.get(ref.digest, CacheEntry(ref, "cold", error=lost)) for ref in refs]
+        return [entry for entry in asked if entry.state != "hot"]
+
+    def _hot(self) -> frozenset[str]:
+        """The versions on the device."""
+        return frozenset(digest for digest, state in self._states.items() if state == "hot")
+
+    def _restore(self, hot: frozenset[str], *, warm: bool) -> None:
+        """Ask a new engine for what the old one had: its tenants' limits, the pins, and with `warm` by demand what else
+        was in memory; `hot` was on the device, used or not."""
+        if self._memory:
+            self._send(wire.SetMemory(dict(self._memory)))
         for ref in self._pins.values():
             self._next_call += 1
             self._send(wire.Pin(self._next_call, ref))
-        if hot:
-            self._send(wire.Prefetch(hot))
+        ranked = [uses.ref for uses in self._demand.ranked(hot)] if warm else []
+        if refs := tuple(ref for ref in ranked if ref.digest not in self._pins):
+            self._send(wire.Warm(refs))
 
-    def _know(self, ref: AdapterRef) -> None:
-        self._refs[ref.digest] = ref
-        self._refs.move_to_end(ref.digest)
-        while len(self._refs) > MAX_KNOWN_REFS:
-            self._refs.popitem(last=False)
+    def _limit(self, tenant_id: str, limits: MemoryLimits) -> None:
+        if limits == NO_MEMORY_LIMITS:
+            self._memory.pop(tenant_id, None)
+            return
+        self._memory[tenant_id] = limits
+        self._memory.move_to_end(tenant_id)
+        if len(self._memory) > MAX_KNOWN_LIMITS:
+            self._memory.popitem(last=False)
 
     # Calls.
 
@@ -208,7 +258,9 @@ class EngineSession(ABC):
     async def stats(self) -> EngineStats:
         return (await self._ask(wire.GetStats)).stats
 
-    async def cache(self) -> list[CacheEntry]:
+    async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
+        if digests is not None:
+            return list((await self.call(wire.GetCache, tuple(digests))).entries)
         return list((await self._ask(wire.GetCache)).entries)
 
     async def ping(self) -> None:
@@ -246,6 +298,9 @@ class EngineSession(ABC):
                         self._states.pop(digest, None)
                     else:
                         self._states[digest] = state
+                self._demand.loaded(digest for digest, state in states.items() if state != "cold")
+            case wire.Warming(is_active):
+                self.warming = is_active
             case wire.Damaged(digests):
                 self._on_damaged(digests)
             case wire.Answer():
@@ -288,4 +343,5 @@ class EngineSession(ABC):
                 future.set_exception(EngineUnavailable(message))
                 future.exception()  # the waiter may have been cancelled: then there is no error to report
         self._states.clear()
+        self.warming = False
         return len(streams)

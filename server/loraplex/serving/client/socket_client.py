@@ -11,13 +11,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.loop import Log
 from loraplex.engine.types import EngineRequest
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import EngineSession
+from loraplex.serving.demand import Demand
 from loraplex.serving.errors import EngineDraining, EngineStartError, EngineUnavailable, TextTooLong
 from loraplex.serving.supervision.child import Child
 from loraplex.serving.supervision.supervisor import KILL_WAIT_S, EngineProcess, RestartPolicy, spawn_spare
@@ -28,6 +28,8 @@ STOP_GRACE_S = 5.0
 """Beyond the drain, for the process to end by itself before it is killed."""
 RESTORE_S = 60.0
 """For the adapters that were on the device to come back after a restart."""
+MAX_WARMED_DEATHS = 2
+"""After more deaths with nothing served between them, only the pins are loaded: a load may be what ends the engine."""
 FIRST_START_S = 5.0
 """The assumed duration of a start before one was measured."""
 DOWN_RETRY_S = 60.0
@@ -53,10 +55,11 @@ class SocketEngineClient(EngineSession):
         watchdog: WatchdogPolicy | None = None,
         on_progress: Callable[[str, float], None] = lambda stage, seconds: None,
         on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
+        demand: Demand | None = None,
         log: Log = lambda event, **fields: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(on_damaged)
+        super().__init__(on_damaged, demand)
         self._config = config
         self._command = command
         self._start_timeout_s = start_timeout_s
@@ -76,7 +79,7 @@ class SocketEngineClient(EngineSession):
         self._start_s = FIRST_START_S  # what a start took, the last time
         self._ready_at = 0.0
         self._back_at: float | None = None  # when a restart should be done
-        self._hot: tuple[AdapterRef, ...] = ()
+        self._was_hot: frozenset[str] = frozenset()
         self._restarter: asyncio.Task[None] | None = None
 
     @property
@@ -176,14 +179,28 @@ class SocketEngineClient(EngineSession):
         self._info = await process.start(self._start_timeout_s)
         self._start_s = self._clock() - started
         self._log("engine_started", pid=process.pid, seconds=round(self._start_s, 3))
+        await self._bring_back(process)
         self._phase, self._reason = "ready", None
         self._ready_at = self._clock()
-        self._restore(self._hot)
         if self._keep_spare:
             try:
                 self._spare = spawn_spare(self._command, self._info.decoder)
             except OSError as error:
                 self._log("engine_spare_failed", error=str(error))
+
+    async def _bring_back(self, process: EngineProcess) -> None:
+        """Have a new engine load what its predecessor had; returns when the pins are there, or time is up. Raises
+        EngineStartError where it dies meanwhile."""
+        pinned = list(self._pins.values())
+        self._restore(self._was_hot, warm=len(self._deaths) <= MAX_WARMED_DEATHS)
+        if not pinned:
+            return
+        try:
+            for entry in await self.wait_pins(pinned):
+                reason = entry.error or "it is not loaded yet, or waits for memory"
+                self._log("pin_not_loaded", adapter=f"{entry.ref.name}@v{entry.ref.version}", reason=reason)
+        except EngineUnavailable as error:
+            raise EngineStartError(await process.kill()) from error
 
     def _on_lost(self) -> None:
         """The process is gone: end its requests at once, then start a new one."""
@@ -194,9 +211,11 @@ class SocketEngineClient(EngineSession):
         self._back_at = self._clock() + self._policy.first_delay_s + self._start_s
         # What a short life had not brought back yet is brought back by the next.
         short = self._clock() - self._ready_at < RESTORE_S
-        self._hot = self._hot_refs(self._hot if short else ())
+        self._was_hot = self._hot() | (self._was_hot if short else frozenset())
         failed = self._fail("engine_restarting", self._reason, self.retry_after_s)
         self._log("engine_lost", failed_requests=failed)
+        if self._restarter is not None and not self._restarter.done():
+            return  # it waited for the pins, and hears of it
         self._restarter = asyncio.get_running_loop().create_task(self._restart())
         self._restarter.add_done_callback(self._on_restarter_end)
 

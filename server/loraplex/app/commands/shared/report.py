@@ -20,6 +20,8 @@ def report_fields(report: Any) -> dict[str, str]:
 def _shown(name: str, value: Any) -> str:
     if name == "rank_by_module" and isinstance(value, dict):
         return _ranks(value)
+    if name == "reference_error" and isinstance(value, dict):
+        return _errors(value)
     if name == "checks" and isinstance(value, list):
         return "\n".join(_check(check) for check in value if isinstance(check, dict))
     if isinstance(value, dict):
@@ -27,6 +29,12 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return str(value)
+
+
+def _errors(found: Mapping[str, Any]) -> str:
+    """The check of a version's numbers, without a number a module."""
+    names = ("verdict", "max", "mean", "tolerance", "worst_module", "dtype")
+    return ", ".join(f"{name} {_number(found[name])}" for name in names if found.get(name) is not None)
 
 
 def _ranks(by_module: Mapping[str, Any]) -> str:

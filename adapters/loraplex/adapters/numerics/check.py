@@ -1,0 +1,170 @@
+"""The verdict over a version's numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapters.admission.base_model import BaseWeights
+from loraplex.adapters.errors import ArtifactUnreadable
+from loraplex.adapters.numerics.outputs import SiteOutputs
+from loraplex.adapters.numerics.probes import INPUT_ROWS
+from loraplex.adapters.numerics.reference import SERVED_DTYPES, ExpectedSite, expect_site
+from loraplex.adapters.numerics.upload import Upload, UploadedSite
+from loraplex.adapters.spec import BaseSpec
+
+TOLERANCE = 3.0
+"""The largest error of a site, in units of the rounding of its outputs. See docs/lab-notes.md for the figures."""
+MAX_ERROR = 1e6
+"""What stands for any larger error, and for the error of a site that was not computed."""
+MAX_REPORTED_MODULES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersVerdict:
+    """`message` is for the tenant who uploaded the version: what is wrong, where, and what to do. `report` is
+    JSON-safe."""
+
+    ok: bool
+    message: str
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    module: str
+    error: float
+    relative: float
+    effect: float
+    norm: float
+    overflow: str | None
+
+
+def check_numbers(
+    config_path: Path, tensors_path: Path, base: BaseSpec, outputs: SiteOutputs
+) -> NumbersVerdict:
+    """Compare what the engine computed with a reference that reads the upload by itself.
+
+    The error of a site is the root mean square of measured minus expected sums over that of what rounding to the served
+    dtype moves them by; for a perfect site it is about 1 or less. A version that the engine could not load may have
+    weights that are infinite in the served dtype, which is an overflow. Else ArtifactUnreadable is raised with the
+    engine's reason: nothing was compared. One site is held at a time, in float64. Raises ArtifactMissing,
+    ArtifactCorrupt, AdapterRefused, BaseModelInvalid, OSError as well.
+    """
+    upload = Upload(config_path, tensors_path, base)
+    measured = _by_site(outputs)
+    weights: list[BaseWeights] = []
+
+    def expect(site: UploadedSite) -> ExpectedSite:
+        if site.magnitude is not None and not weights:
+            weights.append(BaseWeights(base))
+        return expect_site(site, outputs.dtype, weights[0] if weights else None)
+
+    sites = [_check_site(upload, key, measured, expect) for key in upload.sites]
+    if outputs.failure and all(site.overflow is None for site in sites):
+        raise ArtifactUnreadable(f"the engine could not load it: {outputs.failure}")
+    # The engine changes what the upload does not name.
+    sites += [
+        _Site(
+            base.sites[key].module_path if key in base.sites else f"{key[1]} of layer {key[0]}",
+            MAX_ERROR,
+            0,
+            0,
+            0,
+            None,
+        )
+        for key in measured
+        if key not in upload.sites
+    ]
+    return _verdict(sites, outputs.dtype, is_empty=not measured)
+
+
+def _by_site(outputs: SiteOutputs) -> dict[tuple[int, str], NDArray[np.float32] | None]:
+    """The sketches by (layer, site), None where the outputs are not finite."""
+    if outputs.dtype not in SERVED_DTYPES:
+        raise ValueError(f"no check for a model served in {outputs.dtype}")
+    sketches = outputs.sketches()
+    return {
+        site: found if finite and np.isfinite(found).all() else None
+        for site, found, finite in zip(outputs.sites, sketches, outputs.finite, strict=True)
+    }
+
+
+def _check_site(
+    upload: Upload,
+    key: tuple[int, str],
+    measured: Mapping[tuple[int, str], NDArray[np.float32] | None],
+    expect: Callable[[UploadedSite], ExpectedSite],
+) -> _Site:
+    site = upload.read(*key)
+    expected = expect(site)
+    overflow, found = expected.overflow, measured.get(key)
+    if overflow is None and key in measured and found is None:
+        overflow = "the output"
+    error = relative = MAX_ERROR
+    if overflow is None and found is not None:
+        differences = np.square(found.astype(np.float64) - expected.sums)
+        inputs, last = slice(INPUT_ROWS), slice(INPUT_ROWS, None)
+        error = max(_ratio(differences[rows].sum(), expected.variance[rows].sum()) for rows in (inputs, last))
+        exact = np.square(found[inputs] - expected.unrounded).sum()
+        relative = _ratio(exact, np.square(expected.unrounded).sum())
+    return _Site(
+        site.module_path, error, relative, _number(expected.effect), _number(expected.norm), overflow
+    )
+
+
+def _verdict(sites: list[_Site], dtype: str, *, is_empty: bool) -> NumbersVerdict:
+    errors = [site.error for site in sites]
+    worst = max(sites, key=lambda site: (site.overflow is not None, site.error))
+    overflows = worst.overflow is not None
+    is_equal = not overflows and worst.error <= TOLERANCE
+    known = [site for site in sites if site.error < MAX_ERROR]
+    report = {
+        "max": worst.error if is_equal else max(errors),
+        "mean": sum(errors) / len(errors),
+        "tolerance": TOLERANCE,
+        "relative": _summary([site.relative for site in known]),
+        "effect": _summary([site.effect for site in sites]),
+        "norms": {site.module: site.norm for site in sites[:MAX_REPORTED_MODULES]},
+        "worst_module": worst.module,
+        "dtype": dtype,
+        "verdict": "overflow" if overflows else "equal" if is_equal else "mismatch",
+    }
+    if is_equal:
+        message = f"equal to the reference: at most {worst.error:.2f} of a tolerance of {TOLERANCE:g}"
+    elif overflows:
+        message = (
+            f"{worst.module}: {worst.overflow} is infinite or no number in {dtype}, in which this server computes; its "
+            "weights are too large: check how they were trained and saved"
+        )
+    else:
+        count = sum(site.error > TOLERANCE for site in sites)
+        what = (
+            "the engine could not lay out this adapter"
+            if is_empty
+            else f"{worst.module}: what the engine computes differs from the reference by {worst.error:.3g} times its "
+            f"rounding in {dtype}, {TOLERANCE:g} is the tolerance; {count} of {len(sites)} modules differ"
+        )
+        message = f"{what}. The upload was read without fault: report this to the operator of the server"
+    return NumbersVerdict(is_equal, message, report)
+
+
+def _ratio(squared: float, reference: float) -> float:
+    if not squared:
+        return 0.0
+    return min(MAX_ERROR, math.sqrt(squared / reference)) if reference else MAX_ERROR
+
+
+def _number(value: float) -> float:
+    """JSON has no infinity."""
+    return min(value, float(np.finfo(np.float32).max)) if not math.isnan(value) else 0.0
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    return {"max": max(values, default=0.0), "mean": sum(values) / len(values) if values else 0.0}

@@ -1,0 +1,69 @@
+"""The fixed inputs of the numerical check, and the sketches of outputs.
+
+A site gets PROBE_ROWS rows. In the first ones x is +1 or -1 and y is 0, so that the output is the adapter's change
+alone. In the last one x is 0 and y is 1, so that it shows what the adapter does to the base's own output: DoRA's
+factors, and nothing for plain LoRA. These values are exact in every dtype.
+
+An output row [N] becomes SKETCH_SUMS sums: column j is added to sum j mod SKETCH_SUMS with a sign of its own. The
+signs are random, so the squares of a row's sums add up to the square of its norm on average, also for a difference of
+two rows.
+
+Everything follows from numbers of rows and columns by a hash, and is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+PROBE_ROWS = 5
+INPUT_ROWS = PROBE_ROWS - 1
+"""Rows in which x is +1 or -1; the last row follows."""
+SKETCH_SUMS = 64
+
+_INPUTS, _COLUMNS = 0x9E3779B9, 0x7F4A7C15
+
+
+@lru_cache(maxsize=256)
+def probe_inputs(layer: int, in_features: int) -> NDArray[np.float32]:
+    """x [PROBE_ROWS, in_features] of the sites of a layer, +1 or -1, and 0 in the last row. Read-only."""
+    x = np.zeros((PROBE_ROWS, in_features), np.float32)
+    for row in range(INPUT_ROWS):
+        x[row] = _signs(_INPUTS + (layer * INPUT_ROWS + row + 1) * 0x85EBCA6B, in_features)
+    x.flags.writeable = False
+    return x
+
+
+@lru_cache(maxsize=64)
+def column_signs(out_features: int) -> NDArray[np.float32]:
+    """[out_features] +1 or -1. Read-only."""
+    signs = _signs(_COLUMNS, out_features)
+    signs.flags.writeable = False
+    return signs
+
+
+def sketch(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[T, N] → [T, SKETCH_SUMS]."""
+    return fold(rows * column_signs(rows.shape[1]))
+
+
+def fold(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[T, N] → [T, SKETCH_SUMS]: the sums of every SKETCH_SUMS-th column."""
+    count, width = rows.shape
+    padded = np.zeros((count, -(-width // SKETCH_SUMS) * SKETCH_SUMS))
+    padded[:, :width] = rows
+    sums: NDArray[np.float64] = padded.reshape(count, -1, SKETCH_SUMS).sum(axis=1)
+    return sums
+
+
+def _signs(seed: int, count: int) -> NDArray[np.float32]:
+    """The finalizer of MurmurHash3 over seed + index; its highest bit is the sign."""
+    with np.errstate(over="ignore"):
+        h = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(seed & 0xFFFFFFFF)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            h ^= h >> np.uint32(shift)
+            h *= np.uint32(factor)
+        h ^= h >> np.uint32(16)
+    return np.where(h >> np.uint32(31), np.float32(-1), np.float32(1)).astype(np.float32)

@@ -1,0 +1,167 @@
+"""The sketches that a site must give, in float64, and how far rounding may move them.
+
+What is served of a site are A [R, K] and B [N, R], rounded to the served dtype, with the scaling in B:
+
+    out = y ⊙ g + c + (x·Aᵀ)·Bᵀ        g = 1, c = 0 except for DoRA; sums in float32, `out` rounded to the served dtype
+
+The expected sketches are those of `out` before it is rounded. Rounding moves a value by ROUNDING units in the last
+place in the root mean square; the sums in float32 move it by little more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapters.admission.base_model import BaseWeights
+from loraplex.adapters.numerics.probes import INPUT_ROWS, column_signs, fold, probe_inputs, sketch
+from loraplex.adapters.numerics.upload import UploadedSite
+
+_Doubles = NDArray[np.float64]
+
+SERVED_DTYPES: dict[str, tuple[np.dtype[Any], int]] = {
+    "float32": (np.dtype(np.float32), 24),
+    "float16": (np.dtype(np.float16), 11),
+    "bfloat16": (np.dtype(ml_dtypes.bfloat16), 8),
+}
+"""numpy's dtype, and the bits of its significand."""
+ROUNDING = 0.425
+"""Rounding a value moves it by this part of 2^-bits in the root mean square, over values of all sizes; by 1 at most."""
+_SINGLE = 2.0**-24
+_SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
+"""What rounding moves very small values by."""
+_MAX_PRODUCT = 1 << 18
+"""Multiplications up to which OpenBLAS starts no threads, which would take the cores of the steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSite:
+    """What a site must give.
+
+    `sums` and `variance` [PROBE_ROWS, SKETCH_SUMS]: the sketches, and the mean square by which rounding moves each.
+    `unrounded` [INPUT_ROWS, SKETCH_SUMS]: those of A and B as uploaded. `effect`: root mean square of the change for
+    inputs of ±1. `norm`: ‖scaling·B·A‖ (Frobenius), with DoRA's factors. `overflow`: what is not finite in the served
+    dtype, None if nothing is.
+    """
+
+    sums: _Doubles
+    variance: _Doubles
+    unrounded: _Doubles
+    effect: float
+    norm: float
+    overflow: str | None
+
+
+def expect_site(site: UploadedSite, dtype: str, base: BaseWeights | None) -> ExpectedSite:
+    """`base` is needed for DoRA. Raises BaseModelInvalid, OSError."""
+    served, bits = SERVED_DTYPES[dtype]
+    with np.errstate(all="ignore"):
+        return _expect(site, dtype, served, bits, base)
+
+
+def _expect(
+    site: UploadedSite, dtype: str, served: np.dtype[Any], bits: int, base: BaseWeights | None
+) -> ExpectedSite:
+    rank, in_features = site.a.shape
+    out_features = len(site.b)
+    b = site.b * np.float32(site.scaling)
+    gain, offset = np.ones(out_features), np.zeros(out_features)
+    gain_error = 0.0
+    if site.magnitude is not None:
+        assert base is not None
+        gain, offset = _dora(site, b, served, base)
+        b *= gain.astype(np.float32)[:, None]
+        gain_error = 2 * _SINGLE * np.sqrt(in_features)
+    a_served, b_served = (m.astype(served).astype(np.float64) for m in (site.a, b))
+    x = probe_inputs(site.layer, in_features)[:INPUT_ROWS].astype(np.float64)
+    hidden = _product(x, a_served.T)
+    change = _product(hidden, b_served.T)
+    out = np.concatenate((change + offset, (gain + offset)[None]))
+    squares = np.square(hidden)
+    spread = _product(squares, np.square(b_served).T)
+    exact = np.zeros_like(out)
+    exact[:INPUT_ROWS] = (_SINGLE**2 * rank + gain_error**2) * spread
+    exact[INPUT_ROWS] = np.square(gain_error * gain)
+    each = np.square(ROUNDING * 2.0**-bits * out) + _SMALLEST[dtype] ** 2 + exact
+    variance = fold(each)
+    moved = _SINGLE**2 * in_features * np.square(a_served).sum(axis=1)
+    variance[:INPUT_ROWS] += moved @ np.square(_sketch_of_columns(b_served))
+    exact_change = _product(_product(x, site.a.astype(np.float64).T), b.T.astype(np.float64))
+    return ExpectedSite(
+        sums=sketch(out),
+        variance=variance,
+        unrounded=sketch(exact_change + offset),
+        effect=float(np.sqrt(np.mean(np.square(change)))),
+        norm=_norm(a_served, b_served),
+        overflow=_overflow(a_served, b_served, hidden, out, served),
+    )
+
+
+def _dora(
+    site: UploadedSite, b: NDArray[np.float32], served: np.dtype[Any], base: BaseWeights
+) -> tuple[_Doubles, _Doubles]:
+    """g = m / ‖W + scaling·B·A‖ and c = (1 - g) ⊙ bias, [N] each, of the base in the dtype that it is served in."""
+    assert site.magnitude is not None
+    a = site.a.astype(np.float64)
+    norms = np.empty(len(b))
+    first = 0
+    for rows in base.rows(site.layer, site.site):
+        last = first + len(rows)
+        weights = rows.astype(served).astype(np.float64) + _product(b[first:last].astype(np.float64), a)
+        norms[first:last] = np.sqrt(np.einsum("ij,ij->i", weights, weights))
+        first = last
+    gain = site.magnitude.astype(np.float64) / norms
+    bias = base.bias(site.layer, site.site)
+    if bias is None:
+        return gain, np.zeros_like(gain)
+    return gain, (1 - gain) * bias.astype(served).astype(np.float64)
+
+
+def _overflow(a: _Doubles, b: _Doubles, hidden: _Doubles, out: _Doubles, served: np.dtype[Any]) -> str | None:
+    largest = float(ml_dtypes.finfo(served).max)
+    for name, values in (
+        ("lora_A", a),
+        ("scaling * lora_B", b),
+        ("the product of an input and lora_A", hidden),
+        ("the output", out),
+    ):
+        if not np.abs(values).max(initial=0) <= largest:
+            return name
+    # A norm behind the layer sums the squares of its inputs in float32.
+    if not float(np.square(out).sum(axis=1).max()) <= float(np.finfo(np.float32).max):
+        return "the square of the output"
+    return None
+
+
+def _sketch_of_columns(b: _Doubles) -> _Doubles:
+    """B [N, R] → [R, SKETCH_SUMS]."""
+    return fold(b.T * column_signs(len(b)))
+
+
+def _norm(a: _Doubles, b: _Doubles) -> float:
+    """‖B·A‖² = tr(BᵀB·AAᵀ)."""
+    return float(np.sqrt(max(0.0, float(np.sum(_product(b.T, b) * _product(a, a.T))))))
+
+
+def _product(left: _Doubles, right: _Doubles) -> _Doubles:
+    """left [m, k] · right [k, n], in this thread alone."""
+    out = np.zeros((left.shape[0], right.shape[1]))
+    for rows, columns, inner in _parts(left.shape[0], right.shape[1], left.shape[1]):
+        out[rows, columns] += left[rows, inner] @ right[inner, columns]
+    return out
+
+
+def _parts(m: int, n: int, k: int) -> Iterator[tuple[slice, slice, slice]]:
+    high, wide = min(m, 64), min(n, 64)
+    deep = max(8, _MAX_PRODUCT // (high * wide))
+    if deep >= k:
+        deep, wide = k, max(wide, _MAX_PRODUCT // (high * k))
+    for top in range(0, m, high):
+        for left in range(0, n, wide):
+            for front in range(0, k, deep):
+                yield slice(top, top + high), slice(left, left + wide), slice(front, front + deep)

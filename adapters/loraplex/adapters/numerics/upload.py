@@ -1,0 +1,147 @@
+"""The second reading of an upload: its two files as the reference takes them.
+
+Nothing of `loraplex.adapters.admission` and of the loader reads for it, so that a fault there shows as a difference.
+It reads what was admitted, so it checks only what it needs itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMissing
+from loraplex.adapters.spec import BaseSpec
+
+_PREFIX = "base_model.model."
+_DTYPES: dict[str, Any] = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+_KINDS = {"lora_A": "a", "lora_B": "b", "lora_magnitude_vector": "magnitude"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor in the file: bytes from `start` on."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedSite:
+    """One site in float32, as uploaded: a [R, K], b [N, R], DoRA's magnitude [N] or None. `scaling` is for b."""
+
+    layer: int
+    site: str
+    module_path: str
+    a: NDArray[np.float32]
+    b: NDArray[np.float32]
+    scaling: float
+    magnitude: NDArray[np.float32] | None
+
+
+class Upload:
+    """The sites of an upload. Raises ArtifactMissing, ArtifactCorrupt, AdapterRefused, OSError."""
+
+    def __init__(self, config_path: Path, tensors_path: Path, base: BaseSpec) -> None:
+        try:
+            self._config = _object(config_path.read_bytes(), config_path)
+            places = _places(tensors_path)
+        except FileNotFoundError as error:
+            raise ArtifactMissing(f"{error.filename} is not there") from error
+        self._path = tensors_path
+        modules = {shape.module_path: key for key, shape in base.sites.items()}
+        self._found: dict[tuple[int, str], tuple[str, dict[str, _Place]]] = {}
+        for name, place in places.items():
+            module, kind = _purpose(name)
+            if kind is None:
+                continue
+            if module not in modules:
+                raise AdapterRefused("unexpected_tensor", f"the base has no linear {module[:160]!a}")
+            self._found.setdefault(modules[module], (module, {}))[1][kind] = place
+
+    @property
+    def sites(self) -> dict[tuple[int, str], str]:
+        """The path of the module by (layer, site), in the order of the file."""
+        return {key: module for key, (module, _) in self._found.items()}
+
+    def read(self, layer: int, site: str) -> UploadedSite:
+        """Raises as the constructor does."""
+        module, places = self._found[layer, site]
+        if "a" not in places or "b" not in places:
+            raise AdapterRefused("missing_tensor", f"{module} lacks lora_A or lora_B")
+        a, b = self._tensor(places["a"]), self._tensor(places["b"])
+        magnitude = self._tensor(places["magnitude"]) if "magnitude" in places else None
+        return UploadedSite(layer, site, module, a, b, self._scaling(module, len(a)), magnitude)
+
+    def _scaling(self, module: str, rank: int) -> float:
+        alpha = self._config.get("lora_alpha", 8)
+        for key, value in (self._config.get("alpha_pattern") or {}).items():
+            if _names(key, module):
+                alpha = value
+                break
+        return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _tensor(self, place: _Place) -> NDArray[np.float32]:
+        count = math.prod(place.shape)
+        values = np.fromfile(self._path, np.dtype(_DTYPES[place.dtype]), count, offset=place.start)
+        if len(values) < count:
+            raise ArtifactCorrupt(f"{self._path.name} ends before the tensors that its header names")
+        with np.errstate(over="ignore"):
+            return values.reshape(place.shape).astype(np.float32)
+
+
+def _places(path: Path) -> dict[str, _Place]:
+    """The header: its length in 8 bytes, then JSON whose offsets count from behind it."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ArtifactCorrupt(f"{path.name} ends inside its header")
+        header = _object(file.read(length), path)
+    header.pop("__metadata__", None)
+    try:
+        return {
+            name: _Place(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            for name, entry in header.items()
+        }
+    except (KeyError, TypeError, IndexError) as error:
+        raise ArtifactCorrupt(f"the header of {path.name} cannot be read") from error
+
+
+def _object(raw: bytes, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactCorrupt(f"{path.name} is not JSON") from error
+    if not isinstance(found, dict):
+        raise ArtifactCorrupt(f"{path.name} is not a JSON object")
+    return found
+
+
+def _purpose(name: str) -> tuple[str, str | None]:
+    """ "base_model.model.<module>.lora_A[.<adapter>].weight" → module and "a". None for a copy of a weight of the
+    base."""
+    parts = name.removeprefix(_PREFIX).split(".")
+    for at in range(len(parts) - 1, max(-1, len(parts) - 4), -1):
+        if parts[at] in _KINDS:
+            return ".".join(parts[:at]), _KINDS[parts[at]]
+    return name, None
+
+
+def _names(key: str, module: str) -> bool:
+    """Whether a key of alpha_pattern stands for this module: a whole path, or without "^" its end."""
+    name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
+    return module == name or (not key.startswith("^") and module.endswith(f".{name}"))

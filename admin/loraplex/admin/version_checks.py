@@ -1,0 +1,301 @@
+"""The check of new versions' numbers: the engine measures a version, the reference judges, the catalog decides.
+
+An upload waits here for the verdict on its version. `run` checks what nobody waits for: versions whose upload did not
+wait, whose server died, or that could not be checked before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from loraplex.adapters.errors import AdapterRefused, LoraplexError
+from loraplex.adapters.numerics import SiteOutputs, check_numbers
+from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.interface import Store
+from loraplex.admin.engine_eviction import evict_removed
+from loraplex.control.audit.recorder import Actor
+from loraplex.control.catalog.adapters import Catalog
+from loraplex.control.catalog.retention import Retention
+from loraplex.control.catalog.validation import Validation
+from loraplex.control.db.database import Database
+from loraplex.control.errors import (
+    AdapterNotFound,
+    AdapterUnavailable,
+    NumbersUnchecked,
+    TenantNotFound,
+    VersionNotFound,
+    VersionRejected,
+)
+from loraplex.control.types import CheckOutcome, Refusal, VersionInfo
+from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
+
+WAIT_S = 30.0
+"""How long an upload waits for its verdict. Common HTTP clients wait for a minute."""
+MEASURE_S = 90.0
+"""For one version in the engine, which ends a measurement itself after 60 s."""
+MAX_CHECKS = 4
+"""Versions that are checked at a time, one of a tenant."""
+SCAN_S = 30.0
+"""How often `run` looks for versions that this server knows nothing of."""
+LEFT_ALONE_S = 120.0
+"""Such a version is left to the server that took it until it is so old, except at a start."""
+FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 300.0
+_MOST_DOUBLINGS = 16
+_SHORTEST_PAUSE_S = 1.0
+_Key = tuple[str, str, int]
+
+log = structlog.get_logger("loraplex.admin")
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A version after an attempt. `reason`: why it is still validating; `transient`: that may pass within seconds."""
+
+    info: VersionInfo
+    reason: str | None = None
+    transient: bool = False
+
+
+@dataclass(slots=True)
+class _Retry:
+    failures: int
+    due: float
+
+
+class VersionChecks:
+    """For one event loop. Checks of one tenant go one after the other, so that a tenant's uploads keep no other's
+    waiting. `on_outcome` hears of each attempt. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        catalog: Catalog,
+        validation: Validation,
+        store: Store,
+        engine: EngineClient,
+        retention: Retention | None = None,
+        on_outcome: Callable[[CheckOutcome], None] = lambda outcome: None,
+        wait_s: float = WAIT_S,
+        measure_s: float = MEASURE_S,
+        scan_s: float = SCAN_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.database = database
+        self.catalog = catalog
+        self.engine = engine
+        self._validation = validation
+        self._store = store
+        self._retention = retention
+        self._on_outcome = on_outcome
+        self._wait_s = wait_s
+        self._measure_s = measure_s
+        self._scan_s = scan_s
+        self._clock = clock
+        self._running: dict[_Key, asyncio.Task[_Attempt]] = {}
+        self._retries: dict[_Key, _Retry] = {}
+        self._failed = asyncio.Event()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._slots = asyncio.Semaphore(MAX_CHECKS)
+        self._threads = anyio.CapacityLimiter(1)
+
+    def start(self, info: VersionInfo) -> asyncio.Task[_Attempt]:
+        """Attempt to check a version, unless an attempt is on its way."""
+        key = _key(info)
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = asyncio.create_task(self._check(info))
+            task.add_done_callback(lambda _: self._running.pop(key, None))
+        return task
+
+    async def wait(self, info: VersionInfo) -> VersionInfo:
+        """The version when it is ready. Raises VersionRejected, NumbersUnchecked where there is no verdict in time (the
+        check goes on), VersionNotFound where it was deleted meanwhile, AdapterUnavailable where its bytes were lost."""
+        deadline = self._clock() + self._wait_s
+        while True:
+            task = self.start(info)
+            await asyncio.wait({task}, timeout=deadline - self._clock())
+            if not task.done():
+                raise NumbersUnchecked(info, "the engine is busy, and checks come after all requests")
+            if task.cancelled():
+                raise NumbersUnchecked(info, "the server is shutting down")
+            attempt = task.result()
+            if attempt.reason is None:
+                return _require_ready(attempt.info)
+            current = await self._current(info)  # it may be deleted, or decided elsewhere
+            if current.state != "validating":
+                return _require_ready(current)
+            retry = self._retries.get(_key(info))
+            due = self._clock() if retry is None else retry.due
+            if not attempt.transient or due >= deadline:
+                raise NumbersUnchecked(info, attempt.reason)
+            await asyncio.sleep(due - self._clock())
+
+    async def run(self) -> None:
+        """Check what waits for it, until cancelled."""
+        at_start = True
+        try:
+            while True:
+                self._failed.clear()
+                try:
+                    pending = await self.database.run(self._validation.pending)
+                except LoraplexError as error:
+                    log.debug("pending_checks_not_read", reason=error.message)
+                else:
+                    self._start_due(pending, everything=at_start)
+                    at_start = False
+                await asyncio.sleep(min(_SHORTEST_PAUSE_S, self._scan_s))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._failed.wait(), self._pause())
+        finally:
+            running = list(self._running.values())
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _start_due(self, pending: list[VersionInfo], *, everything: bool) -> None:
+        now, today = self._clock(), datetime.now(UTC)
+        known = {_key(info) for info in pending}
+        self._retries = {key: retry for key, retry in self._retries.items() if key in known}
+        for info in pending:
+            retry = self._retries.get(_key(info))
+            is_old = (today - info.created_at).total_seconds() >= LEFT_ALONE_S
+            if retry.due <= now if retry is not None else everything or is_old:
+                self.start(info)
+
+    def _pause(self) -> float:
+        """Until the next retry, or the next look at the database. A failure of a check ends it."""
+        due = [retry.due for key, retry in self._retries.items() if key not in self._running]
+        return min([self._scan_s, *(max(0.0, each - self._clock()) for each in due)])
+
+    async def _check(self, info: VersionInfo) -> _Attempt:
+        turn = self._turns.setdefault(info.tenant_id, asyncio.Lock())
+        async with turn, self._slots:
+            try:
+                attempt = await self._attempt(info)
+            except Exception as error:
+                return self._postponed(info, error)
+        self._retries.pop(_key(info), None)
+        return attempt
+
+    async def _attempt(self, info: VersionInfo) -> _Attempt:
+        run = self.database.run
+        info = await self._current(info)
+        if info.state != "validating":  # another server was first
+            return _Attempt(info)
+        began = self._clock()
+        async with asyncio.timeout(self._measure_s):
+            outputs = await self.engine.measure_sites(info.ref(), tenant=info.tenant_id)
+        judged = partial(self._judge, info, outputs)
+        refusal, found = await anyio.to_thread.run_sync(judged, limiter=self._threads)
+        if refusal is None:
+            decision = await run(self._validation.accept, info, found)
+        elif await run(self.catalog.mark_damaged, info.digest):
+            # Damaged bytes give wrong numbers; the tenant may upload the right ones again.
+            with contextlib.suppress(ServingError):
+                await self.engine.drop(info.digest)
+            return _Attempt(await self._current(info))
+        else:
+            decision = await run(self._validation.reject, info, refusal, found)
+        if decision.decided:
+            self._tell(decision.info, refusal, self._clock() - began)
+            await evict_removed(self, decision.removal)
+            if refusal is None:
+                await self._delete_surplus(decision.info, decision.by)
+        return _Attempt(decision.info)
+
+    async def _current(self, info: VersionInfo) -> VersionInfo:
+        """The version as it is now; `deleted` also where its tenant is."""
+        try:
+            get = self.catalog.get_version
+            return await self.database.run(get, info.tenant_id, info.name, info.version)
+        except (TenantNotFound, AdapterNotFound, VersionNotFound):
+            return replace(info, state="deleted")
+
+    def _judge(self, info: VersionInfo, outputs: SiteOutputs) -> tuple[Refusal | None, dict[str, Any]]:
+        """Runs in a worker thread."""
+        folder = self._store.path(info.digest)
+        base = self._validation.base
+        try:
+            verdict = check_numbers(folder / CONFIG_NAME, folder / TENSORS_NAME, base, outputs)
+        except AdapterRefused as error:
+            return Refusal(error.code, error.message), {}
+        return None if verdict.ok else Refusal("numerical_mismatch", verdict.message), verdict.report
+
+    def _tell(self, info: VersionInfo, refusal: Refusal | None, seconds: float) -> None:
+        self._on_outcome("ready" if refusal is None else "rejected")
+        log.info(
+            "version_checked",
+            tenant=info.tenant_id,
+            adapter=f"{info.name}@{info.version}",
+            state=info.state,
+            max_error=info.report["reference_error"].get("max"),
+            reason=None if refusal is None else refusal.message,
+            seconds=round(seconds, 3),
+        )
+
+    def _postponed(self, info: VersionInfo, error: Exception) -> _Attempt:
+        key, now = _key(info), self._clock()
+        failures = self._retries[key].failures + 1 if key in self._retries else 1
+        pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(failures - 1, _MOST_DOUBLINGS))
+        pause *= 0.5 + random.random() / 2  # noqa: S311 - spreads attempts, keeps no secret
+        self._retries[key] = _Retry(failures, now + pause)
+        self._failed.set()
+        is_expected = isinstance(error, LoraplexError | OSError)
+        reason = str(error) if is_expected else "the check failed; the server's log says why"
+        if isinstance(error, TimeoutError):
+            reason = "the engine did not measure it in time"
+        self._on_outcome("unchecked")
+        log.warning(
+            "version_not_checked",
+            tenant=info.tenant_id,
+            adapter=f"{info.name}@{info.version}",
+            reason=reason,
+            retry_s=round(pause, 1),
+            exc_info=None if is_expected else error,
+        )
+        transient = isinstance(error, EngineUnavailable | EngineOverloaded)
+        return _Attempt(info, reason, transient and not isinstance(error, EngineDraining))
+
+    async def _delete_surplus(self, info: VersionInfo, by: Actor) -> None:
+        """The version stands, whatever becomes of older ones: the next one tries again."""
+        if self._retention is None:
+            return
+        try:
+            apply = partial(self._retention.apply, info.tenant_id, info.name, by=by)
+            await evict_removed(self, await self.database.run(apply))
+        except LoraplexError as error:
+            log.warning(
+                "versions_not_deleted", adapter=info.name, tenant=info.tenant_id, reason=error.message
+            )
+
+
+def _key(info: VersionInfo) -> _Key:
+    return info.tenant_id, info.name, info.number
+
+
+def _require_ready(info: VersionInfo) -> VersionInfo:
+    """Raises VersionRejected, VersionNotFound, AdapterUnavailable."""
+    if info.state == "ready":
+        return info
+    if info.state == "rejected":
+        raise VersionRejected(info)
+    if info.state == "deleted":
+        raise VersionNotFound(f"{info.name}@{info.version} was deleted while it was being checked.")
+    raise AdapterUnavailable(
+        f"{info.name}@{info.version} is {info.state}; its numbers were not checked. Upload the same files again."
+    )

@@ -1,0 +1,166 @@
+"""The check of a new version's numbers: which versions wait for it, and what becomes of them.
+
+A version is `validating` from its upload until the check has a verdict. Then it is `ready`, or `rejected` and its bytes
+are not kept. The first verdict decides: any later one finds the version decided, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from loraplex.adapters.spec import BaseSpec
+from loraplex.adapters.store.fault_points import FaultPoint
+from loraplex.control.artifacts import Artifacts
+from loraplex.control.audit.recorder import LOCAL, Actor, record
+from loraplex.control.catalog.releases import add_release, current_release, release_only, release_shown
+from loraplex.control.catalog.versions import require_version, version_info, version_target
+from loraplex.control.db.database import Database
+from loraplex.control.db.tables import AdapterVersion
+from loraplex.control.types import Refusal, ReleaseTarget, Removal, VersionInfo
+
+MAX_PENDING = 1000
+"""Versions that `pending` gives at a time."""
+NOTHING = Removal((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A version as it is now. `decided`: this call made it so, and `removal` is the work that is left. `by` uploaded
+    the version."""
+
+    info: VersionInfo
+    decided: bool
+    by: Actor = LOCAL
+    removal: Removal = NOTHING
+
+
+class Validation:
+    """All calls are synchronous and atomic. `base` is the model that is served: only a version that was made for it can
+    be checked."""
+
+    def __init__(self, database: Database, artifacts: Artifacts, base: BaseSpec) -> None:
+        self._database = database
+        self._artifacts = artifacts
+        self.base = base
+
+    def pending(self) -> list[VersionInfo]:
+        """Versions that are `validating`, the oldest first, at most `MAX_PENDING`."""
+        query = (
+            select(AdapterVersion)
+            .where(
+                AdapterVersion.state == "validating",
+                AdapterVersion.base_fingerprint == self.base.fingerprint,
+            )
+            .order_by(AdapterVersion.created_at, AdapterVersion.tenant_id, AdapterVersion.name)
+            .limit(MAX_PENDING)
+        )
+        with self._database.read() as session:
+            return [version_info(row) for row in session.scalars(query)]
+
+    def accept(self, info: VersionInfo, reference_error: dict[str, Any]) -> Decision:
+        """Make a version that is `validating` ready. It is released if nothing of its name is, or if its upload asked
+        for that. Raises TenantNotFound, AdapterNotFound, VersionNotFound."""
+
+        def decide(session: Session, row: AdapterVersion, release: bool, by: Actor) -> None:
+            row.state, row.pending_check = "ready", None
+            row.report = row.report | {"reference_error": reference_error}
+            session.flush()
+            _release_ready(session, row, release, by)
+            _record_check(session, row, by, reference_error)
+
+        with self._database.write() as session:
+            decision = self._decide(session, info, decide)
+        self._artifacts.store.fault(FaultPoint.CHECK_COMMITTED)
+        return decision
+
+    def reject(self, info: VersionInfo, refusal: Refusal, reference_error: dict[str, Any]) -> Decision:
+        """Reject a version that is `validating`. Its bytes go unless another version has them; its report keeps the
+        refusal. Raises as `accept`."""
+
+        def decide(session: Session, row: AdapterVersion, release: bool, by: Actor) -> None:
+            row.state, row.pending_check = "rejected", None
+            shown = {"code": refusal.code, "message": refusal.message}
+            row.report = row.report | {"reference_error": reference_error, "refusal": shown}
+            _record_check(session, row, by, reference_error, code=refusal.code)
+
+        with self._artifacts.lock:
+            with self._database.write() as session:
+                decision = self._decide(session, info, decide)
+            self._artifacts.store.fault(FaultPoint.CHECK_COMMITTED)
+            if not decision.decided:
+                return decision
+            return replace(decision, removal=self._artifacts.remove_unused([info.digest]))
+
+    def _decide(
+        self,
+        session: Session,
+        info: VersionInfo,
+        decide: Callable[[Session, AdapterVersion, bool, Actor], None],
+    ) -> Decision:
+        """`decide` on the version's row if it is still `validating`. No other transaction writes meanwhile."""
+        row = require_version(session, info.tenant_id, info.name, info.version)
+        if row.state != "validating":
+            return Decision(version_info(row), decided=False)
+        assert row.pending_check is not None, "a version that is validating has a pending check"
+        by = Actor(*row.pending_check["actor"])
+        decide(session, row, row.pending_check["release"], by)
+        self._artifacts.store.fault(FaultPoint.COMMIT_CHECK)
+        return Decision(version_info(row), decided=True, by=by)
+
+
+def pending_check(by: Actor, *, release: bool) -> dict[str, Any]:
+    """For the row of a version whose numbers are to be checked: `by` uploads it; `release`: it is then to have all the
+    traffic of its name."""
+    return {"release": release, "actor": [by.kind, by.tenant_id, by.key_id, by.source, by.request_id]}
+
+
+def release_upload(session: Session, row: AdapterVersion, *, release: bool, by: Actor) -> None:
+    """The first version of a name serves at once; later ones wait for a release, or get it at once where `release` asks
+    for it. None serves before its check."""
+    if row.pending_check is None:
+        _release_ready(session, row, release, by)
+    elif release:
+        row.pending_check = row.pending_check | {"release": True}
+
+
+def _release_ready(session: Session, row: AdapterVersion, release: bool, by: Actor) -> None:
+    in_force = current_release(session, row.tenant_id, row.name)
+    if in_force is None or not in_force.targets:
+        targets = (ReleaseTarget(f"v{row.number}", 100),)
+        add_release(session, row.tenant_id, row.name, targets, "none", origin="upload", by=by)
+    elif release:
+        release_only(session, row.tenant_id, row.name, f"v{row.number}", by=by)
+
+
+def _record_check(
+    session: Session,
+    row: AdapterVersion,
+    by: Actor,
+    found: dict[str, Any],
+    *,
+    code: str | None = None,
+) -> None:
+    after = {
+        "digest": row.digest,
+        "state": row.state,
+        "verdict": found.get("verdict"),
+        "max_error": found.get("max"),
+        "tolerance": found.get("tolerance"),
+        "release": release_shown(current_release(session, row.tenant_id, row.name)),
+    }
+    record(
+        session,
+        by,
+        "version.check",
+        version_target(row.tenant_id, row.name, f"v{row.number}"),
+        tenant_id=row.tenant_id,
+        before={"state": "validating"},
+        after=after,
+        outcome="done" if code is None else "refused",
+        code=code,
+    )

@@ -1,0 +1,168 @@
+"""The outputs of an adapter's sites for fixed inputs, from the pages that serve it: see `loraplex.adapters.numerics`.
+
+A request that is measured has MEASURE_STEPS positions, and a step computes one of them at most. At each position a part
+of the layers is measured, at the last one the head too. So the time that a step takes for it is bounded, and the rows
+of other requests are not touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from loraplex.adapters.numerics import PROBE_ROWS, SKETCH_SUMS, SiteOutputs
+from loraplex.adapters.numerics.probes import column_signs, probe_inputs
+from loraplex.engine.execution.torch_errors import as_device_fault
+from loraplex.engine.model.base import LoraPass
+from loraplex.engine.types import MEASURE_STEPS, StepPlan
+from loraplex.kernels.lora.site_groups import HEAD
+from loraplex.kernels.lora.types import LoraWeights
+
+_log = logging.getLogger(__name__)
+
+
+class ProbedArena(Protocol):
+    """Where adapters lie: the adapter arena."""
+
+    @property
+    def layers(self) -> LoraWeights: ...
+
+    @property
+    def head(self) -> LoraWeights | None: ...
+
+    def slot_pass(self, slot: int, num_rows: int, *, head: bool) -> LoraPass | None:
+        """A pass over rows that all use the adapter in one slot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSlice:
+    """The slice of a request that is measured. `index`: in the plan. `position`: its one position."""
+
+    index: int
+    slot: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a slice brings. `sums` [sites, PROBE_ROWS, SKETCH_SUMS] float32 and `finite` [sites] bool are on the device,
+    or on their way to the host; None where the slice failed."""
+
+    index: int
+    dtype: str
+    sites: tuple[tuple[int, str], ...] = ()
+    sums: torch.Tensor | None = None
+    finite: torch.Tensor | None = None
+
+    def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Measured:
+        if self.sums is None or self.finite is None:
+            return self
+        return replace(self, sums=copy(self.sums), finite=copy(self.finite))
+
+
+def measured_slices(plan: StepPlan) -> tuple[MeasuredSlice, ...]:
+    return tuple(
+        MeasuredSlice(index, row.slot, row.start)
+        for index, row in enumerate(plan.scheduled)
+        if row.seq.request.measured
+    )
+
+
+class SiteProbe:
+    """Belongs to the worker, which runs it between two forward passes. `dtype`: what the model is served in."""
+
+    def __init__(self, arena: ProbedArena, dtype: torch.dtype, device: torch.device) -> None:
+        self._arena = arena
+        self._dtype = dtype
+        self._name = str(dtype).removeprefix("torch.")
+        self._device = device
+        self._signs: dict[int, torch.Tensor] = {}
+
+    def measure(self, asked: MeasuredSlice) -> Measured:
+        """Runs under inference mode. Raises what makes a DeviceOutOfMemory or a DeviceLost; any other failure is the
+        slice's alone."""
+        try:
+            return self._measure(asked)
+        except Exception as error:
+            if as_device_fault(error, self._device) is not error:
+                raise
+            _log.exception("the sites of the adapter in slot %d could not be measured", asked.slot)
+            return Measured(asked.index, self._name)
+
+    def _measure(self, asked: MeasuredSlice) -> Measured:
+        sites: list[tuple[int, str]] = []
+        sums = []
+        finite = []
+        for layer, site, rows in self._site_rows(asked):
+            exact = rows.float()
+            sites.append((layer, site))
+            sums.append(self._sketch(exact))
+            finite.append(exact.isfinite().all())
+        if not sites:
+            empty = torch.empty(0, PROBE_ROWS, SKETCH_SUMS, device=self._device)
+            return Measured(asked.index, self._name, (), empty, empty.bool())
+        return Measured(asked.index, self._name, tuple(sites), torch.stack(sums), torch.stack(finite))
+
+    def _site_rows(self, asked: MeasuredSlice) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """(layer, site, its outputs [PROBE_ROWS, N]) in the served dtype."""
+        weights = self._arena.layers
+        num_layers = weights.present.shape[1]
+        first, last = (num_layers * part // MEASURE_STEPS for part in (asked.position, asked.position + 1))
+        lora = self._arena.slot_pass(asked.slot, PROBE_ROWS, head=False)
+        number = 0
+        for group in weights.groups:
+            ends = list(accumulate(group.out_features))
+            for layer in range(first, last):
+                present = weights.present[asked.slot, layer, number : number + len(group.sites)]
+                if lora is None or not present.any():
+                    continue
+                y = self._apply(lora, layer, group.key, group.in_features, ends[-1])
+                for site, start, end, is_there in zip(group.sites, [0, *ends], ends, present, strict=False):
+                    if is_there:
+                        yield layer, site, y[:, start:end]
+            number += len(group.sites)
+        head = self._arena.head
+        if asked.position < MEASURE_STEPS - 1 or head is None or not head.present[asked.slot].any():
+            return
+        lora = self._arena.slot_pass(asked.slot, PROBE_ROWS, head=True)
+        assert lora is not None
+        (group,) = head.groups
+        yield 0, HEAD, self._apply(lora, 0, group.key, group.in_features, sum(group.out_features))
+
+    def _apply(
+        self, lora: LoraPass, layer: int, group: str, in_features: int, out_features: int
+    ) -> torch.Tensor:
+        x = torch.from_numpy(probe_inputs(layer, in_features).copy()).to(
+            self._device, self._dtype, non_blocking=True
+        )
+        y = torch.zeros(PROBE_ROWS, out_features, dtype=self._dtype, device=self._device)
+        y[-1] = 1
+        lora.apply(layer, group, x, y)
+        return y
+
+    def _sketch(self, rows: torch.Tensor) -> torch.Tensor:
+        """[PROBE_ROWS, N] float32 → [PROBE_ROWS, SKETCH_SUMS]: see `loraplex.adapters.numerics.probes`."""
+        width = rows.shape[1]
+        signs = self._signs.get(width)
+        if signs is None:
+            signs = self._signs[width] = torch.from_numpy(column_signs(width).copy()).to(self._device)
+        signed = torch.nn.functional.pad(rows * signs, (0, -width % SKETCH_SUMS))
+        return signed.view(PROBE_ROWS, -1, SKETCH_SUMS).sum(1)
+
+
+def collect_outputs(found: Sequence[Measured], failed: dict[int, str]) -> dict[int, SiteOutputs]:
+    """By index in the plan, once it has arrived on the host. Slices that failed are put into `failed`."""
+    outputs: dict[int, SiteOutputs] = {}
+    for one in found:
+        if one.sums is None or one.finite is None:
+            failed.setdefault(one.index, "the sites of its adapter could not be measured")
+        else:
+            sums, finite = one.sums.numpy().tobytes(), bytes(one.finite.tolist())
+            outputs[one.index] = SiteOutputs(one.dtype, one.sites, sums, finite)
+    return outputs

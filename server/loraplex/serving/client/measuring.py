@@ -1,0 +1,66 @@
+"""Requests that measure an adapter's sites, and their answers."""
+
+from __future__ import annotations
+
+import uuid
+
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
+from loraplex.adapters.numerics import SiteOutputs
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.types import (
+    MEASURE_PRIORITY,
+    MEASURE_STEPS,
+    EngineError,
+    EngineRequest,
+    ErrorCode,
+    SamplingParams,
+)
+from loraplex.serving.client.engine_client import RequestStream
+from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
+
+MEASURE_DEADLINE_S = 60.0
+_ERRORS: dict[ErrorCode, type[ServingError]] = {
+    "engine_restarting": EngineUnavailable,
+    "draining": EngineDraining,
+    "server_overloaded": EngineOverloaded,
+}
+
+
+class MeasureFailed(ServingError):
+    """The engine did not measure the sites of an adapter. `code` is its own code of the error."""
+
+    def __init__(self, error: EngineError) -> None:
+        super().__init__(error.message)
+        self.code = error.code
+        self.retry_after_s = error.retry_after_s
+
+
+def measure_request(ref: AdapterRef, tenant: str, *, weight: float, memory: MemoryLimits) -> EngineRequest:
+    """A request for the sites of `ref`, behind all else that its tenant waits for."""
+    return EngineRequest(
+        f"measure-{uuid.uuid4().hex}",
+        tenant,
+        (0,) * MEASURE_STEPS,
+        SamplingParams(max_tokens=0),
+        ref,
+        weight=weight,
+        priority=MEASURE_PRIORITY,
+        deadline=MEASURE_DEADLINE_S,
+        memory=memory,
+        measured=True,
+    )
+
+
+async def read_outputs(stream: RequestStream, dtype: str) -> SiteOutputs:
+    """Wait for the outputs of a model that is served in `dtype`. Raises ServingError. Aborts the request where it is
+    cancelled."""
+    async with stream:
+        async for event in stream:
+            if event.error is not None and event.error.code == "adapter_unavailable":
+                return SiteOutputs(dtype, (), b"", b"", event.error.message)
+            if event.error is not None:
+                found = _ERRORS.get(event.error.code)
+                raise MeasureFailed(event.error) if found is None else found(event.error.message)
+            if event.measured is not None:
+                return event.measured
+    raise ServingError("the engine ended the measurement without a result")

@@ -1,0 +1,280 @@
+"""The outputs of an adapter's sites, measured by a real engine: sound adapters are equal to the reference, and faults
+that are planted in the loader are refused by their numbers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from loraplex.adapters.admission.peft_config import LoraSettings
+from loraplex.adapters.numerics import TOLERANCE, NumbersVerdict, SiteOutputs, check_numbers
+from loraplex.engine.execution.site_probe import SiteProbe
+from loraplex.engine.types import EngineRequest, SamplingParams
+from support.adapters.loader_faults import (
+    Plant,
+    a_of_another_layer,
+    exchange,
+    ignored_magnitudes,
+    scaling,
+    transposed_b,
+)
+from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
+from support.engine.local_engine import LocalEngine
+from support.kernels.triton_interpreter import repair_bfloat16
+from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+CHOSEN = {name: (ADAPTERS | KINDS)[name] for name in ("all", "many-ranks", "dora", "dora-head")}
+
+
+@contextmanager
+def engine_of(base: Path, work: Path, **options: Any) -> Iterator[LocalEngine]:
+    given = {
+        "kernels": "numba",
+        "dtype": "bfloat16",
+        "max_model_len": 100,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 40,
+        "kv_cache_memory": 4 << 20,
+        "adapter_memory": 16 << 20,
+        "adapter_cpu_memory": 16 << 20,
+        "num_threads": 1,
+    }
+    engine = LocalEngine(base, work, **given | options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def verdict(engine: LocalEngine, folder: Path, name: str) -> NumbersVerdict:
+    engine.measure(name, engine.publish(folder, name=name))
+    engine.run()
+    files = (folder / "adapter_config.json", folder / "adapter_model.safetensors")
+    return check_numbers(*files, engine.base, engine.outputs(name))
+
+
+class Models:
+    """Tiny models with their adapters, made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made: dict[str, tuple[Path, dict[str, Path]]] = {}
+
+    def __getitem__(self, family: str) -> tuple[Path, dict[str, Path]]:
+        if family not in self._made:
+            base = save_tiny(self._root / family / "base", (FAMILIES | OTHERS)[family])
+            self._made[family] = base, save_adapters(base, self._root / family, _served_by(family))
+        return self._made[family]
+
+
+def _served_by(family: str) -> dict[str, dict[str, Any]]:
+    if family != "starcoder2":
+        return CHOSEN
+    # It has other linears in its layers.
+    return {"some": {"r": 6, "lora_alpha": 9, "use_rslora": True, "target_modules": ["q_proj", "o_proj"]}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels", "dtype"),
+    [
+        ("llama-biases", "numba", "bfloat16"),
+        ("phi3", "torch", "float16"),
+        *(
+            pytest.param(family, kernels, dtype, marks=pytest.mark.slow)
+            for family in ("llama-biases", "qwen2", "gemma3", "phi3", "starcoder2")
+            for kernels in ("numba", "torch")
+            for dtype in ("float32", "float16", "bfloat16")
+            if (kernels, dtype) != ("numba", "float16")
+        ),
+    ],
+)
+def test_sound_adapters_are_equal_to_the_reference(
+    family: str, kernels: str, dtype: str, models: Models, tmp_path: Path
+) -> None:
+    base, adapters = models[family]
+    with engine_of(base, tmp_path, kernels=kernels, dtype=dtype) as engine:
+        for name, folder in adapters.items():
+            found = verdict(engine, folder, name)
+            assert found.ok, found.message
+            assert found.report["max"] < TOLERANCE / 2
+            assert found.report["dtype"] == dtype
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_interpreter")
+@pytest.mark.parametrize(("family", "dtype"), [("llama-biases", "float32"), ("gemma3", "bfloat16")])
+def test_the_path_of_a_gpu_gives_the_same(
+    family: str, dtype: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repair_bfloat16(monkeypatch)
+    base, adapters = models[family]
+    with engine_of(base, tmp_path, kernels="triton", dtype=dtype) as engine:
+        for name in ("all", "dora-head"):
+            found = verdict(engine, adapters[name], name)
+            assert found.ok, found.message
+
+
+FAULTS: dict[str, tuple[Plant, str, str]] = {
+    "scaling of all": (scaling(1.02), "all", ""),
+    "scaling of one": (scaling(1.02, "1.mlp.up_proj"), "all", "1.mlp.up_proj"),
+    "exchanged sites": (exchange(2, "gate_proj", "up_proj"), "all", "2.mlp."),
+    "transposed B": (transposed_b(1, "v_proj"), "all", "1.self_attn.v_proj"),
+    "A of another layer": (a_of_another_layer(0, "q_proj", 2), "all", "0.self_attn.q_proj"),
+    "ignored magnitudes": (ignored_magnitudes, "dora", ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        ("numba", "bfloat16"),
+        pytest.param("torch", "float16", marks=pytest.mark.slow),
+        pytest.param("torch", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_faults_of_the_loader_are_refused_by_their_numbers(
+    fault: str, kernels: str, dtype: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapters = models["llama-biases"]
+    plant, name, where = FAULTS[fault]
+    plant(monkeypatch)
+    with engine_of(base, tmp_path, kernels=kernels, dtype=dtype) as engine:
+        found = verdict(engine, adapters[name], name)
+    assert found.report["verdict"] == "mismatch"
+    assert found.report["max"] > 2 * TOLERANCE
+    assert where in found.report["worst_module"]
+
+
+def test_weights_whose_outputs_overflow_are_named_and_nobody_else_is_harmed(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapters = models["llama-biases"]
+    with engine_of(base, tmp_path) as engine:
+        engine.add("before", range(3, 40), max_tokens=12)
+        engine.run()
+        right = LoraSettings.rank_and_scaling
+
+        def huge(self: LoraSettings, path: str, tensor_rank: int | None = None) -> tuple[int, float]:
+            rank, found = right(self, path, tensor_rank)
+            return rank, 1e38 if path.endswith("1.mlp.down_proj") else found
+
+        monkeypatch.setattr(LoraSettings, "rank_and_scaling", huge)
+        ref = engine.publish(adapters["all"], name="huge")
+        engine.add("beside", range(3, 40), max_tokens=12)
+        engine.measure("huge", ref)
+        engine.run()
+        outputs = engine.outputs("huge")
+    finite = dict(zip(outputs.sites, outputs.finite, strict=True))
+    assert [site for site, is_finite in finite.items() if not is_finite] == [(1, "down_proj")]
+    assert engine.tokens("beside") == engine.tokens("before")
+
+
+def test_weights_that_the_served_dtype_cannot_hold_are_not_loaded(models: Models, tmp_path: Path) -> None:
+    base, adapters = models["llama-biases"]
+    folder = tmp_path / "large"
+    shutil.copytree(adapters["all"], folder)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = "base_model.model.model.layers.2.mlp.gate_proj.lora_B.weight"
+    save_file({**tensors, name: tensors[name] * 1e20}, path)
+    with engine_of(base, tmp_path, kernels="torch", dtype="float16") as engine:
+        engine.measure("large", engine.publish(folder))
+        engine.run()
+        error = engine.events["large"][-1].error
+        assert error is not None
+        assert error.code == "adapter_unavailable"
+        outputs = SiteOutputs("float16", (), b"", b"", error.message)
+        found = check_numbers(folder / "adapter_config.json", path, engine.base, outputs)
+    assert found.report["verdict"] == "overflow"
+    assert found.report["worst_module"] == "model.layers.2.mlp.gate_proj"
+
+
+def test_a_step_measures_a_part_and_the_others_go_on(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapters = models["llama-biases"]
+    sites_of: list[int] = []
+    right = SiteProbe._measure
+
+    def counted(self: SiteProbe, asked: Any) -> Any:
+        measured = right(self, asked)
+        sites_of.append(len(measured.sites))
+        return measured
+
+    monkeypatch.setattr(SiteProbe, "_measure", counted)
+    with engine_of(base, tmp_path) as engine:
+        refs = {name: engine.publish(adapters[name], name=name) for name in ("all", "dora-head")}
+        for name, ref in refs.items():
+            engine.add(f"alone-{name}", range(5, 30), ref, max_tokens=20)
+        engine.run()
+        for name, ref in refs.items():
+            engine.add(f"beside-{name}", range(5, 30), ref, max_tokens=20)
+        engine.step()
+        for name, ref in refs.items():
+            engine.measure(f"measured-{name}", ref)
+        engine.run()
+        for name, folder in ((name, adapters[name]) for name in refs):
+            assert engine.tokens(f"beside-{name}") == engine.tokens(f"alone-{name}")
+            files = (folder / "adapter_config.json", folder / "adapter_model.safetensors")
+            assert check_numbers(*files, engine.base, engine.outputs(f"measured-{name}")).ok
+        # All at once, they bring the same bits.
+        engine.measure("again", refs["all"])
+        engine.run()
+        assert engine.outputs("again") == engine.outputs("measured-all")
+    # Seven sites a layer, and a layer a step.
+    assert max(sites_of) <= 7
+    assert sum(sites_of) == 2 * 21 + 4
+
+
+def test_a_measurement_that_fails_ends_its_own_request_alone(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: SiteProbe, asked: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(SiteProbe, "_measure", broken)
+    base, adapters = models["llama-biases"]
+    with engine_of(base, tmp_path) as engine:
+        ref = engine.publish(adapters["all"])
+        engine.add("beside", range(5, 30), ref, max_tokens=9)
+        engine.measure("measured", ref)
+        engine.run()
+        assert len(engine.tokens("beside")) == 9
+        (event,) = [event for event in engine.events["measured"] if event.finish_reason]
+        assert event.error is not None
+        assert event.error.code == "internal_error"
+        assert event.measured is None
+
+
+def test_a_measured_request_asks_for_nothing_else(models: Models, tmp_path: Path) -> None:
+    base, adapters = models["llama-biases"]
+    with engine_of(base, tmp_path) as engine:
+        ref = engine.publish(adapters["all"])
+        nothing = SamplingParams(max_tokens=0)
+        wrong = [
+            EngineRequest("no-adapter", "acme", (0,) * 8, nothing, measured=True),
+            EngineRequest("short", "acme", (0,) * 7, nothing, ref, measured=True),
+            EngineRequest("samples", "acme", (0,) * 8, SamplingParams(max_tokens=1), ref, measured=True),
+            EngineRequest("pools", "acme", (0,) * 8, nothing, ref, pooling="mean", measured=True),
+        ]
+        for request in wrong:
+            engine.core.add_request(request)
+        engine.run()
+        for request in wrong:
+            (event,) = engine.events[request.request_id]
+            assert event.error is not None, request.request_id
+            assert event.error.code == "internal_error"
