@@ -66,7 +66,7 @@ async def admit_version(
             admitted = partial(_admit, services, staged, received, by, source, release)
             info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
     await _pin_again(services, info.digest)
-    if info.state == "validating" and services.checks is not None:
+    if info.state == "validating":
         services.checks.start(info)
         return (await services.checks.wait(info) if wait else info), is_new
     # It is asked for soon, if only to try it.
@@ -102,7 +102,7 @@ def _admit(
         serving=received.serving,
         source=source,
         release=release,
-        check=services.checks is not None,
+        check=True,
         by=by,
     )
     staged.admitted(info.bytes if is_new else 0)

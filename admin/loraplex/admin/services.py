@@ -90,6 +90,7 @@ class AdminServices:
     artifacts: Artifacts
     audit: AuditLog
     engine: EngineClient
+    checks: VersionChecks
     sources: AllowedSources = field(default_factory=AllowedSources)
     retention: Retention | None = None
     max_upload_bytes: int = 1 << 30
@@ -97,7 +98,6 @@ class AdminServices:
     download_gate: DownloadGate = field(default_factory=DownloadGate)
     report_gate: ReportGate = field(default_factory=ReportGate)
     change_limit: ChangeRateLimit = field(default_factory=ChangeRateLimit)
-    checks: VersionChecks | None = None
     on_change: Callable[[str], None] = lambda action: None
     """Called with the audit log's name of each change that was made."""
     check_formats: CheckFormats = lambda tool_format, reasoning_format: None

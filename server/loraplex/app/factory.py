@@ -377,6 +377,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         engine=engine,
         sources=AllowedSources(settings.adapter_sources),
         retention=retention,
+        checks=checks,
         max_upload_bytes=settings.max_adapter_upload,
         on_change=metrics.admin_changed,
         check_formats=partial(check_named_formats, text),
