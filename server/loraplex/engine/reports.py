@@ -112,6 +112,11 @@ class EngineStats:
     """Adapters read from the disk, and those copied to the device, since the engine process began."""
     adapter_copies: int = 0
     adapter_load_failures: int = 0
+    adapter_load_seconds: dict[str, float] = field(default_factory=dict)
+    """What loads ("disk") and copies ("copy") took together."""
+    num_adapter_waits: int = 0
+    """Ended sequences that waited in the queue for their adapter, and what they waited together."""
+    adapter_wait_s: float = 0.0
     device_evictions: int = 0
     """Adapters evicted from the device, and from host memory, to make room for others."""
     host_evictions: int = 0

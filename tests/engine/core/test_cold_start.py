@@ -164,6 +164,25 @@ def test_what_runs_is_not_cut_when_the_time_passes() -> None:
     assert engine.tokens("r") == expected(request, 200)
 
 
+def test_an_adapter_that_leaves_before_the_requests_turn_is_not_waited_for() -> None:
+    engine = engine_with_slow_loads(num_pages=1, num_slots=1, max_num_seqs=1)
+    engine.add("base", max_tokens=80)
+    engine.step()
+    engine.add("r", adapter(100), max_load=0.0)
+    engine.step(0.3)
+    assert engine.tokens("r") == [], "it waits for the place, and its adapter is there"
+    engine.add("other", adapter(1, tenant="rival"), tenant_id="rival", max_tokens=60)
+    while engine.cache.state(adapter(100).digest) == "hot":
+        engine.step(0.05)
+    gone = engine.now
+    while not any(event.request_id == "r" for event in engine.events):
+        engine.step(0.05)
+    assert engine.now - gone <= 0.35
+    refusal(engine, "r")
+    finish(engine)
+    assert len(engine.tokens("other")) == 60
+
+
 def test_adapters_of_refused_requests_come_behind_those_that_are_waited_for() -> None:
     """And push out none that a request waits for."""
     engine = engine_with_slow_loads(num_pages=2, num_slots=2)
@@ -184,3 +203,24 @@ def test_refused_requests_of_one_tenant_load_two_adapters_at_a_time() -> None:
         engine.add(f"r-{number}", adapter(number), max_load=0.0)
     finish(engine)
     assert engine.transport.num_loads == 1 + 2
+
+
+def test_the_queue_time_owed_to_loads_is_summed_up() -> None:
+    engine = engine_with_slow_loads()
+    stats = engine.core.stats()
+    assert stats.num_adapter_waits == 1
+    assert LOAD_S + COPY_S <= stats.adapter_wait_s <= LOAD_S + COPY_S + 0.2
+    assert stats.adapter_load_seconds["disk"] >= LOAD_S
+    assert stats.adapter_load_seconds["copy"] >= COPY_S
+    engine.add("base")
+    engine.add("hot", adapter(100))
+    finish(engine)
+    assert engine.core.stats().num_adapter_waits == 1
+    begin = engine.now
+    engine.add("left", adapter(1))
+    engine.step(0.5)
+    engine.core.abort("left")
+    engine.step()
+    stats, before = engine.core.stats(), stats
+    assert stats.num_adapter_waits == 2
+    assert stats.adapter_wait_s - before.adapter_wait_s == engine.now - begin

@@ -96,6 +96,21 @@ def test_a_flood_of_cold_adapters_delays_another_tenants_one_by_loads_not_by_all
     assert all(engine.end(f"flood{number}").finish_reason == "length" for number in range(1, 31))
 
 
+def test_a_tenants_loads_follow_the_order_in_which_its_requests_would_run() -> None:
+    engine = CoreEngine(num_pages=4)
+    engine.transport.load_fate = lambda digest: Fate(1.0)
+    for number in range(1, 9):
+        engine.add(f"r{number}", adapter(number), max_tokens=1)
+    engine.step()  # two loads begin
+    engine.add("late", adapter(9), max_tokens=1, priority=2)
+    engine.add("later", adapter(8), max_tokens=1, priority=1)  # r8 has asked for it before
+    engine.run()
+    ended = [event.request_id for event in engine.events if event.finish_reason]
+    assert set(ended[:2]) == {"r1", "r2"}
+    assert set(ended[2:5]) == {"late", "later", "r8"}
+    assert ended[5:] == [f"r{number}" for number in range(3, 8)]
+
+
 def test_tenants_take_turns_in_the_precedence_of_aged_requests() -> None:
     engine = CoreEngine(num_pages=1)
     for number in range(1, 11):

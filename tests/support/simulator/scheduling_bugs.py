@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.cache.tenant_memory import TenantMemory
-from loraplex.engine.scheduling import adapter_scheduling, prefix_keys, scheduler
+from loraplex.engine.scheduling import prefix_keys, scheduler
 from loraplex.engine.scheduling.blocks import BlockManager
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.scheduler import Scheduler
+from loraplex.engine.scheduling.tenant_turns import TenantTurns
 from loraplex.engine.types import ScheduledSequence, Sequence
 
 
@@ -170,7 +171,7 @@ def prompt_scored_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
 
 
 def parked_requests_never_asked_for_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(adapter_scheduling._TenantTurns, "first", lambda self, count: [])
+    patch.setattr(TenantTurns, "first", lambda self, count: [])
 
 
 def found_prefix_not_pooled(patch: pytest.MonkeyPatch) -> None:

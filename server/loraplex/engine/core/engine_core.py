@@ -35,6 +35,9 @@ from loraplex.engine.types import (
     TokenEvent,
 )
 
+LOOK_AGAIN_S = 0.25
+"""How often a waiting request whose patience for its adapter is over is looked at, while the adapter is there."""
+
 
 class GrammarSource(Protocol):
     """What builds the matchers of requests with a grammar: `engine.grammar.matchers.GrammarMatchers`."""
@@ -211,7 +214,11 @@ class EngineCore:
             self._tracker.error(seq, "deadline_exceeded", f"not finished within {seq.request.deadline:g} s")
         for seq in self._max_loads.take_due(now, num_live):
             ref = seq.request.adapter
-            if ref is not None and seq.first_scheduled is None and self._cache.state(ref.digest) != "hot":
+            if ref is None or seq.first_scheduled is not None:
+                continue
+            if self._cache.state(ref.digest) == "hot":
+                self._max_loads.add(now + LOOK_AGAIN_S, seq)  # it may be evicted before the request runs
+            else:
                 error = too_slow(seq.request, self._scheduler.adapters.seconds_to_device(ref))
                 self._tracker.end(seq, "error", error=error)
                 self._scheduler.adapters.expected.expect(ref, seq.request.weight, now)
@@ -277,6 +284,8 @@ class EngineCore:
             num_out_of_memory=self._step_budget.num_ran_out,
             prompt_tokens=self._tracker.prompt_tokens,
             generation_tokens=self._tracker.generation_tokens,
+            num_adapter_waits=self._tracker.num_adapter_waits,
+            adapter_wait_s=self._tracker.adapter_wait_s,
         )
 
     # The adapter cache belongs to the step thread as well: this is how others reach it.

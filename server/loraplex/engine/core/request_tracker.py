@@ -39,6 +39,7 @@ class RequestTracker:
     `eos_ids` end a sequence unless it ignores them; `clock` gives seconds; `on_end` gets the id of each request that
     was taken in, when it ends. `prompt_tokens` and `generation_tokens`
     count what was computed for requests since the start: a prompt when its first token is sampled.
+    `num_adapter_waits` and `adapter_wait_s` count the ended sequences that waited for their adapter, and how long.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class RequestTracker:
         self.live: dict[str, Sequence] = {}
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.num_adapter_waits = 0
+        self.adapter_wait_s = 0.0
 
     @property
     def has_events(self) -> bool:
@@ -230,6 +233,9 @@ class RequestTracker:
         self._on_end(seq.request_id)
         now = self._clock()
         adapter_s = self._adapter_s(seq, now)
+        if adapter_s is not None:
+            self.num_adapter_waits += 1
+            self.adapter_wait_s += adapter_s
         self._scheduler.finish(seq, spoilt=spoilt)
         self._events.append(
             TokenEvent(

@@ -55,6 +55,7 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         adapter_loads=usage.loads,
         adapter_copies=usage.copies,
         adapter_load_failures=usage.load_failures,
+        adapter_load_seconds=usage.load_seconds,
         device_evictions=usage.device_evictions,
         host_evictions=usage.host_evictions,
         cap_evictions=usage.cap_evictions,

@@ -5,8 +5,8 @@ The cost of a step does not grow with requests or tenants: lanes of requests are
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.scheduling.expected_adapters import ExpectedAdapter, ExpectedAdapters
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.tenant_heap import TenantLane
+from loraplex.engine.scheduling.tenant_turns import AgedTurns, LoadTurns
 from loraplex.engine.types import Sequence
 
 MAX_COMPARED = 16
@@ -40,50 +41,6 @@ class PendingAdapters:
     refused: dict[TenantLane, str] = field(default_factory=dict)
 
 
-class _TenantTurns:
-    """Lanes by tenant. Tenants take turns; each tenant's lanes keep their order."""
-
-    def __init__(self) -> None:
-        self._tenants: OrderedDict[str, dict[TenantLane, None]] = OrderedDict()
-
-    def append_lane(self, lane: TenantLane) -> None:
-        self._tenants.setdefault(lane.tenant_id, {})[lane] = None
-
-    def remove_lane(self, lane: TenantLane) -> None:
-        lanes = self._tenants.get(lane.tenant_id)
-        if lanes is not None and lane in lanes:
-            del lanes[lane]
-            if not lanes:
-                del self._tenants[lane.tenant_id]
-
-    def end_turn(self, lane: TenantLane) -> None:
-        """Remove a lane that had its turn, and put its tenant last."""
-        self.remove_lane(lane)
-        if lane.tenant_id in self._tenants:
-            self._tenants.move_to_end(lane.tenant_id)
-
-    def return_turn(self, lane: TenantLane) -> None:
-        """Put back a lane that did not use its turn: it and its tenant are first again."""
-        self._tenants[lane.tenant_id] = {lane: None, **self._tenants.get(lane.tenant_id, {})}
-        self._tenants.move_to_end(lane.tenant_id, last=False)
-
-    def __iter__(self) -> Iterator[TenantLane]:
-        for lanes in self._tenants.values():
-            yield from lanes
-
-    def num_before(self, tenant_id: str) -> int:
-        """The lanes whose turn comes before that of another one of this tenant."""
-        own = len(self._tenants.get(tenant_id, ()))
-        return own + sum(
-            min(len(lanes), own + 1) for tenant, lanes in self._tenants.items() if tenant != tenant_id
-        )
-
-    def first(self, count: int) -> list[TenantLane]:
-        """The first lane of each of the first `count` tenants."""
-        heads = zip(range(count), self._tenants.values(), strict=False)
-        return [next(iter(lanes)) for _, lanes in heads]
-
-
 class AdapterScheduler:
     """Requests the adapters that the queue's closed lanes wait for. Opens and closes lanes as adapters are loaded and
     evicted.
@@ -95,8 +52,9 @@ class AdapterScheduler:
     that adapters in constant use cannot keep it out. Requests on the base model are still scheduled. Precedence brings
     the adapter, not a place in the batch: the fair queue decides that.
 
-    Tenants take turns in requests for adapters. Of the tenants whose turn is near, the least served has precedence. So
-    a tenant that asks for a thousand adapters delays another tenant's adapter by one or two loads, not by a thousand.
+    Tenants take turns in requests for adapters; each tenant's go by the order in which its requests would run. Of the
+    tenants whose turn is near, the least served has precedence. So a tenant that asks for a thousand adapters delays
+    another tenant's adapter by one or two loads, not by a thousand.
 
     An adapter with waiting requests is not evicted for a tenant that got more service than theirs. `load_charge` is the
     charge for loading an adapter, for each of its ranks.
@@ -116,10 +74,10 @@ class AdapterScheduler:
         self._load_charge = load_charge
         self.expected = ExpectedAdapters()
         self._schedulable: frozenset[str] = frozenset()
-        self._unrequested = _TenantTurns()  # closed lanes whose adapter was not requested
+        self._unrequested = LoadTurns()  # closed lanes whose adapter was not requested
         self._requested: dict[str, TenantLane] = {}  # by digest, the lane that was charged for it
         self._aging: deque[tuple[float, TenantLane]] = deque()
-        self._aged = _TenantTurns()  # closed lanes
+        self._aged = AgedTurns()  # closed lanes
         self._first: TenantLane | None = None  # has precedence
         self._drained_for: TenantLane | None = None
         self._draining: set[str] = set()
@@ -128,9 +86,11 @@ class AdapterScheduler:
 
     def request_joined(self, lane: TenantLane, now: float) -> None:
         """A request was added to a lane, at `now`."""
-        if lane.ref is None or lane.size > 1:
+        if lane.ref is None:
             return
-        if lane.is_open:
+        if lane.size > 1:
+            self._unrequested.first_changed(lane)
+        elif lane.is_open:
             lane.opened, lane.level = now, self._queue.counter(lane.tenant_id)
         else:
             self._lane_closed(lane, now)
