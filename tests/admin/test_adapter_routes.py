@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.engine.reports import CacheEntry
+from loraplex.engine.reports import CacheEntry, EngineStats
 from loraplex.serving.errors import EngineUnavailable, ServingError
 from support.adapters.drafts import draft_adapter
 from support.http.admin_plane import ARCH, SERVED_NAME, AdminPlane, adapter_files, assert_problem
@@ -306,3 +306,27 @@ class TestEngine:
         # The same bytes of another tenant share the memory, not the pin.
         assert (rows[2]["residency"], rows[2]["pinned"]) == (["device", "disk"], False)
         assert_problem(await admin.get("/cache?cursor=YQ=="), 400, "invalid_cursor")
+
+    async def test_cache_sums_up_what_the_tiers_hold_and_lost(
+        self, admin: httpx.AsyncClient, plane: AdminPlane
+    ) -> None:
+        plane.engine.engine_stats = EngineStats(
+            num_arena_pages=8, num_arena_pages_used=3, host_bytes=1000, host_bytes_used=400,
+            adapter_loads=7, adapter_copies=5, adapter_load_seconds={"disk": 1.5, "copy": 0.25},
+            evictions={"device": {"room": 2, "cap": 1}, "host": {"deleted": 4}},
+            num_pins=3, num_pins_held=1, num_pins_coming=1, num_adapter_waits=6, adapter_wait_s=2.5,
+        )  # fmt: skip
+        page = plane.engine.info.arena_page_bytes
+        assert (await admin.get("/cache")).json()["totals"] == {
+            "device": {
+                "bytes_used": 3 * page, "bytes_capacity": 8 * page, "loads": 5, "load_seconds": 0.25,
+                "evictions": {"room": 2, "cap": 1},
+            },
+            "host": {
+                "bytes_used": 400, "bytes_capacity": 1000, "loads": 7, "load_seconds": 1.5,
+                "evictions": {"deleted": 4},
+            },
+            "pins": {"pinned": 3, "held": 1, "coming": 1},
+            "queue_waits": 6,
+            "queue_seconds": 2.5,
+        }  # fmt: skip

@@ -9,11 +9,19 @@ from fastapi import APIRouter, Query
 
 from loraplex.admin.framework.dependencies import Operator, Services
 from loraplex.admin.framework.route import AdminRoute
-from loraplex.admin.schemas.engine import CachePage, CacheRow, Engine, EngineMemory
+from loraplex.admin.schemas.engine import (
+    CachePage,
+    CachePins,
+    CacheRow,
+    CacheTier,
+    CacheTotals,
+    Engine,
+    EngineMemory,
+)
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.control.catalog.all_versions import list_all_versions
 from loraplex.control.types import VersionInfo
-from loraplex.engine.reports import CacheEntry
+from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
 from loraplex.serving.errors import ServingError
 
 _RESIDENCY = {"hot": ["device", "host", "disk"], "warm": ["host", "disk"], "cold": ["disk"]}
@@ -47,12 +55,35 @@ async def get_engine(_: Operator, services: Services) -> Engine:
 
 @router.get("/cache")
 async def list_cache(_: Operator, query: Annotated[PageQuery, Query()], services: Services) -> CachePage:
-    """List where every version is: device, host memory, disk."""
+    """List where every version is: device, host memory, disk; and what each tier holds."""
     page = await services.database.run(list_all_versions, services.database, query.limit, query.cursor)
     digests = {info.digest for info in page.items}
     known = {entry.ref.digest: entry for entry in await services.engine.cache(digests)}
     rows = [_row(info, known.get(info.digest)) for info in page.items]
-    return CachePage(data=rows, next_cursor=page.next_cursor)
+    totals = _totals(await services.engine.stats(), services.engine.info)
+    return CachePage(data=rows, next_cursor=page.next_cursor, totals=totals)
+
+
+def _totals(stats: EngineStats, info: EngineInfo) -> CacheTotals:
+    def tier(name: str, used: int, capacity: int, loads: int, stage: str) -> CacheTier:
+        seconds = stats.adapter_load_seconds.get(stage, 0.0)
+        evictions = stats.evictions.get(name, {})
+        return CacheTier(
+            bytes_used=used,
+            bytes_capacity=capacity,
+            loads=loads,
+            load_seconds=seconds,
+            evictions=evictions,
+        )
+
+    page, pages, used = info.arena_page_bytes, stats.num_arena_pages, stats.num_arena_pages_used
+    return CacheTotals(
+        device=tier("device", used * page, pages * page, stats.adapter_copies, "copy"),
+        host=tier("host", stats.host_bytes_used, stats.host_bytes, stats.adapter_loads, "disk"),
+        pins=CachePins(pinned=stats.num_pins, held=stats.num_pins_held, coming=stats.num_pins_coming),
+        queue_waits=stats.num_adapter_waits,
+        queue_seconds=stats.adapter_wait_s,
+    )
 
 
 def _row(info: VersionInfo, entry: CacheEntry | None) -> CacheRow:

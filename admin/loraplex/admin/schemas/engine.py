@@ -27,9 +27,42 @@ class CacheRow(ResponseBody):
     error: str | None
 
 
+class CacheTier(ResponseBody):
+    """One tier of memory for adapters. `loads` came into it, and took `load_seconds` together; `evictions` left it, by
+    reason."""
+
+    bytes_used: int
+    bytes_capacity: int
+    loads: int
+    load_seconds: float
+    evictions: dict[str, int]
+
+
+class CachePins(ResponseBody):
+    """Pinned versions: on the device, and on their way there. The others failed or find no memory."""
+
+    pinned: int
+    held: int
+    coming: int
+
+
+class CacheTotals(ResponseBody):
+    """Gauges of now, and counters since the engine process began. `queue_waits` sequences waited in the queue for their
+    adapter, `queue_seconds` together."""
+
+    device: CacheTier
+    host: CacheTier
+    pins: CachePins
+    queue_waits: int
+    queue_seconds: float
+
+
 class CachePage(ResponseBody):
+    """`totals` are of the whole cache, on each page."""
+
     data: list[CacheRow]
     next_cursor: str | None
+    totals: CacheTotals
 
 
 class EngineMemory(ResponseBody):
