@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from loraplex.adapters.cache.tenant_memory import MemoryLimits
+from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import CacheEntry, EngineStats
 from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.client import session as session_module
+from loraplex.serving.client.measuring import measure_request
 from loraplex.serving.client.session import EngineSession
 from loraplex.serving.demand import HALF_LIFE_S, MAX_KNOWN, MAX_RANKED, Demand, Uses
 from loraplex.serving.errors import EngineUnavailable
@@ -168,6 +169,14 @@ async def test_a_request_of_many_sequences_is_one_use(demand: Demand) -> None:
     session._submit([EngineRequest(f"r{n}", "acme", (1,), SamplingParams(1), ref(1)) for n in range(5)])
     demand.loaded([ref(1).digest])
     assert [uses.uses for uses in demand.ranked()] == [1]
+
+
+async def test_the_check_of_a_version_is_no_use(demand: Demand) -> None:
+    session = Session(demand)
+    session._submit([measure_request(ref(1), "acme", weight=1.0, memory=NO_MEMORY_LIMITS)])
+    demand.loaded([ref(1).digest])
+    assert demand.ranked() == []
+    assert ref(1).digest in demand
 
 
 async def test_pins_are_waited_for_while_they_come(demand: Demand) -> None:

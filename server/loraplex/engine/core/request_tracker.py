@@ -39,7 +39,8 @@ class RequestTracker:
     `eos_ids` end a sequence unless it ignores them; `clock` gives seconds; `on_end` gets the id of each request that
     was taken in, when it ends. `prompt_tokens` and `generation_tokens`
     count what was computed for requests since the start: a prompt when its first token is sampled.
-    `num_adapter_waits` and `adapter_wait_s` count the ended sequences that waited for their adapter, and how long.
+    `num_adapter_waits` and `adapter_wait_s` count the ended sequences that waited for their adapter, and how long; not
+    those that are measured.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class RequestTracker:
         self._on_end(seq.request_id)
         now = self._clock()
         adapter_s = self._adapter_s(seq, now)
-        if adapter_s is not None:
+        if adapter_s is not None and seq.measured is None:
             self.num_adapter_waits += 1
             self.adapter_wait_s += adapter_s
         self._scheduler.finish(seq, spoilt=spoilt)

@@ -117,8 +117,9 @@ class EngineSession(ABC):
             streams.append(RequestStream(request, self._abort))
             self._streams[request.request_id] = streams[-1]
             self._weights[tenant_id] = request.weight
-        if requests[0].adapter is not None:
-            self._demand.use(requests[0].adapter)
+        if (ref := requests[0].adapter) is not None:
+            # The check of a new version is no demand for it.
+            self._demand.know(ref) if requests[0].measured else self._demand.use(ref)
             self._limit(tenant_id, requests[0].memory)
         return streams
 
