@@ -1,5 +1,5 @@
 """An engine whose loader has a fault, and weights that the served dtype cannot hold: the upload is refused by its
-numbers, and takes no traffic. The files are sound but for the weights' size."""
+numbers, and takes no traffic. The files themselves are read without fault."""
 
 from __future__ import annotations
 
