@@ -67,8 +67,10 @@ async def admit_version(
             info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
     await _pin_again(services, info.digest)
     if info.state == "validating":
-        services.checks.start(info)
-        return (await services.checks.wait(info) if wait else info), is_new
+        if wait:
+            return await services.checks.wait(info), is_new
+        services.checks.begin(info)
+        return info, is_new
     # It is asked for soon, if only to try it.
     services.engine.prefetch([info.ref()])
     if is_new and services.retention is not None:

@@ -54,6 +54,9 @@ SCAN_S = 30.0
 LEFT_ALONE_S = 120.0
 """Such a version is left to the server that took it until it is so old, except at a start."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 300.0
+MAX_DEATHS = 3
+"""Once the engine has ended so often while a version was measured, each attempt waits for LONGEST_RETRY_S. The version
+may be what ends it, and an engine that dies five times within five minutes is given up."""
 _MOST_DOUBLINGS = 16
 _SHORTEST_PAUSE_S = 1.0
 _Key = tuple[str, str, int]
@@ -72,8 +75,11 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Retry:
-    failures: int
-    due: float
+    """`deaths` of the failures were ends of the engine."""
+
+    failures: int = 0
+    deaths: int = 0
+    due: float = 0.0
 
 
 class VersionChecks:
@@ -122,10 +128,21 @@ class VersionChecks:
             task.add_done_callback(lambda _: self._running.pop(key, None))
         return task
 
+    def begin(self, info: VersionInfo) -> None:
+        """Attempt to check a version that nobody waits for."""
+        if not self._is_left_alone(info):
+            self.start(info)
+
+    def _is_left_alone(self, info: VersionInfo) -> bool:
+        retry = self._retries.get(_key(info))
+        return retry is not None and retry.deaths >= MAX_DEATHS and retry.due > self._clock()
+
     async def wait(self, info: VersionInfo) -> VersionInfo:
         """The version when it is ready. Raises VersionRejected, NumbersUnchecked where there is no verdict in time (the
         check goes on), VersionNotFound where it was deleted meanwhile, AdapterUnavailable where its bytes were lost."""
         deadline = self._clock() + self._wait_s
+        if self._is_left_alone(info):
+            raise NumbersUnchecked(info, "the engine has ended again and again while it was measured")
         while True:
             task = self.start(info)
             await asyncio.wait({task}, timeout=deadline - self._clock())
@@ -185,10 +202,16 @@ class VersionChecks:
     async def _check(self, info: VersionInfo) -> _Attempt:
         turn = self._turns.setdefault(info.tenant_id, asyncio.Lock())
         async with turn, self._slots:
+            had_engine = self.engine.healthy
             try:
                 attempt = await self._attempt(info)
             except Exception as error:
-                return self._postponed(info, error)
+                ended = (
+                    had_engine
+                    and isinstance(error, EngineUnavailable)
+                    and not isinstance(error, EngineDraining)
+                )
+                return self._postponed(info, error, engine_ended=ended)
         self._retries.pop(_key(info), None)
         return attempt
 
@@ -248,12 +271,15 @@ class VersionChecks:
             seconds=round(seconds, 3),
         )
 
-    def _postponed(self, info: VersionInfo, error: Exception) -> _Attempt:
-        key, now = _key(info), self._clock()
-        failures = self._retries[key].failures + 1 if key in self._retries else 1
-        pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(failures - 1, _MOST_DOUBLINGS))
+    def _postponed(self, info: VersionInfo, error: Exception, *, engine_ended: bool) -> _Attempt:
+        retry = self._retries.setdefault(_key(info), _Retry())
+        retry.failures += 1
+        retry.deaths += engine_ended
+        pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(retry.failures - 1, _MOST_DOUBLINGS))
+        if retry.deaths >= MAX_DEATHS:
+            pause = LONGEST_RETRY_S
         pause *= 0.5 + random.random() / 2  # noqa: S311 - spreads attempts, keeps no secret
-        self._retries[key] = _Retry(failures, now + pause)
+        retry.due = self._clock() + pause
         self._failed.set()
         is_expected = isinstance(error, LoraplexError | OSError)
         reason = str(error) if is_expected else "the check failed; the server's log says why"

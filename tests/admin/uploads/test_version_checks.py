@@ -12,7 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.admin.version_checks import FIRST_RETRY_S, LEFT_ALONE_S, MAX_CHECKS, VersionChecks
+from loraplex.admin import version_checks
+from loraplex.admin.version_checks import (
+    FIRST_RETRY_S,
+    LEFT_ALONE_S,
+    MAX_CHECKS,
+    MAX_DEATHS,
+    VersionChecks,
+)
 from loraplex.control.audit.log import AuditFilter
 from loraplex.control.db.tables import AdapterVersion
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
@@ -294,6 +301,27 @@ async def test_a_check_that_fails_is_tried_again_later_and_no_sooner(plane: Admi
         plane.measure.error = None
         await until(lambda: state(plane) == "ready")
     assert plane.outcomes == ["unchecked", "unchecked", "ready"]
+
+
+async def test_a_version_beside_which_the_engine_dies_again_and_again_is_left_alone(
+    plane: AdminPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_checks, "FIRST_RETRY_S", 0.02)
+    plane.make_tenant()
+    plane.measure.error = EngineUnavailable("the engine process has ended")
+    # It is tried three times, and then neither in the background nor for the same files again.
+    assert_problem(await push(plane, tmp_path), 503, "numbers_unchecked")
+    problem = assert_problem(await push(plane, tmp_path), 503, "numbers_unchecked")
+    assert "the engine has ended again and again while it was measured" in problem["detail"]
+    assert (await push(plane, tmp_path, wait=False)).status_code == 202
+    async with in_background(plane.checks):
+        await asyncio.sleep(0.2)
+    assert plane.measure.measured == ["support@v1"] * MAX_DEATHS
+    assert state(plane) == "validating"
+    # Others are checked meanwhile.
+    plane.measure.error = None
+    answer = await push(plane, tmp_path, seed=2)
+    assert (answer.status_code, answer.json()["state"]) == (201, "ready")
 
 
 async def test_a_fresh_version_is_left_to_the_server_that_took_it(plane: AdminPlane) -> None:

@@ -41,6 +41,9 @@ HARM: dict[str, Callable[[Path], None]] = {
 }
 
 
+FILLERS = ("filler-0", "filler-1", "filler-2", "filler-3")
+
+
 class Shop:
     """A server with tenants whose adapters share bytes."""
 
@@ -71,6 +74,17 @@ class Shop:
             checked(self.server.admin.get(f"tenants/{tenant}/adapters/{name}/versions/{version}"))["state"]
         )
 
+    def push_out(self) -> None:
+        """Ask for other adapters until they alone are in memory: the check of an upload has loaded the rest."""
+
+        def are_alone() -> bool:
+            for name in FILLERS:
+                assert self.ask("acme", name).status_code == 200
+            in_memory = {name for name, tiers in self.server.residency().items() if tiers != ["disk"]}
+            return in_memory == {f"{name}@v1" for name in FILLERS}
+
+        self.server.wait(are_alone)
+
     def refusal(self, tenant: str, model: str) -> str:
         answer = self.ask(tenant, model)
         assert answer.status_code == 503, answer.text
@@ -81,15 +95,16 @@ class Shop:
 
 @pytest.fixture
 def shop(tiny_model: Path, tmp_path: Path) -> Iterator[Shop]:
-    """Host memory holds one adapter, which fills it and was asked for: the others are not read before they are
-    requested. Each load reads the upload: from a laid-out copy an adapter is served whole, whatever became of its
-    upload."""
-    sizes = TINY_SIZES | {"adapter_cpu_memory": "256KiB", "adapter_image_cache": "0"}
+    """The device holds four adapters and host memory one: see `Shop.push_out`. Each load reads the upload: from a
+    laid-out copy an adapter is served whole, whatever became of its upload."""
+    sizes = TINY_SIZES | {
+        "adapter_memory": "1MiB", "adapter_cpu_memory": "256KiB", "adapter_image_cache": "0",
+    }  # fmt: skip
     with LiveServer(tiny_model, tmp_path / "data", **sizes) as server:
         shop = Shop(server, tmp_path)
-        shop.push("acme", "filler", 1000)
-        server.wait(lambda: "host" in server.residency()["filler@v1"])
-        assert shop.ask("acme", "filler").status_code == 200
+        assert server.engine()["info"]["arena_pages"] == len(FILLERS)
+        for seed, name in enumerate(FILLERS, 1000):
+            shop.push("acme", name, seed)
         yield shop
 
 
@@ -108,6 +123,7 @@ def test_damage_is_found_by_the_load_told_to_all_that_share_it_and_healed(shop: 
     checked(
         server.admin.put("tenants/acme/adapters/half/release", json={"targets": targets, "sticky": "user"})
     )
+    shop.push_out()
     for name, harm in HARM.items():
         harm(shop.stored(broken[name]))
 

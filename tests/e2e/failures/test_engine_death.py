@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from support.servers.live_server import (
+    ADAPTER_FILES,
     EXAMPLE_ADAPTERS,
     EXAMPLES,
     SERVED_NAME,
@@ -145,10 +146,11 @@ def test_crash_loops_end_in_a_server_that_says_so(served: tuple[LiveServer, str]
     assert "died 5 times" in refused.json()["error"]["message"]
     assert server.get("/livez") == 200
     assert server.get("/readyz") == 503
-    assert (
-        server.upload("acme", "d", write_tiny_adapter(server.data_dir.parent / "d", seed=9))["version"]
-        == "v1"
-    )
+    # An upload is taken, and waits for an engine that can check its numbers.
+    folder = write_tiny_adapter(server.data_dir.parent / "d", seed=9)
+    files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
+    taken = checked(server.admin.post("tenants/acme/adapters/d/versions?wait=false", files=files), 202)
+    assert (taken["version"], taken["state"]) == ("v1", "validating")
     assert server.stop() == 0
 
 

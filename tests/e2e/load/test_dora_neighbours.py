@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 COUNT = 20
 RANK = 16
+FILLERS = 40
+"""Of 9.5 MiB each: more than device and host memory hold."""
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def server(real_model_dir: Path, tmp_path: Path) -> Iterator[LiveServer]:
         tmp_path / "data",
         served_model_name=SERVED_NAME,
         kv_cache_memory="256MiB",
-        adapter_memory="640MiB",
+        adapter_memory="256MiB",
         adapter_cpu_memory="64MiB",
     ) as made:
         yield made
@@ -36,11 +38,13 @@ def test_twenty_activations_beside_a_stream(server: LiveServer, tmp_path: Path) 
     server.create_tenant("acme")
     server.create_tenant("rival")
     keys = {tenant: server.create_key(tenant) for tenant in ("acme", "rival")}
-    # Uploads are brought nearer while there is room: those that fill it leave the others cold.
-    for kind, dora in (("filler", False), ("plain", False), ("dora", True)):
-        for number in range(COUNT):
+    # The check of an upload brings it to the device: the last ones fill it, and leave the others cold.
+    for kind, count, dora, seed in (
+        ("plain", COUNT, False, 0), ("dora", COUNT, True, 0), ("filler", FILLERS, False, 1000),
+    ):  # fmt: skip
+        for number in range(count):
             folder = write_real_adapter(
-                tmp_path / "made", rank=RANK, targets=ALL_SITES, dtype="BF16", dora=dora, seed=number
+                tmp_path / "made", rank=RANK, targets=ALL_SITES, dtype="BF16", dora=dora, seed=seed + number
             )
             server.upload("rival", f"{kind}-{number}", folder)
 
