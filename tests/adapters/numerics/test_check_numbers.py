@@ -72,6 +72,28 @@ def test_honest_outputs_are_equal(name: str, dtype: str, base: BaseSpec, tmp_pat
     assert report["relative"]["max"] < limit
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("factor", "scale"), [(1.0, 1e-5), (1.0001, 1e-5), (1.05, 1e-7), (1e-3, 0.3), (1e-9, 0.3)]
+)
+def test_dora_with_factors_near_one_and_near_zero_is_equal(
+    factor: float, scale: float, dtype: str, base: BaseSpec, tmp_path: Path
+) -> None:
+    """Early in a training g is nearly 1, and (1 - g) ⊙ bias is what float32 left of two nearly equal numbers."""
+    draft = draft_adapter(ARCH, rank=8, dora=True, scale=scale, targets=("q_proj", "up_proj"))
+    weights = base_tensors(ARCH)
+    for name in [name for name in draft.tensors if "magnitude" in name]:
+        module = name.removeprefix("base_model.model.").partition(".lora_magnitude")[0]
+        norms = np.linalg.norm(weights[f"{module}.weight"].astype(np.float32), axis=1)
+        draft.tensors[name] = (norms * factor).astype(np.float32)
+    rows = rows_of(draft, base, dtype)
+    verdict = check(draft, base, site_outputs(rows, dtype), tmp_path / "right")
+    assert verdict.ok, verdict.message
+    rows[1, "q_proj"][:-1] *= 2
+    rows[1, "up_proj"][-1] *= 2
+    assert not check(draft, base, site_outputs(rows, dtype), tmp_path / "wrong").ok
+
+
 def test_norms_and_effects_are_those_of_the_change(base: BaseSpec, tmp_path: Path) -> None:
     draft = draft_adapter(ARCH, rank=8, lora_alpha=24, targets=("q_proj",))
     report = check(draft, base, site_outputs(rows_of(draft, base, "float32"), "float32"), tmp_path).report

@@ -2,7 +2,9 @@
 
 What is served of a site are A [R, K] and B [N, R], rounded to the served dtype, with the scaling in B:
 
-    out = y ⊙ g + c + (x·Aᵀ)·Bᵀ        g = 1, c = 0 except for DoRA; sums in float32, `out` rounded to the served dtype
+    out = y ⊙ g + c + (x·Aᵀ)·Bᵀ        sums in float32, `out` rounded to the served dtype
+
+g = 1 and c = 0, except for DoRA: g = m / ‖W + scaling·B·A‖ and c = (1 - g) ⊙ bias. The served vectors are g - 1 and c.
 
 The expected sketches are those of `out` before it is rounded. Rounding moves a value by ROUNDING units in the last
 place in the root mean square; the sums in float32 move it by little more.
@@ -74,7 +76,8 @@ def _expect(
     gain_error = 0.0
     if site.magnitude is not None:
         assert base is not None
-        gain, offset = _dora(site, b, served, base)
+        gain, bias = _dora(site, b, served, base)
+        offset = (1 - gain) * bias
         b *= gain.astype(np.float32)[:, None]
         gain_error = 2 * _SINGLE * np.sqrt(in_features)
     a_served, b_served = (m.astype(served).astype(np.float64) for m in (site.a, b))
@@ -86,11 +89,15 @@ def _expect(
     spread = _product(squares, np.square(b_served).T)
     exact = np.zeros_like(out)
     exact[:INPUT_ROWS] = (_SINGLE**2 * rank + gain_error**2) * spread
-    exact[INPUT_ROWS] = np.square(gain_error * gain)
+    if site.magnitude is not None:
+        # A factor near 1 leaves little of the bias, and a small one little of y, with the error of the whole.
+        exact += np.square(gain_error * gain * bias) + np.square(2 * _SINGLE * offset)
+        exact[INPUT_ROWS] += np.square(gain_error * gain) + np.square(2 * _SINGLE)
     each = np.square(ROUNDING * 2.0**-bits * out) + _SMALLEST[dtype] ** 2 + exact
     variance = fold(each)
-    moved = _SINGLE**2 * in_features * np.square(a_served).sum(axis=1)
-    variance[:INPUT_ROWS] += moved @ np.square(_sketch_of_columns(b_served))
+    # Rows of A that are alike are summed with the same error: the errors add up, and not their squares.
+    moved = _SINGLE * np.sqrt(in_features * np.square(a_served).sum(axis=1))
+    variance[:INPUT_ROWS] += np.square(moved @ np.abs(_sketch_of_columns(b_served)))
     exact_change = _product(_product(x, site.a.astype(np.float64).T), b.T.astype(np.float64))
     return ExpectedSite(
         sums=sketch(out),
@@ -105,7 +112,7 @@ def _expect(
 def _dora(
     site: UploadedSite, b: NDArray[np.float32], served: np.dtype[Any], base: BaseWeights
 ) -> tuple[_Doubles, _Doubles]:
-    """g = m / ‖W + scaling·B·A‖ and c = (1 - g) ⊙ bias, [N] each, of the base in the dtype that it is served in."""
+    """g = m / ‖W + scaling·B·A‖ and the bias, [N] each, of the base in the dtype that it is served in."""
     assert site.magnitude is not None
     a = site.a.astype(np.float64)
     norms = np.empty(len(b))
@@ -117,9 +124,7 @@ def _dora(
         first = last
     gain = site.magnitude.astype(np.float64) / norms
     bias = base.bias(site.layer, site.site)
-    if bias is None:
-        return gain, np.zeros_like(gain)
-    return gain, (1 - gain) * bias.astype(served).astype(np.float64)
+    return gain, np.zeros_like(gain) if bias is None else bias.astype(served).astype(np.float64)
 
 
 def _overflow(a: _Doubles, b: _Doubles, hidden: _Doubles, out: _Doubles, served: np.dtype[Any]) -> str | None:
