@@ -173,6 +173,43 @@ def test_of_verdicts_that_differ_one_counts(plane: ControlPlane) -> None:
     other.close()
 
 
+def release_of_upload(plane: ControlPlane, seed: int) -> VersionInfo:
+    with plane.store.begin_staging() as staging:
+        make_adapter(staging.directory, ARCH, seed=seed)
+        return plane.catalog.admit("acme", "pirate", staging, check=True, release=True)[0]
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_late_verdict_does_not_bring_an_older_version_back(plane: ControlPlane, late: int) -> None:
+    plane.add("acme", "pirate", 0)
+    first, second = release_of_upload(plane, 1), release_of_upload(plane, 2)
+    for version in (second, first) if late == 1 else (first, second):
+        assert plane.validation.accept(version, EQUAL).info.state == "ready"
+    assert released(plane) == (ReleaseTarget("v3", 100),)
+    plane.check_integrity()
+
+
+def test_an_older_version_comes_back_where_that_is_asked_for_again(plane: ControlPlane) -> None:
+    first, second = release_of_upload(plane, 1), release_of_upload(plane, 2)
+    plane.validation.accept(second, EQUAL)
+    assert released(plane) == (ReleaseTarget("v2", 100),)
+    assert release_of_upload(plane, 1) == first
+    plane.validation.accept(first, EQUAL)
+    assert released(plane) == (ReleaseTarget("v1", 100),)
+    plane.check_integrity()
+
+
+def test_tenants_with_few_waiting_versions_are_not_behind_one_with_many(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex.control.catalog.validation.MAX_PENDING", 3)
+    for seed in range(4):
+        plane.add_unchecked("acme", "pirate", seed)
+    plane.add_unchecked("rival", "parrot")
+    shown = [(info.tenant_id, info.version) for info in plane.validation.pending()]
+    assert shown == [("acme", "v1"), ("rival", "v1"), ("acme", "v2")]
+
+
 def test_a_version_that_went_meanwhile_stays_gone(plane: ControlPlane) -> None:
     waiting = plane.add_unchecked("acme", "pirate")
     plane.catalog.delete_version("acme", "pirate", "v1")

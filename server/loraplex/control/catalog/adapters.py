@@ -123,7 +123,7 @@ class Catalog:
                 self._artifacts.store.commit(staging, spec.digest, examined)
                 with self._database.write() as session:
                     self._artifacts.check_stored(spec.digest)
-                    pending = pending_check(by, release=release) if check else None
+                    pending = pending_check(by) if check else None
                     row, is_new = self._record(session, tenant_id, name, spec, serving, pending)
                     release_upload(session, row, release=release, by=by)
                     admitted = version_info(row), is_new

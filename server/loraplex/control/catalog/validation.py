@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.spec import BaseSpec
@@ -49,14 +49,18 @@ class Validation:
         self.base = base
 
     def pending(self) -> list[VersionInfo]:
-        """Versions that are `validating`, the oldest first, at most `MAX_PENDING`."""
+        """Versions that are `validating`, at most `MAX_PENDING`: of each tenant the oldest first, the tenants in turn.
+        So the versions of one that cannot be checked do not hide the others'."""
+        turn = func.row_number().over(
+            partition_by=AdapterVersion.tenant_id, order_by=(AdapterVersion.created_at, AdapterVersion.name)
+        )
         query = (
             select(AdapterVersion)
             .where(
                 AdapterVersion.state == "validating",
                 AdapterVersion.base_fingerprint == self.base.fingerprint,
             )
-            .order_by(AdapterVersion.created_at, AdapterVersion.tenant_id, AdapterVersion.name)
+            .order_by(turn, AdapterVersion.created_at, AdapterVersion.tenant_id)
             .limit(MAX_PENDING)
         )
         with self._database.read() as session:
@@ -64,7 +68,8 @@ class Validation:
 
     def accept(self, info: VersionInfo, reference_error: dict[str, Any]) -> Decision:
         """Make a version that is `validating` ready. It is released if nothing of its name is, or if its upload asked
-        for that. Raises TenantNotFound, AdapterNotFound, VersionNotFound."""
+        for that and no later version was released meanwhile. Raises TenantNotFound, AdapterNotFound,
+        VersionNotFound."""
 
         def decide(session: Session, row: AdapterVersion, release: bool, by: Actor) -> None:
             row.state, row.pending_check = "ready", None
@@ -108,15 +113,14 @@ class Validation:
             return Decision(version_info(row), decided=False)
         assert row.pending_check is not None, "a version that is validating has a pending check"
         by = Actor(*row.pending_check["actor"])
-        decide(session, row, row.pending_check["release"], by)
+        decide(session, row, _is_to_be_released(session, row, row.pending_check.get("release_after")), by)
         self._artifacts.store.fault(FaultPoint.COMMIT_CHECK)
         return Decision(version_info(row), decided=True, by=by)
 
 
-def pending_check(by: Actor, *, release: bool) -> dict[str, Any]:
-    """For the row of a version whose numbers are to be checked: `by` uploads it; `release`: it is then to have all the
-    traffic of its name."""
-    return {"release": release, "actor": [by.kind, by.tenant_id, by.key_id, by.source, by.request_id]}
+def pending_check(by: Actor) -> dict[str, Any]:
+    """For the row of a version whose numbers are to be checked: `by` uploads it."""
+    return {"actor": [by.kind, by.tenant_id, by.key_id, by.source, by.request_id]}
 
 
 def release_upload(session: Session, row: AdapterVersion, *, release: bool, by: Actor) -> None:
@@ -125,7 +129,20 @@ def release_upload(session: Session, row: AdapterVersion, *, release: bool, by: 
     if row.pending_check is None:
         _release_ready(session, row, release, by)
     elif release:
-        row.pending_check = row.pending_check | {"release": True}
+        in_force = current_release(session, row.tenant_id, row.name)
+        revision = 0 if in_force is None else in_force.revision
+        row.pending_check = row.pending_check | {"release_after": revision}
+
+
+def _is_to_be_released(session: Session, row: AdapterVersion, asked_at: int | None) -> bool:
+    """Whether its upload asked for all the traffic, at the release with this revision, and no later version has got
+    traffic since: a check that is late must not bring an older version back."""
+    if asked_at is None:
+        return False
+    in_force = current_release(session, row.tenant_id, row.name)
+    if in_force is None or in_force.revision <= asked_at:
+        return True
+    return all(int(target.version[1:]) < row.number for target in in_force.targets if target.weight)
 
 
 def _release_ready(session: Session, row: AdapterVersion, release: bool, by: Actor) -> None:

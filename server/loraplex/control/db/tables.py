@@ -174,8 +174,8 @@ class AdapterVersion(Base):
     tool_format: Mapped[str | None] = mapped_column(String(16))
     reasoning_format: Mapped[str | None] = mapped_column(String(16))
     pending_check: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    """While its numbers have not been checked: who uploaded it, and whether it is then to be released. Null: they need
-    no check any more."""
+    """While its numbers have not been checked: who uploaded it (`actor`); if it is then to be released, the revision
+    that was in force when that was asked (`release_after`). Null: they need no check any more."""
 
     @property
     def subjects(self) -> tuple[str, ...]:
