@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
-from loraplex.engine.reports import EngineInfo
+from loraplex.engine.reports import CacheEntry, EngineInfo
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.supervision.supervisor import MAX_SOCKET_PATH_BYTES, EngineProcess, RestartPolicy
@@ -66,6 +67,50 @@ async def test_death_in_mid_stream_is_told_at_once_and_service_comes_back(
     entries = {entry.ref.digest: entry for entry in await client.cache()}
     assert {n: entries[adapter(n).digest].state for n in (1, 2, 9)} == {1: "hot", 2: "hot", 9: "hot"}
     assert [n for n in (1, 2, 9) if entries[adapter(n).digest].pinned] == [9]
+
+
+async def test_an_engine_that_dies_right_behind_its_pins_is_started_again(
+    client: SocketEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.pin(adapter(9))
+    deaths = [1]
+
+    async def die_behind_the_answer(refs: Sequence[AdapterRef]) -> list[CacheEntry]:
+        if deaths:
+            deaths.pop()
+            process = client._process
+            assert process is not None
+            os.kill(process.pid, signal.SIGKILL)
+            await asyncio.wait({process.gone})
+        return []
+
+    monkeypatch.setattr(client, "wait_pins", die_behind_the_answer)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    await until(lambda: client.healthy and client.num_restarts == 2)
+    await client.ping()
+
+
+async def test_an_engine_that_dies_while_its_pins_come_is_missed_at_once(
+    client: SocketEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.pin(adapter(9))
+    waits: list[int] = []
+
+    async def wait_for_ever(refs: Sequence[AdapterRef]) -> list[CacheEntry]:
+        process = client._process
+        assert process is not None
+        waits.append(process.pid)
+        if len(waits) == 1:
+            os.kill(process.pid, signal.SIGKILL)
+            await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(client, "wait_pins", wait_for_ever)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    await until(lambda: client.healthy and client.num_restarts == 2)
+    assert len(waits) == 2
 
 
 async def test_deaths_with_service_between_them_are_no_crash_loop() -> None:

@@ -195,12 +195,18 @@ class SocketEngineClient(EngineSession):
         self._restore(self._was_hot, warm=len(self._deaths) <= MAX_WARMED_DEATHS)
         if not pinned:
             return
+        waiting = asyncio.create_task(self.wait_pins(pinned))
         try:
-            for entry in await self.wait_pins(pinned):
-                reason = entry.error or "it is not loaded yet, or waits for memory"
-                self._log("pin_not_loaded", adapter=f"{entry.ref.name}@v{entry.ref.version}", reason=reason)
-        except EngineUnavailable as error:
-            raise EngineStartError(await process.kill()) from error
+            await asyncio.wait((waiting, process.gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        # It may have died right behind its last answer: nothing else starts another one.
+        broken = waiting.done() and isinstance(waiting.exception(), EngineUnavailable)
+        if broken or process.gone.done():
+            raise EngineStartError(await process.kill())
+        for entry in waiting.result():
+            reason = entry.error or "it is not loaded yet, or waits for memory"
+            self._log("pin_not_loaded", adapter=f"{entry.ref.name}@v{entry.ref.version}", reason=reason)
 
     def _on_lost(self) -> None:
         """The process is gone: end its requests at once, then start a new one."""

@@ -92,6 +92,8 @@ class EngineProcess(asyncio.Protocol):
         self._watchdog = Watchdog(watchdog, loop.time())
         self._connected: asyncio.Future[None] = loop.create_future()
         self._ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self.gone: asyncio.Future[None] = loop.create_future()
+        """Done when the process is lost. For `asyncio.wait`, which does not cancel it."""
 
     @property
     def pid(self) -> int:
@@ -218,6 +220,7 @@ class EngineProcess(asyncio.Protocol):
         if self._was_lost:
             return
         self._was_lost = True
+        self.gone.set_result(None)
         if not self._ready.done():
             self._ready.set_exception(EngineStartError(self.cause_of_death()))
             self._ready.exception()  # start() may have given up before
