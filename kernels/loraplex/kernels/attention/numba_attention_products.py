@@ -167,7 +167,13 @@ def all_scores(count, q, dim, blocks, num_blocks, scores, like):
                 _scores(1, 4, at, dim, blocks, num_blocks, there, like)
                 m += 1
         elif left >= 4:
-            _scores(4, 4, at, dim, blocks, num_blocks, there, like)
+            # A prompt's last blocks are not rounded up to four: half of its tiles would compute two for nothing.
+            whole = num_blocks - num_blocks % 4
+            _scores(4, 4, at, dim, blocks, whole, there, like)
+            if num_blocks - whole >= 3:
+                _scores(4, 4, at, dim, blocks + whole * 8, 4, there + whole * BLOCK * 4, like)
+            elif num_blocks > whole:
+                _scores(4, 2, at, dim, blocks + whole * 8, 2, there + whole * BLOCK * 4, like)
             m += 4
         elif left == 3:
             _scores(3, 4, at, dim, blocks, num_blocks, there, like)

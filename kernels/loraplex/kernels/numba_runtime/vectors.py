@@ -353,22 +353,37 @@ def _tanh(builder, x):
 
 
 def _exp2(builder, x):
-    """2^x, x ≤ 0, with a polynomial of degree 5: within 4 units in the last place; 0 below -126.5."""
+    """2^x, x ≤ 0, with a polynomial of degree 5: within 4 units in the last place; 0 below -126.5, or the subnormal
+    number."""
 
     def constant(value):
-        return nir.vector(nir.V_F32, float(np.float32(value)))
+        return nir.vector(nir.V_F32, value)
 
+    def polynomial(r):
+        p = constant(1.3276471e-3)
+        for c in (9.675541e-3, 5.550713e-2, 2.402212e-1, 6.9314694e-1, 1.0):
+            p = nir.fma(builder, p, r, constant(c))
+        return p
+
+    if "avx512dq" in host_features():
+        # What is left of the nearest whole number, and the product with a power of two, are an instruction each.
+        r = _masked(builder, "reduce", x, ir.Constant(nir.I32, 8))
+        return _masked(builder, "scalef", polynomial(r), builder.fsub(x, r))
     least = constant(-127.0)
     x = builder.select(builder.fcmp_ordered("<", x, least), least, x)  # a NaN stays
     magic = constant(12582912.0)  # as in `_exp`
     shifted = builder.fadd(x, magic)
     r = builder.fsub(x, builder.fsub(shifted, magic))
-    p = constant(1.3276471e-3)
-    for c in (9.675541e-3, 5.550713e-2, 2.402212e-1, 6.9314694e-1, 1.0):
-        p = nir.fma(builder, p, r, constant(c))
     power = builder.shl(builder.bitcast(shifted, nir.V_I32), nir.vector(nir.V_I32, 23))
     power = builder.add(power, nir.vector(nir.V_I32, 127 << 23))
-    return builder.fmul(p, builder.bitcast(power, nir.V_F32))
+    return builder.fmul(polynomial(r), builder.bitcast(power, nir.V_F32))
+
+
+def _masked(builder, name, a, b):
+    """An AVX-512 instruction on all lanes, in the current rounding mode."""
+    everything, current = ir.Constant(nir.I16, -1), ir.Constant(nir.I32, 4)
+    arguments = [a, b, nir.vector(nir.V_F32, 0.0), everything, current]
+    return nir.call(builder, f"llvm.x86.avx512.mask.{name}.ps.512", nir.V_F32, arguments)
 
 
 exp = _vector_intrinsic(float32x16, 1, _exp)
