@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.numba_runtime.thread_team import Kernel
+from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
 from loraplex.kernels.numba_runtime.vectors import LIKE, fetch_add, read_float64, read_int64
 
 TESTS = Path(__file__).parents[2]
 
 
-def _count(taken, arguments, like):
+def _count(team, arguments, like):
     """Adds 1 to each of `total` counters, and looks at a number that should have come as it is."""
     total, counters = read_int64(arguments), read_int64(arguments + 8)
     expected = read_float64(arguments + 16)
     while True:
-        unit = fetch_add(taken, 1)
+        unit = take_unit(team, total)
         if unit >= total:
             break
         if expected == -0.75:
@@ -34,26 +34,29 @@ def _count(taken, arguments, like):
 count = Kernel(_count, "qqd")
 
 
-def _meet(taken, arguments):
+def _meet(team, arguments):
     """Two units for two threads. The first waits until the second has been taken, and then tells that it was; the
     second is told to be done long after it."""
     told, done, patience = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    taken = read_int64(arguments + 24)
     while True:
-        unit = fetch_add(taken, 1)
+        unit = take_unit(team, 2)
         if unit >= 2:
             break
         if unit == 0:
             for _ in range(patience):
-                if fetch_add(taken, 0) >= 2:
+                if fetch_add(taken, 0) >= 1:
+                    fetch_add(taken, -1)
                     fetch_add(told, 1)
                     break
         else:
+            fetch_add(taken, 1)
             for _ in range(400_000):  # some milliseconds
                 fetch_add(done, 0)
             fetch_add(done, 1)
 
 
-meet = Kernel(_meet, "qqq")
+meet = Kernel(_meet, "qqqq")
 PATIENCE = 200_000_000
 """Some seconds, within which another thread gets a core."""
 
@@ -74,6 +77,34 @@ def test_every_unit_is_done_once_in_each_run(threads: int, like: object) -> None
         # Also those that other threads have done.
         assert counters[0] == counters[-1]
     assert (counters == 2000).all()
+
+
+def _name(team, arguments):
+    """Writes down which thread did each unit. No thread goes on from its first before all have one."""
+    names, total, begun = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    threads, patience = read_int64(arguments + 24), read_int64(arguments + 32)
+    mine = -1
+    while True:
+        unit = take_unit(team, total)
+        if unit >= total:
+            break
+        if mine < 0:
+            mine = fetch_add(begun, 1)
+            for _ in range(patience):
+                if fetch_add(begun, 0) >= threads:
+                    break
+        fetch_add(names + unit * 8, mine + 1)
+
+
+name_units = Kernel(_name, "qqqqq")
+
+
+def test_a_thread_begins_with_a_share_of_its_own(threads: int) -> None:
+    names, begun = np.zeros(10 * threads, np.int64), np.zeros(1, np.int64)
+    name_units.run((), names.ctypes.data, len(names), begun.ctypes.data, threads, PATIENCE)
+    firsts = names[::10]
+    assert sorted(firsts) == list(range(1, threads + 1)), "each share's first unit is another thread's"
+    assert ((names >= 1) & (names <= threads)).all()
 
 
 def test_several_callers_at_once(threads: int) -> None:
@@ -101,9 +132,9 @@ def test_no_units_at_all(threads: int) -> None:
 def test_a_run_ends_when_those_have_that_joined_it() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    told, done = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    told, done, taken = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     for run in range(20):
-        meet.run((), told.ctypes.data, done.ctypes.data, PATIENCE)
+        meet.run((), told.ctypes.data, done.ctypes.data, PATIENCE, taken.ctypes.data)
         assert (told[0], done[0]) == (run + 1, run + 1)
     torch.set_num_threads(before)
 
@@ -142,8 +173,8 @@ def test_a_fork_has_threads_of_its_own() -> None:
 import os, numpy as np, torch
 torch.set_num_threads(2)
 from kernels.numba_runtime.test_numba_team import PATIENCE, meet
-told, done = np.zeros(1, np.int64), np.zeros(1, np.int64)
-run = lambda: meet.run((), told.ctypes.data, done.ctypes.data, PATIENCE)
+told, done, taken = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+run = lambda: meet.run((), told.ctypes.data, done.ctypes.data, PATIENCE, taken.ctypes.data)
 run()
 child = os.fork()
 if not child:

@@ -8,13 +8,13 @@ import torch
 
 from loraplex.kernels.layers.numba_norm import add_rms_norm, rms_norm
 from loraplex.kernels.numba_runtime.recording import LayerMemory, NotRecordable, Recording, StepValue
-from loraplex.kernels.numba_runtime.thread_team import Kernel
+from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
 from loraplex.kernels.numba_runtime.vectors import fetch_add, read_int64
 
 
-def _append(taken, arguments):
+def _append(team, arguments):
     """Appends a number to a list that begins with its length: one unit."""
-    if fetch_add(taken, 1) == 0:
+    if take_unit(team, 1) == 0:
         numbers, number = read_int64(arguments), read_int64(arguments + 8)
         length = fetch_add(numbers, 1)
         fetch_add(numbers + 8 + length * 8, number)

@@ -29,7 +29,7 @@ from loraplex.kernels.attention.numba_attention_amx import tile_shapes
 from loraplex.kernels.attention.numba_attention_products import BLOCK, SEGMENT
 from loraplex.kernels.attention.numba_attention_tiles import attend, copy_vector, finish, join_spans
 from loraplex.kernels.numba_runtime.amx import release_tiles
-from loraplex.kernels.numba_runtime.thread_team import Kernel
+from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
     LIKE,
     fetch_add,
@@ -290,7 +290,7 @@ def _keep(state, size, place):
         store_some(load_some(state + d * 4, size - d, _F32), place + d * 4, size - d, _F32)
 
 
-def _attend_units(taken, arguments, like):
+def _attend_units(team, arguments, like):
     q, q_row, q_head = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     out, cache, kv_heads = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
     group, dim, window = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
@@ -314,7 +314,7 @@ def _attend_units(taken, arguments, like):
     states = np.empty((2, vectors * (dim + 2)), np.float32)
     while True:
         # From the end, where a prompt's longest units are.
-        number = total_units - 1 - fetch_add(taken, 1)
+        number = total_units - 1 - take_unit(team, total_units)
         if number < 0:
             break
         head = number % kv_heads

@@ -8,11 +8,10 @@ import math
 import numpy as np
 import torch
 
-from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit
+from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
     LIKE,
     exp,
-    fetch_add,
     fma,
     jit,
     load_some,
@@ -93,12 +92,13 @@ def _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, last):
             _gate_columns(gate, up, target, columns, like)
 
 
-def _activate_units(taken, arguments, like):
+def _activate_units(team, arguments, like):
     gate_up, stride, out = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     columns, is_gelu = read_int64(arguments + 24), read_int64(arguments + 32)
     rows, share = read_int64(arguments + 40), read_int64(arguments + 48)
+    units = (rows + share - 1) // share
     while True:
-        first = fetch_add(taken, 1) * share
+        first = take_unit(team, units) * share
         if first >= rows:
             break
         _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, min(first + share, rows))

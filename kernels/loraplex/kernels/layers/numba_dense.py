@@ -25,12 +25,16 @@ from loraplex.kernels.layers import dense
 from loraplex.kernels.layers.numba_dense_tiles import INPUTS, run_products
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime import ir as nir
-from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads
-from loraplex.kernels.numba_runtime.vectors import LIKE, fetch_add, host_features, read_int64, size_of
+from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
+from loraplex.kernels.numba_runtime.vectors import LIKE, host_features, read_int64, size_of
 
 _UNIT_BYTES = 768
 """Bytes of a column of x that one reading of a block's weights serves, at most: more rows would not stay in a core's
 own cache beside it."""
+
+_OWN_ROWS = 48
+"""Rows for each thread from which on a thread computes rows of its own, and reads all weights for them. What other
+kernels leave of these rows is in its core's cache."""
 
 _ROWS_TO_PREFETCH = 6
 """Rows of a tile from which on the next block is asked for ahead: computing takes longer than reading then, and in all
@@ -96,15 +100,18 @@ def linear(
     rows, size = x.shape[0], x.element_size()
     y = torch.empty(rows, out_features, dtype=dtype)
     blocks = len(weight.blocks)
+    threads = num_threads()
     # A few blocks at once where a block is soon done: taking one costs as much as some rows of it.
-    grain = max(1, blocks // (num_threads() * 8))
-    given, bias_at = (x.data_ptr(), x.stride(0) * size), 0 if bias is None else bias.data_ptr()
-    sizes = (in_features, out_features, grain)
+    grain = max(1, blocks // (threads * 8))
+    given = (x.data_ptr(), x.stride(0) * size)
+    places = (weight.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
     if dtype is torch.bfloat16 and in_features % INPUTS == 0 and amx.is_permitted():
-        run_products(given, rows, weight.blocks.data_ptr(), bias_at, y.data_ptr(), *sizes)
+        run_products(given, rows, *places, in_features, out_features, grain)
     else:
-        places = (weight.blocks.data_ptr(), bias_at, y.data_ptr())
-        _multiply.run((LIKE[dtype],), *given, rows, *places, *sizes, max(1, _UNIT_BYTES // size))
+        spans = -(-rows * size // _UNIT_BYTES)
+        if rows >= threads * _OWN_ROWS:
+            spans, grain = -(-spans // threads) * threads, 1
+        _multiply.run((LIKE[dtype],), *given, rows, *places, in_features, out_features, grain, spans)
     return y
 
 
@@ -207,15 +214,17 @@ def _emit_tile(context, builder, kind, rows, x, x_stride, weight, bias, y, y_str
         mask = nir.lane_mask(builder, nir.i64(0), builder.sub(count, nir.i64(16 * part)))
         start = nir.i64(16 * element.size * part)
         has_bias = builder.icmp_signed("!=", bias, nir.i64(0))
-        # An address of 0 is never read: no lane is on.
         lanes = builder.select(has_bias, mask, ir.Constant(nir.V_I1, [0] * nir.LANES))
-        shift = element.load(builder, builder.add(bias, start), lanes)
+        # Without a bias no lane is on. The address has memory then too: without any the load would take hundreds of
+        # cycles.
+        place = builder.add(builder.select(has_bias, bias, weight), start)
+        shift = element.load(builder, place, lanes)
         for r in range(rows):
             target = builder.add(builder.add(y, builder.mul(y_stride, nir.i64(r))), start)
             element.store(builder, builder.fadd(sums[parts * r + part], shift), target, mask)
 
 
-def _multiply_units(taken, arguments, like):
+def _multiply_units(team, arguments, like):
     x, x_stride, rows = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     weight, bias, y = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
     inputs, columns, grain = (
@@ -223,13 +232,12 @@ def _multiply_units(taken, arguments, like):
         read_int64(arguments + 56),
         read_int64(arguments + 64),
     )
-    unit_rows = read_int64(arguments + 72)
+    spans = read_int64(arguments + 72)
     width, size, most = _block_size(), size_of(like), _tile_rows(like)
     blocks = (columns + width - 1) // width
-    spans = (rows + unit_rows - 1) // unit_rows
     grains = (blocks + grain - 1) // grain
     while True:
-        unit = fetch_add(taken, 1)
+        unit = take_unit(team, grains * spans)
         if unit >= grains * spans:
             break
         span = unit // grains

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.amx import configure_tiles, release_tiles
-from loraplex.kernels.numba_runtime.thread_team import Kernel
+from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
-    fetch_add,
     jit,
     load,
     load_some,
@@ -125,7 +124,7 @@ def _finish(sums, rows, bias, y, y_stride, count):
             store_some(high, target + 32, left, _BF16)
 
 
-def _multiply_units(taken, arguments):
+def _multiply_units(team, arguments):
     x, x_stride, rows = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     weight, bias, y = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
     inputs, columns = read_int64(arguments + 48), read_int64(arguments + 56)
@@ -139,7 +138,7 @@ def _multiply_units(taken, arguments):
     sums = (space.ctypes.data + 63) // 64 * 64
     has_shapes = False
     while True:
-        unit = fetch_add(taken, 1)
+        unit = take_unit(team, grains * spans)
         if unit >= grains * spans:
             break
         if not has_shapes:

@@ -9,10 +9,9 @@ import math
 import numpy as np
 import torch
 
-from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit
+from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
     LIKE,
-    fetch_add,
     fma,
     horizontal_sum,
     jit,
@@ -123,13 +122,14 @@ def _norm_rows(
         scaled(source, out + row * columns * size, weight, columns, squares, eps, like, weight_like)
 
 
-def _norm_units(taken, arguments, like, weight_like):
+def _norm_units(team, arguments, like, weight_like):
     x, stride, residual = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     residual_stride, out = read_int64(arguments + 24), read_int64(arguments + 32)
     weight, columns = read_int64(arguments + 40), read_int64(arguments + 48)
     eps, rows, share = read_float64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
+    units = (rows + share - 1) // share
     while True:
-        first = fetch_add(taken, 1) * share
+        first = take_unit(team, units) * share
         if first >= rows:
             break
         last = min(first + share, rows)

@@ -11,10 +11,9 @@ from loraplex.kernels.attention.numba_attention import NumbaAttentionBatch
 from loraplex.kernels.attention.numba_attention_products import BLOCK
 from loraplex.kernels.layers.numba_kv_write import follows, write_block, write_row
 from loraplex.kernels.layers.numba_norm import scaled
-from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit
+from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
     LIKE,
-    fetch_add,
     fma,
     jit,
     load_some,
@@ -170,14 +169,15 @@ def _rotate_rows(
         run = 0
 
 
-def _rotate_units(taken, arguments, like, weight_like):
+def _rotate_units(team, arguments, like, weight_like):
     heads, stride, num_heads = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     kv_heads, dim, cos = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
     sin, half, cache = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
     slots, q_norm, k_norm = read_int64(arguments + 72), read_int64(arguments + 80), read_int64(arguments + 88)
     eps, rows, share = read_float64(arguments + 96), read_int64(arguments + 104), read_int64(arguments + 112)
+    units = (rows + share - 1) // share
     while True:
-        first = fetch_add(taken, 1) * share
+        first = take_unit(team, units) * share
         if first >= rows:
             break
         last = min(first + share, rows)

@@ -7,10 +7,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel
+from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
     LIKE,
-    fetch_add,
     jit,
     load_some,
     read_int64,
@@ -40,10 +39,11 @@ def _widen(x, out, first, last, like):
         store_some(load_some(x + i * size_of(like), last - i, like), out + i * 4, last - i, _F32)
 
 
-def _widen_units(taken, arguments, like):
+def _widen_units(team, arguments, like):
     x, out, count = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    units = (count + _SHARE - 1) // _SHARE
     while True:
-        first = fetch_add(taken, 1) * _SHARE
+        first = take_unit(team, units) * _SHARE
         if first >= count:
             break
         _widen(x, out, first, min(first + _SHARE, count), like)

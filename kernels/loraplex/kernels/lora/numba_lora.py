@@ -3,11 +3,12 @@
     h[t, :]       = x[t] · A_{a,i}ᵀ                        float32, for the rows of a tile and one site
     y[t, cols_i] += h[t, :] · B_{a,i}                      and g, c where a site has them
 
-A tile is up to ROWS adjacent rows of one adapter: each weight is read once for all of them. Pairs of a tile and a site
-are units of work. Threads take the next unit one ahead of the one that they compute, and prefetch its weights from
-memory. No thread adds to another's output, and every sum has one order. So a row's result is bit-identical for any
+A tile is up to ROWS adjacent rows of one adapter, each weight is read once for all of them. A panel is some tiles, one
+behind the other, for which a site's weights stay in a core's cache. Pairs of a panel and a site are units of work.
+Threads take the next unit one ahead of the one that they compute, and prefetch its weights from memory. No thread adds
+to another's output, and every sum has one order. So a row's result is bit-identical for any
 threads and any other rows. Where tiles lie is read from the adapters' tables as they are: a step prepares nothing but
-its list of tiles.
+its list of panels.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -25,10 +26,12 @@ from loraplex.kernels.lora.numba_lora_tiles import ROWS, expand, shrink
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.types import CHUNK, GRANULE_BYTES, LoraWeights, Scratch, Segment
 from loraplex.kernels.numba_runtime.recording import StepValue
-from loraplex.kernels.numba_runtime.thread_team import Kernel
-from loraplex.kernels.numba_runtime.vectors import LIKE, fetch_add, jit, read_int32, read_int64, size_of
+from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
+from loraplex.kernels.numba_runtime.vectors import LIKE, jit, read_int32, read_int64, size_of
 
 _ROWS, _CHUNK, _GRANULE_BYTES = ROWS, CHUNK, GRANULE_BYTES
+_PANEL_ROWS = 8 * ROWS
+"""Rows of a panel, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,14 @@ class NumbaLoraPass:
         self._weights = weights
         self._scratch = scratch
         self._like = LIKE[weights.storage.dtype]
-        self._tiles = _tiles(by_slot)
+        self._panels = _panels(by_slot)
         _, chunks, layers, sites, _ = weights.tables.shape
         self._arena: tuple[int, ...] = (
             weights.storage.data_ptr(),
             weights.tables.ctypes.data,
             weights.vectors.ctypes.data,
-            self._tiles.ctypes.data,
-            len(self._tiles),
+            self._panels.ctypes.data,
+            len(self._panels),
             chunks - 1,
             layers,
             sites,
@@ -154,14 +157,15 @@ def warm_up(weights: torch.dtype, activations: torch.dtype) -> None:
     NumbaLoraPass(arena, Scratch(x.device), {0: [(0, 0, 1)]}, 1).apply(0, "one", x, y)
 
 
-def _tiles(by_slot: Mapping[int, Sequence[Segment]]) -> NDArray[np.int64]:
-    """[n, 3]: first row, rows, slot."""
-    found = [
-        (row, min(ROWS, first + count - row), slot)
-        for slot, segments in by_slot.items()
-        for _, first, count in segments
-        for row in range(first, first + count, ROWS)
-    ]
+def _panels(by_slot: Mapping[int, Sequence[Segment]]) -> NDArray[np.int64]:
+    """[n, 3]: first row, rows, slot. Few rows of an adapter are as many panels as there are threads."""
+    found: list[tuple[int, int, int]] = []
+    for slot, segments in by_slot.items():
+        for _, first, count in segments:
+            tiles = -(-count // (ROWS * num_threads()))
+            height = min(_PANEL_ROWS, tiles * ROWS)
+            end = first + count
+            found += [(row, min(height, end - row), slot) for row in range(first, end, height)]
     return np.array(found, np.int64).reshape(-1, 3)
 
 
@@ -178,63 +182,76 @@ def _look_up(entry, step, most, storage, a_tiles, b_tiles):
     return chunks
 
 
-def _take_units(taken, arguments, x_like, y_like, like):
-    """`arguments` as `NumbaLoraPass._run` gives them."""
+def _take_units(team, arguments, x_like, y_like, like):
+    """`arguments` as `NumbaLoraPass.apply` gives them."""
     x, x_row, columns = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     y, y_row, layer = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
     first_site, num_sites = read_int64(arguments + 48), read_int64(arguments + 56)
     bounds, storage = read_int64(arguments + 64), read_int64(arguments + 72)
-    tables, vectors, tiles = (
+    tables, vectors, panels = (
         read_int64(arguments + 80),
         read_int64(arguments + 88),
         read_int64(arguments + 96),
     )
-    num_tiles, max_chunks = read_int64(arguments + 104), read_int64(arguments + 112)
+    num_panels, max_chunks = read_int64(arguments + 104), read_int64(arguments + 112)
     num_layers, all_sites = read_int64(arguments + 120), read_int64(arguments + 128)
     sites = num_layers * all_sites
-    hidden = np.empty((_ROWS, max_chunks * _CHUNK), np.float32)
+    hidden = np.empty((_PANEL_ROWS, max_chunks * _CHUNK), np.float32)
     # Of two units: weights come from memory, so the next one's are brought near while this one is computed.
     a_tiles, b_tiles = np.empty((2, max_chunks), np.int64), np.empty((2, max_chunks), np.int64)
-    # Site by site: what tiles of one adapter have in common stays in the cache.
-    num_units = num_tiles * num_sites
+    # Panel by panel: a thread's share of the units is rows that it has in its core's cache.
+    num_units = num_panels * num_sites
     now, unit, chunks = 0, num_units, 0
-    following = fetch_add(taken, 1)
+    following = take_unit(team, num_units)
     while unit < num_units or following < num_units:
         ahead, next_chunks = 1 - now, 0
         if following < num_units:
-            slot = read_int64(tiles + following % num_tiles * 24 + 16)
-            place = layer * all_sites + first_site + following // num_tiles
+            slot = read_int64(panels + following // num_sites * 24 + 16)
+            place = layer * all_sites + first_site + following % num_sites
             entry = tables + (slot * (max_chunks + 1) * sites + place) * 8
             next_chunks = _look_up(entry, sites * 8, max_chunks, storage, a_tiles[ahead], b_tiles[ahead])
         for chunk in range(next_chunks, chunks):
             # There is no next: what is near already is looked at again.
             a_tiles[ahead, chunk], b_tiles[ahead, chunk] = a_tiles[now, chunk], b_tiles[now, chunk]
         if chunks:
-            site, tile = unit // num_tiles, tiles + unit % num_tiles * 24
-            first, rows, slot = read_int64(tile), read_int64(tile + 8), read_int64(tile + 16)
-            inputs = x + first * x_row
+            site, panel = unit % num_sites, panels + unit // num_sites * 24
+            first, rows, slot = read_int64(panel), read_int64(panel + 8), read_int64(panel + 16)
             for chunk in range(chunks):
-                tile_a, next_a = a_tiles[now, chunk], a_tiles[ahead, chunk]
-                shrink(rows, inputs, x_row, columns, tile_a, next_a, hidden, chunk * _CHUNK, x_like, like)
+                near = a_tiles[ahead, chunk]
+                for row in range(0, rows, _ROWS):
+                    shrink(
+                        min(_ROWS, rows - row),
+                        x + (first + row) * x_row,
+                        x_row,
+                        columns,
+                        a_tiles[now, chunk],
+                        near,
+                        hidden[row:],
+                        chunk * _CHUNK,
+                        x_like,
+                        like,
+                    )
+                    near = a_tiles[now, chunk]
             begin, end = read_int64(bounds + site * 8), read_int64(bounds + site * 8 + 8)
             place = layer * all_sites + first_site + site
             moved = read_int32(vectors + (slot * sites + place) * 4) * _GRANULE_BYTES
-            expand(
-                rows,
-                hidden,
-                b_tiles[now],
-                b_tiles[ahead],
-                chunks,
-                end - begin,
-                storage + moved if moved else 0,
-                y + first * y_row + begin * size_of(y_like),
-                y_row,
-                y_like,
-                like,
-            )
+            for row in range(0, rows, _ROWS):
+                expand(
+                    min(_ROWS, rows - row),
+                    hidden[row:],
+                    b_tiles[now],
+                    b_tiles[ahead] if row == 0 else b_tiles[now],
+                    chunks,
+                    end - begin,
+                    storage + moved if moved else 0,
+                    y + (first + row) * y_row + begin * size_of(y_like),
+                    y_row,
+                    y_like,
+                    like,
+                )
         now, unit, chunks = ahead, following, next_chunks
         if following < num_units:
-            following = fetch_add(taken, 1)
+            following = take_unit(team, num_units)
 
 
 _units = Kernel(_take_units, "q" * 17)

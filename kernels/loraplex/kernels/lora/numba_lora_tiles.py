@@ -192,6 +192,12 @@ def _updates(
                     nir.keep_loads_behind(builder)
                 return sums
 
+            if rows == ROWS:
+                # The next tile's columns: in short runs, which no processor foresees.
+                next_rows = builder.mul(y_row, nir.i64(rows))
+                for row in y_rows:
+                    place = builder.add(at(row, column, 0, y_element.size), next_rows)
+                    _bring_near(builder, place, parts * nir.LANES * y_element.size)
             sums = [y_element.load(builder, place) for place in places]
             sums = nir.loop(builder, has_vectors, 1, sums, scale_and_move)
             sums = nir.loop(builder, num_tiles, 1, sums, one_tile)
@@ -211,7 +217,7 @@ def shrink(rows, x, x_row, columns, a, ahead, hidden, first, x_like, like):
     """hidden[m, first + r] = x[m] · A[r], for `rows` ≤ ROWS rows and the CHUNK ranks of one tile.
 
     x: rows x_row bytes apart; a: address of [CHUNK, columns]; ahead: that of the tile of this size that is read next;
-    hidden: [ROWS, ranks] float32.
+    hidden: [≥ rows, ranks] float32.
     """
     ranks = hidden.shape[1]
     target = hidden.ctypes.data + first * 4
@@ -239,7 +245,7 @@ def shrink(rows, x, x_row, columns, a, ahead, hidden, first, x_like, like):
 def expand(rows, hidden, tiles, ahead, num_tiles, width, vectors, y, y_row, y_like, like):
     """y[m] = y[m] (· g + c) + hidden[m] · B, rounded once, for `rows` ≤ ROWS rows of one site.
 
-    hidden: [ROWS, ranks] float32; tiles: [≥ num_tiles] int64, addresses of B tiles [CHUNK, width]; ahead: the same of
+    hidden: [≥ rows, ranks] float32; tiles: [≥ num_tiles] int64, addresses of B tiles [CHUNK, width]; ahead: the same of
     the tiles that are read next; vectors: address of g - 1 and c [2, width] float32, 0 where there are none; y:
     address of the first row's columns of this site, rows y_row bytes apart.
     """

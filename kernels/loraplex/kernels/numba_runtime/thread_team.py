@@ -1,9 +1,12 @@
 """A team of threads for kernels that numba compiles.
 
-A kernel takes its units of work from a counter until none are left, so any number of threads may take part. The thread
-that runs it takes part at once, and waits in the end only for those that have joined. A thread without a core delays no
-other thread, while each of a step's hundreds of OpenMP barriers waits for the slowest thread: beside one other busy
-process on two cores a step with OpenMP took ten to seventy times as long (docs/lab-notes.md).
+A kernel takes units of work until none are left, so any number of threads may take part. The thread that runs it takes
+part at once, and waits in the end only for those that have joined. A thread without a core delays no other thread. Each
+of a step's hundreds of OpenMP barriers waits for the slowest thread: beside one other busy process on two cores a step
+with OpenMP took ten to seventy times as long (docs/lab-notes.md).
+
+Each thread begins with a share of the units that is its own, and takes from the others' when that is done. Where units
+are rows in their order, a row stays in the cache of one core from one kernel to the next.
 
 Threads wait for the next kernel in a loop for about as long as the gap between two of a step, and then asleep.
 """
@@ -31,7 +34,14 @@ from numba.extending import intrinsic
 
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.cache import KERNELS
-from loraplex.kernels.numba_runtime.vectors import JIT, fetch_add, host_features, jit, read_int64
+from loraplex.kernels.numba_runtime.vectors import (
+    JIT,
+    fetch_add,
+    host_features,
+    jit,
+    read_int64,
+    write_int64,
+)
 
 SMALL = 1 << 15
 """Elements that one thread is done with before it has woken another."""
@@ -45,15 +55,16 @@ _INSIDE = 128
 """Threads that have joined, or are about to find that they can't."""
 _ASLEEP = 192
 _LEADER_ASLEEP = 256
-_TAKEN = 320
-"""Units of the run that have been taken."""
+_THREADS = 320
+"""How many shares a run's units are divided into: one for each thread."""
 _END = 384
 """Not 0: the threads are to end."""
 _CALL = 448
 """The address of the run's call: 8 bytes each, the address of the kernel's code and its arguments."""
 _OWN_CALL = 512
 """Where the call of a run is written that is not one of a list."""
-_BYTES = 1024
+_SHARES = 1024
+"""A cache line for each thread: how many units of its share have been taken, and which thread it is."""
 
 _SPINS = 6000
 """Turns of waiting for the next run before going to sleep: 100 to 250 µs, by processor."""
@@ -63,10 +74,10 @@ _PRIVATE_WAIT, _PRIVATE_WAKE = 128, 129
 
 
 class Kernel:
-    """A kernel that a team runs: body(taken, arguments, *likes), for each thread that takes part.
+    """A kernel that a team runs: body(team, arguments, *likes), for each thread that takes part.
 
-    `taken` is the address of the counter of units, 0 at first, `arguments` that of what `run` was given, 8 bytes
-    each, to be read with `read_int64` and `read_float64`. `layout` is their types as `struct` names them, such as
+    `team` is what `take_unit` wants, `arguments` the address of what `run` was given, 8 bytes each, to be read with
+    `read_int64` and `read_float64`. `layout` is their types as `struct` names them, such as
     "qqd". Likes are values of `numba_runtime.vectors.LIKE`, up to three: the body is compiled for each combination of
     their types.
     """
@@ -122,11 +133,14 @@ class Team:
     """`threads` threads, the calling one among them."""
 
     def __init__(self, threads: int) -> None:
-        self._memory, self._address = _memory()
+        threads = threads if _SYS_FUTEX else 1
+        self._memory, self._address = _memory(threads)
         self._busy = threading.Lock()
         self._others = [
-            threading.Thread(target=_serve, args=(self._address,), name=f"kernels-{number}", daemon=True)
-            for number in range(1, threads if _SYS_FUTEX else 1)
+            threading.Thread(
+                target=_serve, args=(self._address, number), name=f"kernels-{number}", daemon=True
+            )
+            for number in range(1, threads)
         ]
         for thread in self._others:
             thread.start()
@@ -189,11 +203,16 @@ def _team(threads: int) -> Team:
 os.register_at_fork(after_in_child=_team.cache_clear)
 
 
-def _memory() -> tuple[memoryview, int]:
-    """Zeros, and their address, at the beginning of a cache line."""
-    numbers = np.zeros(_BYTES + 64, np.uint8)
+def _memory(threads: int = 1) -> tuple[memoryview, int]:
+    """A team's, and its address, at the beginning of a cache line."""
+    size = _SHARES + 64 * threads
+    numbers = np.zeros(size + 64, np.uint8)
     first = -numbers.ctypes.data % 64
-    return numbers[first : first + _BYTES].data, numbers.ctypes.data + first
+    numbers = numbers[first : first + size]
+    words = numbers.view(np.int64)
+    words[_THREADS // 8] = threads
+    words[_SHARES // 8 + 1 :: 8] = range(threads)
+    return numbers.data, numbers.ctypes.data
 
 
 @intrinsic
@@ -245,7 +264,7 @@ def _futex(typing, address, operation, value):
 
 
 @intrinsic
-def _call(typing, code, taken, arguments):
+def _call(typing, code, team, arguments):
     """Call a kernel. Its likes, whose types alone count, are integers or floats in any order: what the
     calling conventions put into registers by kind is passed for three of each."""
 
@@ -260,16 +279,41 @@ def _call(typing, code, taken, arguments):
 
 
 @jit
-def _take_part(team):
+def take_unit(team, units):
+    """The number of a unit, below `units`, that no other thread gets; `units` where none is left. `team` is the
+    body's."""
+    number = read_int64(team + 8)
+    shares = team - number * 64
+    threads = read_int64(shares - _SHARES + _THREADS)
+    for _ in range(threads):
+        first = units * number // threads
+        count = units * (number + 1) // threads - first
+        taken = shares + number * 64
+        if _read(taken) < count:
+            unit = fetch_add(taken, 1)
+            if unit < count:
+                return first + unit
+        number = number + 1 if number + 1 < threads else 0
+    return units
+
+
+@jit
+def _clear_shares(team):
+    for number in range(read_int64(team + _THREADS)):
+        write_int64(0, team + _SHARES + number * 64)
+
+
+@jit
+def _take_part(team, number):
     call = _read(team + _CALL)
-    _call(read_int64(call), team + _TAKEN, call + 8)
+    _call(read_int64(call), team + _SHARES + number * 64, call + 8)
 
 
 @jit
 def _run_alone(team, call):
+    _clear_shares(team)
     _write(team + _CALL, call)
-    _write(team + _TAKEN, 0)
-    _take_part(team)
+    _take_part(team, 0)
 
 
 @jit
@@ -283,14 +327,14 @@ def _lead_all(team, calls, count, stride, others):
 
 @jit
 def _lead(team, call):
+    _clear_shares(team)
     _write(team + _CALL, call)
     epoch = _read(team + _EPOCH) + 1
-    _write(team + _TAKEN, 0)
     _write(team + _OPEN, epoch)
     _write(team + _EPOCH, epoch)
     if _read(team + _ASLEEP) != 0:
         _futex(team + _EPOCH, _PRIVATE_WAKE, 1 << 30)
-    _take_part(team)
+    _take_part(team, 0)
     _write(team + _OPEN, 0)
     spins = 0
     while True:
@@ -310,7 +354,7 @@ def _lead(team, call):
 
 
 @jit
-def _serve(team):
+def _serve(team, number):
     """One of the other threads, until the end."""
     seen = 0
     while True:
@@ -331,7 +375,7 @@ def _serve(team):
         # In this order: the leader closes the run first, then counts the threads inside.
         fetch_add(team + _INSIDE, 1)
         if _read(team + _OPEN) == seen:
-            _take_part(team)
+            _take_part(team, number)
         if fetch_add(team + _INSIDE, -1) == 1 and _read(team + _LEADER_ASLEEP) != 0:
             _futex(team + _INSIDE, _PRIVATE_WAKE, 1)
 

@@ -9,8 +9,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from loraplex.kernels.numba_runtime import ir as nir
-from loraplex.kernels.numba_runtime.thread_team import Kernel
-from loraplex.kernels.numba_runtime.vectors import fetch_add, jit, read_int64
+from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
+from loraplex.kernels.numba_runtime.vectors import jit, read_int64
 
 
 def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,11 +82,11 @@ def scan_row(logits, columns, tokens, ok, row):
     _scan_row(logits + row * columns * 4, columns, tokens + row * 8, ok + row)
 
 
-def _scan_units(taken, arguments):
+def _scan_units(team, arguments):
     logits, rows, columns = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     tokens, ok = read_int64(arguments + 24), read_int64(arguments + 32)
     while True:
-        row = fetch_add(taken, 1)
+        row = take_unit(team, rows)
         if row >= rows:
             break
         scan_row(logits, columns, tokens, ok, row)

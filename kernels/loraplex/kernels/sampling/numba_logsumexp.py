@@ -11,10 +11,9 @@ import math
 import numpy as np
 import torch
 
-from loraplex.kernels.numba_runtime.thread_team import Kernel
+from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
     exp,
-    fetch_add,
     horizontal_max,
     horizontal_sum,
     keep_lanes,
@@ -43,11 +42,11 @@ def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _units(taken, arguments):
+def _units(team, arguments):
     logits, stride, rows = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     columns, out = read_int64(arguments + 24), read_int64(arguments + 32)
     while True:
-        number = fetch_add(taken, 1)
+        number = take_unit(team, rows)
         if number >= rows:
             break
         row = logits + number * stride

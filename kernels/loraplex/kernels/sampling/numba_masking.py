@@ -10,9 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from loraplex.kernels.numba_runtime.thread_team import Kernel
+from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
-    fetch_add,
     jit,
     read_int32,
     read_int64,
@@ -75,13 +74,13 @@ def _bar_row(row, columns, bits):
                 write_float32(_BARRED, start + 4 * bit)
 
 
-def _bar_units(taken, arguments):
+def _bar_units(team, arguments):
     logits, columns, size = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     rows, bits = read_int64(arguments + 24), read_int64(arguments + 32)
     tokens, ok = read_int64(arguments + 40), read_int64(arguments + 48)
     words = (columns + 31) // 32
     while True:
-        c = fetch_add(taken, 1)
+        c = take_unit(team, size)
         if c >= size:
             break
         row = read_int64(rows + 8 * c)

@@ -15,11 +15,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from loraplex.kernels.numba_runtime.thread_team import Kernel
+from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
     at_least,
     exp,
-    fetch_add,
     horizontal_sum,
     jit,
     load_some,
@@ -176,14 +175,14 @@ def _draw_row(row, columns, token, temperature, uniform, min_p, k, p, bins):
     write_int64(_pick(row, columns, least, uniform * _sum(row, columns, least)), token)
 
 
-def _draw_units(taken, arguments):
+def _draw_units(team, arguments):
     logits, columns, size = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     tokens, ok, rows = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
     temperature, uniform = read_int64(arguments + 48), read_int64(arguments + 56)
     min_p, top_k, top_p = read_int64(arguments + 64), read_int64(arguments + 72), read_int64(arguments + 80)
     bins = read_int64(arguments + 88)
     while True:
-        r = fetch_add(taken, 1)
+        r = take_unit(team, size)
         if r >= size:
             break
         s = read_int64(rows + 8 * r)
