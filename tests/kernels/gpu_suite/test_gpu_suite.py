@@ -215,6 +215,7 @@ def test_the_adapters_of_every_step_have_room(case):
     [
         ("shrink", "LoRA, A side"),
         ("expand", "LoRA, B side"),
+        ("expand_rotary", "LoRA, B side with RoPE and KV write"),
         ("expand_gated", "LoRA, B side with the activation"),
         ("nvjet_hsh_128x64_64x8_1x2_h_bz_TNT", "linears"),
         ("attention_program", "attention"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,21 @@ import pytest
 import torch
 
 from loraplex.kernels.lora import triton_expand, triton_lora, triton_shrink
-from loraplex.kernels.lora.readers import triton_add_norm, triton_gated, triton_readers
+from loraplex.kernels.lora.readers import triton_add_norm, triton_gated, triton_readers, triton_rotary
 from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.triton_lora import TritonLora
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 from loraplex.kernels.lora.types import Scratch
 from support.kernels.lora_arena import make_arena
-from support.kernels.triton_aot import Recorder, Variant, check, launched_variant, products_in_flight
+from support.kernels.triton_aot import (
+    Recorder,
+    Variant,
+    check,
+    launched_variant,
+    loads_before_product,
+    products_in_flight,
+)
 
 RECORD = Path(__file__).parents[1] / "aot" / "lora.json"
 GROUP = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 4096, (4096, 1024, 1024))
@@ -31,6 +39,7 @@ READ = (
     SiteGroup("gate_up", ("gate_proj", "up_proj"), 4096, (14336, 14336)),
     SiteGroup("down", ("down_proj",), 14336, (4096,)),
 )
+PACKED = SiteGroup("qkv", ("qkv_proj",), 3072, (5120,))
 ROWS_APART = LoraTiling(shrink_by_rows=True)
 DEPENDENT = "dependent, "
 """Of the names of kernels that are launched while those before them run: Hopper's alone."""
@@ -82,39 +91,79 @@ def launched(
     return found
 
 
+def recorded_readers(groups: tuple[SiteGroup, ...], dtype: torch.dtype) -> FusedReaders:
+    """Of recorded passes of 64 rows."""
+    arena = make_arena(groups, 1, dtype, [16], max_rank=64)
+    scratch = Scratch(torch.device("cpu"))
+    lora = TritonLora(arena.weights, scratch, max_rows=64, max_segments=64, programs=528)
+    launcher = lora.recorded(torch.zeros(lora.work_size, dtype=torch.int32), 64)
+    return FusedReaders(launcher, launcher)
+
+
 def readers_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     """The launches of a recorded pass whose B sides are computed by what reads them."""
     found: list[Variant] = []
-
-    def keep(name: str, module: str, arguments: dict[str, Any]) -> None:
-        path = f"loraplex.kernels.lora.readers.{module}:{name}"
-        of = f"{name}, {NAMES[dtype]}"
-        found.append(launched_variant(of, path, arguments, unspecialised=UNSPECIALISED))
-
     with monkeypatch.context() as patch:
-        for name, module in (("expand_gated", triton_gated), ("expand_norm", triton_add_norm)):
-            short = module.__name__.rpartition(".")[2]
-            recorder = Recorder(
-                getattr(module, name), lambda arguments, of=(name, short): keep(*of, arguments)
-            )
-            patch.setattr(triton_readers, name, recorder)
-        for stage in ("shrink", "expand"):
-            patch.setattr(triton_lora, stage, Recorder(getattr(triton_lora, stage), lambda _: None))
-        arena = make_arena(READ, 1, dtype, [16], max_rank=64)
-        scratch = Scratch(torch.device("cpu"))
-        lora = TritonLora(
-            arena.weights,
-            scratch,
-            max_rows=64,
-            max_segments=64,
-            programs=528,
-        )
-        launcher = lora.recorded(torch.zeros(lora.work_size, dtype=torch.int32), 64)
-        readers = FusedReaders(launcher, launcher)
+        for name, module in (
+            ("expand_rotary", triton_rotary),
+            ("expand_gated", triton_gated),
+            ("expand_norm", triton_add_norm),
+        ):
+            keep_launches(found, f"{name}, {NAMES[dtype]}", name, module, patch)
+        readers = recorded_readers((GROUP, *READ), dtype)
         hidden, inner = torch.empty(64, 4096, dtype=dtype), torch.empty(64, 14336, dtype=dtype)
+        rotate(readers, hidden, 32, 8, 128, 64, None)
         readers.gated(0, "gate_up", hidden, torch.empty(64, 28672, dtype=dtype), gelu=False)
         readers.norm(0, "down", inner, hidden, hidden[0], 1e-5, hidden.clone())
     return found
+
+
+def families_rotated(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
+    """Other families' launches of the B side with RoPE and the KV write."""
+    found: list[Variant] = []
+    for family, group, *heads, norm in (
+        ("Qwen3 4B", SiteGroup("qkv", GROUP.sites, 2560, (4096, 1024, 1024)), 32, 8, 128, 64, dtype),
+        ("Gemma 3 12B", SiteGroup("qkv", GROUP.sites, 3840, (4096, 2048, 2048)), 16, 8, 256, 128, torch.float32),
+        ("Phi-4 mini", PACKED, 24, 8, 128, 48, None),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            keep_launches(
+                found, f"expand_rotary of {family}, {NAMES[dtype]}", "expand_rotary", triton_rotary, patch
+            )
+            readers = recorded_readers((group,), dtype)
+            rotate(readers, torch.empty(64, group.in_features, dtype=dtype), *heads, norm)
+    return found
+
+
+def rotate(
+    readers: FusedReaders,
+    x: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    half: int,
+    norm: torch.dtype | None,
+) -> None:
+    y = torch.empty(64, (num_heads + 2 * num_kv_heads) * head_dim, dtype=x.dtype)
+    cos = torch.empty(64, 1, half)
+    cache = torch.empty(2, 16, 2, num_kv_heads, head_dim, dtype=x.dtype)
+    weight = None if norm is None else torch.empty(head_dim, dtype=norm)
+    slots = torch.zeros(64, dtype=torch.int32)
+    readers.rotary(0, "qkv", x, y, num_heads, cos, cos, cache, slots, q_norm=weight, k_norm=weight, eps=1e-6)
+
+
+def keep_launches(
+    found: list[Variant], title: str, name: str, module: ModuleType, patch: pytest.MonkeyPatch
+) -> None:
+    """Of one reader, in place of launching it or the A side before it."""
+
+    def keep(arguments: dict[str, Any]) -> None:
+        found.append(
+            launched_variant(title, f"{module.__name__}:{name}", arguments, unspecialised=UNSPECIALISED)
+        )
+
+    patch.setattr(triton_readers, name, Recorder(getattr(module, name), keep))
+    patch.setattr(triton_lora, "shrink", Recorder(triton_shrink.shrink, lambda _: None))
 
 
 def dependent(variant: Variant) -> Variant:
@@ -136,6 +185,7 @@ def test_all_compile_and_take_no_more_than_recorded(monkeypatch: pytest.MonkeyPa
         variants += launched(dtype, 64, 100, monkeypatch)[:1]
         variants += launched(dtype, 64, 1, monkeypatch, INVARIANT_TILING)
         variants += readers_launched(dtype, monkeypatch)
+        variants += families_rotated(dtype, monkeypatch)
     variants += launched(torch.bfloat16, 16, 1, monkeypatch, ROWS_APART)[:1]
     small = [*launched(torch.bfloat16, 16, 1, monkeypatch), *readers_launched(torch.bfloat16, monkeypatch)]
     variants += [dependent(variant) for variant in small]
@@ -152,3 +202,11 @@ def test_on_hopper_no_product_takes_an_operand_from_registers(monkeypatch: pytes
     """Neither the A side, whose operands both come from memory, nor the B side, whose tiles are too low."""
     shrink, expand = launched(torch.bfloat16, 64, 100, monkeypatch)
     assert products_in_flight(shrink, expand) == [(0, 0), (0, 0)]
+
+
+@pytest.mark.slow
+def test_an_a_sides_first_load_of_weights_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor was loaded with the item before. A B side loads piece and record first."""
+    shrink, expand = launched(torch.bfloat16, 16, 1, monkeypatch)
+    assert loads_before_product(shrink) == 1
+    assert loads_before_product(expand) > 1

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,11 +13,11 @@ from loraplex.kernels.layers import triton_activation, triton_norm
 from loraplex.kernels.lora.overlap import OverlappedLora
 from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.site_groups import SiteGroup
-from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
 from loraplex.kernels.lora.triton_tiling import ROW_ROWS, LoraTiling
-from loraplex.kernels.lora.types import Scratch, Segment
+from loraplex.kernels.lora.types import Segment
 from support.kernels.lora_arena import ManualArena, decode, lengths, make_arena
 from support.kernels.poison import poison_new_memory
+from support.kernels.recorded_lora import RecordedPass
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INNER, HIDDEN = 75, 37
@@ -74,25 +73,8 @@ def arenas() -> dict[str, ManualArena]:
     }
 
 
-class Recorded:
-    """A recorded pass and its list: any step of up to ROWS rows may be put there."""
-
-    def __init__(self, arena: ManualArena, tiling: LoraTiling = TILING, programs: int = 5) -> None:
-        scratch = Scratch(DEVICE)
-        self.lora = TritonLora(
-            arena.weights, scratch, max_rows=ROWS, max_segments=ROWS, tiling=tiling, programs=programs
-        )
-        scratch.buffer("lora hidden", (self.lora.hidden_size,), torch.float32).fill_(float("nan"))
-        for slot in range(len(RANKS)):
-            self.lora.write(slot)
-        self.work = torch.zeros(self.lora.work_size, dtype=torch.int32, device=DEVICE)
-        self.launcher: LoraLauncher = self.lora.recorded(self.work, ROWS)
-        self.readers = FusedReaders(self.launcher, self.launcher)
-
-    def put(self, segments: list[Segment]) -> None:
-        numbers = np.full(self.lora.work_size, 99, np.int32)
-        self.lora.plan(segments, ROWS, numbers, fixed=True)
-        self.work.copy_(torch.from_numpy(numbers))
+def recorded(arena: ManualArena, tiling: LoraTiling = TILING) -> RecordedPass:
+    return RecordedPass(arena, tiling, rows=ROWS)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -114,7 +96,7 @@ def by_rows(segments: list[Segment]) -> list[int]:
 
 def check_gated(arena: ManualArena, segments: list[Segment], *, gelu: bool, layer: int = 0) -> None:
     group, dtype = arena.weights.groups[0], arena.weights.storage.dtype
-    pass_ = Recorded(arena)
+    pass_ = recorded(arena)
     pass_.put(segments)
     x, y = draw(ROWS, HIDDEN, dtype=dtype), draw(ROWS, 2 * INNER, dtype=dtype, seed=1)
     kept, apart = y.clone(), y.clone()
@@ -133,7 +115,7 @@ def check_gated(arena: ManualArena, segments: list[Segment], *, gelu: bool, laye
 
 def check_norm(arena: ManualArena, segments: list[Segment], *, add: bool, layer: int = 0) -> None:
     dtype = arena.weights.storage.dtype
-    pass_ = Recorded(arena)
+    pass_ = recorded(arena)
     pass_.put(segments)
     x, y = draw(ROWS, INNER, dtype=dtype), draw(ROWS, HIDDEN, dtype=dtype, seed=1)
     weight = draw(HIDDEN, dtype=dtype, seed=2)
@@ -184,7 +166,7 @@ def test_every_kind_of_batch(arenas, name: str, batch: str) -> None:
 def test_one_recorded_pass_serves_any_set_of_adapters(arenas) -> None:
     """As a CUDA graph replays it: launched over lists that other steps have written."""
     arena = arenas["split"]
-    pass_ = Recorded(arena)
+    pass_ = recorded(arena)
     x, y, weight = draw(ROWS, HIDDEN), draw(ROWS, 2 * INNER, seed=1), draw(HIDDEN, seed=2)
     for segments in ([], decode(range(8)), lengths([(1, 16), (2, 8)]), decode([-1] * 23 + [0])):
         pass_.put(segments)
@@ -202,7 +184,7 @@ def test_one_recorded_pass_serves_any_set_of_adapters(arenas) -> None:
 
 def test_rows_of_the_base_may_hold_anything(arenas) -> None:
     """They look up no adapter, and no row with one reads theirs."""
-    pass_ = Recorded(arenas["split"])
+    pass_ = recorded(arenas["split"])
     pass_.put([(1, 1, 5), (3, 8, 1)])
     x, y = draw(ROWS, HIDDEN), draw(ROWS, 2 * INNER, seed=1)
     want = pass_.readers.gated(0, "gate_up", x, y, gelu=False)
@@ -217,17 +199,17 @@ def test_rows_of_the_base_may_hold_anything(arenas) -> None:
 def test_a_tiling_says_what_is_fused(arenas) -> None:
     x, y, weight = draw(ROWS, HIDDEN), draw(ROWS, 2 * INNER, seed=1), draw(HIDDEN, seed=2)
     inner = draw(ROWS, INNER)
-    pass_ = Recorded(arenas["split"], replace(TILING, fuse_gated=False, fuse_norm_rows=ROWS - 1))
+    pass_ = recorded(arenas["split"], replace(TILING, fuse_gated=False, fuse_norm_rows=ROWS - 1))
     pass_.put([])
     assert pass_.readers.gated(0, "gate_up", x, y, gelu=False) is None
     assert pass_.readers.norm(0, "down", inner, x, weight, EPS, None) is None
-    pass_ = Recorded(arenas["split"], replace(TILING, fuse_norm_rows=ROWS))
+    pass_ = recorded(arenas["split"], replace(TILING, fuse_norm_rows=ROWS))
     pass_.put([])
     assert pass_.readers.norm(0, "down", inner, x, weight, EPS, None) is not None
 
 
 def test_rows_that_a_program_can_not_hold_are_normed_apart(arenas) -> None:
-    readers = Recorded(arenas["split"]).readers
+    readers = recorded(arenas["split"]).readers
     assert readers.norm(0, "down", draw(1, INNER), draw(1, 4097), draw(4097), EPS, None) is None
 
 
@@ -246,7 +228,7 @@ class AtOnce:
 
 
 def test_a_reader_waits_for_an_a_side_that_runs_beside(arenas) -> None:
-    pass_, lane = Recorded(arenas["split"]), AtOnce()
+    pass_, lane = recorded(arenas["split"]), AtOnce()
     pass_.put(BATCHES["few rows each"])
     x, y = draw(ROWS, HIDDEN), draw(ROWS, 2 * INNER, seed=1)
     want = pass_.readers.gated(0, "gate_up", x, y, gelu=False)
@@ -260,13 +242,13 @@ def test_a_reader_waits_for_an_a_side_that_runs_beside(arenas) -> None:
 
 
 def test_a_dependent_launch_excludes_an_a_side_beside_the_base(arenas) -> None:
-    pass_ = Recorded(arenas["split"], replace(TILING, dependent_launch=True))
+    pass_ = recorded(arenas["split"], replace(TILING, dependent_launch=True))
     with pytest.raises(ValueError, match="exclude each other"):
         OverlappedLora(pass_.launcher, AtOnce())
 
 
 def test_shapes_that_do_not_fit_are_refused(arenas) -> None:
-    readers = Recorded(arenas["split"]).readers
+    readers = recorded(arenas["split"]).readers
     x, weight = draw(ROWS, HIDDEN), draw(HIDDEN)
     with pytest.raises(ValueError, match="takes 150 adjacent columns"):
         readers.gated(0, "gate_up", x, x, gelu=False)

@@ -34,7 +34,7 @@ class Variant:
     `kernel` is "module:function". `signature` gives every parameter that is no constant its type, such as "*bf16",
     "*fp32", "i32", "i64", "fp32"; `constants` gives the others their values. `unaligned` names pointers that may not
     be a multiple of 16 bytes; all others are taken to be, as torch's are. `multiples_of_16` names integers that
-    are, in the launches meant here. `archs`: those that it is launched on.
+    are, in the launches meant here. `archs`: those that it is launched on. `maxnreg`: the most registers of a thread.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Variant:
     constants: Mapping[str, Constant] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int | None = None
     unaligned: tuple[str, ...] = ()
     multiples_of_16: tuple[str, ...] = ()
     archs: tuple[int, ...] = ARCHS
@@ -83,6 +84,12 @@ def products_in_flight(*variants: Variant) -> list[tuple[int, int]]:
     (triton #9433)."""
     found = compile_or_read([(asdict(variant), 90) for variant in variants])
     return [(in_registers, in_flight) for in_registers, in_flight in (one["products"] for one in found)]
+
+
+def loads_before_product(variant: Variant) -> int:
+    """On sm_90: see support.kernels.triton_loads."""
+    (found,) = compile_or_read([(asdict(variant), 90)])
+    return int(found["loads"])
 
 
 def check(variants: Sequence[Variant], recorded: Path, *, slack: float = 0.15) -> Report:
@@ -151,7 +158,7 @@ def launched_variant(
 ) -> Variant:
     """Of a launch that a `Recorder` kept; constants are named in capitals. `unspecialised`: integers that the kernel is
     not compiled apart for."""
-    options = {"num_warps": 4, "num_stages": 3, "launch_pdl": False}
+    options = {"num_warps": 4, "num_stages": 3, "maxnreg": None, "launch_pdl": False}
     constants = {key: value for key, value in arguments.items() if key.isupper() and key != "K"}
     rest = {key: value for key, value in arguments.items() if key not in constants and key not in options}
 
@@ -167,6 +174,7 @@ def launched_variant(
         constants,
         num_warps=arguments.get("num_warps", options["num_warps"]),
         num_stages=arguments.get("num_stages", options["num_stages"]),
+        maxnreg=arguments.get("maxnreg", options["maxnreg"]),
         multiples_of_16=tuple(
             key
             for key, value in rest.items()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex import kernels
+from support.kernels.triton_loads import loads_before_product
 
 Job = tuple[dict[str, Any], int]
 """A support.kernels.triton_aot.Variant as a dict, and an architecture."""
@@ -30,8 +31,9 @@ _TESTS = Path(__file__).resolve().parents[2]
 
 def compile_or_read(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """For each job `usage`, the fields of support.kernels.triton_aot.Usage, and `products`: how many WGMMAs take their
-    first operand from registers, and how many of those the next operation does not wait for. Raises AssertionError with
-    the compiler's words where one can't be compiled."""
+    first operand from registers, and how many of those the next operation does not wait for; and `loads`, as
+    support.kernels.triton_loads counts them. Raises AssertionError with the compiler's words where one can't be
+    compiled."""
     directory = _directory()
     kept = [directory / f"{_digest(json.dumps(job, sort_keys=True).encode())}.json" for job in jobs]
     missing = {path: job for path, job in zip(kept, jobs, strict=True) if not path.exists()}
@@ -95,6 +97,7 @@ def _compile(variant: dict[str, Any], arch: int) -> dict[str, Any]:
     return {
         "usage": {"shared_bytes": compiled.metadata.shared, **_read_usage(compiled.asm["ptx"], arch)},
         "products": _products_in_flight(compiled.asm["ttgir"]),
+        "loads": loads_before_product(compiled.asm["ptx"]),
     }
 
 
@@ -122,7 +125,7 @@ def _compile_variant(variant: dict[str, Any], arch: int) -> Any:
         or arg in variant["multiples_of_16"]
     }
     source = ASTSource(kernel, signature, dict(constants), attrs)
-    options = {"num_warps": variant["num_warps"], "num_stages": variant["num_stages"]}
+    options = {name: variant[name] for name in ("num_warps", "num_stages", "maxnreg")}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -31,6 +31,51 @@ def rope_and_write_kv(
     [D], each head first gets `norm.rms_norm` with that weight, rounded to the dtype of heads as there. Raises
     ValueError for other shapes.
     """
+    check_heads(heads, num_heads, cos, sin, cache, slots, q_norm, k_norm)
+    rows, all_heads, head_dim = heads.shape
+    half = cos.shape[-1]
+    if not rows:
+        return
+    block, position, kind, head, _ = cache.stride()
+    rope_program[(rows, triton.cdiv(all_heads, _HEADS_AT_A_TIME))](
+        heads,
+        cos,
+        sin,
+        cache,
+        slots,
+        heads if q_norm is None else q_norm,
+        heads if k_norm is None else k_norm,
+        eps,
+        heads.stride(0),
+        heads.stride(1),
+        block,
+        position,
+        kind,
+        head,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=cache.shape[3],
+        HEAD_DIM=head_dim,
+        HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        BLOCK_HEADS=_HEADS_AT_A_TIME,
+        BLOCK_SIZE=cache.shape[1],
+        NORM=q_norm is not None,
+        num_warps=4,
+    )
+
+
+def check_heads(
+    heads: torch.Tensor,
+    num_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+) -> None:
+    """Raises ValueError where these do not fit each other as `rope_and_write_kv` says."""
     rows, all_heads, head_dim = heads.shape
     num_kv_heads = cache.shape[3]
     half = cos.shape[-1]
@@ -55,35 +100,6 @@ def rope_and_write_kv(
     for weight in (q_norm, k_norm):
         if weight is not None and weight.shape != (head_dim,):
             raise ValueError(f"a norm's weight of {list(weight.shape)} does not fit heads of size {head_dim}")
-    if not rows:
-        return
-    block, position, kind, head, _ = cache.stride()
-    rope_program[(rows, triton.cdiv(all_heads, _HEADS_AT_A_TIME))](
-        heads,
-        cos,
-        sin,
-        cache,
-        slots,
-        heads if q_norm is None else q_norm,
-        heads if k_norm is None else k_norm,
-        eps,
-        heads.stride(0),
-        heads.stride(1),
-        block,
-        position,
-        kind,
-        head,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        HALF=half,
-        BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
-        BLOCK_HEADS=_HEADS_AT_A_TIME,
-        BLOCK_SIZE=cache.shape[1],
-        NORM=q_norm is not None,
-        num_warps=4,
-    )
 
 
 @triton.jit
@@ -112,56 +128,115 @@ def rope_program(
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one row. Grid: rows, heads ÷ BLOCK_HEADS. A head is a | b | rest, of HALF, HALF and what
-    remains; (a, b) → (a·cos - b·sin, b·cos + a·sin)."""
+    """BLOCK_HEADS heads of one row. Grid: rows, heads ÷ BLOCK_HEADS."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    r = tl.arange(0, BLOCK_HALF)
-    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    r = tl.arange(0, BLOCK_HALF)[None, :]
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
     there = head < NUM_HEADS + 2 * NUM_KV_HEADS
-    is_q = head < NUM_HEADS
-    turned = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
-    halves = there[:, None] & (r < HALF)[None, :]
-    rests = there[:, None] & (rest < HEAD_DIM)[None, :]
-    head_ptr = heads_ptr + row * heads_row + (head * heads_head)[:, None]
-    a = tl.load(head_ptr + r[None, :], mask=halves, other=0.0).to(tl.float32)
-    b = tl.load(head_ptr + HALF + r[None, :], mask=halves, other=0.0).to(tl.float32)
-    c = tl.load(head_ptr + rest[None, :], mask=rests, other=0.0).to(tl.float32)
+    halves = there & (r < HALF)
+    rests = there & (rest < HEAD_DIM)
+    head_ptr = heads_ptr + row * heads_row + head * heads_head
+    a = tl.load(head_ptr + r, mask=halves, other=0.0).to(tl.float32)
+    b = tl.load(head_ptr + HALF + r, mask=halves, other=0.0).to(tl.float32)
+    c = a
+    grow = eps
+    if HEAD_DIM > 2 * HALF:
+        c = tl.load(head_ptr + rest, mask=rests, other=0.0).to(tl.float32)
     if NORM:
-        mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)) / HEAD_DIM
-        grow = tl.rsqrt(mean + eps)[:, None]
-        a = _normed(a, q_norm_ptr, k_norm_ptr, is_q, turned, r, r < HALF, grow, heads_ptr.dtype.element_ty)
-        b = _normed(
-            b, q_norm_ptr, k_norm_ptr, is_q, turned, HALF + r, r < HALF, grow, heads_ptr.dtype.element_ty
-        )
-        c = _normed(
-            c, q_norm_ptr, k_norm_ptr, is_q, turned, rest, rest < HEAD_DIM, grow, heads_ptr.dtype.element_ty
-        )
-    cos = tl.load(cos_ptr + row * HALF + r, mask=r < HALF, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + row * HALF + r, mask=r < HALF, other=0.0)[None, :]
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if HEAD_DIM > 2 * HALF:
+            squares += tl.sum(c * c, 1)
+        grow = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+    store_heads(
+        a, b, c, grow, grow, row, head, r, halves, head, rest, rests, heads_ptr, heads_row, heads_head, cos_ptr,
+        sin_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, cache_block, cache_position, cache_kind, cache_head,
+        True, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE, NORM, NORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_heads(
+    a,
+    b,
+    c,
+    grow,
+    rest_grow,
+    row,
+    head,
+    r,
+    halves,
+    rest_head,
+    rest,
+    rests,
+    heads_ptr,
+    heads_row,
+    heads_head,
+    cos_ptr,
+    sin_ptr,
+    cache_ptr,
+    slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cache_block,
+    cache_position,
+    cache_kind,
+    cache_head,
+    row_there,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+    STORE_REST: tl.constexpr,
+):
+    """Norm heads where NORM, rotate them, and store queries where they lie and keys and values in the cache.
+
+    A head is a | b | rest, of HALF, HALF and what remains; (a, b) → (a·cos - b·sin, b·cos + a·sin). a and b are float32
+    of one shape, that `row`, `head` (queries before keys before values) and `r` (the number within the half) broadcast
+    to; `halves` says which are there. c is the same of `rest_head`, `rest` (from 2·HALF on) and `rests`, where HEAD_DIM
+    is more than 2·HALF. `grow` and `rest_grow`: by how much a norm multiplies each, before its weight. STORE_REST: c is
+    not what lies in the queries.
+    """
     dtype = heads_ptr.dtype.element_ty
+    turned = head < NUM_HEADS + NUM_KV_HEADS
+    is_q = head < NUM_HEADS
+    slot = tl.load(slots_ptr + row, row_there, -1).to(tl.int64)
+    kv_ptr = cache_ptr + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_position
+    cos = tl.load(cos_ptr + row * HALF + r, row_there & (r < HALF), 0.0)
+    sin = tl.load(sin_ptr + row * HALF + r, row_there & (r < HALF), 0.0)
+    if NORM:
+        a = _normed(a, q_norm_ptr, k_norm_ptr, is_q, turned, r, r < HALF, grow, dtype)
+        b = _normed(b, q_norm_ptr, k_norm_ptr, is_q, turned, HALF + r, r < HALF, grow, dtype)
     turned_a = tl.where(turned, a * cos - b * sin, a).to(dtype)
     turned_b = tl.where(turned, b * cos + a * sin, b).to(dtype)
-    own = is_q[:, None]
-    tl.store(head_ptr + r[None, :], turned_a, mask=halves & own)
-    tl.store(head_ptr + HALF + r[None, :], turned_b, mask=halves & own)
-    if NORM:
-        tl.store(head_ptr + rest[None, :], c.to(dtype), mask=rests & own)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    stored = (slot >= 0) & (head >= NUM_HEADS)[:, None]
-    kind = (head - NUM_HEADS) // NUM_KV_HEADS
-    kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-    kv_ptr = cache_ptr + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_position
-    kv_ptr = kv_ptr + (kind * cache_kind + kv_head * cache_head)[:, None]
-    tl.store(kv_ptr + r[None, :], turned_a, mask=halves & stored)
-    tl.store(kv_ptr + HALF + r[None, :], turned_b, mask=halves & stored)
-    tl.store(kv_ptr + rest[None, :], c.to(dtype), mask=rests & stored)
+    q_ptr = heads_ptr + row * heads_row + head * heads_head
+    tl.store(q_ptr + r, turned_a, mask=halves & is_q)
+    tl.store(q_ptr + HALF + r, turned_b, mask=halves & is_q)
+    stored = halves & (slot >= 0) & (head >= NUM_HEADS)
+    at = (head - NUM_HEADS) // NUM_KV_HEADS * cache_kind + (head - NUM_HEADS) % NUM_KV_HEADS * cache_head
+    tl.store(kv_ptr + at + r, turned_a, mask=stored)
+    tl.store(kv_ptr + at + HALF + r, turned_b, mask=stored)
+    if HEAD_DIM > 2 * HALF:
+        is_q = rest_head < NUM_HEADS
+        if NORM:
+            turned = rest_head < NUM_HEADS + NUM_KV_HEADS
+            c = _normed(c, q_norm_ptr, k_norm_ptr, is_q, turned, rest, rest < HEAD_DIM, rest_grow, dtype)
+        if STORE_REST:
+            tl.store(
+                heads_ptr + row * heads_row + rest_head * heads_head + rest, c.to(dtype), mask=rests & is_q
+            )
+        stored = rests & (slot >= 0) & (rest_head >= NUM_HEADS)
+        kv_head = (rest_head - NUM_HEADS) % NUM_KV_HEADS
+        at = (rest_head - NUM_HEADS) // NUM_KV_HEADS * cache_kind + kv_head * cache_head
+        tl.store(kv_ptr + at + rest, c.to(dtype), mask=stored)
 
 
 @triton.jit
 def _normed(x, q_norm_ptr, k_norm_ptr, is_q, turned, at, there, grow, dtype: tl.constexpr):
     """Queries and keys with their norm's weight, rounded; values as they are."""
-    q_weight = tl.load(q_norm_ptr + at, mask=there, other=0.0).to(tl.float32)[None, :]
-    k_weight = tl.load(k_norm_ptr + at, mask=there, other=0.0).to(tl.float32)[None, :]
-    normed = x * grow * tl.where(is_q[:, None], q_weight, k_weight)
+    q_weight = tl.load(q_norm_ptr + at, mask=there, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_norm_ptr + at, mask=there, other=0.0).to(tl.float32)
+    normed = x * grow * tl.where(is_q, q_weight, k_weight)
     return tl.where(turned, normed.to(dtype).to(tl.float32), x)

@@ -41,3 +41,11 @@ def tile_rows(
     chunk = first_chunk + rank // CHUNK_RANKS
     tile = tl.load(tiles_ptr + chunk, chunk < MAX_CHUNKS, 0)
     return tile > 0, tile.to(tl.int64) * GRANULE + rank % CHUNK_RANKS * columns
+
+
+@triton.jit
+def two_tiles(tile, following, columns, GRANULE: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The same of the ranks of two chunks, whose tiles are known."""
+    rank = tl.arange(0, BLOCK_R)
+    chosen = tl.where(rank < CHUNK_RANKS, tile, following)
+    return chosen > 0, chosen.to(tl.int64) * GRANULE + rank % CHUNK_RANKS * columns

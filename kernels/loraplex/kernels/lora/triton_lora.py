@@ -200,6 +200,8 @@ class LoraLauncher:
     def _launch_expand(self, kind: int, layer: int, g: int, plan: GroupPlan, y: torch.Tensor) -> None:
         tiling = self._planner.tiling
         small = kind == SMALL
+        # Sums of products without bfloat16's tensor cores would not fit.
+        bfloat16 = self._storage.dtype is torch.bfloat16
         units = self._units[2 * g + kind]
         expand[self._grid(kind, EXPAND, g, units.shape[0])](
             y,
@@ -225,6 +227,7 @@ class LoraLauncher:
             **self._launched_behind(),
             num_warps=tiling.small_warps if small else tiling.large_warps,
             num_stages=tiling.small_stages,
+            maxnreg=tiling.expand_registers if small and bfloat16 else None,
         )
 
 

@@ -6,42 +6,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loraplex.kernels.lora.triton_device import CHUNK_RANKS, FEW_ROWS, HEAD, LIST, PIECE, tile_rows
+from loraplex.kernels.lora.triton_device import CHUNK_RANKS, HEAD, LIST, PIECE, tile_rows, two_tiles
 
 
 @triton.jit
-def _shrink_by_rows(
-    x_ptr,  # at the piece's first row
-    x_stride,
+def _shrink_row(
+    x_ptr,  # at the row
     storage_ptr,
     has_rank,
     rank_row,
-    num_rows,
     k_begin,
     k_end,
     K,
-    ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """[ROWS, BLOCK_R] float32, without tensor cores: each A element is read once and multiplied ROWS times."""
-    row = tl.arange(0, ROWS)
+    """[1, BLOCK_R] float32 of one row, without tensor cores."""
     column = tl.arange(0, BLOCK_K)
-    total = tl.zeros((ROWS, BLOCK_R), tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
     for k_first in range(k_begin, k_end, BLOCK_K):
         k = k_first + column
-        a = tl.load(
-            storage_ptr + rank_row[None, :, None] + k[None, None, :],
-            has_rank[None, :, None] & (k < K)[None, None, :],
-            0.0,
-        )
-        x = tl.load(
-            x_ptr + row.to(tl.int64)[:, None, None] * x_stride + k[None, None, :],
-            (row < num_rows)[:, None, None] & (k < K)[None, None, :],
-            0.0,
-        )
-        total += tl.sum(x.to(tl.float32) * a.to(tl.float32), axis=2)
-    return total
+        a = tl.load(storage_ptr + rank_row[:, None] + k[None, :], has_rank[:, None] & (k < K)[None, :], 0.0)
+        x = tl.load(x_ptr + k, k < K, 0.0)
+        total += tl.sum(x.to(tl.float32)[None, :] * a.to(tl.float32), axis=1)
+    return total[None, :]
 
 
 @triton.jit
@@ -87,6 +75,39 @@ def _put_hidden(h_ptr, total, ranks, num_rows, has_rank, ROWS: tl.constexpr, BLO
     )
 
 
+@triton.jit
+def _piece_of(work_ptr, start, item, units, num_items):
+    """Of an item: the first row, the rows, the slot, the first chunk, where its hidden values begin, and ranks a row.
+    Zeros behind the last item."""
+    there = item < num_items
+    piece_ptr = work_ptr + start + item // units * PIECE
+    return (
+        tl.load(piece_ptr, there, 0),
+        tl.load(piece_ptr + 1, there, 0),
+        tl.load(piece_ptr + 2, there, 0),
+        tl.load(piece_ptr + 3, there, 0),
+        tl.load(piece_ptr + 4, there, 0),
+        tl.load(piece_ptr + 5, there, 0),
+    )
+
+
+@triton.jit
+def _site_of(
+    records_ptr,
+    slot,
+    first_chunk,
+    layer,
+    site,
+    LAYERS: tl.constexpr,
+    SITES: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+):
+    """Of an adapter's site: its chunks, and two A tiles from the first chunk on."""
+    record_ptr = records_ptr + ((slot * LAYERS + layer) * SITES + site) * (HEAD + 2 * MAX_CHUNKS)
+    tiles_ptr = record_ptr + HEAD + first_chunk
+    return tl.load(record_ptr), tl.load(tiles_ptr), tl.load(tiles_ptr + 1, first_chunk + 1 < MAX_CHUNKS, 0)
+
+
 @triton.jit(do_not_specialize=["which", "layer", "first_site", "num_sites"])
 def shrink(
     x_ptr,
@@ -114,32 +135,51 @@ def shrink(
 
     x [T, K] with rows x_stride apart; h flat: a piece's values [splits, num_sites, its rows, its ranks] begin where it
     says. The list is number `which` of `work`, whose head has the number of planes and how many columns one has. Units
-    are (site, plane). Pieces of one row, and of a few, go without tensor cores where BY_ROWS. DEPENDENT: what is
-    launched next may begin, and wait.
+    are (site, plane). Pieces of one row go without tensor cores where BY_ROWS. DEPENDENT: what is launched next may
+    begin, and wait.
+
+    A piece is loaded two items before it is computed, and where its tiles lie one item before: A's address waits for no
+    other load then.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     list_ptr = work_ptr + LIST * which
     start = tl.load(list_ptr)
-    splits = tl.load(list_ptr + 2)
+    splits = max(tl.load(list_ptr + 2), 1)  # 0 before the first list is written
     split = tl.multiple_of(tl.load(list_ptr + 3), 16)
     units = num_sites * splits
     num_items = tl.load(list_ptr + 1) * units
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        piece_ptr = work_ptr + start + item // units * PIECE
-        first_row = tl.load(piece_ptr)
-        num_rows = tl.load(piece_ptr + 1)
-        slot = tl.load(piece_ptr + 2)
-        first_chunk = tl.load(piece_ptr + 3)
-        h_first = tl.load(piece_ptr + 4)
-        ranks = tl.load(piece_ptr + 5)
-        site = item % units // splits
-        plane = item % splits
-        record_ptr = records_ptr + ((slot * LAYERS + layer) * SITES + first_site + site) * (
-            HEAD + 2 * MAX_CHUNKS
+    begin = tl.program_id(0)
+    step = tl.num_programs(0)
+    first_row, num_rows, slot, first_chunk, h_first, ranks = _piece_of(
+        work_ptr, start, begin, units, num_items
+    )
+    site = begin % units // splits
+    chunks, tile, following = _site_of(
+        records_ptr, slot, first_chunk, layer, first_site + site, LAYERS, SITES, MAX_CHUNKS
+    )
+    next_row, next_rows, next_slot, next_chunk, next_h, next_ranks = _piece_of(
+        work_ptr, start, begin + step, units, num_items
+    )
+    for item in range(begin, num_items, step):
+        later_row, later_rows, later_slot, later_chunk, later_h, later_ranks = _piece_of(
+            work_ptr, start, item + 2 * step, units, num_items
         )
-        if tl.load(record_ptr) > first_chunk:
-            has_rank, rank_row = tile_rows(record_ptr + HEAD, first_chunk, K, MAX_CHUNKS, GRANULE, BLOCK_R)
+        next_site = (item + step) % units // splits
+        next_chunks, next_tile, next_following = _site_of(
+            records_ptr, next_slot, next_chunk, layer, first_site + next_site, LAYERS, SITES, MAX_CHUNKS
+        )
+        if chunks > first_chunk:
+            if BLOCK_R == 2 * CHUNK_RANKS:
+                has_rank, rank_row = two_tiles(tile, following, K, GRANULE, BLOCK_R)
+            else:
+                record_ptr = records_ptr + ((slot * LAYERS + layer) * SITES + first_site + site) * (
+                    HEAD + 2 * MAX_CHUNKS
+                )
+                has_rank, rank_row = tile_rows(
+                    record_ptr + HEAD, first_chunk, K, MAX_CHUNKS, GRANULE, BLOCK_R
+                )
+            plane = item % splits
             x_first = x_ptr + first_row.to(tl.int64) * x_stride
             h_here = (
                 h_ptr + h_first + (plane * num_sites + site) * num_rows * ranks + first_chunk * CHUNK_RANKS
@@ -147,20 +187,18 @@ def shrink(
             k_begin = plane * split
             k_end = min(k_begin + split, K)
             if BY_ROWS and num_rows == 1:
-                one = _shrink_by_rows(
-                    x_first, x_stride, storage_ptr, has_rank, rank_row, num_rows, k_begin, k_end, K,
-                    1, BLOCK_R, BLOCK_K,
-                )  # fmt: skip
+                one = _shrink_row(
+                    x_first, storage_ptr, has_rank, rank_row, k_begin, k_end, K, BLOCK_R, BLOCK_K
+                )
                 _put_hidden(h_here, one, ranks, num_rows, has_rank, 1, BLOCK_R)
-            elif BY_ROWS and num_rows <= FEW_ROWS:
-                few = _shrink_by_rows(
-                    x_first, x_stride, storage_ptr, has_rank, rank_row, num_rows, k_begin, k_end, K,
-                    FEW_ROWS, BLOCK_R, BLOCK_K,
-                )  # fmt: skip
-                _put_hidden(h_here, few, ranks, num_rows, has_rank, FEW_ROWS, BLOCK_R)
             else:
                 many = _shrink_by_tiles(
                     x_first, x_stride, storage_ptr, has_rank, rank_row, num_rows, k_begin, k_end, K,
                     BLOCK_M, BLOCK_R, BLOCK_K,
                 )  # fmt: skip
                 _put_hidden(h_here, many, ranks, num_rows, has_rank, BLOCK_M, BLOCK_R)
+        site, chunks, tile, following = next_site, next_chunks, next_tile, next_following
+        first_row, num_rows, slot = next_row, next_rows, next_slot
+        first_chunk, h_first, ranks = next_chunk, next_h, next_ranks
+        next_row, next_rows, next_slot = later_row, later_rows, later_slot
+        next_chunk, next_h, next_ranks = later_chunk, later_h, later_ranks

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from loraplex.kernels.lora.types import CHUNK
 
+_REGISTERS = 65536
+"""Of a multiprocessor; threads get them by eights."""
 ROW_ROWS = 4
-"""Pieces of up to this number of rows are computed without tensor cores."""
+"""B sides of pieces of up to this number of rows are computed without tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +25,14 @@ class LoraTiling:
     Of large pieces, K is cut into one of `large_splits`, one of `large_blocks_r` ranks are computed at a time, and
     `expand_rows` rows are expanded at a time: below 64, see `loraplex.kernels.lora.triton_expand`.
 
-    Recorded passes compute B sides in the kernels that read them: the activation where `fuse_gated`, norms in steps of
-    up to `fuse_norm_rows` rows, if those are no wider than 4,096. A norm's program reads a whole row of B by itself,
-    which is as fast while every row has a multiprocessor of its own.
+    Recorded passes compute B sides in the kernels that read them: RoPE and the KV write where `fuse_rotary`, the
+    activation where `fuse_gated`, norms in steps of up to `fuse_norm_rows` rows, if those are no wider than 4,096. A
+    norm's program reads a whole row of B by itself, which is as fast while every row has a multiprocessor of its own.
 
-    A launch has `shrink_programs` or `expand_programs` for each multiprocessor: what fits there by its registers.
-    `shrink_by_rows`, `expand_by_rows`: pieces of up to ROW_ROWS rows go without tensor cores. In the A side that takes
-    168 registers in place of 80, so that 3 programs fit a multiprocessor in place of 6. `dependent_launch`: where the
-    device can (Hopper), a B side is launched while its A side still runs, and waits for it before it reads.
+    A launch has `shrink_programs` or `expand_programs` for each multiprocessor, and B sides no more registers than fit
+    there. `shrink_by_rows`: A sides of one row go without tensor cores. `expand_by_rows`: B sides of up to ROW_ROWS
+    rows do. `dependent_launch`: where the device can (Hopper), a B side is launched while its A side still runs, and
+    waits for it before it reads.
 
     `batch_invariant`: every piece is a small one, on tensor cores whatever its rows, so that the order of a row's sums
     follows from its site and its adapter's ranks alone (ADR 0039).
@@ -59,6 +61,7 @@ class LoraTiling:
     shrink_by_rows: bool = False
     expand_by_rows: bool = True
     dependent_launch: bool = False
+    fuse_rotary: bool = True
     fuse_gated: bool = True
     fuse_norm_rows: int = 128
     batch_invariant: bool = False
@@ -76,6 +79,12 @@ class LoraTiling:
                 "64 rows and more are expanded with WGMMA, whose operands in registers ptxas gets wrong"
             )
 
+    @property
+    def expand_registers(self) -> int:
+        """The most registers of a thread with which `expand_programs` B sides of small pieces fit a multiprocessor.
+        Where it may choose, a compiler takes more than it needs."""
+        return _REGISTERS // (self.expand_programs * self.small_warps * 32) // 8 * 8
+
     def split(self, in_features: int, wanted: int) -> tuple[int, int]:
         """Of a small piece: the columns in a plane, and the number of planes. `wanted` planes would give every program
         work; they are counted in powers of two. Without `splits_by_work`, and where a row's bits must not depend on
@@ -88,5 +97,7 @@ class LoraTiling:
         return split, -(-in_features // split)
 
 
-INVARIANT_TILING = LoraTiling(batch_invariant=True, max_splits=8, fuse_gated=False, fuse_norm_rows=0)
+INVARIANT_TILING = LoraTiling(
+    batch_invariant=True, max_splits=8, fuse_rotary=False, fuse_gated=False, fuse_norm_rows=0
+)
 """For the same bits in every step, recorded or not. Fewer planes, since prompts have as many."""

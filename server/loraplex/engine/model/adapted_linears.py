@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -20,6 +20,14 @@ class Linear:
     bias: torch.Tensor | None
 
 
+class _Norms(TypedDict):
+    """Of queries and keys."""
+
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+
+
 class AdaptedLinears:
     """Each method takes a linear, x [T, K], the layer's number and the site group's name. Where the batch's
     `lora_readers` compute the adapters in what follows the linear, they do. `eps`: of all norms; `gemma`: norms in
@@ -31,6 +39,7 @@ class AdaptedLinears:
         self._gemma = gemma
         self._rms_norm = ops.rms_norm_float32 if gemma else ops.rms_norm
         self._add_rms_norm = ops.add_rms_norm_float32 if gemma else ops.add_rms_norm
+        self._rotate_and_write = ops.rotate_and_write
         self._activation = ops.gelu_tanh_and_mul if gemma else ops.silu_and_mul
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -49,6 +58,33 @@ class AdaptedLinears:
         if batch.lora is not None:
             batch.lora.apply(layer, group, x, y)
         return y
+
+    def apply_and_rotate(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        layer: int,
+        group: str,
+        batch: ForwardBatch,
+        num_heads: int,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, num_heads, D]: the rotated queries. Keys and values are in the batch's cache afterwards."""
+        y = self._product(linear, x, layer, group, batch)
+        cache = batch.kv.layer(layer)
+        head_dim = cache.shape[-1]
+        heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
+        norms: _Norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": self._eps}
+        readers = batch.lora_readers
+        if readers is None or not readers.rotary(
+            layer, group, x, y, num_heads, *cos_sin, cache, batch.attention.slots, **norms
+        ):
+            if batch.lora is not None:
+                batch.lora.apply(layer, group, x, y)
+            self._rotate_and_write(heads, num_heads, *cos_sin, cache, batch.attention, **norms)
+        return heads[:, :num_heads]
 
     def gate(
         self, linear: Linear, x: torch.Tensor, layer: int, group: str, batch: ForwardBatch

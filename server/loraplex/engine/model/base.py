@@ -34,6 +34,26 @@ class LoraReaders(Protocol):
     """The adapters of one step, computed by what reads them: in place of `LoraPass.apply` and the operation behind it.
     y is what the base's linear returned for x."""
 
+    def rotary(
+        self,
+        layer: int,
+        group: str,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        num_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> bool:
+        """`Ops.rotate_and_write` of the updated y [T, (Hq + 2·Hkv)·D], whose queries are changed in place. slots [T]
+        are those of the batch's attention. False where it is not computed so."""
+        ...
+
     def gated(
         self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor, *, gelu: bool
     ) -> torch.Tensor | None:

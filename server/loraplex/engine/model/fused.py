@@ -249,22 +249,12 @@ class FusedDecoder:
     ) -> torch.Tensor:
         spec = self._spec
         num_rows = x.shape[0]
-        qkv = self._linears.apply(layer.qkv, x, index, "qkv", batch)
-        heads = qkv.view(num_rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        cache = batch.kv.layer(index)
-        self._ops.rotate_and_write(
-            heads,
-            spec.num_heads,
-            *cos_sin,
-            cache,
-            batch.attention,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=spec.rms_norm_eps,
+        queries = self._linears.apply_and_rotate(
+            layer.qkv, x, index, "qkv", batch, spec.num_heads, cos_sin, layer.q_norm, layer.k_norm
         )
         out = self._kernel.run(
-            heads[:, : spec.num_heads],
-            cache,
+            queries,
+            batch.kv.layer(index),
             batch.attention,
             scale=spec.attention_scale,
             window=spec.windows[index],

@@ -65,9 +65,10 @@ STEPS = ((1, 1), (16, 8), (16, 16), (64, 8), (64, 64), (256, 64))
 
 
 def lora_launches(rows: int) -> int:
-    """More in a layer of a recorded step with adapters: those expands are none that the activation computes, and in
-    steps of few rows the two norms."""
-    return UNFUSED_LAUNCHES - _TILING.fuse_gated - 2 * (rows <= _TILING.fuse_norm_rows)
+    """More in a layer of a recorded step with adapters: those expands are none that RoPE and the activation compute,
+    and in steps of few rows the two norms."""
+    fused = _TILING.fuse_rotary + _TILING.fuse_gated + 2 * (rows <= _TILING.fuse_norm_rows)
+    return UNFUSED_LAUNCHES - fused
 
 
 def launches(rows: int, adapters: int, *, lora: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""B sides of LoRA computed by the activation and the norm that read them: right against float64."""
+"""B sides of LoRA computed by what reads them, RoPE with the KV write, activation and norm: right against float64."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from bench.gpu.lora import LLAMA_8B, TOLERANCE, distinct
 from bench.gpu.timing import relative_error
+from loraplex.kernels.layers.rope import apply_rope, rope_cos_sin
 from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.triton_lora import TritonLora
@@ -19,6 +20,7 @@ from loraplex.kernels.lora.types import Scratch
 from support.kernels.lora_arena import lengths, make_arena
 
 _SMALL = (
+    SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 48, (48, 16, 16)),
     SiteGroup("gate_up", ("gate_proj", "up_proj"), 48, (80, 80)),
     SiteGroup("down", ("down_proj",), 80, (48,)),
 )
@@ -46,10 +48,13 @@ def cases(*, small: bool) -> list[ReadersCase]:
 
 
 def run_case(case: ReadersCase, device: torch.device, *, small: bool) -> dict[str, Any]:
-    """`error` is the larger one of the activation's and the norm's, as a part of the largest number. In the engine's
-    tiling."""
-    groups, dtype = (_SMALL, torch.float16) if small else (LLAMA_8B[2:], torch.bfloat16)
-    gate_up, down = groups
+    """`error` is the largest one of the rotation's, the activation's and the norm's, as a part of the largest number.
+    In the engine's tiling."""
+    qkv, _, gate_up, down = LLAMA_8B
+    groups, heads, dtype = (qkv, gate_up, down), (32, 8, 128), torch.bfloat16
+    if small:
+        groups, heads, dtype = _SMALL, (3, 1, 16), torch.float16
+    qkv, gate_up, down = groups
     segments = lengths(case.rows)
     num_rows = sum(count for _, count in case.rows)
     arena = make_arena(groups, 1, dtype, case.ranks, max_rank=64, dora=case.dora, device=device)
@@ -72,11 +77,13 @@ def run_case(case: ReadersCase, device: torch.device, *, small: bool) -> dict[st
         generator = torch.Generator(device=device).manual_seed(seed)
         return torch.randn(num_rows, sum(columns), generator=generator, device=device).to(dtype)
 
+    x, y = draw(6, [qkv.in_features]), draw(7, qkv.out_features)
+    error = _rotation_error(readers, heads, x, y, arena.expected(0, qkv, segments, x, y))
     x, y = draw(0, [gate_up.in_features]), draw(1, gate_up.out_features)
     gate, up = arena.expected(0, gate_up, segments, x, y).chunk(2, dim=-1)
     gated = readers.gated(0, "gate_up", x, y, gelu=False)
     assert gated is not None
-    error = relative_error(gated, torch.nn.functional.silu(gate) * up)
+    error = max(error, relative_error(gated, torch.nn.functional.silu(gate) * up))
     inner, out, residual = draw(2, [down.in_features]), draw(3, down.out_features), draw(4, down.out_features)
     weight = 1 + draw(5, down.out_features)[0] * 0.1
     total = arena.expected(0, down, segments, inner, out) + residual.double()
@@ -91,3 +98,27 @@ def run_case(case: ReadersCase, device: torch.device, *, small: bool) -> dict[st
         # y and the sum are rounded before the norm.
         "ok": error <= 3 * TOLERANCE[dtype],
     }
+
+
+def _rotation_error(
+    readers: FusedReaders,
+    heads: tuple[int, int, int],
+    x: torch.Tensor,
+    y: torch.Tensor,
+    updated: torch.Tensor,
+) -> float:
+    """Of queries, keys and values. `heads`: Hq, Hkv and D; `updated` is y with its update, in float64."""
+    rows, device = y.shape[0], y.device
+    num_heads, num_kv_heads, head_dim = heads
+    inv_freq = 1.0 / 10000.0 ** (torch.arange(0, head_dim, 2, device=device) / head_dim)
+    cos, sin = rope_cos_sin(torch.arange(rows, device=device), inv_freq)
+    cache = torch.zeros(-(-rows // 16), 16, 2, num_kv_heads, head_dim, dtype=y.dtype, device=device)
+    slots = torch.arange(rows, dtype=torch.int32, device=device).flip(0).contiguous()
+    assert readers.rotary(
+        0, "qkv", x, y, num_heads, cos, sin, cache, slots, q_norm=None, k_norm=None, eps=_EPS
+    )
+    want = updated.view(rows, -1, head_dim).clone()
+    apply_rope(want[:, : num_heads + num_kv_heads], cos, sin)
+    written = cache.flatten(0, 1)[slots.long()].flatten(1, 2)
+    got = torch.cat((y.view(rows, -1, head_dim)[:, :num_heads], written), 1)
+    return relative_error(got, want)

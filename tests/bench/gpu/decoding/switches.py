@@ -68,7 +68,7 @@ SWITCHES: Mapping[str, Switch] = {
         _tiled(splits_by_work=True),
     ),
     "rows": Switch(
-        "the A side of few rows without tensor cores",
+        "the A side of single rows without tensor cores",
         "the A side on tensor cores",
         _tiled(shrink_by_rows=True),
         _tiled(shrink_by_rows=False),
@@ -76,7 +76,7 @@ SWITCHES: Mapping[str, Switch] = {
     "fused": Switch(
         "B sides by themselves",
         "B sides in what reads them",
-        _tiled(fuse_gated=False, fuse_norm_rows=0),
+        _tiled(fuse_rotary=False, fuse_gated=False, fuse_norm_rows=0),
         _tiled(fuse_norm_rows=256),
     ),
     "pdl": Switch(

@@ -7,58 +7,8 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.layers.triton_activation import activated
-from loraplex.kernels.lora.triton_device import CHUNK_RANKS, FEW_ROWS, HEAD, LIST, PIECE, VECTOR_GRANULE
-from loraplex.kernels.lora.triton_expand import update_by_rows, update_by_tiles, updated
-
-
-@triton.jit
-def _half(
-    y_ptr,  # at the piece's first row and the half's first column
-    y_stride,
-    storage_ptr,
-    floats_ptr,
-    h_ptr,
-    plane_stride,
-    row_stride,
-    record_ptr,
-    num_rows,
-    splits,
-    n,
-    INNER: tl.constexpr,
-    COLUMN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    GRANULE: tl.constexpr,
-    PLANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BY_ROWS: tl.constexpr,
-):
-    """[ROWS, BLOCK_N]: columns n of gate, or of up, with their update, rounded as `expand` rounds them. The half
-    begins at column COLUMN of its site, which is WIDTH wide."""
-    num_ranks = tl.load(record_ptr) * CHUNK_RANKS
-    vectors = tl.load(record_ptr + 1)
-    tiles_ptr = record_ptr + HEAD + MAX_CHUNKS
-    if BY_ROWS:
-        update = update_by_rows(
-            storage_ptr, h_ptr, plane_stride, row_stride, tiles_ptr, num_ranks, num_rows, splits,
-            COLUMN + n, WIDTH, MAX_CHUNKS, GRANULE, PLANES, ROWS, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
-    else:
-        update = update_by_tiles(
-            storage_ptr, h_ptr, plane_stride, row_stride, tiles_ptr, num_ranks, 0, num_rows, splits,
-            COLUMN + n, WIDTH, MAX_CHUNKS, GRANULE, PLANES, ROWS, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
-    row = tl.arange(0, ROWS)
-    y = tl.load(
-        y_ptr + row.to(tl.int64)[:, None] * y_stride + n[None, :],
-        (row < num_rows)[:, None] & (n < INNER)[None, :],
-        0.0,
-    ).to(tl.float32)
-    vectors_ptr = floats_ptr + vectors.to(tl.int64) * VECTOR_GRANULE
-    total = updated(y, update, vectors_ptr, vectors > 0, COLUMN + n, WIDTH)
-    return total.to(y_ptr.dtype.element_ty).to(tl.float32)
+from loraplex.kernels.lora.readers.triton_columns import updated_columns
+from loraplex.kernels.lora.triton_device import FEW_ROWS, HEAD, LIST, PIECE
 
 
 @triton.jit
@@ -87,20 +37,24 @@ def _gated_piece(
     BY_ROWS: tl.constexpr,
 ):
     """Columns n of a piece's rows."""
-    gate = _half(
+    gate = updated_columns(
         y_ptr, y_stride, storage_ptr, floats_ptr, h_ptr, plane_stride, row_stride, record_ptr, num_rows,
-        splits, n, INNER, 0, INNER if SPLIT_SITES else 2 * INNER,
+        splits, n, n < INNER, INNER if SPLIT_SITES else 2 * INNER,
         MAX_CHUNKS, GRANULE, PLANES, ROWS, BLOCK_R, BLOCK_N, BY_ROWS,
     )  # fmt: skip
     # Of two sites the second one's hidden values follow those of the first.
+    up_ptr = y_ptr
     up_h_ptr = h_ptr
     up_record_ptr = record_ptr
+    up_n = INNER + n
     if SPLIT_SITES:
+        up_ptr = y_ptr + INNER
         up_h_ptr = h_ptr + num_rows * row_stride
         up_record_ptr = record_ptr + HEAD + 2 * MAX_CHUNKS
-    up = _half(
-        y_ptr + INNER, y_stride, storage_ptr, floats_ptr, up_h_ptr, plane_stride, row_stride, up_record_ptr,
-        num_rows, splits, n, INNER, 0 if SPLIT_SITES else INNER, INNER if SPLIT_SITES else 2 * INNER,
+        up_n = n
+    up = updated_columns(
+        up_ptr, y_stride, storage_ptr, floats_ptr, up_h_ptr, plane_stride, row_stride, up_record_ptr,
+        num_rows, splits, up_n, n < INNER, INNER if SPLIT_SITES else 2 * INNER,
         MAX_CHUNKS, GRANULE, PLANES, ROWS, BLOCK_R, BLOCK_N, BY_ROWS,
     )  # fmt: skip
     row = tl.arange(0, ROWS)

@@ -1,11 +1,12 @@
 """Batched LoRA whose B side is computed by what reads it: a launch, a read and a write of y less for each.
 
-    expand(gate_up)  → SiLU·mul or GELU·mul            `expand_gated`: by pieces, as `expand`
+    expand(qkv)      → norms, RoPE and KV write        `expand_rotary`: by pieces, as `expand`
+    expand(gate_up)  → SiLU·mul or GELU·mul            `expand_gated`: by pieces too
     expand(o, down)  → residual addition → RMSNorm     `expand_norm`: by rows, as a norm needs whole ones
 
 Rows of the base go through the same launch. What is read is what `expand` would have written, rounded to y's dtype, so
-that activations have its bits. Norms sum a row's ranks without tensor cores, whatever the rows of its piece: before the
-rounding they differ from `expand` by the order of float32 sums where a piece has more than ROW_ROWS rows.
+that heads and activations have its bits. Norms sum a row's ranks without tensor cores, whatever the rows of its piece:
+before the rounding they differ from `expand` by the order of float32 sums where a piece has more than ROW_ROWS rows.
 
 For recorded passes: their lists name the rows (`loraplex.kernels.lora.triton_plan`).
 """
@@ -17,10 +18,14 @@ from typing import Protocol
 import torch
 import triton
 
+from loraplex.kernels.layers.triton_rope import check_heads
 from loraplex.kernels.lora.readers.triton_add_norm import expand_norm
 from loraplex.kernels.lora.readers.triton_gated import expand_gated
+from loraplex.kernels.lora.readers.triton_rotary import expand_rotary
 from loraplex.kernels.lora.triton_lora import LoraLauncher
 
+_BASE_HEADS = 8
+"""Of a row that no adapter changes."""
 _BASE_COLUMNS = 1024
 _MAX_WARPS = 16
 _WARP_COLUMNS = 256
@@ -42,6 +47,77 @@ class FusedReaders:
         self._launcher = launcher
         self._first = first
 
+    def rotary(
+        self,
+        layer: int,
+        group: str,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        num_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> bool:
+        """Of a group of Q, K and V, or of one site for the three. False also for heads that are wider than what a
+        program computes. Raises ValueError where the shapes are not the group's, or not those of
+        `loraplex.kernels.layers.triton_rope`."""
+        tiling = self._launcher.tiling
+        num_kv_heads, head_dim, half = cache.shape[3], cache.shape[4], cos.shape[-1]
+        block_half, rest = triton.next_power_of_2(half), head_dim - 2 * half
+        block_rest = triton.next_power_of_2(rest) if rest > 0 else 0
+        heads = self._columns(y) // (2 * block_half + block_rest)
+        if not tiling.fuse_rotary or not heads:
+            return False
+        plan, operands, constants = self._launcher.reader_operands(layer, group, y)
+        all_heads = num_heads + 2 * num_kv_heads
+        if y.shape[1] != all_heads * head_dim:
+            raise ValueError(f"{y.shape[1]} columns are not {all_heads} heads of {head_dim}")
+        check_heads(
+            y.view(y.shape[0], all_heads, head_dim), num_heads, cos, sin, cache, slots, q_norm, k_norm
+        )
+        self._first.shrink(layer, group, x)
+        items = y.shape[0] * (triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))
+        block, position, kind, head, _ = cache.stride()
+        expand_rotary[(min(self._launcher.expand_programs, items),)](
+            y,
+            y.stride(0),
+            cos,
+            sin,
+            cache,
+            slots,
+            y if q_norm is None else q_norm,
+            y if k_norm is None else k_norm,
+            eps,
+            block,
+            position,
+            kind,
+            head,
+            *operands,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            HALF=half,
+            BLOCK_HALF=block_half,
+            BLOCK_REST=block_rest,
+            BLOCK_SIZE=cache.shape[1],
+            NORM=q_norm is not None,
+            SPLIT_SITES=len(plan.group.sites) == 3,
+            **constants,
+            BLOCK_M=tiling.small_rows,
+            HEADS=heads,
+            BASE_HEADS=_BASE_HEADS,
+            BY_ROWS=tiling.expand_by_rows and not tiling.batch_invariant,
+            num_warps=tiling.small_warps,
+            num_stages=tiling.small_stages,
+            maxnreg=tiling.expand_registers,
+        )
+        return True
+
     def gated(
         self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor, *, gelu: bool
     ) -> torch.Tensor | None:
@@ -54,8 +130,7 @@ class FusedReaders:
         self._first.shrink(layer, group, x)
         rows, inner = y.shape[0], y.shape[1] // 2
         out = torch.empty(rows, inner, dtype=y.dtype, device=y.device)
-        # Products with float16 are three of TF32, which take twice the registers.
-        block_n = tiling.block_n // (4 if y.dtype is torch.float16 else 2)
+        block_n = self._columns(y) // 2
         items = rows * triton.cdiv(inner, min(block_n, _BASE_COLUMNS))
         expand_gated[(min(self._launcher.expand_programs, items),)](
             y,
@@ -72,6 +147,7 @@ class FusedReaders:
             BY_ROWS=tiling.expand_by_rows and not tiling.batch_invariant,
             num_warps=tiling.small_warps,
             num_stages=tiling.small_stages,
+            maxnreg=tiling.expand_registers,
         )
         return out
 
@@ -112,3 +188,8 @@ class FusedReaders:
             num_warps=min(_MAX_WARPS, max(1, block // _WARP_COLUMNS)),
         )
         return out
+
+    def _columns(self, y: torch.Tensor) -> int:
+        """How many columns of y a program computes. Products of other numbers than bfloat16 take twice the registers
+        and more."""
+        return self._launcher.tiling.block_n // (1 if y.dtype is torch.bfloat16 else 2)
