@@ -1,7 +1,7 @@
 """The values that travel between the engine, its clients and its runner.
 
-Everything here is a frozen dataclass that msgspec can encode, except `Sequence`, the engine's own mutable
-record of one request. No torch.
+Everything here is a frozen dataclass that msgspec can encode, or a frozen struct of it where one is made for every
+token, except `Sequence`, the engine's own mutable record of one request. No torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
+
+import msgspec
 
 from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.numerics.outputs import SiteOutputs
@@ -139,8 +141,7 @@ class Timing:
     adapter_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Something that happened to one request. Exactly one event of a request has `finish_reason` set; it is
     the last. `adapter_state` (where the adapter was when the request arrived) is set on the first event of a
     request that names an adapter. `usage` and `timing` are set on the terminal event.

@@ -12,13 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol, assert_never
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.event_buffer import EventBuffer
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.ipc import protocol as wire
-from loraplex.engine.logprobs import Scores, join_scores
 from loraplex.engine.reports import EngineInfo
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
 
@@ -95,13 +94,16 @@ class Outbox:
         self._lock = threading.Lock()
         self._control: deque[wire.Event] = deque()
         self._states: dict[str, AdapterState] = {}
-        self._tokens: dict[str, tuple[list[int], list[Scores], TokenEvent]] = {}
+        self._tokens: dict[str, EventBuffer] = {}
 
     def put(self, event: wire.Event) -> None:
         with self._lock:
             if isinstance(event, wire.Events):
                 for item in event.events:
-                    self._merge(item)
+                    buffer = self._tokens.get(item.request_id)
+                    if buffer is None:
+                        buffer = self._tokens[item.request_id] = EventBuffer()
+                    buffer.add(item)
             elif isinstance(event, wire.ResidencyChanged):
                 self._states.update(event.states)
             else:
@@ -118,37 +120,14 @@ class Outbox:
         if states:
             taken.append(wire.ResidencyChanged(states))
         if tokens:
-            taken.append(
-                wire.Events(
-                    tuple(
-                        last
-                        if len(ids) == len(last.token_ids) and len(scores) == (last.scores is not None)
-                        else replace(last, token_ids=tuple(ids), scores=join_scores(scores))
-                        for ids, scores, last in tokens.values()
-                    )
-                )
-            )
+            taken.append(wire.Events(tuple(buffer.take() for buffer in tokens.values())))
         return taken
 
     @property
     def num_tokens(self) -> int:
         """Tokens that wait."""
         with self._lock:
-            return sum(len(ids) for ids, _, _ in self._tokens.values())
-
-    def _merge(self, event: TokenEvent) -> None:
-        waiting = self._tokens.get(event.request_id)
-        if waiting is None:
-            scores = [] if event.scores is None else [event.scores]
-            self._tokens[event.request_id] = (list(event.token_ids), scores, event)
-            return
-        ids, scores, first = waiting
-        ids += event.token_ids
-        if event.scores is not None:
-            scores.append(event.scores)
-        if event.adapter_state is None and first.adapter_state is not None:
-            event = replace(event, adapter_state=first.adapter_state)
-        self._tokens[event.request_id] = (ids, scores, event)
+            return sum(buffer.num_tokens for buffer in self._tokens.values())
 
 
 class EngineLoop:

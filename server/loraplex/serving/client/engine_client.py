@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol, Self
 
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.logprobs import Scores, join_scores
+from loraplex.engine.event_buffer import EventBuffer
 from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
 from loraplex.engine.types import (
     AdapterState,
@@ -37,12 +36,9 @@ class RequestStream:
     def __init__(self, request: EngineRequest, on_abort: Callable[[str], None]) -> None:
         self.request = request
         self._on_abort = on_abort
-        self._arrived = asyncio.Event()
-        self._token_ids: list[int] = []
-        self._scores: list[Scores] = []
-        self._adapter_state: AdapterState | None = None
-        self._terminal: TokenEvent | None = None
-        self._pending = False  # something has been put that was not read
+        self._unread = EventBuffer()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
         self._closed = False  # the terminal event has been put
         self._ended = False  # the terminal event has been read
         self._aborted = False
@@ -57,10 +53,16 @@ class RequestStream:
     async def __anext__(self) -> TokenEvent:
         if self._ended:
             raise StopAsyncIteration
-        while not self._pending:
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._take()
+        while not self._unread:
+            if self._loop is None:
+                self._loop = (
+                    asyncio.get_running_loop()
+                )  # not for each token: it asks the system for the process' id
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        event = self._unread.take()
+        self._ended = event.finish_reason is not None
+        return event
 
     async def __aenter__(self) -> Self:
         return self
@@ -92,29 +94,11 @@ class RequestStream:
         """Called by the client on the event loop's thread. What follows a terminal event is ignored."""
         if self._closed:
             return
-        self._token_ids += event.token_ids
         self.num_received += len(event.token_ids)
-        if event.scores is not None:
-            self._scores.append(event.scores)
-        if self._adapter_state is None:
-            self._adapter_state = event.adapter_state
-        if event.finish_reason is not None:
-            self._terminal = event
-            self._closed = True
-        self._pending = True
-        self._arrived.set()
-
-    def _take(self) -> TokenEvent:
-        token_ids, state, terminal = tuple(self._token_ids), self._adapter_state, self._terminal
-        scores = join_scores(self._scores)
-        self._token_ids.clear()
-        self._scores.clear()
-        self._adapter_state = None
-        self._pending = False
-        if terminal is None:
-            return TokenEvent(self.request.request_id, token_ids, adapter_state=state, scores=scores)
-        self._ended = True
-        return replace(terminal, token_ids=token_ids, adapter_state=state, scores=scores)
+        self._closed = event.finish_reason is not None
+        self._unread.add(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EngineClient(Protocol):

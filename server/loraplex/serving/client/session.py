@@ -6,8 +6,9 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar, cast
+
+import msgspec
 
 from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.numerics import SiteOutputs
@@ -322,7 +323,7 @@ class EngineSession(ABC):
             if self._was_cut(event, stream):
                 code: ErrorCode = "draining" if self._draining else "engine_restarting"
                 error = EngineError(code, "the engine shut down before the request ended")
-                event = replace(event, finish_reason="error", error=error)
+                event = msgspec.structs.replace(event, finish_reason="error", error=error)
         stream.put(event)
 
     @staticmethod
