@@ -8,9 +8,9 @@ import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
-from starlette.types import Scope
+from starlette.types import Scope, Send
 
 from loraplex.control.types import Principal
 
@@ -22,11 +22,13 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 @dataclass
 class RequestContext:
     """`label` is what `x-request-id` says: the client's own id or one of ours. `internal_id` is unique and never chosen
-    by a client. `transport` is the server's connection, where it can be cut. `started` is of `time.monotonic`."""
+    by a client. `transport` is the server's connection, where it can be cut. `send` is the server's own: a body may go
+    straight to it once the head has passed all layers, which change heads alone. `started` is of `time.monotonic`."""
 
     label: str
     internal_id: str
     transport: asyncio.WriteTransport | None
+    send: Send | None = None
     started: float = field(default_factory=time.monotonic)
     status: int | None = None
     """The answer's status, once its head is sent."""
@@ -39,7 +41,7 @@ class RequestContext:
     """Of OpenTelemetry, 32 hex digits, where the request is recorded."""
 
     @classmethod
-    def of(cls, headers: Iterable[tuple[bytes, bytes]], send: Any = None) -> Self:
+    def of(cls, headers: Iterable[tuple[bytes, bytes]], send: Send | None = None) -> Self:
         """For a request with these headers. `send` is the server's own: uvicorn's leads to the connection."""
         internal_id = uuid.uuid4().hex
         own = next((value for name, value in headers if name == b"x-request-id"), b"")
@@ -50,7 +52,7 @@ class RequestContext:
             transport, "get_write_buffer_size"
         ):
             transport = None
-        return cls(label or f"req-{internal_id}", internal_id, transport)
+        return cls(label or f"req-{internal_id}", internal_id, transport, send)
 
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self

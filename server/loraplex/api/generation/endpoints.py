@@ -85,7 +85,7 @@ class GenerationEndpoint:
         if context.trace is not None:
             context.trace.asked(request)
         context.told = request.told
-        async with watch_client(receive, send, context.transport, timeout) as client:
+        async with watch_client(receive, send, context, timeout) as client:
             with context.deadline.enforced():
                 self._kind.check_model(request, services.engine.info)
                 model = await services.resolver.resolve(principal, request.model, user=request.user)
@@ -247,9 +247,10 @@ class GenerationEndpoint:
             ]
             headers += [(b"x-accel-buffering", b"no")]
             await client.send({"type": "http.response.start", "status": 200, "headers": headers})
-            last = await self._stream(client, context, plan, generation, answer, first)
+            # In a task of its own: what wakes the request's own task goes through all layers of the application.
+            last = await asyncio.create_task(self._stream(client, context, plan, generation, answer, first))
             await entry.close(generation, context.outcome)
-            await client.send({"type": "http.response.body", "body": last + answer.end})
+            await client.send_body(last + answer.end, more=False)
             return
         choices = [WholeChoice() for _ in range(plan.num_choices)]
         turned = time.monotonic()
@@ -274,8 +275,7 @@ class GenerationEndpoint:
         # In pieces, so that this ends when the client has read nearly all: what is kept for it is counted until then.
         for start in range(0, len(body), PIECE_BYTES):
             end = start + PIECE_BYTES
-            piece = {"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)}
-            await client.send(piece)
+            await client.send_body(body[start:end], more=end < len(body))
 
     async def _stream(
         self,
@@ -294,7 +294,7 @@ class GenerationEndpoint:
                 if not chunk and time.monotonic() - sent >= PING_S:
                     chunk = answer.ping
                 if chunk:
-                    await client.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await client.send_body(chunk)
                     sent = time.monotonic()
                 with context.deadline.enforced():
                     deltas, chunk = await generation.next(), b""

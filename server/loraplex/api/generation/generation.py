@@ -94,6 +94,7 @@ class Generation:
         # Where what is told of a token depends on the part that it belongs to: then nothing told depends on how many
         # came at a time.
         reading, scored = plan.reading, plan.request.wanted_logprobs is not None
+        self._scored = scored
         self._by_token = reading.reasons or (reading is not PLAIN and scored)
         self.adapter_state: AdapterState | None = None
 
@@ -190,7 +191,7 @@ class Generation:
         if event.token_ids:
             self._measure(choice, len(event.token_ids))
         echoed = self._echo(choice, event)
-        if self._plan.request.wanted_logprobs is not None and event.scores is not None:
+        if self._scored and event.scores is not None:
             rows = () if event.scores.output is None else event.scores.output.rows()
             choice.unshown.extend(zip(event.token_ids, rows, strict=True))
         if self._by_token and len(event.token_ids) > 1:
@@ -248,7 +249,7 @@ class Generation:
             choice.index,
             parts,
             self._told_reason(choice),
-            self._scored(choice, starts),
+            self._scored_tokens(choice, starts) if self._scored else None,
             num_tokens,
             token_ids[: num_tokens - before] if fields.return_token_ids else (),
             event.scores.prompt if tells_prompt and event.scores is not None else None,
@@ -274,7 +275,7 @@ class Generation:
         echo = choice.echo
         if echo is None or choice.echoed:
             return []
-        if self._plan.request.wanted_logprobs is None:
+        if not self._scored:
             choice.echoed = True
             return [Delta(choice.index, (TextPart(echo.take(None)[0]),))]
         if choice.index % self._plan.n:
@@ -289,10 +290,8 @@ class Generation:
         choice.echoed = echo.complete
         return deltas
 
-    def _scored(self, choice: _Choice, starts: Sequence[int]) -> tuple[ScoredToken, ...] | None:
+    def _scored_tokens(self, choice: _Choice, starts: Sequence[int]) -> tuple[ScoredToken, ...]:
         """The next tokens of a choice, whose texts begin there."""
-        if self._plan.request.wanted_logprobs is None:
-            return None
         offset = 0 if choice.echo is None else len(choice.echo)
         scored = []
         for start in starts:
@@ -321,9 +320,12 @@ class Generation:
 
     async def last_events(self, timeout_s: float = LAST_EVENT_S) -> None:
         """Wait for the terminal events of sequences that were aborted, so that usage is the engine's own."""
+        running = [choice for choice in self._choices if choice.terminal is None]
+        if not running:
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(self._last_event(choice) for choice in self._choices))
+                await asyncio.gather(*map(self._last_event, running))
 
     async def _last_event(self, choice: _Choice) -> None:
         read, choice.read = choice.read, None

@@ -26,6 +26,7 @@ from loraplex.api.metrics.engine_metrics import EngineSnapshot, Grown, own_famil
 from loraplex.api.metrics.grammar_metrics import GrammarMeter
 from loraplex.api.metrics.label_sets import IDLE_S, OTHER, LabelSets, OwnedCounter
 from loraplex.api.metrics.limiter_metrics import LimiterMeter
+from loraplex.api.metrics.token_histogram import TokenHistogram
 from loraplex.api.metrics.trace_metrics import TraceMeter
 from loraplex.control.background import BackgroundTasks
 from loraplex.control.types import CheckOutcome, LimitKind, LimitOwner, ReachedLimit
@@ -118,7 +119,10 @@ class Metrics:
         self._loads_seen: dict[str, dict[str, float]] = {}
 
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)
-        self._inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_S)
+        self._inter_token = TokenHistogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens.", {"model_name": model_name}, TOKEN_S
+        )
+        self._vllm.register(self._inter_token)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_S)
         self._queue = self._histogram("request_queue_time_seconds", "Time spent waiting to be run.", PHASE_S)
         self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token.", PHASE_S)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from loraplex.api.openai.logprobs import ScoredToken
 from loraplex.engine.logprobs import Logprobs
 from loraplex.serving.output.parts import Part, text_of
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """Parts of one choice that may be shown now, and how the choice ended if it did. A choice that ends with calls of
     tools has the reason "tool_calls". `tokens` are those whose text came with the parts, of every kind; None where
     their log probabilities were not asked for. `num_tokens`: how many the choice has by now; `token_ids`: those that

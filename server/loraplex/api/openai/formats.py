@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import msgspec
@@ -110,15 +111,19 @@ class AnswerFormat(ABC):
         """Of a choice."""
         return self.asked.prompts[index // self.asked.n]
 
+    @cached_property
+    def _chunk_head(self) -> bytes:
+        """The beginning of every chunk, an open JSON object."""
+        return b"data: " + dumps(self._head(self.KIND))[:-1] + b","
+
     def _chunk(self, choice: dict[str, Any], num_tokens: int, **others: Any) -> bytes:
         """`num_tokens`: the choice's so far."""
-        body = self._head(self.KIND) | others
-        body["choices"] = [choice]
+        body: dict[str, Any] = {**others, "choices": [choice]}
         if self.asked.continuous_usage:
             body["usage"] = _counts(len(self._prompt(choice["index"])), num_tokens)
         elif self.asked.include_usage:
             body["usage"] = None
-        return sse(body)
+        return self._chunk_head + dumps(body)[1:] + b"\n\n"
 
     def add(self, choice: WholeChoice, delta: Delta) -> None:
         """For an answer that does not stream."""
@@ -211,9 +216,10 @@ class CompletionFormat(AnswerFormat):
         return b""
 
     def delta(self, delta: Delta) -> bytes:
-        if not (delta.text or delta.tokens or delta.finish_reason or delta.token_ids):
+        text = delta.text
+        if not (text or delta.tokens or delta.finish_reason or delta.token_ids):
             return b""
-        choice = self._choice(delta.index, delta.text, delta.finish_reason, self._logprobs(delta))
+        choice = self._choice(delta.index, text, delta.finish_reason, self._logprobs(delta))
         if self.asked.token_ids:
             begins = delta.index not in self._begun
             self._begun.add(delta.index)

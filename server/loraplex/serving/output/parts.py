@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+import msgspec
+
+# Structs: with nearly every token one is made.
 
 
-@dataclass(frozen=True, slots=True)
-class TextPart:
+class TextPart(msgspec.Struct, frozen=True, gc=False):
     """More of the answer's text."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningPart:
+class ReasoningPart(msgspec.Struct, frozen=True, gc=False):
     """More of what the model thinks before it answers."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallStart:
+class CallStart(msgspec.Struct, frozen=True, gc=False):
     """A call of the tool `name` begins. `position` counts the choice's calls from 0; `id` is unique."""
 
     position: int
@@ -29,8 +29,7 @@ class CallStart:
     id: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallArguments:
+class CallArguments(msgspec.Struct, frozen=True, gc=False):
     """More of the arguments of the call at `position`: all of its pieces together are one JSON text. They follow the
     call's start, and precede the start of the next call."""
 
@@ -44,6 +43,9 @@ Part = TextPart | ReasoningPart | CallStart | CallArguments
 def merge_parts(parts: Iterable[Part]) -> list[Part]:
     """The same answer in as few parts as possible: neighbours of one kind (arguments: of one call) are joined, and
     empty ones left out. However an answer was cut, what is merged is the same."""
+    parts = list(parts)
+    if len(parts) < 2:
+        return [part for part in parts if isinstance(part, CallStart) or part.text]
     runs: list[tuple[Part, list[str]]] = []
     for part in parts:
         if isinstance(part, CallStart):
@@ -54,7 +56,9 @@ def merge_parts(parts: Iterable[Part]) -> list[Part]:
             else:
                 runs.append((part, [part.text]))
     return [
-        part if isinstance(part, CallStart) or len(texts) == 1 else replace(part, text="".join(texts))
+        part
+        if isinstance(part, CallStart) or len(texts) == 1
+        else msgspec.structs.replace(part, text="".join(texts))
         for part, texts in runs
     ]
 
@@ -68,4 +72,4 @@ def _is_continued(part: Part, other: Part) -> bool:
 
 def text_of(parts: Iterable[Part]) -> str:
     """The text of an answer, without reasoning and calls."""
-    return "".join(part.text for part in parts if isinstance(part, TextPart))
+    return "".join([part.text for part in parts if isinstance(part, TextPart)])
