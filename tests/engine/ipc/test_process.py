@@ -175,6 +175,24 @@ def test_a_client_that_does_not_read_stops_nothing(peer: Peer) -> None:
     assert merged > 1
 
 
+def test_what_waited_is_sent_as_soon_as_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no step comes any more, and no heartbeat."""
+    monkeypatch.setenv("FAKE_BEAT_S", "1000")
+    peer = Peer(tmp_path, EngineConfig("ok", "/nowhere"))
+    try:
+        peer.next(wire.Ready)
+        requests = [ask(f"r{i}", 400) for i in range(60)]
+        peer.send(*map(wire.Add, requests))
+        select.select([], [], [], 2.0)  # longer than its steps take, and than the socket takes their events
+        ended = 0
+        while ended < len(requests):
+            ended += sum(event.finish_reason is not None for event in peer.next(wire.Events).events)
+        peer.send(wire.Ping(1))
+        assert peer.next(wire.Pong) == wire.Pong(1)
+    finally:
+        peer.close()
+
+
 @pytest.mark.parametrize(
     ("model", "message", "foreseen"),
     [

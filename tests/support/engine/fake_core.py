@@ -4,8 +4,9 @@ A prompt that begins with `CRASH` makes the step raise, with `HANG` never return
 of `SLOW` and n makes each step take n tenths of a second. An adapter named `DAMAGED` has damaged bytes. `python
 tests/support/engine/fake_core.py --socket PATH` is an engine process around it. The model path says how it starts:
 "broken" cannot be built, "slow" never gets ready, anything else works. `FAKE_EXIT=N` in the environment ends the
-process with N before it connects; `FAKE_STEP_S` is how long a step takes; with `FAKE_CLOSE=hang` an engine cannot be
-closed. SIGUSR1 makes its main thread spin. A spare that is told `FAKE_SPARE=exit` ends at once, with `stop` it stops.
+process with N before it connects; `FAKE_STEP_S` is how long a step takes, `FAKE_BEAT_S` the time between heartbeats;
+with `FAKE_CLOSE=hang` an engine cannot be closed. SIGUSR1 makes its main thread spin. A spare that is told
+`FAKE_SPARE=exit` ends at once, with `stop` it stops.
 """
 
 from __future__ import annotations
@@ -266,8 +267,10 @@ def prepare_fake_spare(_decoder: str) -> None:
 
 
 if __name__ == "__main__":
+    from loraplex.engine.ipc import protocol as wire
     from loraplex.engine.ipc.process import run
 
+    wire.HEARTBEAT_INTERVAL_S = float(os.environ.get("FAKE_BEAT_S", wire.HEARTBEAT_INTERVAL_S))
     if os.environ.get("FAKE_EXIT"):
         sys.exit(int(os.environ["FAKE_EXIT"]))
     signal.signal(signal.SIGUSR1, spin)

@@ -2,9 +2,9 @@
 `--spare DECODER` instead, it imports what an engine with that decoder (as `EngineInfo` names it) needs and waits, until
 a line with PATH, and the EngineConfig behind it, come on stdin.
 
-The main thread does the socket and the signals, one step thread runs `EngineLoop`. The process lives for its
-one client: when the client's end of the socket closes, it exits. SIGINT is ignored (a Ctrl-C at the terminal
-reaches the parent, which drains), SIGTERM ends it cleanly. Log lines are JSON on stderr and hold no prompts.
+The main thread does the socket and the signals, one step thread runs `EngineLoop` and sends its events. The process
+lives for its one client: when the client's end of the socket closes, it exits. SIGINT is ignored (a Ctrl-C at the
+terminal reaches the parent, which drains), SIGTERM ends it cleanly. Log lines are JSON on stderr and hold no prompts.
 Exit status: 0 after a clean end, 1 after a failure in a step, 2 for a bad start, 3 where the engine could not
 be built.
 """
@@ -55,7 +55,8 @@ BuildEngine = Callable[[EngineConfig, Callable[[], None], Callable[[str], None]]
 
 class EngineServer:
     """One connection's IO, on the main thread: frames in to the loop, the outbox out to the client, and a sign of
-    life once a second.
+    life once a second. What the socket takes at once the step thread sends itself: to wake the main thread for each
+    step takes longer.
 
     Nothing is encoded before the socket has taken what was encoded last, so a client that does not read makes
     the outbox merge, and neither memory nor the step thread waits for it.
@@ -70,13 +71,14 @@ class EngineServer:
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._outbox = Outbox(self._notify)
+        self._outbox = Outbox(self._put)
         self._loop = EngineLoop(build, self._emit, log)
         self._reader = wire.FrameReader()
         self._sending = memoryview(b"")
+        self._sends = threading.Lock()
         self._starting = True
         self._stage = "loading"
-        self._started_at = time.monotonic()
+        self._started_at = self._next_beat = time.monotonic()
         self._status: int | None = None
         self._thread = threading.Thread(target=self._step_thread, name="step", daemon=True)
 
@@ -86,22 +88,21 @@ class EngineServer:
         self._selector.register(self._connection, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread.start()
-        next_beat = self._started_at
         flush_until: float | None = None
         while True:
             now = time.monotonic()
-            if now >= next_beat:
+            if now >= self._next_beat:
                 if self._starting:
                     self._outbox.put(wire.Starting(self._stage, now - self._started_at))
                 elif not self._sending:  # else it has enough to read
                     self._outbox.put(self._loop.heartbeat())
-                next_beat = now + wire.HEARTBEAT_INTERVAL_S
+                self._next_beat = now + wire.HEARTBEAT_INTERVAL_S
             if self._status is not None and flush_until is None:
                 flush_until = now + FLUSH_S
             self._send()
             if flush_until is not None and (not self._sending or now >= flush_until):
                 return self._status or 0
-            timeout = next_beat - now
+            timeout = self._next_beat - now
             if flush_until is not None:
                 timeout = min(timeout, flush_until - now)
             for key, _ in self._selector.select(timeout):
@@ -137,6 +138,22 @@ class EngineServer:
             self._starting = False
         self._outbox.put(event)
 
+    def _put(self) -> None:
+        """Something was put into the outbox."""
+        # Not past a main thread that hangs: the client would take the process for healthy.
+        is_sender = threading.current_thread() is self._thread and not self._beat_is_late
+        if is_sender and self._sends.acquire(blocking=False):
+            try:
+                if not self._sending and self._flush():
+                    return
+            finally:
+                self._sends.release()
+        self._notify()
+
+    @property
+    def _beat_is_late(self) -> bool:
+        return time.monotonic() > self._next_beat
+
     def _notify(self) -> None:
         # A full pipe has a wake-up in it already.
         with contextlib.suppress(BlockingIOError, OSError):
@@ -168,20 +185,25 @@ class EngineServer:
         return True
 
     def _send(self) -> None:
+        with self._sends:
+            all_sent = self._flush()
+        wanted = selectors.EVENT_READ if all_sent else selectors.EVENT_READ | selectors.EVENT_WRITE
+        self._selector.modify(self._connection, wanted)
+
+    def _flush(self) -> bool:
+        """Send what waits, as far as the socket takes it; whether it took all. Call with the lock held."""
         while True:
             if not self._sending:
                 self._sending = memoryview(b"".join(map(_frames, self._outbox.take_events())))
                 if not self._sending:
-                    self._selector.modify(self._connection, selectors.EVENT_READ)
-                    return
+                    return True
             try:
                 sent = self._connection.send(self._sending)
             except BlockingIOError:
-                self._selector.modify(self._connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
-                return
+                return False
             except OSError:
                 self._sending = memoryview(b"")  # the next read finds that the client is gone
-                return
+                return True
             self._sending = self._sending[sent:]
 
     def _abandon(self) -> int:
