@@ -1,6 +1,6 @@
 """What a streamed token costs beside the engine's work, thread by thread.
 
-    PYTHONPATH=tests python -m bench.stream_cost [--beside CHECKOUT] [--model DIR] [--rounds 5] [--step-mb 256]
+    PYTHONPATH=tests python -m bench.http.stream_cost [--beside CHECKOUT] [--model DIR] [--rounds 5] [--step-mb 256]
 
 `loraplex serve` runs as an operator runs it, but that its engine has no model: it has the product's own loop and
 socket, and a core whose step reads `--step-mb` MiB of memory with two threads and then gives each stream one token. So
@@ -44,7 +44,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.http_cost import HERE, PORTIONS, commit_of
+from bench.http.http_cost import HERE, PORTIONS, commit_of
 from support.servers.live_server import LiveServer, write_tiny_model
 
 HERE_FILE = Path(__file__).resolve()
@@ -156,7 +156,8 @@ def engine() -> None:
 
 class Server:
     def __init__(self, checkout: Path, directory: Path, step_mb: int, model: Path | None) -> None:
-        path = os.pathsep.join(str(checkout / portion) for portion in PORTIONS)
+        # Last, this checkout's tests: the other one may not have this file.
+        path = os.pathsep.join([*(str(checkout / portion) for portion in PORTIONS), str(HERE / "tests")])
         environment = {"PYTHONPATH": path, "BENCH_STEP_MB": str(step_mb)}
         options = {"environment": environment, "served_model_name": "base"}
         if model is None:

@@ -1,6 +1,6 @@
 """What the HTTP layers of the data plane cost a request.
 
-    PYTHONPATH=tests python -m bench.http_cost [--beside CHECKOUT | --traced] [--rounds 15] [--requests 300]
+    PYTHONPATH=tests python -m bench.http.http_cost [--beside CHECKOUT | --traced] [--rounds 15] [--requests 300]
 
 The data plane runs behind uvicorn over an engine that answers from a script at once, in a process of its own. A client
 asks one request after the other. The figure is processor time of the event loop's thread for one request: HTTP,
@@ -31,7 +31,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
-HERE = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parents[3]
 PORTIONS = ("server", "adapters", "kernels", "admin", "migrations", "tests")
 PLANES = ("support.http.data_plane", "support.data_plane")
 """Where the data plane over a scripted engine is, in this checkout or in an older one."""
