@@ -226,11 +226,20 @@ class Server:
             (self._server.pid, "loop", "others"),
             (self._engine_pid, "socket", "step"),
         ):
+            seconds[rest] += process_s(pid)
             for task in Path(f"/proc/{pid}/task").iterdir():
-                if (task / "comm").read_text().strip() != READER:
-                    taken = int((task / "schedstat").read_text().split()[0]) / 1e9
-                    seconds[first if int(task.name) == pid else rest] += taken
+                taken = int((task / "schedstat").read_text().split()[0]) / 1e9
+                if int(task.name) == pid:
+                    seconds[first] += taken
+                    seconds[rest] -= taken
+                elif (task / "comm").read_text().strip() == READER:
+                    seconds[rest] -= taken
         return seconds
+
+
+def process_s(pid: int) -> float:
+    """Processor seconds of all threads of a process, also of those that have ended: clock_getcpuclockid(3)."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 @dataclass
