@@ -126,7 +126,7 @@ async def test_the_first_event_tells_where_the_adapter_was(client: EngineClient)
             await client.stats()
 
 
-async def test_sites_are_measured_with_the_tenants_own_weight_and_one_version_at_a_time(
+async def test_sites_are_measured_with_the_tenants_own_weight(
     client: EngineClient,
 ) -> None:
     stream = client.submit(replace(ask("r", LONG), weight=2.5))[0]

@@ -179,6 +179,24 @@ async def test_the_check_of_a_version_is_no_use(demand: Demand) -> None:
     assert ref(1).digest in demand
 
 
+async def test_a_measurement_is_no_use_and_keeps_the_tenants_limits(demand: Demand) -> None:
+    session = Session(demand)
+    capped, other = MemoryLimits(device_bytes_max=7), MemoryLimits(host_bytes_max=9)
+    session.limit_memory({"other": other})
+    session.sent.clear()
+    session.limit_memory({"acme": capped})
+    measuring = asyncio.create_task(session.measure_sites(ref(1), tenant="acme"))
+    while len(session.sent) < 2:
+        await asyncio.sleep(0)
+    told, add = session.sent
+    assert told == wire.SetMemory({"acme": capped})  # of the others nothing has changed
+    assert isinstance(add, wire.Add)
+    assert add.request.memory == capped
+    measuring.cancel()
+    demand.loaded([ref(1).digest])
+    assert demand.ranked() == []
+
+
 async def test_pins_are_waited_for_while_they_come(demand: Demand) -> None:
     session = Session(demand)
     session.answer(EngineStats(num_pins=2, num_pins_held=1, num_pins_coming=1))

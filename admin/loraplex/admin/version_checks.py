@@ -2,6 +2,10 @@
 
 An upload waits here for the verdict on its version. `run` checks what nobody waits for: versions whose upload did not
 wait, whose server died, or that could not be checked before.
+
+No tenant's checks keep another's waiting, however long they take: a tenant has one at a time, the engine measures them
+side by side, and the reference computes them in turns. A version that the engine dies of must not end engine after
+engine: its tenant's checks pause.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
@@ -22,7 +26,7 @@ import anyio.to_thread
 import structlog
 
 from loraplex.adapters.errors import AdapterRefused, LoraplexError
-from loraplex.adapters.numerics import SiteOutputs, check_numbers
+from loraplex.adapters.numerics import NumbersCheck, NumbersVerdict, SiteOutputs
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
 from loraplex.adapters.store.interface import Store
 from loraplex.admin.engine_eviction import evict_removed
@@ -39,16 +43,28 @@ from loraplex.control.errors import (
     VersionNotFound,
     VersionRejected,
 )
+from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import CheckOutcome, Refusal, VersionInfo
 from loraplex.serving.client.engine_client import EngineClient
-from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
+from loraplex.serving.errors import (
+    EngineDraining,
+    EngineLost,
+    EngineOverloaded,
+    EngineUnavailable,
+    ServingError,
+)
 
 WAIT_S = 30.0
 """How long an upload waits for its verdict. Common HTTP clients wait for a minute."""
 MEASURE_S = 90.0
 """For one version in the engine, which ends a measurement itself after 60 s."""
-MAX_CHECKS = 4
-"""Versions that are checked at a time, one of a tenant."""
+MAX_CHECKS = 64
+"""Versions that are checked at a time, one of a tenant. Most wait in the engine's queue: it measures one a step."""
+REFERENCE_S = 0.05
+"""For which the reference computes one version before the next one has its turn."""
+STUCK_S = 300.0
+"""After which a turn of the reference is given up: its storage hangs. One site may take a minute, as DoRA of a high
+rank on an output head."""
 SCAN_S = 30.0
 """How often `run` looks for versions that this server knows nothing of."""
 LEFT_ALONE_S = 120.0
@@ -57,9 +73,15 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 300.0
 MAX_DEATHS = 3
 """Once the engine has ended so often while a version was measured, each attempt waits for LONGEST_RETRY_S. The version
 may be what ends it, and an engine that dies five times within five minutes is given up."""
+DEATH_PAUSES_S = (10.0, 120.0, 600.0, 3600.0)
+"""For a tenant's checks after the first death of the engine during one of them, the second, and so on. Five within five
+minutes, with nothing served between them, and the engine would stay down."""
+FORGET_DEATHS_S = 3600.0
+"""After the pause, without another one."""
 _MOST_DOUBLINGS = 16
 _SHORTEST_PAUSE_S = 1.0
 _Key = tuple[str, str, int]
+_T = TypeVar("_T")
 
 log = structlog.get_logger("loraplex.admin")
 
@@ -82,9 +104,15 @@ class _Retry:
     due: float = 0.0
 
 
+class _ChecksPaused(LoraplexError):
+    """Of a tenant, after the engine died during one."""
+
+    code = "numbers_unchecked"
+
+
 class VersionChecks:
-    """For one event loop. Checks of one tenant go one after the other, so that a tenant's uploads keep no other's
-    waiting. `on_outcome` hears of each attempt. `clock` is monotonic seconds."""
+    """For one event loop. Checks of one tenant go one after the other. `on_outcome` hears of each attempt. `clock` is
+    monotonic seconds."""
 
     def __init__(
         self,
@@ -92,6 +120,7 @@ class VersionChecks:
         database: Database,
         catalog: Catalog,
         validation: Validation,
+        tenants: Tenants,
         store: Store,
         engine: EngineClient,
         retention: Retention | None = None,
@@ -105,6 +134,7 @@ class VersionChecks:
         self.catalog = catalog
         self.engine = engine
         self._validation = validation
+        self._tenants = tenants
         self._store = store
         self._retention = retention
         self._on_outcome = on_outcome
@@ -114,10 +144,14 @@ class VersionChecks:
         self._clock = clock
         self._running: dict[_Key, asyncio.Task[_Attempt]] = {}
         self._retries: dict[_Key, _Retry] = {}
+        self._deaths: dict[str, _Retry] = {}
         self._failed = asyncio.Event()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._slots = asyncio.Semaphore(MAX_CHECKS)
-        self._threads = anyio.CapacityLimiter(1)
+        self._alone = asyncio.Lock()
+        self._reference = asyncio.Lock()
+        self._thread = anyio.CapacityLimiter(1)
+        self._fetches = anyio.CapacityLimiter(MAX_CHECKS)
 
     def start(self, info: VersionInfo) -> asyncio.Task[_Attempt]:
         """Attempt to check a version, unless an attempt is on its way."""
@@ -147,7 +181,7 @@ class VersionChecks:
             task = self.start(info)
             await asyncio.wait({task}, timeout=deadline - self._clock())
             if not task.done():
-                raise NumbersUnchecked(info, "the engine is busy, and checks come after all requests")
+                raise NumbersUnchecked(info, "the engine is busy, or the version is large")
             if task.cancelled():
                 raise NumbersUnchecked(info, "the server is shutting down")
             attempt = task.result()
@@ -204,6 +238,7 @@ class VersionChecks:
         async with turn, self._slots:
             had_engine = self.engine.healthy
             try:
+                self._check_paused(info.tenant_id)
                 attempt = await self._attempt(info)
             except Exception as error:
                 ended = (
@@ -221,10 +256,10 @@ class VersionChecks:
         if info.state != "validating":  # another server was first
             return _Attempt(info)
         began = self._clock()
-        async with asyncio.timeout(self._measure_s):
-            outputs = await self.engine.measure_sites(info.ref(), tenant=info.tenant_id)
-        judged = partial(self._judge, info, outputs)
-        refusal, found = await anyio.to_thread.run_sync(judged, limiter=self._threads)
+        # Its tenant may never have sent a request to this engine.
+        self.engine.limit_memory(await run(self._tenants.memory_limits, [info.tenant_id]))
+        outputs = await self._measure(info)
+        refusal, found = await self._judge(info, outputs)
         if refusal is None:
             decision = await run(self._validation.accept, info, found)
         elif await run(self.catalog.mark_damaged, info.digest):
@@ -241,6 +276,13 @@ class VersionChecks:
                 await self._delete_surplus(decision.info, decision.by)
         return _Attempt(decision.info)
 
+    async def _measure(self, info: VersionInfo) -> SiteOutputs:
+        """After a death, alone of those that may be its reason: the next one tells which of them it is."""
+        is_suspect = self._last_death(info.tenant_id) is not None
+        async with self._alone if is_suspect else contextlib.nullcontext():
+            async with asyncio.timeout(self._measure_s):
+                return await self.engine.measure_sites(info.ref(), tenant=info.tenant_id)
+
     async def _current(self, info: VersionInfo) -> VersionInfo:
         """The version as it is now; `deleted` also where its tenant is."""
         try:
@@ -249,15 +291,25 @@ class VersionChecks:
         except (TenantNotFound, AdapterNotFound, VersionNotFound):
             return replace(info, state="deleted")
 
-    def _judge(self, info: VersionInfo, outputs: SiteOutputs) -> tuple[Refusal | None, dict[str, Any]]:
-        """Runs in a worker thread."""
-        folder = self._store.path(info.digest)
-        base = self._validation.base
+    async def _judge(self, info: VersionInfo, outputs: SiteOutputs) -> tuple[Refusal | None, dict[str, Any]]:
+        async with asyncio.timeout(STUCK_S):  # they may have to be fetched
+            path = partial(self._store.path, info.digest)
+            folder = await anyio.to_thread.run_sync(path, abandon_on_cancel=True, limiter=self._fetches)
+        files, base = (folder / CONFIG_NAME, folder / TENSORS_NAME), self._validation.base
         try:
-            verdict = check_numbers(folder / CONFIG_NAME, folder / TENSORS_NAME, base, outputs)
+            check = await self._compute(lambda: NumbersCheck(*files, base, outputs))
+            verdict: NumbersVerdict | None = None
+            while verdict is None:
+                verdict = await self._compute(lambda: check.run(REFERENCE_S))
         except AdapterRefused as error:
             return Refusal(error.code, error.message), {}
         return None if verdict.ok else Refusal("numerical_mismatch", verdict.message), verdict.report
+
+    async def _compute(self, work: Callable[[], _T]) -> _T:
+        """Run it in the one thread of the reference, after those that came before. A thread that hangs in its storage
+        is left behind, also where the check is cancelled."""
+        async with self._reference, asyncio.timeout(STUCK_S):
+            return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._thread)
 
     def _tell(self, info: VersionInfo, refusal: Refusal | None, seconds: float) -> None:
         self._on_outcome("ready" if refusal is None else "rejected")
@@ -279,12 +331,17 @@ class VersionChecks:
         if retry.deaths >= MAX_DEATHS:
             pause = LONGEST_RETRY_S
         pause *= 0.5 + random.random() / 2  # noqa: S311 - spreads attempts, keeps no secret
-        retry.due = self._clock() + pause
+        now = self._clock()
+        if isinstance(error, EngineLost):
+            self._note_death(info.tenant_id, now)
+        if isinstance(error, EngineLost | _ChecksPaused):
+            pause = max(pause, self._deaths[info.tenant_id].due - now)
+        retry.due = now + pause
         self._failed.set()
         is_expected = isinstance(error, LoraplexError | OSError)
         reason = str(error) if is_expected else "the check failed; the server's log says why"
         if isinstance(error, TimeoutError):
-            reason = "the engine did not measure it in time"
+            reason = "it could not be measured and computed in time"
         self._on_outcome("unchecked")
         log.warning(
             "version_not_checked",
@@ -294,8 +351,32 @@ class VersionChecks:
             retry_s=round(pause, 1),
             exc_info=None if is_expected else error,
         )
-        transient = isinstance(error, EngineUnavailable | EngineOverloaded)
+        transient = isinstance(error, EngineUnavailable | EngineOverloaded | _ChecksPaused)
         return _Attempt(info, reason, transient and not isinstance(error, EngineDraining))
+
+    def _check_paused(self, tenant: str) -> None:
+        """Raises _ChecksPaused."""
+        last = self._last_death(tenant)
+        if last is not None and self._clock() < last.due:
+            raise _ChecksPaused(
+                "the engine ended during a check of this tenant's, and the next one waits for a while"
+            )
+
+    def _last_death(self, tenant: str) -> _Retry | None:
+        """The last death of the engine during one of the tenant's checks, if that is not long ago."""
+        last = self._deaths.get(tenant)
+        if last is not None and self._clock() >= last.due + FORGET_DEATHS_S:
+            del self._deaths[tenant]
+            return None
+        return last
+
+    def _note_death(self, tenant: str, now: float) -> None:
+        """The engine died during one of the tenant's checks. Another version that was measured at that moment may be
+        the reason, so the first pause is short."""
+        last = self._last_death(tenant)
+        count = 1 if last is None else last.failures + 1
+        pause = DEATH_PAUSES_S[min(count, len(DEATH_PAUSES_S)) - 1]
+        self._deaths[tenant] = _Retry(count, count, now + pause)
 
     async def _delete_surplus(self, info: VersionInfo, by: Actor) -> None:
         """The version stands, whatever becomes of older ones: the next one tries again."""

@@ -360,6 +360,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         database=installation.database,
         catalog=installation.catalog,
         validation=installation.validation,
+        tenants=installation.tenants,
         store=installation.store,
         engine=engine,
         retention=retention,

@@ -22,8 +22,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = Literal["hot", "warm", "cold"]
 MEASURE_STEPS = 8
 """Steps in which the sites of an adapter are measured. Fewer than a KV block has positions: so it is never cached."""
-MEASURE_PRIORITY = -1001
-"""Below what any client can ask for."""
+MEASURE_PRIORITY = 1001
+"""Above what any client can ask for."""
 Namespace = tuple[str, str | None]
 """Tenant and adapter digest (None: the base model): requests of one namespace may share KV."""
 BlockKey = tuple[Namespace, bytes]

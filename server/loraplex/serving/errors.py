@@ -19,6 +19,10 @@ class EngineUnavailable(ServingError):
     retry_after_s = 2.0
 
 
+class EngineLost(EngineUnavailable):
+    """The engine process ended while it had the request (503)."""
+
+
 class EngineDraining(EngineUnavailable):
     """The engine finishes what runs and takes nothing new (503)."""
 

@@ -342,7 +342,7 @@ async def test_a_fresh_version_is_left_to_the_server_that_took_it(plane: AdminPl
 
 
 async def test_tenants_take_turns_and_few_are_measured_at_a_time(plane: AdminPlane) -> None:
-    tenants = [f"t{number}" for number in range(MAX_CHECKS + 2)]
+    tenants = [f"t{number:02}" for number in range(MAX_CHECKS + 2)]
     for tenant in tenants:
         plane.make_tenant(tenant)
     for name in ("a", "b", "c"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.admission.peft_config import LoraSettings
@@ -238,6 +239,70 @@ def test_a_step_measures_a_part_and_the_others_go_on(
     # Seven sites a layer, and a layer a step.
     assert max(sites_of) <= 7
     assert sum(sites_of) == 2 * 21 + 4
+
+
+def test_rows_that_are_alike_are_equal_to_the_reference(models: Models, tmp_path: Path) -> None:
+    """The sums of such rows are rounded alike, so their errors add up."""
+    base, adapters = models["llama-biases"]
+    folder = tmp_path / "alike"
+    shutil.copytree(adapters["all"], folder)
+    path = folder / "adapter_model.safetensors"
+    alike = {
+        name: torch.full_like(tensor, 0.3 if "lora_A" in name else 0.7)
+        for name, tensor in load_file(path).items()
+    }
+    save_file(alike, path)
+    with engine_of(base, tmp_path, dtype="float32") as engine:
+        found = verdict(engine, folder, "alike")
+    assert found.ok, found.message
+
+
+def test_a_step_measures_one_version_and_each_has_its_turn(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapters = models["llama-biases"]
+    right = SiteProbe._measure
+    slots: list[int] = []
+
+    def noted(self: SiteProbe, asked: Any) -> Any:
+        slots.append(asked.slot)
+        return right(self, asked)
+
+    monkeypatch.setattr(SiteProbe, "_measure", noted)
+    with engine_of(base, tmp_path) as engine:
+        for name in CHOSEN:
+            engine.measure(name, engine.publish(adapters[name], name=name, tenant=f"tenant-{name}"))
+        while engine.core.has_work:
+            before = len(slots)
+            engine.step()
+            assert len(slots) <= before + 1
+        files = {name: (folder / "adapter_config.json", folder / "adapter_model.safetensors")
+                 for name, folder in adapters.items()}  # fmt: skip
+        for name in CHOSEN:
+            assert check_numbers(*files[name], engine.base, engine.outputs(name)).ok
+    # None was measured to its end before the others had begun.
+    assert len(slots) == 8 * len(CHOSEN)
+    assert len({*slots[: 2 * len(CHOSEN)]}) > 1
+
+
+def test_a_tenant_that_always_waits_for_something_gets_its_version(models: Models, tmp_path: Path) -> None:
+    base, adapters = models["llama-biases"]
+    with engine_of(base, tmp_path, max_num_seqs=2) as engine:
+        ref = engine.publish(adapters["all"])
+        for number in range(40):
+            engine.add(f"r{number}", range(5, 30), max_tokens=20)
+        engine.step()
+        engine.measure("measured", ref)
+        while "measured" not in engine.events:
+            engine.step()
+        assert check_numbers(
+            adapters["all"] / "adapter_config.json",
+            adapters["all"] / "adapter_model.safetensors",
+            engine.base,
+            engine.outputs("measured"),
+        ).ok
+        ended = [name for name, events in engine.events.items() if events[-1].finish_reason]
+        assert len(ended) < 20
 
 
 def test_a_measurement_that_fails_ends_its_own_request_alone(

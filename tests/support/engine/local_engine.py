@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.store.artifact_store import ArtifactStore
@@ -20,7 +22,8 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.inputs import Recorder
 from loraplex.engine.pooling import Pooling
-from loraplex.engine.types import MEASURE_STEPS, EngineRequest, SamplingParams, TokenEvent
+from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
+from loraplex.serving.client.measuring import measure_request
 
 
 class LocalEngine:
@@ -93,11 +96,8 @@ class LocalEngine:
 
     def measure(self, request_id: str, adapter: AdapterRef) -> None:
         """Ask for the outputs of its sites."""
-        sampling = SamplingParams(max_tokens=0)
-        placeholders = (0,) * MEASURE_STEPS
-        self.core.add_request(
-            EngineRequest(request_id, adapter.tenant_id, placeholders, sampling, adapter, measured=True)
-        )
+        asked = measure_request(adapter, adapter.tenant_id, weight=1.0, memory=NO_MEMORY_LIMITS)
+        self.core.add_request(replace(asked, request_id=request_id, deadline=None))
 
     def outputs(self, request_id: str) -> SiteOutputs:
         """Raises if the request ended in an error."""

@@ -93,6 +93,7 @@ class AdminPlane:
             database=self.database,
             catalog=catalog,
             validation=self.validation,
+            tenants=Tenants(self.database, artifacts),
             store=store,
             engine=self.engine,
             on_outcome=self.outcomes.append,

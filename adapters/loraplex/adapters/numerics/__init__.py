@@ -1,10 +1,10 @@
 """Admission by numbers: what the engine computes of a version beside a reference of its own.
 
 `probes` has the fixed inputs and the sketches of outputs, which the engine uses too. `SiteOutputs` is what it sends.
-`check_numbers` compares it with the reference, which reads the upload itself. No torch.
+`NumbersCheck` compares it with the reference, which reads the upload itself; `check_numbers` does so at once. No torch.
 """
 
-from loraplex.adapters.numerics.check import MAX_ERROR, TOLERANCE, NumbersVerdict, check_numbers
+from loraplex.adapters.numerics.check import MAX_ERROR, TOLERANCE, NumbersCheck, NumbersVerdict, check_numbers
 from loraplex.adapters.numerics.outputs import SiteOutputs, join_outputs
 from loraplex.adapters.numerics.probes import INPUT_ROWS, PROBE_ROWS, SKETCH_SUMS
 
@@ -14,6 +14,7 @@ __all__ = [
     "PROBE_ROWS",
     "SKETCH_SUMS",
     "TOLERANCE",
+    "NumbersCheck",
     "NumbersVerdict",
     "SiteOutputs",
     "check_numbers",

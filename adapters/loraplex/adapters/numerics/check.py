@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,43 +47,65 @@ class _Site:
     overflow: str | None
 
 
+class NumbersCheck:
+    """Compares what the engine computed with a reference that reads the upload by itself, a part at a time: the
+    reference of a large adapter takes minutes, and others wait for theirs.
+
+    The error of a site is the root mean square of measured minus expected sums over that of what rounding to the served
+    dtype moves them by; for a perfect site it is about 1 or less. One site is held at a time, in float64. For one
+    thread at a time.
+    """
+
+    def __init__(self, config_path: Path, tensors_path: Path, base: BaseSpec, outputs: SiteOutputs) -> None:
+        """Raises ArtifactMissing, ArtifactCorrupt, AdapterRefused, OSError."""
+        self._upload = Upload(config_path, tensors_path, base)
+        self._base = base
+        self._outputs = outputs
+        self._measured = _by_site(outputs)
+        self._weights: BaseWeights | None = None
+        self._left = list(reversed(self._upload.sites))
+        self._sites: list[_Site] = []
+
+    def run(self, seconds: float = math.inf) -> NumbersVerdict | None:
+        """Check sites for so long, one at least; the verdict after the last one, None before.
+
+        A version that the engine could not load may have weights that are infinite in the served dtype, which is an
+        overflow. Else ArtifactUnreadable is raised with the engine's reason: nothing was compared. Raises
+        BaseModelInvalid and what the constructor does as well.
+        """
+        until = time.monotonic() + seconds
+        while self._left:
+            self._sites.append(_check_site(self._upload, self._left.pop(), self._measured, self._expect))
+            if time.monotonic() >= until:
+                break
+        return None if self._left else self._verdict()
+
+    def _expect(self, site: UploadedSite) -> ExpectedSite:
+        if site.magnitude is not None and self._weights is None:
+            self._weights = BaseWeights(self._base)
+        return expect_site(site, self._outputs.dtype, self._weights)
+
+    def _verdict(self) -> NumbersVerdict:
+        if self._outputs.failure and all(site.overflow is None for site in self._sites):
+            raise ArtifactUnreadable(f"the engine could not load it: {self._outputs.failure}")
+        # The engine changes what the upload does not name.
+        modules = {key: shape.module_path for key, shape in self._base.sites.items()}
+        named = self._upload.sites.keys()
+        others = [
+            _Site(modules.get(key, f"{key[1]} of layer {key[0]}"), MAX_ERROR, 0, 0, 0, None)
+            for key in self._measured
+            if key not in named
+        ]
+        return _verdict([*self._sites, *others], self._outputs.dtype, is_empty=not self._measured)
+
+
 def check_numbers(
     config_path: Path, tensors_path: Path, base: BaseSpec, outputs: SiteOutputs
 ) -> NumbersVerdict:
-    """Compare what the engine computed with a reference that reads the upload by itself.
-
-    The error of a site is the root mean square of measured minus expected sums over that of what rounding to the served
-    dtype moves them by; for a perfect site it is about 1 or less. A version that the engine could not load may have
-    weights that are infinite in the served dtype, which is an overflow. Else ArtifactUnreadable is raised with the
-    engine's reason: nothing was compared. One site is held at a time, in float64. Raises ArtifactMissing,
-    ArtifactCorrupt, AdapterRefused, BaseModelInvalid, OSError as well.
-    """
-    upload = Upload(config_path, tensors_path, base)
-    measured = _by_site(outputs)
-    weights: list[BaseWeights] = []
-
-    def expect(site: UploadedSite) -> ExpectedSite:
-        if site.magnitude is not None and not weights:
-            weights.append(BaseWeights(base))
-        return expect_site(site, outputs.dtype, weights[0] if weights else None)
-
-    sites = [_check_site(upload, key, measured, expect) for key in upload.sites]
-    if outputs.failure and all(site.overflow is None for site in sites):
-        raise ArtifactUnreadable(f"the engine could not load it: {outputs.failure}")
-    # The engine changes what the upload does not name.
-    sites += [
-        _Site(
-            base.sites[key].module_path if key in base.sites else f"{key[1]} of layer {key[0]}",
-            MAX_ERROR,
-            0,
-            0,
-            0,
-            None,
-        )
-        for key in measured
-        if key not in upload.sites
-    ]
-    return _verdict(sites, outputs.dtype, is_empty=not measured)
+    """The whole of a `NumbersCheck` at once. Raises what it raises."""
+    verdict = NumbersCheck(config_path, tensors_path, base, outputs).run()
+    assert verdict is not None, "the time is not limited"
+    return verdict
 
 
 def _by_site(outputs: SiteOutputs) -> dict[tuple[int, str], NDArray[np.float32] | None]:

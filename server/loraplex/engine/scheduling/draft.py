@@ -15,6 +15,7 @@ class Draft:
     budget: int  # tokens that still fit into the step
     score_budget: int  # positions whose logits may still be kept
     max_running: int
+    measures: bool = False  # an adapter's sites: of one in a step, so that its time is bounded
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
 

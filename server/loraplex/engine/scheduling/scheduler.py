@@ -246,6 +246,10 @@ class Scheduler:
     def _schedule(self, draft: Draft, seq: Sequence) -> None:
         # Runs for every sequence of every step: work that decoding does not need is skipped.
         request, token_ids, start = seq.request, seq.token_ids, seq.num_computed
+        if request.measured:
+            if draft.measures:
+                return
+            draft.measures = True
         num_prompt, num_known = len(request.prompt_ids), len(token_ids)
         num_tokens = num_known + seq.num_pending
         scores = request.sampling.prompt_logprobs is not None and seq.num_scored < seq.num_to_score

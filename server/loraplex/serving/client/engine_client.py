@@ -187,10 +187,10 @@ class EngineClient(Protocol):
         ...
 
     async def measure_sites(self, ref: AdapterRef, *, tenant: str) -> SiteOutputs:
-        """What the sites of this version give for the fixed probes, computed behind all other requests of the tenant.
-        One version is measured at a time. It is loaded as for any request; where that fails, the outputs say so. Raises
-        ServingError: EngineUnavailable and EngineOverloaded where it makes sense to try again, MeasureFailed with the
-        engine's code else."""
+        """What the sites of this version give for the fixed probes, computed before all other requests of the tenant
+        that wait. It is loaded as for any request, within the tenant's limits of memory that the engine knows; where
+        that fails, the outputs say so. Raises ServingError: EngineUnavailable and EngineOverloaded where it makes sense
+        to try again, EngineLost where the engine died meanwhile, MeasureFailed with the engine's code else."""
         ...
 
 

@@ -16,11 +16,11 @@ from loraplex.engine.types import (
     SamplingParams,
 )
 from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
+from loraplex.serving.errors import EngineDraining, EngineLost, EngineOverloaded, ServingError
 
 MEASURE_DEADLINE_S = 60.0
 _ERRORS: dict[ErrorCode, type[ServingError]] = {
-    "engine_restarting": EngineUnavailable,
+    "engine_restarting": EngineLost,
     "draining": EngineDraining,
     "server_overloaded": EngineOverloaded,
 }
@@ -36,7 +36,8 @@ class MeasureFailed(ServingError):
 
 
 def measure_request(ref: AdapterRef, tenant: str, *, weight: float, memory: MemoryLimits) -> EngineRequest:
-    """A request for the sites of `ref`, behind all else that its tenant waits for."""
+    """A request for the sites of `ref`, before all else that its tenant waits for: it takes no more than a short prompt
+    does, and a tenant that always waits for something would never get its version."""
     return EngineRequest(
         f"measure-{uuid.uuid4().hex}",
         tenant,

@@ -55,7 +55,6 @@ class EngineSession(ABC):
         self._memory: OrderedDict[str, MemoryLimits] = OrderedDict()
         self.warming = False
         self._pins: dict[str, AdapterRef] = {}
-        self._measuring = asyncio.Lock()
         self._draining = False
         self._num_served = 0  # requests that came to a proper end
 
@@ -145,11 +144,10 @@ class EngineSession(ABC):
             self._send(wire.Abort((request_id,)))
 
     async def measure_sites(self, ref: AdapterRef, *, tenant: str) -> SiteOutputs:
-        async with self._measuring:
-            # As the engine knows the tenant: a request sets its weight and its limits.
-            weight, memory = self._weights.get(tenant, 1.0), self._memory.get(tenant, NO_MEMORY_LIMITS)
-            (stream,) = self._submit([measure_request(ref, tenant, weight=weight, memory=memory)])
-            return await read_outputs(stream, self.info.dtype)
+        # As the engine knows the tenant: a request sets its weight and its limits.
+        weight, memory = self._weights.get(tenant, 1.0), self._memory.get(tenant, NO_MEMORY_LIMITS)
+        (stream,) = self._submit([measure_request(ref, tenant, weight=weight, memory=memory)])
+        return await read_outputs(stream, self.info.dtype)
 
     # Adapters.
 
@@ -183,8 +181,8 @@ class EngineSession(ABC):
     def limit_memory(self, limits: Mapping[str, MemoryLimits]) -> None:
         for tenant_id, its in limits.items():
             self._limit(tenant_id, its)
-        if self._memory and self.healthy:
-            self._send(wire.SetMemory(dict(self._memory)))
+        if limits and self.healthy:
+            self._send(wire.SetMemory(dict(limits)))
 
     def warm(self, refs: Sequence[AdapterRef]) -> None:
         if not refs or not self.healthy:
