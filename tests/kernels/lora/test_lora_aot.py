@@ -23,7 +23,9 @@ from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 from loraplex.kernels.lora.types import Scratch
 from support.kernels.lora_arena import make_arena
 from support.kernels.triton_aot import (
+    MAX_SHARED_BYTES,
     Recorder,
+    Report,
     Variant,
     check,
     launched_variant,
@@ -40,6 +42,8 @@ READ = (
     SiteGroup("down", ("down_proj",), 14336, (4096,)),
 )
 PACKED = SiteGroup("qkv", ("qkv_proj",), 3072, (5120,))
+REGISTERS = 65536
+"""Of a multiprocessor."""
 ROWS_APART = LoraTiling(shrink_by_rows=True)
 DEPENDENT = "dependent, "
 """Of the names of kernels that are launched while those before them run: Hopper's alone."""
@@ -176,6 +180,24 @@ def dependent(variant: Variant) -> Variant:
     )
 
 
+def too_large_for_their_launches(report: Report) -> list[str]:
+    """The kernels of small pieces of which a multiprocessor does not hold as many programs as are launched for it, by
+    their registers, which threads get by eights, and their shared memory."""
+    tiling = LoraTiling()
+    found = []
+    for name, by_arch in report.items():
+        if "large" in name or "norm" in name or "batch-invariant" in name:
+            continue
+        programs = tiling.shrink_programs if "shrink" in name else tiling.expand_programs
+        for arch, usage in by_arch.items():
+            threads = 32 * tiling.small_warps
+            registers = programs * threads * (-(-usage.registers // 8) * 8)
+            shared = programs * (usage.shared_bytes + (1 << 10))  # the driver takes 1 KiB for each
+            if registers > REGISTERS or shared > MAX_SHARED_BYTES[int(arch.removeprefix("sm_"))]:
+                found.append(f"{name} on {arch}")
+    return found
+
+
 @pytest.mark.slow
 def test_all_compile_and_take_no_more_than_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     variants = []
@@ -195,6 +217,10 @@ def test_all_compile_and_take_no_more_than_recorded(monkeypatch: pytest.MonkeyPa
             assert usage.spill_bytes == 0, f"{name} on {arch}"
             assert usage.wide_loads > 0, f"{name} on {arch}"
             assert (usage.tensor_cores > 0) is ("expand_norm" not in name), f"{name} on {arch}"
+    assert too_large_for_their_launches(report) == [
+        "expand small, fp16 on sm_80",
+        "expand small, fp16 on sm_90",
+    ]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,6 +212,16 @@ def test_a_tiling_says_what_is_fused(arenas) -> None:
 def test_rows_that_a_program_can_not_hold_are_normed_apart(arenas) -> None:
     readers = recorded(arenas["split"]).readers
     assert readers.norm(0, "down", draw(1, INNER), draw(1, 4097), draw(4097), EPS, None) is None
+
+
+def test_a_pass_before_its_first_list_computes_nothing(arenas) -> None:
+    """As kernels are compiled: they load ahead, but divide by no number that a list would have."""
+    pass_ = recorded(arenas["split"])
+    x, y = draw(ROWS, HIDDEN), draw(ROWS, 2 * INNER, seed=1)
+    kept = y.clone()
+    with np.errstate(divide="raise", invalid="raise"):
+        pass_.launcher.apply(0, "gate_up", x, y)
+    assert torch.equal(y, kept)
 
 
 class AtOnce:

@@ -138,9 +138,10 @@ def shrink(
     are (site, plane). Pieces of one row go without tensor cores where BY_ROWS. DEPENDENT: what is launched next may
     begin, and wait.
 
-    A piece is loaded two items before it is computed, and where its tiles lie one item before: A's address waits for no
-    other load then.
+    Of blocks of two chunks, a piece is loaded two items before it is computed, and where its tiles lie one item before:
+    A's address waits for no other load then. Larger blocks have long items, and need the registers.
     """
+    AHEAD: tl.constexpr = BLOCK_R == 2 * CHUNK_RANKS
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     list_ptr = work_ptr + LIST * which
@@ -162,15 +163,24 @@ def shrink(
         work_ptr, start, begin + step, units, num_items
     )
     for item in range(begin, num_items, step):
-        later_row, later_rows, later_slot, later_chunk, later_h, later_ranks = _piece_of(
-            work_ptr, start, item + 2 * step, units, num_items
-        )
-        next_site = (item + step) % units // splits
-        next_chunks, next_tile, next_following = _site_of(
-            records_ptr, next_slot, next_chunk, layer, first_site + next_site, LAYERS, SITES, MAX_CHUNKS
-        )
+        if AHEAD:
+            later_row, later_rows, later_slot, later_chunk, later_h, later_ranks = _piece_of(
+                work_ptr, start, item + 2 * step, units, num_items
+            )
+            next_site = (item + step) % units // splits
+            next_chunks, next_tile, next_following = _site_of(
+                records_ptr, next_slot, next_chunk, layer, first_site + next_site, LAYERS, SITES, MAX_CHUNKS
+            )
+        else:
+            first_row, num_rows, slot, first_chunk, h_first, ranks = _piece_of(
+                work_ptr, start, item, units, num_items
+            )
+            site = item % units // splits
+            chunks, tile, following = _site_of(
+                records_ptr, slot, first_chunk, layer, first_site + site, LAYERS, SITES, MAX_CHUNKS
+            )
         if chunks > first_chunk:
-            if BLOCK_R == 2 * CHUNK_RANKS:
+            if AHEAD:
                 has_rank, rank_row = two_tiles(tile, following, K, GRANULE, BLOCK_R)
             else:
                 record_ptr = records_ptr + ((slot * LAYERS + layer) * SITES + first_site + site) * (
@@ -197,8 +207,9 @@ def shrink(
                     BLOCK_M, BLOCK_R, BLOCK_K,
                 )  # fmt: skip
                 _put_hidden(h_here, many, ranks, num_rows, has_rank, BLOCK_M, BLOCK_R)
-        site, chunks, tile, following = next_site, next_chunks, next_tile, next_following
-        first_row, num_rows, slot = next_row, next_rows, next_slot
-        first_chunk, h_first, ranks = next_chunk, next_h, next_ranks
-        next_row, next_rows, next_slot = later_row, later_rows, later_slot
-        next_chunk, next_h, next_ranks = later_chunk, later_h, later_ranks
+        if AHEAD:
+            site, chunks, tile, following = next_site, next_chunks, next_tile, next_following
+            first_row, num_rows, slot = next_row, next_rows, next_slot
+            first_chunk, h_first, ranks = next_chunk, next_h, next_ranks
+            next_row, next_rows, next_slot = later_row, later_rows, later_slot
+            next_chunk, next_h, next_ranks = later_chunk, later_h, later_ranks
