@@ -181,8 +181,8 @@ def dependent(variant: Variant) -> Variant:
 
 
 def too_large_for_their_launches(report: Report) -> list[str]:
-    """The kernels of small pieces of which a multiprocessor does not hold as many programs as are launched for it, by
-    their registers, which threads get by eights, and their shared memory."""
+    """The kernels of small pieces whose programs do not all fit: a multiprocessor holds fewer than are launched for it,
+    by their registers, which threads get by eights, or by their shared memory."""
     tiling = LoraTiling()
     found = []
     for name, by_arch in report.items():
