@@ -20,6 +20,7 @@ from loraplex.engine.reports import CacheEntry
 from loraplex.serving.demand import Demand, Uses
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient
+from support.http.quiet import all_levels
 
 
 class Rig:
@@ -117,7 +118,7 @@ def test_what_fills_a_reservation_comes_first(rig: Rig) -> None:
 async def test_a_damaged_file_is_told_and_stops_nothing(rig: Rig, harm: bytes) -> None:
     rig.plane.add("acme", "a")
     (rig.root / FILE_NAME).write_bytes(harm)
-    with capture_logs() as logs:
+    with all_levels(), capture_logs() as logs:
         assert await rig.warmed() == ["acme/a@v1"]
     assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["demand_not_read"]
 
@@ -133,7 +134,7 @@ async def test_pins_that_do_not_come_are_told(rig: Rig) -> None:
         rig.root, demand, database=plane.database, catalog=plane.catalog, releases=plane.releases,
         tenants=plane.tenants,
     )  # fmt: skip
-    with capture_logs() as logs:
+    with all_levels(), capture_logs() as logs:
         await warming.pin(engine)
     assert list(engine.pins) == [pinned.digest]
     told = [entry for entry in logs if entry["event"] == "pin_not_loaded"]
@@ -169,7 +170,7 @@ async def test_a_life_that_never_read_the_file_does_not_replace_it(
 
     monkeypatch.setattr(rig.plane.releases, "newest", away)
     monkeypatch.setattr("loraplex.app.tasks.warming.find_ready", away)
-    with capture_logs() as logs:
+    with all_levels(), capture_logs() as logs:
         engine, demand, warming = await rig.start()
     assert engine.warmed == []
     assert "warming_failed" in [entry["event"] for entry in logs]

@@ -138,6 +138,7 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """The rest: U+FFFD for a character that was never completed."""
+        self.in_character = False
         return self._utf8.decode(b"", final=True)
 
 
