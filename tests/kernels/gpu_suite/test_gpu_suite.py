@@ -140,25 +140,20 @@ def test_run_is_resumed_unless_what_matters_differs(tmp_path, name, value, resum
     assert len(Journal(tmp_path / "results.jsonl").runs) == 1 + resumed
 
 
-@pytest.mark.parametrize(
-    "only", ["checks/readers", pytest.param("", marks=pytest.mark.slow)], ids=["some", "all"]
-)
-def test_small_cases_without_a_gpu_and_without_an_installation(only, tmp_path):
+def test_all_kinds_of_cases_without_a_gpu_and_without_an_installation(tmp_path):
     """As on a GPU machine, with nothing of ours but the files and the wheels."""
     write_sitecustomize(tmp_path, QUICKLY)
     out = tmp_path / "out"
     command = [sys.executable, "-m", "bench.gpu.suite", "--small", "--out", str(out), "--budget", "200"]
-    command += ["--only", only] if only else []
     done = subprocess.run(
         command, check=False, env=gpu_environment(tmp_path), cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = {line["case"]: line for line in lines(out)[1:]}
-    assert set(found) == {case.key for case in catalogue.small() if only in case.key}
+    assert set(found) == {case.key for case in catalogue.small()}
     assert all(line["rows"] for line in found.values())
     told = (out / "results.md").read_text()
-    titles = ("The engine beside transformers", "A decoding step, recorded", "The host's side of a step")
-    for title in () if only else titles:
+    for title in ("The engine beside transformers", "A decoding step, recorded", "The host's side of a step"):
         assert f"## {title}" in told
 
 
