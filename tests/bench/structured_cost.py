@@ -11,7 +11,8 @@ of `streams` requests: a quarter are free answers, the neighbours; the others ar
 - `new`: each with a schema that the server has not seen before;
 - `free`: the prompts of `new` without their schemas, for as many tokens as each answer had;
 - `hostile`: as `free`, beside another tenant's hostile schemas, `hostile-rate` a second. That tenant has spent before
-  what it may spend at once: what is measured is what it costs from then on;
+  what it may spend at once: what is measured is what it costs from then on. It is paid back by the clock, also while
+  the server is stopped, so it may spend four times what it could beside a server that always runs;
 - `refused`: as `free`, beside as many requests of that tenant, of the same sizes, that are refused for a field before
   their schema is read. What these cost is HTTP's and the client's, which runs on the same cores.
 
@@ -283,12 +284,11 @@ def ratio(of: Callable[[list[Turn]], float], ours: list[Turn], others: list[Turn
 def show(bench: Bench) -> None:
     turns = {name: arm.turns for name, arm in bench.arms.items()}
     print(f"{len(bench.asked)} answers with a schema, {bench.num_refused} schemas refused\n")
-    print(
-        "| arm | tokens/s | ÷ free | ÷ refused | gap p99, ms | ÷ free | ÷ refused |\n|---|---|---|---|---|---|---|"
-    )
+    titles = [f"{what} | ÷ free | ÷ refused" for what in ("tokens/s", "CPU ms a token", "gap p99, ms")]
+    print(f"| arm | {' | '.join(titles)} |\n|---|{'---|' * 9}")
     for name in ARMS:
         cells = [name]
-        for of, digits in ((pace, 1), (p99_ms, 0)):
+        for of, digits in ((pace, 1), (cpu_ms, 3), (p99_ms, 0)):
             cells.append(f"{of(turns[name]):.{digits}f}")
             cells += [ratio(of, turns[name], turns[other]) for other in ("free", "refused")]
         print(f"| {' | '.join(cells)} |")
