@@ -135,6 +135,7 @@ def test_no_database_sees_what_no_name_has(loop: Loop) -> None:
 def test_nothing_outside_and_nothing_of_another_tenant(loop: Loop) -> None:
     foreign = loop.checkpoint("theirs", seed=41, tenant="rival")
     link = loop.folder / "acme" / "link"
+    link.parent.mkdir(exist_ok=True)
     link.symlink_to("../rival/theirs")
     wanted = {
         foreign: "source_not_allowed",
