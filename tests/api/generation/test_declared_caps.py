@@ -173,7 +173,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
         control.tenants.create(name)
     limiter = InProcessLimiter(clock=clock)
     store = BudgetStore(control.database, now=lambda _: clock.now())
-    budgets = Budgets(store, control.database.run, clock=clock)
+    # A slow disk is not what these tests are about: a request that gave up on it would answer 503.
+    budgets = Budgets(store, control.database.run, clock=clock, answer_timeout_s=60)
     limits = RequestLimits(limiter, budgets, server=SERVER)
     authenticator = FakeAuthenticator(CALLERS)
     with running_data_plane(root / "model", limiter=limits, authenticator=authenticator) as plane:

@@ -27,8 +27,6 @@ from loraplex.control.types import BudgetPeriod, ReachedLimit
 
 REPORT_INTERVAL_S = 5.0
 ANSWER_TIMEOUT_S = 1.0
-"""How long a request waits for the database. Once one request has timed out, the others don't wait for the same
-answer."""
 CLOSE_TIMEOUT_S = 5.0
 HELD_RETRY_S = 1.0
 """When others give back what they hold of a budget cannot be known."""
@@ -77,7 +75,8 @@ _Name = tuple[Owner, BudgetPeriod]
 
 class Budgets:
     """`take` before a request is served, `settle` after it. `ask` runs a function of the store in a worker thread;
-    `clock` is monotonic seconds."""
+    `clock` is monotonic seconds. A request waits `answer_timeout_s` for the database; once one request has timed out,
+    the others don't wait for the same answer."""
 
     def __init__(
         self,
@@ -85,9 +84,11 @@ class Budgets:
         ask: Callable[..., Awaitable[Any]],
         *,
         clock: Callable[[], float] = time.monotonic,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
         self._store = store
         self._ask = ask
+        self._answer_timeout_s = answer_timeout_s
         self._clock = clock
         self._slices: dict[_Name, _Slice] = {}
         self._over: list[_Slice] = []  # to be given back
@@ -212,10 +213,11 @@ class Budgets:
         if any(piece.is_over and piece.starts_at is None for piece in pieces):
             raise InvalidKey("Incorrect API key provided, or it has expired or was revoked.")
 
-    async def _refreshed(self, pieces: Sequence[_Slice], *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    async def _refreshed(self, pieces: Sequence[_Slice], *, timeout_s: float | None = None) -> None:
         """Wait until these slices were sent to the database, and answered. Those that wait meanwhile are sent together.
         Raises DatabaseUnavailable, DatabaseBusy."""
         loop = asyncio.get_running_loop()
+        timeout_s = self._answer_timeout_s if timeout_s is None else timeout_s
         if self._asked_at is not None and loop.time() - self._asked_at > timeout_s:
             raise DatabaseUnavailable()
         waiter: asyncio.Future[None] = loop.create_future()
