@@ -1,25 +1,23 @@
 """What schemas cost the batch that they are in, on the real server.
 
-    PYTHONPATH=tests python -m bench.structured_cost FOLDER [--rounds 80] [--window 1] [--streams 16] [--max-tokens 90]
+    PYTHONPATH=tests python -m bench.structured_cost FOLDER [--rounds 40] [--streams 16] [--max-tokens 90]
         [--hostile-rate 2] [--threads 0]
 
-FOLDER holds schemas as for `bench.structured_output`. Four servers with the quickstart's model and eight adapters run
-in turns, for `window` seconds each, in another order each round; the processes of the other three are stopped meanwhile
-(SIGSTOP). So all see the same machine within seconds, and no batch runs empty between two turns. Each has a full batch
-of `streams` requests: a quarter are free answers, the neighbours; the others are
+FOLDER holds schemas as for `bench.structured_output`. Four servers with the quickstart's model and eight adapters take
+turns at the same block of requests; the others are idle meanwhile. A block is two requests for each of `streams`
+connections. A quarter of the connections are the neighbours, with free answers. What the others ask differs:
 
-- `new`: each with a schema that the server has not seen before;
-- `free`: the prompts of `new` without their schemas, for as many tokens as each answer had;
-- `hostile`: as `free`, beside another tenant's hostile schemas, `hostile-rate` a second. That tenant has spent before
-  what it may spend at once: what is measured is what it costs from then on. It is paid back by the clock, also while
-  the server is stopped, so it may spend four times what it could beside a server that always runs;
+- `new`: each request has a schema that the server has not seen before;
+- `free`: prompts of the same length without schemas, and as many tokens as each answer of `new` had;
+- `hostile`: as `free`, beside another tenant's hostile schemas, `hostile-rate` a second. Before each block that tenant
+  spends what it may spend at once: what is measured is what it costs from then on;
 - `refused`: as `free`, beside as many requests of that tenant, of the same sizes, that are refused for a field before
   their schema is read. What these cost is HTTP's and the client's, which runs on the same cores.
 
-Prints the tokens a second of the whole batch, the CPU time of a token, the 99th percentile of the neighbours' time
-between two chunks, their ratios with the interval that holds 95 % of 2,000 resamplings of the rounds, and the CPU time
-of each server's processes for a second of its turns. A server is stopped for six windows at most; more than nine
-seconds would be a hang to it.
+So all four have the same prompts to read and the same tokens to draw, in the same order: what differs is the schemas.
+Prints for each the tokens a second, the CPU time of a token, the 99th percentile of the neighbours' time between two
+chunks, their ratios with the interval that holds 95 % of 2,000 resamplings of the blocks, and the CPU time of the
+server's processes for a second of its turns.
 """
 
 from __future__ import annotations
@@ -29,17 +27,14 @@ import asyncio
 import contextlib
 import itertools
 import random
-import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from bench.structured_output import (
     add_adapters,
@@ -48,7 +43,6 @@ from bench.structured_output import (
     open_client,
     schema_prompt,
     schemas_of,
-    tell_stories,
     with_schema,
 )
 from loraplex.app.base_model.source import ensure_model
@@ -56,14 +50,16 @@ from support.servers.cpu_times import CpuTimes
 from support.servers.live_server import SERVED_NAME, LiveServer
 
 ARMS = ("new", "free", "hostile", "refused")
-LEAD = 24
-"""Answers of `new` before the others begin, which ask for the same."""
+REQUESTS_PER_STREAM = 2
+FIRST_NUMBER = 10_000
+"""Prompts begin with a number that no prefix cache knows. All have as many digits, and so as many tokens."""
 RESAMPLINGS = 2000
 
 
 @dataclass
 class Turn:
-    """Tokens of all streams, seconds, seconds between two chunks of the neighbours, CPU seconds by process."""
+    """One block on one server: tokens of all answers, seconds, seconds between two chunks of the neighbours, CPU
+    seconds by process."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -71,13 +67,13 @@ class Turn:
     cpu_s: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What one stream was asked: a schema, and the tokens that its answer had."""
+@dataclass
+class Question:
+    """`tokens`: of the answer of `new`, once it is known."""
 
     place: int
     schema: Any
-    tokens: int
+    tokens: int | None = None
 
 
 def hostile(number: int) -> dict[str, Any]:
@@ -93,7 +89,7 @@ def hostile(number: int) -> dict[str, Any]:
 
 
 class Arm:
-    """One server with its streams. It runs only within `turn`."""
+    """One server, and what it is asked."""
 
     def __init__(self, name: str, server: LiveServer, arguments: argparse.Namespace) -> None:
         self.name, self.arguments = name, arguments
@@ -104,89 +100,73 @@ class Arm:
             open_client(server, server.create_key(tenant)) for tenant in ("acme", "hostile")
         )
         self.turns: list[Turn] = []
-        self.numbers = itertools.count()
-        self._server, self._cpu_times = server, CpuTimes(server)
-        self._now, self._began = Turn(), 0.0
-        self._runs = asyncio.Event()
-        self._runs.set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self.numbers = itertools.count(FIRST_NUMBER)
+        self._cpu_times = CpuTimes(server)
 
-    def start(self, bodies: Iterator[tuple[dict[str, Any], Callable[[int], None]]]) -> None:
-        """Keep the batch full: `bodies` yields a request, and what is to know how many tokens its answer had."""
-        neighbours = max(1, self.arguments.streams // 4)
-        for place in range(neighbours):
-            self._add(tell_stories(self.client, place, self._gap_counter()))
-        for _ in range(self.arguments.streams - neighbours):
-            self._add(self._keep_asking(bodies))
-        if self.name in ARMS[2:]:
-            self._add(self._flood())
-
-    async def turn(self, seconds: float, *, counted: bool = True) -> None:
-        """Let the server run for so long."""
-        self._resume()
-        self._now, before, self._began = Turn(), self._cpu_times.read(), time.perf_counter()
-        await asyncio.sleep(seconds)
-        self.pause()
-        self._now.seconds = time.perf_counter() - self._began
-        self._now.cpu_s = self._cpu_times.since(before)
-        await asyncio.sleep(0.05)  # what it has sent is read
-        for task in self._tasks:
-            if task.done():
-                task.result()
+    async def play(self, block: list[Question], *, counted: bool = True) -> None:
+        """Answer a block, and remember what it took."""
+        if self.name == "hostile":
+            while await self._ask_hostile(schema_is_read=True) != 429:
+                pass
+        turn, neighbours = Turn(), max(1, self.arguments.streams // 4)
+        questions = iter(block)
+        flood = asyncio.create_task(self._flood()) if self.name in ("hostile", "refused") else None
+        before, began = self._cpu_times.read(), time.perf_counter()
+        await asyncio.gather(
+            *(self._tell_stories(turn) for _ in range(neighbours)),
+            *(self._ask_all(questions, turn) for _ in range(self.arguments.streams - neighbours)),
+        )
+        turn.seconds = time.perf_counter() - began
+        turn.cpu_s = self._cpu_times.since(before)
+        if flood is not None:
+            flood.cancel()
+            await asyncio.wait([flood])
         if counted:
-            self.turns.append(self._now)
+            self.turns.append(turn)
 
-    def pause(self) -> None:
-        self._runs.clear()
-        self._signal(signal.SIGSTOP)
-
-    def _resume(self) -> None:
-        self._signal(signal.SIGCONT)
-        self._runs.set()
+    async def is_usable(self, schema: Any) -> bool:
+        """Whether the server accepts a schema."""
+        body = body_of(SERVED_NAME, "hi", 0, 1, **with_schema(schema))
+        return (await ask(self.client, body)).finish_reason is not None
 
     async def close(self) -> None:
-        self._resume()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.client.aclose()
         await self.stranger.aclose()
 
-    async def spend(self) -> None:
-        """Until the hostile tenant is told to come again later."""
-        while await self._ask_hostile(schema_is_read=True) != 429:
-            pass
+    async def _tell_stories(self, turn: Turn) -> None:
+        for _ in range(REQUESTS_PER_STREAM):
+            number, last = next(self.numbers), None
 
-    def _add(self, work: Any) -> None:
-        self._tasks.append(asyncio.create_task(work))
+            def count(now: float, tokens: int) -> None:
+                nonlocal last
+                turn.tokens += tokens
+                if last is not None:
+                    turn.gaps.append(now - last)
+                last = now
 
-    def _signal(self, number: int) -> None:
-        server = psutil.Process(self._server.pid)
-        for process in (server, *server.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+            body = body_of(SERVED_NAME, f"{number}. Tell a story.", number, self.arguments.max_tokens)
+            await self._ask({**body, "ignore_eos": True}, count)
 
-    def _gap_counter(self) -> Callable[[float, int], None]:
-        last = 0.0
-
-        def count(now: float, tokens: int) -> None:
-            nonlocal last
-            self._now.tokens += tokens
-            if last >= self._began:
-                self._now.gaps.append(now - last)
-            last = now
-
-        return count
-
-    async def _keep_asking(self, bodies: Iterator[tuple[dict[str, Any], Callable[[int], None]]]) -> None:
+    async def _ask_all(self, questions: Any, turn: Turn) -> None:
         def count(_: float, tokens: int) -> None:
-            self._now.tokens += tokens
+            turn.tokens += tokens
 
-        for body, answered in bodies:
-            answer = await ask(self.client, body, count)
-            if answer.finish_reason == "error":
-                raise RuntimeError(answer.refusal)
-            answered(answer.tokens)
+        for question in questions:
+            prompt = schema_prompt(next(self.numbers), question.schema)
+            model = self.models[question.place % len(self.models)]
+            if self.name == "new":
+                body = body_of(model, prompt, question.place, self.arguments.max_tokens)
+                question.tokens = await self._ask({**body, **with_schema(question.schema)}, count)
+            else:
+                assert question.tokens is not None
+                body = body_of(model, prompt, question.place, question.tokens)
+                await self._ask({**body, "ignore_eos": True}, count)
+
+    async def _ask(self, body: dict[str, Any], count: Callable[[float, int], None]) -> int:
+        answer = await ask(self.client, body, count)
+        if answer.finish_reason not in ("stop", "length"):
+            raise RuntimeError(answer.refusal)
+        return answer.tokens
 
     async def _ask_hostile(self, *, schema_is_read: bool) -> int:
         """The status of the answer to a hostile schema. Where it is not read, `top_p` is refused before."""
@@ -198,7 +178,6 @@ class Arm:
     async def _flood(self) -> None:
         """What a refusal says of trying again is passed over."""
         while True:
-            await self._runs.wait()
             sent = time.perf_counter()
             await self._ask_hostile(schema_is_read=self.name == "hostile")
             due = 1 / self.arguments.hostile_rate - (time.perf_counter() - sent)
@@ -209,52 +188,35 @@ class Bench:
     def __init__(self, servers: list[LiveServer], arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.arms = {name: Arm(name, server, arguments) for name, server in zip(ARMS, servers, strict=True)}
-        self.asked: list[Asked] = []
-        self.num_refused = 0
-        self.schemas = schemas_of(arguments.folder, sys.maxsize, arguments.seed)
+        self.num_asked = self.num_refused = 0
+        self._schemas = iter(enumerate(schemas_of(arguments.folder, sys.maxsize, arguments.seed)))
 
     async def run(self) -> None:
         new, *others = self.arms.values()
-        await self.arms["hostile"].spend()
-        for arm in others:
-            arm.pause()
-        new.start(self._new())
-        while len(self.asked) < LEAD:
-            await new.turn(self.arguments.window, counted=False)
-        for arm in others:
-            arm.start(self._again(arm))
-            await arm.turn(self.arguments.window, counted=False)
-        order = list(self.arms.values())
         rng = random.Random(self.arguments.seed)
-        for number in range(self.arguments.rounds):
-            rng.shuffle(order)
-            for arm in order:
-                await arm.turn(self.arguments.window)
-            print(f"round {number + 1}: {len(self.asked)} answers with a schema", file=sys.stderr, flush=True)
-        for arm in order:
+        for number in range(-1, self.arguments.rounds):
+            block = await self._next_block()
+            rng.shuffle(others)
+            for arm in (new, *others):
+                await arm.play(block, counted=number >= 0)
+            if number >= 0:
+                times = {name: round(arm.turns[-1].seconds, 2) for name, arm in self.arms.items()}
+                print(f"block {number + 1}: {times}", file=sys.stderr, flush=True)
+        for arm in self.arms.values():
             await arm.close()
 
-    def _new(self) -> Iterator[tuple[dict[str, Any], Callable[[int], None]]]:
-        for place, (_, schema) in enumerate(self.schemas):
-
-            def answered(tokens: int, place: int = place, schema: Any = schema) -> None:
-                if tokens:
-                    self.asked.append(Asked(place, schema, tokens))
-                else:
-                    self.num_refused += 1
-
-            body = self._body(self.arms["new"], place, schema, self.arguments.max_tokens)
-            yield {**body, **with_schema(schema)}, answered
-
-    def _again(self, arm: Arm) -> Iterator[tuple[dict[str, Any], Callable[[int], None]]]:
-        for number in itertools.count():
-            asked = self.asked[number % len(self.asked)]
-            body = self._body(arm, asked.place, asked.schema, asked.tokens)
-            yield {**body, "ignore_eos": True}, lambda tokens: None
-
-    def _body(self, arm: Arm, place: int, schema: Any, max_tokens: int) -> dict[str, Any]:
-        prompt = schema_prompt(next(arm.numbers), schema)
-        return body_of(arm.models[place % len(arm.models)], prompt, place, max_tokens)
+    async def _next_block(self) -> list[Question]:
+        """Of schemas that are accepted. `free` is asked, which sees none otherwise."""
+        block: list[Question] = []
+        streams = self.arguments.streams
+        while len(block) < REQUESTS_PER_STREAM * (streams - max(1, streams // 4)):
+            place, (_, schema) = next(self._schemas)
+            if await self.arms["free"].is_usable(schema):
+                block.append(Question(place, schema))
+            else:
+                self.num_refused += 1
+        self.num_asked += len(block)
+        return block
 
 
 def pace(turns: list[Turn]) -> float:
@@ -262,8 +224,7 @@ def pace(turns: list[Turn]) -> float:
 
 
 def cpu_ms(turns: list[Turn]) -> float:
-    """Of all the server's processes, for a token. Where the cores are never idle, it is what throughput depends on, and
-    it scatters less: prompts come in bursts."""
+    """Of all the server's processes, for a token."""
     return 1e3 * sum(sum(turn.cpu_s.values()) for turn in turns) / sum(turn.tokens for turn in turns)
 
 
@@ -272,7 +233,7 @@ def p99_ms(turns: list[Turn]) -> float:
 
 
 def ratio(of: Callable[[list[Turn]], float], ours: list[Turn], others: list[Turn]) -> str:
-    """With the interval that holds 95 % of the resamplings of rounds."""
+    """With the interval that holds 95 % of the resamplings of blocks."""
     rng, found = random.Random(0), []
     for _ in range(RESAMPLINGS):
         chosen = rng.choices(range(len(ours)), k=len(ours))
@@ -283,7 +244,7 @@ def ratio(of: Callable[[list[Turn]], float], ours: list[Turn], others: list[Turn
 
 def show(bench: Bench) -> None:
     turns = {name: arm.turns for name, arm in bench.arms.items()}
-    print(f"{len(bench.asked)} answers with a schema, {bench.num_refused} schemas refused\n")
+    print(f"{bench.num_asked} answers with a schema, {bench.num_refused} schemas refused\n")
     titles = [f"{what} | ÷ free | ÷ refused" for what in ("tokens/s", "CPU ms a token", "gap p99, ms")]
     print(f"| arm | {' | '.join(titles)} |\n|---|{'---|' * 9}")
     for name in ARMS:
@@ -309,8 +270,7 @@ async def measure(servers: list[LiveServer], arguments: argparse.Namespace) -> B
 def main() -> None:
     parser = argparse.ArgumentParser(description="What schemas cost the batch that they are in.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, default=80)
-    parser.add_argument("--window", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--hostile-rate", type=float, default=2)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=90)

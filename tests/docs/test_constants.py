@@ -308,7 +308,6 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         "`--grammar-time-limit` seconds of processor time ({:g}) and {:g} MiB",
         (setting("grammar_time_limit"), GRAMMARS.memory / MIB),
     ),
-    ("structured-output.md", "Of each trial {:g} ms are free", (checker.FREE_CPU_S * 1000,)),
     (
         "structured-output.md",
         "may use {:g} s at once and {:g} % of a core over time",

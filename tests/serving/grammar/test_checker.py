@@ -184,6 +184,12 @@ async def test_tenant_that_has_spent_its_time_is_told_when_to_come_again(watched
     assert caught.value.retry_after_s < 0.5 / CPU_SHARE
 
 
+async def test_many_cheap_grammars_spend_a_tenants_time_too(watched: Watched) -> None:
+    with pytest.raises(GrammarTimeSpent):
+        for number in range(500):
+            await watched.checker.check("hostile", builders.choice([f"{number}-{i:x}" for i in range(2000)]))
+
+
 async def test_known_grammars_serve_a_tenant_that_has_spent_its_time(watched: Watched) -> None:
     await watched.checker.check("hostile", builders.json_object())
     with pytest.raises(GrammarTimeSpent):

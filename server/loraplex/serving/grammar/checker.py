@@ -17,10 +17,8 @@ from loraplex.serving.grammar.process import WORKER_COMMAND, GrammarProcess
 from loraplex.serving.grammar.verdicts import Verdict, VerdictCache, verdict_key
 
 CACHE_BYTES = 8 << 20
-FREE_CPU_S = 0.02
-"""Of each check: what nearly all grammars take, and more. Only what is beyond it is counted."""
-CPU_SHARE = 0.005
-"""Of one core: the part of it that the counted time of a tenant may take over time, beside `burst_s`."""
+CPU_SHARE = 0.01
+"""Of one core: the part of it that a tenant's checks may take over time, beside `burst_s`."""
 WALL_FACTOR, MIN_WALL_S = 60.0, 30.0
 """A check has its CPU time multiplied by this to end, and no less than that, where the machine is busy."""
 RESTART_PAUSE_S = 1.0
@@ -43,7 +41,7 @@ class GrammarLimits:
 
 @dataclass(slots=True)
 class _Spent:
-    """A tenant's counted CPU time that has not been paid back yet."""
+    """A tenant's CPU time that has not been paid back yet."""
 
     cpu_s: float
     at: float
@@ -180,7 +178,7 @@ class GrammarChecker:
     # What a tenant has spent.
 
     def _left(self, tenant: str) -> float:
-        """Counted seconds that are not paid back yet."""
+        """Seconds that are not paid back yet."""
         spent = self._spent.get(tenant)
         if spent is None:
             return 0.0
@@ -199,8 +197,7 @@ class GrammarChecker:
             )
 
     def _charge(self, tenant: str, cpu_s: float) -> None:
-        if cpu_s > FREE_CPU_S:
-            self._spent[tenant] = _Spent(self._left(tenant) + cpu_s - FREE_CPU_S, self._clock())
+        self._spent[tenant] = _Spent(self._left(tenant) + cpu_s, self._clock())
 
     # The process.
 
