@@ -224,3 +224,14 @@ def test_the_queue_time_owed_to_loads_is_summed_up() -> None:
     stats, before = engine.core.stats(), stats
     assert stats.num_adapter_waits == 2
     assert stats.adapter_wait_s - before.adapter_wait_s == engine.now - begin
+
+
+def test_the_load_behind_a_refusal_ends_where_its_version_is_deleted() -> None:
+    engine = engine_with_slow_loads()
+    engine.add("r", adapter(1), max_load=0.0)
+    for _ in range(43):  # it is being copied
+        engine.step(0.05)
+    assert engine.core.residency()[adapter(1).digest] == "warm"
+    engine.core.drop(adapter(1).digest)
+    finish(engine)
+    assert adapter(1).digest not in engine.core.residency()

@@ -313,6 +313,7 @@ class EngineCore:
         self._cache.unpin(digest)
 
     def drop(self, digest: str) -> None:
+        self._scheduler.adapters.expected.remove(digest)
         self._cache.drop(digest)
 
     def prefetch(self, ref: AdapterRef) -> None:
