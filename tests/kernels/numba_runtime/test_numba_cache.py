@@ -146,6 +146,7 @@ def test_a_damaged_file_is_compiled_again(package: Path) -> None:
     assert said(command(package)) == (["20", "True", "1", told[3]], "")
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_get_their_own_types(package: Path) -> None:
     # Slow enough for each to have read the index before another one writes it, if it is let.
     slow = """
