@@ -81,7 +81,7 @@ def pinned_version_evicted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceEviction, "victims", pinned_first)
 
 
-def hung_load_holds_its_place_for_ever(patch: pytest.MonkeyPatch) -> None:
+def hung_load_holds_its_place_without_end(patch: pytest.MonkeyPatch) -> None:
     poll = AdapterCache._poll_load
 
     def wait(self: AdapterCache[Any], entry: CachedAdapter[Any], now: float) -> None:
@@ -167,7 +167,7 @@ CACHE_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     reservation_ignored,
     reservation_counted_twice,
     pinned_version_evicted,
-    hung_load_holds_its_place_for_ever,
+    hung_load_holds_its_place_without_end,
     pages_of_a_hung_copy_given_away,
     image_given_back_while_it_is_copied,
     image_dropped_and_not_given_back,

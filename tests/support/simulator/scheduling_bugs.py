@@ -199,7 +199,7 @@ def cap_on_device_memory_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TenantMemory, "excess", lambda self, tenant_id, num_bytes: 0)
 
 
-def adapter_above_the_cap_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
+def adapter_above_the_cap_waits_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TenantMemory, "refusal", lambda self, ref: "")
 
 
@@ -240,7 +240,7 @@ SCHEDULING_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     prompt_pooled_again_after_a_preemption,
     parked_requests_never_asked_for_again,
     cap_on_device_memory_ignored,
-    adapter_above_the_cap_waits_for_ever,
+    adapter_above_the_cap_waits_without_end,
     departed_adapters_kv_kept_like_others,
     kv_of_an_adapter_that_came_back_evicted_first,
 )

@@ -216,7 +216,7 @@ def matcher_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "release", lambda self, seq, now: None)
 
 
-def matcher_waited_for_for_ever(patch: pytest.MonkeyPatch) -> None:
+def matcher_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "_take_matchers", lambda self, now: None)
 
 
@@ -270,7 +270,7 @@ STEP_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     scores_of_the_neighbour,
     scores_of_an_event_lost,
     matcher_not_waited_for,
-    matcher_waited_for_for_ever,
+    matcher_waited_for_without_end,
     slow_load_waited_for,
     slow_load_noticed_on_arrival_alone,
     matcher_kept_behind_its_request,
