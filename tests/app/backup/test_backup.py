@@ -107,8 +107,9 @@ class TestUsage:
         asyncio.run(self.put(journal, told))
         while writer.write_some():
             pass
-        asyncio.run(self.put(journal, waiting))
+        # An accepted request is written before the ends that come after it, and those are waited for.
         journal.accept(running)
+        asyncio.run(self.put(journal, waiting))
         assert len(rows_of(database)) == 5
         backup = used.backup()
         plane = restored(backup)
