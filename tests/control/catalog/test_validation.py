@@ -242,12 +242,16 @@ def test_damage_does_not_stand_in_for_a_check(plane: ControlPlane) -> None:
     plane.check_integrity()
 
 
-def test_a_version_for_another_base_is_checked_when_that_base_is_back(plane: ControlPlane) -> None:
+async def test_a_version_for_another_base_is_checked_when_that_base_is_back(plane: ControlPlane) -> None:
     waiting = plane.add_unchecked("acme", "pirate")
     other = ControlPlane(plane.root, base_seed=1)
     other.start()
     assert other.validation.pending() == []
-    assert state(other, "v1") == "validating"
+    assert state(other, "v1") == "incompatible"
+    with pytest.raises(AdapterUnavailable, match="made for another base model; upload one made for this one"):
+        await other.resolver.resolve(caller("acme"), "pirate@v1")
+    assert not other.validation.accept(waiting, EQUAL).decided
+    other.check_integrity()
     other.close()
     back = ControlPlane(plane.root)
     back.start()

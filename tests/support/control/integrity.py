@@ -40,9 +40,9 @@ def check_integrity(database: Database, root: Path) -> None:
     for (tenant, name, number), row in living.items():
         where = f"{tenant}/{name}@v{number}, {row.state}"
         assert row.state in ("validating", "ready", "incompatible", "corrupt"), where
-        assert (row.state == "validating") == (row.pending_check is not None and row.state != "corrupt"), (
-            where
-        )
+        assert (row.state == "validating") == (
+            row.pending_check is not None and row.state not in ("corrupt", "incompatible")
+        ), where
         assert (row.state != "corrupt") == (whole.get(row.digest) == row.bytes), where
         assert number <= last[tenant, name], where
     assert set(whole) <= {row.digest for row in living.values()}, "the store holds what nobody has"

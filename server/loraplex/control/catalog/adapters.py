@@ -388,7 +388,7 @@ class Catalog:
 
     def reconcile(self) -> None:
         """At the start: versions made for another base are `incompatible` while this one is served, and `ready`
-        again when theirs is; those whose numbers wait for their check go on waiting. Those whose bytes the store lacks
+        again when theirs is, or `validating` where their numbers wait for their check. Those whose bytes the store lacks
         are `corrupt`, and those that were `corrupt` stay so unless their bytes are good again, for which they are
         hashed."""
         with self._artifacts.lock:
@@ -413,9 +413,9 @@ class Catalog:
 
     def _state_of(self, row: AdapterVersion) -> VersionState:
         """Of a living version whose bytes are there."""
-        if row.pending_check is not None:
-            return "validating"
-        return "ready" if row.base_fingerprint == self._base.fingerprint else "incompatible"
+        if row.base_fingerprint != self._base.fingerprint:
+            return "incompatible"
+        return "ready" if row.pending_check is None else "validating"
 
 
 def _note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool, source: str | None) -> None:
