@@ -47,6 +47,7 @@ DATA: dict[str, str] = {
     "POST /v1/completions": INFER,
     "POST /v1/embeddings": INFER,
     "POST /v1/responses": INFER,
+    "POST /v1/responses/compact": INFER,
     "POST /v1/messages": INFER,
     "POST /v1/messages/count_tokens": INFER,
     "POST /tokenize": INFER,

@@ -49,6 +49,16 @@ BODIES: dict[str, dict[str, Any]] = {
         ],
         "tools": [{"type": "function", "name": "add", "description": "d", "parameters": SCHEMA}],
     },
+    "/v1/responses/compact": {
+        "instructions": "s",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "t"}]},
+            {"type": "function_call", "call_id": "c", "name": "add", "arguments": ARGUMENTS},
+            {"type": "function_call_output", "call_id": "c", "output": "3"},
+        ],
+    },
     "/v1/messages": {
         "max_tokens": 9,
         "system": [{"type": "text", "text": "s"}],

@@ -15,6 +15,7 @@ FIELD = {
     "/v1/chat/completions": b'"model":"tiny","messages":',
     "/v1/completions": b'"model":"tiny","prompt":',
     "/v1/responses": b'"model":"tiny","input":',
+    "/v1/responses/compact": b'"model":"tiny","input":',
     "/v1/messages": b'"model":"tiny","max_tokens":2,"messages":',
     "/v1/messages/count_tokens": b'"model":"tiny","messages":',
     "/v1/embeddings": b'"model":"tiny","input":',

@@ -19,6 +19,7 @@ from loraplex.api.errors import ANSWERS
 from loraplex.api.openai.answer_schemas import ANSWER_SCHEMAS
 from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
 from loraplex.api.responses.answer_schemas import RESPONSE_SCHEMAS
+from loraplex.api.responses.compaction import CompactRequest
 from loraplex.api.responses.schemas import ResponsesRequest
 from loraplex.http.document import REF, describe, refusals
 
@@ -92,6 +93,7 @@ def _request_schemas() -> dict[str, Any]:
     models = (
         ChatRequest,
         CompletionRequest,
+        CompactRequest,
         EmbeddingsRequest,
         ResponsesRequest,
         MessagesRequest,

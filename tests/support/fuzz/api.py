@@ -195,6 +195,7 @@ def valid_bodies(model: str) -> dict[str, Any]:
         "/v1/completions": {"model": model, "prompt": "The sea", "max_tokens": 2, "temperature": 0},
         "/v1/embeddings": {"model": model, "input": ["The sea", "A ship"], "encoding_format": "base64"},
         "/v1/responses": {"model": model, "input": "The sea", "max_output_tokens": 2},
+        "/v1/responses/compact": {"model": model, "input": "The sea"},
         "/v1/messages": {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]},
         "/v1/messages/count_tokens": {"model": model, "messages": [{"role": "user", "content": "x"}]},
         "/v1/chat/completions": {

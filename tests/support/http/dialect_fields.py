@@ -42,5 +42,6 @@ OPEN_FIELDS = (
     "EmbeddingsRequest.input",
     "EmbeddingsRequest.input[]",
     *(f"ResponsesRequest.{field}" for field in _RESPONSES),
+    *(f"CompactRequest.{field}" for field in _RESPONSES if field.startswith(("input", "instructions"))),
     *(f"{schema}.{field}" for schema in ("MessagesRequest", "CountRequest") for field in _MESSAGES),
 )

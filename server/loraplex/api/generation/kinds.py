@@ -37,6 +37,8 @@ from loraplex.api.openai.formats import Asked, CompletionFormat, WholeChoice
 from loraplex.api.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
 from loraplex.api.responses.answers import ResponsesAnswer
+from loraplex.api.responses.compaction import CompactAnswer, CompactChat, CompactRequest
+from loraplex.api.responses.compaction import to_chat as compact_to_chat
 from loraplex.api.responses.schemas import ResponsesChat, ResponsesRequest
 from loraplex.api.responses.schemas import to_chat as responses_to_chat
 from loraplex.engine.reports import EngineInfo
@@ -235,6 +237,23 @@ RESPONSES = Kind(
     "input",
     request=responses_to_chat,
     kept=_kept_of_streams_too,
+)
+
+
+def _compact_answer(to: AnswerTo) -> Answer:
+    assert isinstance(to.request, CompactChat)
+    return CompactAnswer(to.id, to.created, to.request.asked)
+
+
+COMPACTION = Kind(
+    CompactRequest,
+    chat_tokens,
+    _compact_answer,
+    ChatLogprobs,
+    "/v1/responses/compact",
+    "resp_",
+    "input",
+    request=compact_to_chat,
 )
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas of the answers of `/v1/responses`, for the OpenAPI document."""
+"""JSON schemas of the answers of `/v1/responses` and `/v1/responses/compact`, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -68,7 +68,27 @@ _USAGE = _object(
     }
 )
 
+_KEPT = _object(
+    {
+        "type": {"const": "message"},
+        "id": _STRING,
+        "status": {"const": "completed"},
+        "role": {"enum": ["system", "developer"]},
+        "content": _list(_object({"type": {"const": "input_text"}, "text": _STRING})),
+    }
+)
+_COMPACTION = _object({"type": {"const": "compaction"}, "id": _STRING, "encrypted_content": _STRING})
+
 RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
+    "CompactedResponse": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "response.compaction"},
+            "created_at": _COUNT,
+            "output": _list({"oneOf": [_KEPT, _COMPACTION]}),
+            "usage": _USAGE,
+        }
+    ),
     "Response": _object(
         {
             "id": _STRING,
@@ -106,5 +126,5 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
             "safety_identifier": _MAYBE_STRING,
             "prompt_cache_key": _MAYBE_STRING,
         }
-    )
+    ),
 }

@@ -22,6 +22,9 @@ OF_OTHER_CALLERS: Mapping[str, tuple[object, ...]] = {
 }
 
 
+_FOREIGN = "This 'encrypted_content' was not made by this server, which cannot read it; leave it out."
+
+
 class CacheBreakpoint(Strict):
     mode: Literal["explicit"]
     ttl: Hint | None = None
@@ -128,10 +131,7 @@ class ReasoningItem(Strict):
     @model_validator(mode="after")
     def _can_be_read(self) -> ReasoningItem:
         if self.encrypted_content and unseal(self.encrypted_content) is None:
-            refuse_unsupported(
-                "encrypted_content",
-                "This 'encrypted_content' was not made by this server, which cannot read it; leave it out.",
-            )
+            refuse_unsupported("encrypted_content", _FOREIGN)
         return self
 
     @property
@@ -143,14 +143,38 @@ class ReasoningItem(Strict):
         return "\n".join(part.text for part in self.summary)
 
 
+class CompactionItem(Strict):
+    """What `/v1/responses/compact` made of a conversation."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+    id: Hint | None = None
+    created_by: Hint | None = None
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> CompactionItem:
+        if unseal(self.encrypted_content) is None:
+            refuse_unsupported("encrypted_content", _FOREIGN)
+        return self
+
+    @property
+    def summary(self) -> str:
+        return unseal(self.encrypted_content) or ""
+
+
 Item = Annotated[
     Annotated[MessageItem, kind("message")]
     | Annotated[FunctionCallItem, kind("function_call")]
     | Annotated[FunctionCallOutputItem, kind("function_call_output")]
-    | Annotated[ReasoningItem, kind("reasoning")],
+    | Annotated[ReasoningItem, kind("reasoning")]
+    | Annotated[CompactionItem, kind("compaction")],
     by_type("message"),
     BeforeValidator(
-        of_kinds("items", {"message", "function_call", "function_call_output", "reasoning"}, "message")
+        of_kinds(
+            "items",
+            {"message", "function_call", "function_call_output", "reasoning", "compaction"},
+            "message",
+        )
     ),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

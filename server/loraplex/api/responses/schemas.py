@@ -179,13 +179,18 @@ class ResponsesRequest(SamplingExtras):
         """What the client calls a field of the chat request."""
         if match := _TOOL.match(field):
             return f"tools[{self.offer().places[int(match[1])]}]{field[match.end() :]}"
-        for pattern, name in _FIELDS:
-            if match := pattern.match(field):
-                return name + field[match.end() :]
-        return field
+        return told_input(field)
 
     def includes(self, what: Includable) -> bool:
         return what in (self.include or ())
+
+
+def told_input(field: str) -> str:
+    """What the client calls a field of the chat request, tools aside."""
+    for pattern, name in _FIELDS:
+        if match := pattern.match(field):
+            return name + field[match.end() :]
+    return field
 
 
 class ResponsesChat(ChatRequest):

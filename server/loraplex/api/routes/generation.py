@@ -1,5 +1,5 @@
-"""`/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages` and `/v1/embeddings`, declared for the
-OpenAPI document.
+"""`/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/responses/compact`, `/v1/messages` and
+`/v1/embeddings`, declared for the OpenAPI document.
 
 What answers is an ASGI call of our own under the same application: FastAPI's handler costs a chat 0.3 ms (ADR 0030)."""
 
@@ -19,10 +19,11 @@ from loraplex.api.deps import ApiServices
 from loraplex.api.documents import ANSWER_HEADERS, KEY_IN_EITHER_HEADER, json_of, messages_refused
 from loraplex.api.embeddings.schemas import EmbeddingsRequest
 from loraplex.api.generation.endpoints import GenerationEndpoint
-from loraplex.api.generation.kinds import CHAT, COMPLETION, EMBEDDINGS, MESSAGES, RESPONSES
+from loraplex.api.generation.kinds import CHAT, COMPACTION, COMPLETION, EMBEDDINGS, MESSAGES, RESPONSES
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.millisecond_headers import MAX_LOAD_HEADER, MAX_MS
 from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
+from loraplex.api.responses.compaction import CompactRequest
 from loraplex.api.responses.schemas import ResponsesRequest
 from loraplex.api.route import Caller, DataRoute
 
@@ -104,6 +105,13 @@ async def create_response(
     raise NotImplementedError
 
 
+async def compact_response(
+    _: Caller, request: CompactRequest, timeout_ms: Timeout = None, max_load_ms: MaxLoad = None
+) -> Response:
+    """Make one item of a conversation, with which it goes on."""
+    raise NotImplementedError
+
+
 async def create_message(
     _: Caller,
     request: MessagesRequest,
@@ -142,6 +150,13 @@ def generation_routes(services: ApiServices, capacity: TenantCapacity) -> list[G
             operation_id="createResponse",
             answer="Response",
             events=_TYPED_EVENTS,
+        ),
+        GenerationRoute(
+            compact_response,
+            GenerationEndpoint(services, COMPACTION, capacity),
+            operation_id="compactResponse",
+            answer="CompactedResponse",
+            events=None,
         ),
         GenerationRoute(
             create_message,

@@ -32,6 +32,7 @@ OPERATIONS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
+    "/v1/responses/compact": "chat",
     "/v1/messages": "chat",
     "/v1/embeddings": "embeddings",
 }

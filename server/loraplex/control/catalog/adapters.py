@@ -388,9 +388,9 @@ class Catalog:
 
     def reconcile(self) -> None:
         """At the start: versions made for another base are `incompatible` while this one is served, and `ready`
-        again when theirs is, or `validating` where their numbers wait for their check. Those whose bytes the store lacks
-        are `corrupt`, and those that were `corrupt` stay so unless their bytes are good again, for which they are
-        hashed."""
+        again when theirs is, or `validating` where their numbers wait for their check. Those whose bytes the store
+        lacks are `corrupt`, and those that were `corrupt` stay so unless their bytes are good again, for which they
+        are hashed."""
         with self._artifacts.lock:
             damaged = {digest for digest in self._corrupt() if not self._is_whole(digest)}
             with self._database.write() as session:
