@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -94,6 +95,12 @@ def _group(item: pytest.Item) -> str:
 def _kind(item: pytest.Item) -> str:
     """By its marker: `item.keywords` holds the names of the folders above as well."""
     return "slow" if item.get_closest_marker("slow") else "fast"
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and the modules that they import live to the end: no garbage collection need look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 class Recorder:

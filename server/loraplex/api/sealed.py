@@ -16,7 +16,7 @@ _CHECK_CHARS = 16
 
 
 def seal(text: str) -> str:
-    data = text.encode("utf-8", "surrogatepass")
+    data = text.encode("utf-8", "replace")
     return f"{PREFIX}{_checksum(data)}.{base64.urlsafe_b64encode(data).decode()}"
 
 
@@ -27,7 +27,7 @@ def unseal(sealed: str) -> str | None:
         return None
     try:
         data = base64.b64decode(content, altchars=b"-_", validate=True)
-        text = data.decode("utf-8", "surrogatepass")
+        text = data.decode()
     except (binascii.Error, ValueError):
         return None
     return text if check == _checksum(data) else None

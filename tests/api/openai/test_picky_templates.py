@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.api.responses.compaction import SUMMARY_REQUEST
+from loraplex.serving.output.formats import TOOL_FORMATS, OutputFormats
 from loraplex.serving.text.processor import TextProcessor
 from support.engine.fake_engine import Reply
 from support.http.data_plane import BASE, MAX_MODEL_LEN, DataPlane, running_data_plane
-from support.models.byte_tokenizer import write_byte_tokenizer
+from support.models.byte_tokenizer import byte_decode, write_byte_tokenizer
 
 # Gemma 2's, its marks apart.
 GEMMA = (
@@ -72,3 +74,59 @@ def test_conversation_that_the_template_accepts_is_answered(gemma: DataPlane) ->
     answer = ask(gemma, ("user", " hi "), ("assistant", "yes?"), ("user", [{"type": "text", "text": "more"}]))
     assert answer.status_code == 200, answer.text
     gemma.settle_all()
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataPlane]:
+    """Gemma's template under a format for calls."""
+    path = write_byte_tokenizer(tmp_path_factory.mktemp("gemma"), chat_template=GEMMA)
+    text = TextProcessor(path, max_model_len=1 << 14)
+    with running_data_plane(
+        tmp_path_factory.mktemp("other"),
+        text=text,
+        max_model_len=1 << 14,
+        formats=OutputFormats(TOOL_FORMATS["hermes"]),
+    ) as running:
+        yield running
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+RESULT = "<tool_response>\nRain.\n</tool_response>"
+
+
+@pytest.mark.parametrize(
+    ("behind", "words"),
+    [
+        ([], RESULT),
+        ([("user", "And?")], f"{RESULT}\nAnd?"),
+        ([("tool", "Snow."), ("user", "And?")], f"{RESULT}\n{RESULT.replace('Rain', 'Snow')}\nAnd?"),
+    ],
+)
+def test_results_and_what_the_user_says_behind_them_are_one_message(
+    calling: DataPlane, behind: list[tuple[str, str]], words: str
+) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"id": "d"}]}
+    results = [("tool", "Rain."), *behind]
+    said = [
+        {"role": role, "content": text} | ({"tool_call_id": "cd"[place]} if role == "tool" else {})
+        for place, (role, text) in enumerate(results)
+    ]
+    answer = calling.http.post(
+        f"{calling.url}/v1/chat/completions",
+        json={"model": BASE, "messages": [{"role": "user", "content": "hi"}, called, *said]},
+        headers={"Authorization": "Bearer lpx_acme"},
+    )
+    assert answer.status_code == 200, answer.text
+    prompt = byte_decode(calling.engine.requests[-1].prompt_ids)
+    assert prompt.endswith(f"\nuser\n{words}\nmodel\n")
+
+
+def test_a_conversation_that_ends_with_a_result_is_compacted(calling: DataPlane) -> None:
+    given = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "Rain."},
+    ]
+    calling.client().responses.compact(model=BASE, input=given)  # type: ignore[arg-type]
+    prompt = byte_decode(calling.engine.requests[-1].prompt_ids)
+    assert prompt.endswith(f"\nuser\n{RESULT}\n{SUMMARY_REQUEST}\nmodel\n")

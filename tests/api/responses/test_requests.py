@@ -270,8 +270,8 @@ def test_refusals_name_the_field(fields: dict[str, Any], field: str, code: str) 
 
 
 def test_a_changed_seal_is_not_ours() -> None:
-    sealed = seal("Hm. ünïcode \udcff")
+    sealed = seal("Hm. ünïcode")
     item = {"type": "reasoning", "summary": [], "encrypted_content": sealed[:-4] + "AAA="}
     assert refused(input=[item]).param == "input[0].encrypted_content"
     given = [{**item, "encrypted_content": sealed}, {"role": "user", "content": "x"}]
-    assert chat(input=given)["messages"][0]["reasoning"] == "Hm. ünïcode \udcff"
+    assert chat(input=given)["messages"][0]["reasoning"] == "Hm. ünïcode"

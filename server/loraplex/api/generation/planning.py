@@ -105,7 +105,7 @@ def make_plan(
         if needed > room:
             raise invalid(
                 source if room < min(1, needed) else field,
-                _too_long(len(prompt), asked, source, max_model_len),
+                _too_long(len(prompt), asked, request.told(source), max_model_len),
                 "context_length_exceeded",
             )
         max_tokens.append(asked if asked is not None else min(room, default_max_tokens))

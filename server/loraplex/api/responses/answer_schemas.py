@@ -77,6 +77,7 @@ _KEPT = _object(
         "content": _list(_object({"type": {"const": "input_text"}, "text": _STRING})),
     }
 )
+_INCOMPLETE = {"anyOf": [_object({"reason": {"const": "max_output_tokens"}}), {"type": "null"}]}
 _COMPACTION = _object({"type": {"const": "compaction"}, "id": _STRING, "encrypted_content": _STRING})
 
 RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
@@ -85,6 +86,7 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
             "id": _STRING,
             "object": {"const": "response.compaction"},
             "created_at": _COUNT,
+            "incomplete_details": _INCOMPLETE,
             "output": _list({"oneOf": [_KEPT, _COMPACTION]}),
             "usage": _USAGE,
         }
@@ -98,9 +100,7 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
             "status": {"enum": ["completed", "incomplete"]},
             "model": _STRING,
             "error": {"type": "null"},
-            "incomplete_details": {
-                "anyOf": [_object({"reason": {"const": "max_output_tokens"}}), {"type": "null"}]
-            },
+            "incomplete_details": _INCOMPLETE,
             "output": _list({"oneOf": _ITEMS}),
             "usage": _USAGE,
             "instructions": _MAYBE_STRING,

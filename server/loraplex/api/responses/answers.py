@@ -99,7 +99,7 @@ class ResponsesAnswer:
         if self._open is not None:
             self._open.logprobs += self._unplaced
         events += self._close(status)
-        return events, self._response(status, usage=usage_told(usage, self._num_reasoning))
+        return events, self._response(status, usage=usage_fields(usage, self._num_reasoning))
 
     def _response(
         self, status: Status, usage: dict[str, Any] | None = None, error: dict[str, Any] | None = None
@@ -230,7 +230,7 @@ def _list(items: Sequence[bytes]) -> msgspec.Raw:
     return msgspec.Raw(b"[" + b",".join(filter(None, items)) + b"]")
 
 
-def usage_told(usage: Usage, num_reasoning: int) -> dict[str, Any]:
+def usage_fields(usage: Usage, num_reasoning: int) -> dict[str, Any]:
     """As the Responses API writes it."""
     return {
         "input_tokens": usage.prompt_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from loraplex.api.responses.items import (
@@ -17,60 +18,94 @@ from loraplex.api.responses.items import (
 
 BETWEEN_PARTS = "\n"
 """Between the text parts of what the model is told. Its own words are joined as it wrote them."""
-SUMMARY = "Summary of the conversation so far:"
+BETWEEN_USER_TEXTS = "\n\n"
+SUMMARY_HEADING = "Summary of the conversation so far:"
 
 
-def chat_messages(instructions: str | None, given: str | Sequence[Item]) -> list[dict[str, Any]]:
-    """The conversation: `instructions` first. Reasoning, text and calls of one turn are one message. So are a summary
-    and the user's next words: many chat templates take no two messages of the user in a row."""
-    messages: list[dict[str, Any]] = []
+@dataclass(slots=True)
+class _Turn:
+    """A message while its items are collected. `texts` are joined by `between` at the end."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    between: str = BETWEEN_USER_TEXTS
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    call_id: str | None = None
+    has_summary: bool = False
+
+    def message(self) -> dict[str, Any]:
+        made: dict[str, Any] = {"role": self.role}
+        if self.call_id is not None:
+            made["tool_call_id"] = self.call_id
+        if self.reasoning:
+            made["reasoning"] = "".join(self.reasoning)
+        if self.texts:
+            made["content"] = self.between.join(self.texts)
+        if self.calls:
+            made["tool_calls"] = self.calls
+        return made
+
+
+def chat_messages(
+    instructions: str | None, given: str | Sequence[Item], *, request: str | None = None
+) -> list[dict[str, Any]]:
+    """The conversation: `instructions` first, `request` as the user's last words. Reasoning, text and calls of one turn
+    are one message. So are a summary and what the user says beside it: many chat templates take no two messages of the
+    user in a row."""
+    turns: list[_Turn] = []
     if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
+        turns.append(_Turn("system", [instructions]))
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    turn: dict[str, Any] | None = None
-    summarized = False  # by the item before
-    for item in given:
-        follows_summary, summarized = summarized, isinstance(item, CompactionItem)
-        if isinstance(item, CompactionItem):
-            turn = None
-            text = f"{SUMMARY}\n{item.summary}"
-            if follows_summary:
-                add_user_text(messages, text)
-            else:
-                messages.append({"role": "user", "content": text})
-        elif isinstance(item, MessageItem) and item.role == "user" and follows_summary:
-            add_user_text(messages, text_of(item.content, between=BETWEEN_PARTS))
-        elif isinstance(item, FunctionCallOutputItem):
-            turn = None
-            output = text_of(item.output, between=BETWEEN_PARTS)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-        elif isinstance(item, MessageItem) and item.role != "assistant":
-            turn = None
-            messages.append({"role": item.role, "content": text_of(item.content, between=BETWEEN_PARTS)})
-        else:
-            if turn is None or (isinstance(item, ReasoningItem) and set(turn) - {"role", "reasoning"}):
-                turn = {"role": "assistant"}
-                messages.append(turn)
-            _add(turn, item)
-    return messages
-
-
-def add_user_text(messages: list[dict[str, Any]], text: str) -> None:
-    """Adds to the user's last message if the conversation ends with it."""
-    if messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] += f"\n\n{text}"
+        turns.append(_Turn("user", [given]))
     else:
-        messages.append({"role": "user", "content": text})
+        for item in given:
+            _add(turns, item)
+    if request is not None:
+        _user_turn(turns).texts.append(request)
+    return [turn.message() for turn in turns]
 
 
-def _add(turn: dict[str, Any], item: MessageItem | FunctionCallItem | ReasoningItem) -> None:
+def _add(turns: list[_Turn], item: Item) -> None:
+    if isinstance(item, CompactionItem):
+        turn = _user_turn(turns)
+        turn.texts.append(f"{SUMMARY_HEADING}\n{item.summary}")
+        turn.has_summary = True
+    elif isinstance(item, FunctionCallOutputItem):
+        turns.append(_Turn("tool", [text_of(item.output, between=BETWEEN_PARTS)], call_id=item.call_id))
+    elif isinstance(item, MessageItem) and item.role != "assistant":
+        text = text_of(item.content, between=BETWEEN_PARTS)
+        if item.role == "user" and turns and turns[-1].has_summary:
+            turns[-1].texts.append(text)
+        else:
+            turns.append(_Turn(item.role, [text]))
+    else:
+        _add_to_answer(_assistant_turn(turns, item), item)
+
+
+def _user_turn(turns: list[_Turn]) -> _Turn:
+    """The user's last one where the conversation ends with it, or a new one."""
+    if not turns or turns[-1].role != "user":
+        turns.append(_Turn("user"))
+    return turns[-1]
+
+
+def _assistant_turn(turns: list[_Turn], item: Item) -> _Turn:
+    """The model's last one where the conversation ends with it, or a new one. Reasoning behind a text or a call begins
+    one."""
+    last = turns[-1] if turns else None
+    begins = isinstance(item, ReasoningItem) and last is not None and bool(last.texts or last.calls)
+    if last is None or last.role != "assistant" or begins:
+        turns.append(_Turn("assistant", between=""))
+    return turns[-1]
+
+
+def _add_to_answer(turn: _Turn, item: MessageItem | FunctionCallItem | ReasoningItem) -> None:
     """Adds what the model said."""
     if isinstance(item, MessageItem):
-        turn["content"] = turn.get("content", "") + text_of(item.content, between="")
+        turn.texts.append(text_of(item.content, between=""))
     elif isinstance(item, ReasoningItem):
-        turn["reasoning"] = turn.get("reasoning", "") + item.text
+        turn.reasoning.append(item.text)
     else:
         function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        turn.setdefault("tool_calls", []).append(call)
+        turn.calls.append({"id": item.call_id, "type": "function", "function": function})

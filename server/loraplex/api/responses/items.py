@@ -20,8 +20,6 @@ OF_OTHER_CALLERS: Mapping[str, tuple[object, ...]] = {
     "caller": ({"type": "direct"},),
     "namespace": (),
 }
-
-
 _FOREIGN = "This 'encrypted_content' was not made by this server, which cannot read it; leave it out."
 
 

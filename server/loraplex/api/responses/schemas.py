@@ -179,13 +179,13 @@ class ResponsesRequest(SamplingExtras):
         """What the client calls a field of the chat request."""
         if match := _TOOL.match(field):
             return f"tools[{self.offer().places[int(match[1])]}]{field[match.end() :]}"
-        return told_input(field)
+        return client_field(field)
 
     def includes(self, what: Includable) -> bool:
         return what in (self.include or ())
 
 
-def told_input(field: str) -> str:
+def client_field(field: str) -> str:
     """What the client calls a field of the chat request, tools aside."""
     for pattern, name in _FIELDS:
         if match := pattern.match(field):

@@ -108,7 +108,7 @@ async def create_response(
 async def compact_response(
     _: Caller, request: CompactRequest, timeout_ms: Timeout = None, max_load_ms: MaxLoad = None
 ) -> Response:
-    """Make one item of a conversation, with which it goes on."""
+    """Compact a conversation into a summary."""
     raise NotImplementedError
 
 

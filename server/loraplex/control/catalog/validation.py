@@ -1,7 +1,8 @@
 """The check of a new version's numbers: which versions wait for it, and what becomes of them.
 
-A version is `validating` from its upload until the check has a verdict. Then it is `ready`, or `rejected` and its bytes
-are not kept. The first verdict decides: any later one finds the version decided, and changes nothing.
+A version is `validating` from its upload until the check has a verdict, while its base is served. Then it is `ready`,
+or `rejected` and its bytes are not kept. The first verdict decides: any later one finds the version decided, and
+changes nothing.
 """
 
 from __future__ import annotations

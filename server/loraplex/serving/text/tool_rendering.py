@@ -7,8 +7,9 @@ not is written into the messages' contents before it sees them: calls, the list 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 import msgspec
@@ -113,6 +114,24 @@ def tool_rendering(template: ChatTemplate, tool_format: ToolFormat) -> ToolRende
     )
 
 
+def _with_written_results(messages: Sequence[Message]) -> Iterator[Message]:
+    """Results as the user's words. They and what the user says beside them are one message: many templates that show no
+    results take no two messages of the user in a row."""
+    begins, ends = RESULT_MARKERS
+    for of_user, run in groupby(messages, lambda message: message["role"] in ("user", "tool")):
+        group = list(run)
+        if not of_user or all(message["role"] == "user" for message in group):
+            yield from group
+            continue
+        contents = [
+            f"{begins}\n{message.get('content', '')}\n{ends}"
+            if message["role"] == "tool"
+            else message["content"]
+            for message in group
+        ]
+        yield {"role": "user", "content": "\n".join(contents)}
+
+
 def with_tools(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
@@ -124,26 +143,15 @@ def with_tools(
     notation = written_notation(tool_format, tokens)
     told: list[Message] = []
     names: dict[str, str] = {}
-    results: list[str] = []
-    for message in messages:
+    for message in messages if rendering.shows_results else _with_written_results(messages):
         calls = message.get("tool_calls") or ()
         names |= {call["id"]: call["function"]["name"] for call in calls}
-        if message["role"] != "tool":
-            results = []
         if calls and rendering.calls == "written":
             told.append(_with_written_calls(message, calls, tool_format, notation))
-        elif message["role"] != "tool":
-            told.append(message)
-        elif rendering.shows_results:
-            name = names.get(message.get("tool_call_id", ""))
-            told.append({"name": name, **message} if name is not None else message)
+        elif message["role"] == "tool" and (name := names.get(message.get("tool_call_id", ""))) is not None:
+            told.append({"name": name, **message})
         else:
-            # As the user's words, all results of a turn in one message.
-            if results:
-                told.pop()
-            begins, ends = RESULT_MARKERS
-            results.append(f"{begins}\n{message.get('content', '')}\n{ends}")
-            told.append({"role": "user", "content": "\n".join(results)})
+            told.append(message)
     if not tools or rendering.lists_tools:
         return told, tools
     _add_to_system(told, write_tools(tool_format, notation, tools, tokens), rendering)
