@@ -403,10 +403,9 @@ def _require_ready(info: VersionInfo) -> VersionInfo:
         raise VersionRejected(info)
     if info.state == "deleted":
         raise VersionNotFound(f"{info.name}@{info.version} was deleted while it was being checked.")
-    remedy = {
-        "incompatible": "another base model is served now. Upload a version made for that one.",
-        "corrupt": "its stored bytes are damaged or lost. Upload the same files again.",
-    }
+    remedy = "its stored bytes are damaged or lost. Upload the same files again."
+    if info.state == "incompatible":
+        remedy = "another base model is served now. Upload a version made for that one."
     raise AdapterUnavailable(
-        f"{info.name}@{info.version} is {info.state}; its numbers were not checked: {remedy[info.state]}"
+        f"{info.name}@{info.version} is {info.state}; its numbers were not checked: {remedy}"
     )
