@@ -167,6 +167,10 @@ def _stopped_by_signals() -> Iterator[_Stop]:
     before = {number: signal.signal(number, stop) for number in heeded}
     try:
         yield stop
+    except Exception:
+        # Python up to 3.11 makes a RuntimeError of what `__set_name__` raises while a class is defined.
+        stop.check()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

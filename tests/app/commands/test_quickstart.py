@@ -155,8 +155,26 @@ def test_no_server_stays_behind_where_a_start_is_stopped(hurried: Newcomer, numb
             assert line
         family = wait_for_children(process.pid)
         process.send_signal(number)
-        assert process.wait(60) == 130
+        assert process.wait(60) == 130, process.stdout.read()
         assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+def test_a_signal_stops_a_start_where_python_makes_another_error_of_it(hurried: Newcomer) -> None:
+    """As it comes while an import defines an enumeration: Python 3.11 raises a RuntimeError then."""
+    program = """
+import os, signal, sys, httpx
+class Late:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGHUP)
+httpx.get = lambda *args, **options: type("Owner", (), {"late": Late()})
+from loraplex.app.cli import main
+sys.argv = ["loraplex", "quickstart", *sys.argv[1:]]
+main()
+"""
+    environment = clean_environment(hurried.environment)
+    command = [sys.executable, "-c", program, *hurried.arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130, done.stdout + done.stderr
 
 
 def wait_for_children(pid: int) -> list[psutil.Process]:
