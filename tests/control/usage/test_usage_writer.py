@@ -55,8 +55,8 @@ class Flaky:
 class Life:
     """One life of a server, as far as usage goes."""
 
-    def __init__(self, directory: Path, database: Any) -> None:
-        self.journal = UsageJournal(directory, segment_bytes=SEGMENT)
+    def __init__(self, directory: Path, database: Any, segment_bytes: int = SEGMENT) -> None:
+        self.journal = UsageJournal(directory, segment_bytes=segment_bytes)
         self.writer = UsageWriter(database, directory, self.journal)
 
     def serve(self, count: int, **changes: Any) -> list[Ended]:
@@ -129,7 +129,8 @@ def test_segments_go_when_the_database_has_them(plane: ControlPlane, tmp_path: P
 
 
 async def test_rows_that_come_one_by_one_share_a_commit(plane: ControlPlane, tmp_path: Path) -> None:
-    life = Life(tmp_path / "usage", plane.database)
+    # A batch ends where its segment does: here one has room for all.
+    life = Life(tmp_path / "usage", plane.database, segment_bytes=1 << 20)
     batches: list[int] = []
     life.writer.on_written = batches.append
     began = time.monotonic()
