@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ class TimedPushes(PushCallback):
 
 
 def _tell(**fields: object) -> None:
-    print(json.dumps(fields), flush=True)
+    # One write of a whole line: the training's thread and the push's thread both print.
+    sys.stdout.buffer.write(json.dumps(fields).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def be_nice(niceness: int) -> None:
