@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -57,11 +58,14 @@ def newcomer(real_model_dir: Path, tmp_path: Path) -> Newcomer:
 
 
 @pytest.fixture
-def hurried(tmp_path: Path) -> Newcomer:
+def hurried(tmp_path: Path) -> Iterator[Newcomer]:
     """For runs that end before any answer: its model loads in a moment, and its kernels need not be compiled."""
+    # Children inherit nohup's, which ignores it.
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     newcomer = Newcomer(tmp_path, write_tiny_model(tmp_path / "tiny"))
     newcomer.environment["LORAPLEX_KERNELS"] = "torch"
-    return newcomer
+    yield newcomer
+    signal.signal(signal.SIGHUP, hang_up)
 
 
 def nothing_listens(port: int) -> bool:
