@@ -14,7 +14,6 @@ from loraplex.kernels.numba_runtime.vectors import LIKE
 from loraplex.kernels.ops import resolve_ops
 from loraplex.kernels.sampling.numba_argmax import largest
 from loraplex.kernels.sampling.numba_logsumexp import log_sum_exp
-from loraplex.kernels.sampling.numba_masking import bar_tokens
 from loraplex.kernels.sampling.numba_sampling import draw
 from loraplex.kernels.sampling.types import TokenMasks
 
@@ -46,7 +45,7 @@ def warm_up(dtype: torch.dtype) -> None:
     log_sum_exp(logits)
     one, sure = torch.ones(1), torch.ones(1, dtype=torch.float64)
     first = torch.zeros(1, dtype=torch.int64)
-    bar_tokens(logits, *largest(logits), TokenMasks(first, first, torch.ones(1, 1, dtype=torch.int32)))
+    largest(logits, TokenMasks(first, first, torch.ones(1, 1, dtype=torch.int32)))
     draw(
         logits,
         *largest(logits),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from loraplex.kernels.sampling.numba_argmax import largest
 from loraplex.kernels.sampling.numba_logsumexp import log_sum_exp
 from loraplex.kernels.sampling.numba_sampling import draw
+from loraplex.kernels.sampling.types import TokenMasks
 
 SHAPES = [(1, 1), (2, 15), (3, 16), (5, 17), (4, 1000), (16, 49152)]
 
@@ -116,3 +118,59 @@ def test_log_sum_exp_of_rows_that_are_not_finite() -> None:
     assert log_sum_exp(logits[:0]).shape == (0, 1)
     with pytest.raises(ValueError, match="float32"):
         log_sum_exp(logits.double())
+
+
+# Masks.
+
+
+def masks_of(allowed: list[torch.Tensor | None], columns: int) -> TokenMasks:
+    """`allowed`: [V] bool of each row, None for a row that may have any token. Bits beyond the vocabulary are set."""
+    rows = [row for row, mask in enumerate(allowed) if mask is not None]
+    places = torch.full((len(allowed),), -1)
+    places[rows] = torch.arange(len(rows))
+    bits = np.ones((len(rows), 32 * -(-columns // 32)), dtype=np.uint8)
+    for place, row in enumerate(rows):
+        bits[place, :columns] = allowed[row]
+    packed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return TokenMasks(torch.tensor(rows), places, torch.tensor(packed))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (3, 31), (3, 32), (3, 33), (3, 48)])
+def test_the_largest_of_what_a_mask_allows(rows: int, columns: int, share: float) -> None:
+    """Every other row has a mask. What is barred becomes -inf, and nothing else changes."""
+    generator = torch.Generator().manual_seed(columns)
+    logits = torch.randn(rows, columns, generator=generator)
+    allowed = [
+        torch.rand(columns, generator=generator) < share if row % 2 == 0 else None for row in range(rows)
+    ]
+    want = logits.clone()
+    for row, mask in enumerate(allowed):
+        if mask is not None:
+            want[row, ~mask] = float("-inf")
+    tokens, ok = largest(logits, masks_of(allowed, columns))
+    assert torch.equal(logits, want)
+    assert ok.tolist() == [mask is None or bool(mask.any()) for mask in allowed]
+    assert tokens[ok].tolist() == want[ok].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_a_masked_row_that_is_not_finite_is_told_apart_though_it_is_barred(wrong: float) -> None:
+    logits = torch.zeros(2, 40)
+    logits[0, 3] = wrong
+    allowed = torch.arange(40) != 3
+    assert largest(logits, masks_of([allowed, allowed], 40))[1].tolist() == [False, True]
+
+
+@pytest.mark.parametrize("wrong", ["rows", "words", "places", "kind"])
+def test_masks_of_another_shape_are_refused(wrong: str) -> None:
+    masks = masks_of([torch.ones(40, dtype=torch.bool)] * 2, 40)
+    bits, places = masks.bits, masks.places
+    other = {
+        "rows": TokenMasks(masks.rows, places, bits[:1]),
+        "words": TokenMasks(masks.rows, places, bits[:, :1].contiguous()),
+        "places": TokenMasks(masks.rows, places[:1], bits),
+        "kind": TokenMasks(masks.rows, places, bits.float()),
+    }
+    with pytest.raises(ValueError, match=r"bits|places"):
+        largest(torch.zeros(2, 40), other[wrong])

@@ -132,12 +132,10 @@ class NumbaSampler(TorchSampler):
         # numba takes a second to import.
         from loraplex.kernels.sampling.numba_argmax import largest
         from loraplex.kernels.sampling.numba_logsumexp import log_sum_exp
-        from loraplex.kernels.sampling.numba_masking import bar_tokens
         from loraplex.kernels.sampling.numba_sampling import draw
 
         super().__init__(vocab_size, log_sum_exp)
         self._largest = largest
-        self._bar_tokens = bar_tokens
         self._draw = draw
 
     def sample(
@@ -148,13 +146,13 @@ class NumbaSampler(TorchSampler):
         masks: TokenMasks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.contiguous()
-        tokens, ok = self._largest(logits)
-        if batch.penalties is not None or batch.bias is not None or batch.banned is not None:
+        if batch.penalties is None and batch.bias is None and batch.banned is None:
+            tokens, ok = self._largest(logits, masks)
+        else:
+            _, ok = self._largest(logits)
             _edit(logits, batch, last_tokens)
-            tokens, _ = self._largest(logits)  # what is banned is not finite any more
+            tokens, _ = self._largest(logits, masks)  # what is banned is not finite any more
             ok &= logits.gather(1, tokens[:, None])[:, 0].isfinite()
-        if masks is not None:
-            self._bar_tokens(logits, tokens, ok, masks)
         if (draws := batch.draws) is not None:
             self._draw(
                 logits,
