@@ -55,7 +55,7 @@ def test_a_drain_finishes_what_runs(start: Start) -> None:
     engine = server.engine_pid()
     assert engine is not None
     assert server.get("/readyz") == 200
-    streams = Streams(server, key, ["a", "tiny", "a", "tiny"], max_tokens=5000)
+    streams = Streams(server, key, ["a", "tiny", "a", "tiny"], max_tokens=12_000)
     streams.wait_until_all_run()
     server.signal(signal.SIGTERM)
 
@@ -75,7 +75,7 @@ def test_a_drain_finishes_what_runs(start: Start) -> None:
     assert refused.headers["connection"] == "close"
     assert not any(story.ended_at for story in streams.stories), "the streams were too short for this test"
 
-    for story in streams.join(120):
+    for story in streams.join(240):
         assert story.finished, story
         assert story.finish_reason == "length"
     assert server.wait_exit() == 0
