@@ -177,7 +177,8 @@ class Reply:
 class FakeEngineClient:
     """Implements EngineClient. `requests` are all that were submitted, `aborted` the ids that were aborted, in
     order; `pins` by digest, `drops` and `prefetches` in order; `warmed` by the last
-    call, `memory` by tenant, `looked_up` what `cache` was last asked for; `states` is what `adapter_state` answers."""
+    call, `memory` by tenant, `looked_up` what `cache` was last asked for; `states` is what `adapter_state` answers;
+    `held_at`: when each stream came to where it waits, by the monotonic clock."""
 
     def __init__(self, info: EngineInfo | None = None, *, max_inflight: int = 1088) -> None:
         self._info = info or fake_engine_info()
@@ -197,6 +198,7 @@ class FakeEngineClient:
         self.looked_up: set[str] | None = None
         self.engine_stats: EngineStats | None = None
         self.num_restarts = 0
+        self.held_at: list[float] = []
         self.unhealthy_reason: str | None = None
         self.closed_with: float | None = None
         self.measure: Callable[[AdapterRef, str], Awaitable[SiteOutputs]] = _measure_nothing
@@ -358,6 +360,10 @@ class FakeEngineClient:
         self._began.discard(request_id)
         self._tasks.pop(request_id, None)
 
+    async def _hold(self, request_id: str) -> None:
+        self.held_at.append(time.monotonic())
+        await self._released[request_id].wait()
+
     async def _play(self, stream: RequestStream, reply: Reply) -> None:
         request = stream.request
         self._began.add(request.request_id)
@@ -375,14 +381,14 @@ class FakeEngineClient:
         hold_after = len(tokens) if reply.hold_after is None else min(reply.hold_after, len(tokens))
         for start, end in reply.slices(len(tokens)):
             if held and start >= hold_after:
-                await self._released[request.request_id].wait()
+                await self._hold(request.request_id)
                 held = False
             await asyncio.sleep(0)  # one step of the engine
             scores = fake_scores(request, tokens, start, end)
             stream.put(TokenEvent(request.request_id, tokens[start:end], adapter_state=state, scores=scores))
             state = None
         if held:
-            await self._released[request.request_id].wait()
+            await self._hold(request.request_id)
         cut = len(wanted) > len(tokens) or request.sampling.max_tokens == 0
         ends_with_eos = reply.eos and not cut and reply.finish_reason == "stop" and reply.error is None
         num_output = len(tokens) + ends_with_eos
