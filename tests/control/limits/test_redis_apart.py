@@ -4,7 +4,6 @@ each mode. And a Redis that lost its data, or a part of it, or whose clock was s
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +16,15 @@ from hypothesis import strategies as st
 from loraplex.control.errors import LimitsUnavailable, RateLimited
 from loraplex.control.limits.limiter import WhenApart
 from loraplex.control.limits.plan import LimitPlan
-from loraplex.control.limits.redis_link import TAG, RedisLink, redis_script
+from loraplex.control.limits.redis_link import TAG, redis_script
 from loraplex.control.limits.redis_messages import Caller, Reply, Reserve, rates_of, seats_of
 from loraplex.control.types import NO_LIMITS, Limits
+from support.control.limit_watch import PatientLink
 from support.control.limiters import START_US, SharedLimits, whole_plan, with_clock_of_tests
 from support.control.plane import caller
 from support.faults.tcp_proxy import TcpProxy
 from support.servers.redis_server import RedisServer, redis_server
+from support.waiting import eventually
 
 SERVERS = 3
 LEASE_S = 15.0
@@ -72,7 +73,7 @@ class History:
         for server, since in list(self.faulty_since.items()):
             if self.shared.clock.seconds + seconds - since > LONGEST_S:
                 await self.fail(server, "answers")
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while not self.shared.watches[server].up:
                         await asyncio.sleep(0.002)
         await self.shared.pass_time(seconds)
@@ -116,7 +117,7 @@ async def test_a_call_that_lay_about_for_a_second_does_nothing(shared: SharedLim
     """Its server has given it up long since."""
     await shared.servers(1)
     ((replica, number),) = shared.joined().items()
-    link = RedisLink(shared.redis.url, with_clock_of_tests(redis_script()))
+    link = PatientLink(shared.redis.url, with_clock_of_tests(redis_script()))
     await link.connect()
     for seconds, status in ((1.1, "late"), (0.9, "ok")):
         sent = Caller(replica, number, START_US + shared.clock.seconds * 1e6, 0)
@@ -218,7 +219,7 @@ async def test_servers_decide_in_redis_after_an_outage_once_all_have_reported(
     for link in shared.links[1:]:
         link.reach = "away"
     shared.go_on()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not shared.redis.client.exists(f"{TAG}:awaited"):
             await asyncio.sleep(0.005)
     with pytest.raises(LimitsUnavailable):
@@ -265,13 +266,13 @@ async def test_missing_server_is_waited_for_a_bounded_time(shared: SharedLimits)
     shared.redis.client.flushall()
     shared.tell_time()
     await other.beat()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not shared.redis.client.exists(f"{TAG}:awaited"):
             await asyncio.sleep(0.005)
     assert 10 <= shared.redis.client.ttl(f"{TAG}:awaited") <= LEASE_S
     assert not shared.watches[1].up
     shared.redis.client.pexpire(f"{TAG}:awaited", 1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not shared.watches[1].up:
             await asyncio.sleep(0.005)
     shared.links[0].reach = "answers"
@@ -283,7 +284,7 @@ async def test_a_server_that_starts_meanwhile_waits_with_the_others(shared: Shar
     shared.redis.client.flushall()
     shared.tell_time()
     await shared.limiters[1].beat()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not shared.redis.client.exists(f"{TAG}:awaited"):
             await asyncio.sleep(0.005)
     await shared.servers(1)
@@ -354,10 +355,7 @@ async def test_a_replica_that_lagged_and_is_promoted_gives_no_limits_again() -> 
     def lag() -> None:
         replica.client.replicaof("127.0.0.1", redis.port)
         redis.client.set("last", "1")
-        end = time.monotonic() + 20
-        while not replica.client.exists("last"):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        eventually(lambda: bool(replica.client.exists("last")))
         replica.client.replicaof("127.0.0.1", replica.port)  # what comes now does not reach it
 
     try:

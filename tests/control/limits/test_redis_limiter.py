@@ -11,7 +11,7 @@ from loraplex.control.errors import LimitsNotShared, RateLimited
 from loraplex.control.limits.redis_limiter import RedisLimiter
 from loraplex.control.limits.redis_link import RedisLink, redis_script
 from loraplex.control.limits.redis_messages import Caller, Reply, Reserve, rates_of, seats_of
-from support.control.limit_watch import Watch
+from support.control.limit_watch import PatientLink, Watch
 from support.control.limiters import SharedLimits, request_plan, tenant, with_clock_of_tests
 
 
@@ -92,7 +92,7 @@ async def test_a_call_of_an_earlier_joining_does_nothing(shared: SharedLimits) -
     """It lay in a buffer of a Redis that hung, and this server has given it up since."""
     await shared.servers(1)
     ((replica, number),) = shared.joined().items()
-    link = RedisLink(shared.redis.url, with_clock_of_tests(redis_script()))
+    link = PatientLink(shared.redis.url, with_clock_of_tests(redis_script()))
     await link.connect()
     for name, joining in (("early", str(int(number) - 1)), ("now", number)):
         caller = Caller(replica, joining, -1.0, 0)

@@ -24,7 +24,7 @@ async def test_silent_servers_reservations_come_back_and_count_again_on_return(
         await cut_off.reserve("a", request_plan(acme, 600))
         await cut_off.reserve("b", request_plan(acme, 200))
         proxy.hang()
-        shared.lose_patience()
+        shared.links[0].patience_s = 0.0
         shared.advance(14)
         await one.beat()
         with pytest.raises(RateLimited):
@@ -66,7 +66,7 @@ async def test_silent_servers_sequences_come_back_and_count_again_on_return(
         with pytest.raises(RateLimited, match="limit of 8 sequences at a time"):
             await one.reserve("b", sequences(3))
         proxy.hang()
-        shared.lose_patience()
+        shared.links[0].patience_s = 0.0
         shared.advance(16)
         await one.beat()
         await one.reserve("b", sequences(8))
@@ -94,7 +94,7 @@ async def test_outage_spending_is_charged_once_however_often_it_is_reported(shar
     shared.go_on()
     for number in range(3):
         before = shared.links[0].num_late
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while shared.links[0].num_late < before + 2:
                 await asyncio.sleep(0.005)
         await one.reserve(f"b{number}", request_plan(acme, 10))

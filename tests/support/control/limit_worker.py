@@ -21,9 +21,8 @@ from typing import cast
 from loraplex.control.errors import LimitsUnavailable, RateLimited
 from loraplex.control.limits.limiter import WhenApart
 from loraplex.control.limits.redis_limiter import RedisLimiter
-from loraplex.control.limits.redis_link import redis_script
 from loraplex.control.types import Limits, Principal
-from support.control.limit_watch import PatientLink, Watch
+from support.control.limit_watch import PatientLink, Watch, patient_script
 from support.control.limiters import whole_plan
 
 AT_A_TIME = 50
@@ -35,7 +34,7 @@ TENANT = Limits(requests_per_minute=150, tokens_per_minute=12_000, max_concurren
 
 async def work(url: str, name: str, rounds: int, when_apart: WhenApart, late: bool) -> None:
     watch = Watch()
-    link = PatientLink(url, redis_script())
+    link = PatientLink(url, patient_script())
     limiter = RedisLimiter(link, watch, when_apart=when_apart)
     await limiter.start()
     print("ready", flush=True)
@@ -72,6 +71,9 @@ async def work(url: str, name: str, rounds: int, when_apart: WhenApart, late: bo
             used = rng.randint(prompt, prompt + n * answer)
             requests.append(request(f"{name}-{turn}-{number}", prompt, answer, n, used, rng.random() / 10))
         await asyncio.gather(asyncio.sleep(ROUND_S), *requests)
+    async with asyncio.timeout(60):  # one that is apart could not tell what has ended
+        while not watch.up:
+            await asyncio.sleep(0.005)
     await limiter.close()
     print(json.dumps({"apart": len(watch.apart), "passed_apart": sum(watch.apart), "passed": passed}))
 

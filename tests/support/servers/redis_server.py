@@ -46,7 +46,7 @@ class RedisServer:
             options |= {
                 "cluster-enabled": "yes",
                 "cluster-port": str(self._bus),
-                "cluster-node-timeout": "500",
+                "cluster-node-timeout": "15000",  # a node that a busy machine holds up has not failed
             }
         kept = {"appendonly": "yes", "appendfsync": "always"} if keeps_data else {"appendonly": "no"}
         self._options = {"save": "", **kept, **options}
