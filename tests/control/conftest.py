@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
+from loraplex.control.db import postgres_engine
 from loraplex.control.db.database import utc_now
 from loraplex.control.db.tables import Tenant
+from loraplex.control.usage import journal
 from support.control.plane import ControlPlane, use_database
 from support.servers.postgres import need_programs, postgres_server
 
@@ -27,6 +29,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         alone = metafunc.module.__name__.endswith(ON_SQLITE_ALONE)
         metafunc.parametrize("backend", ["sqlite"] if alone else ["sqlite", "postgresql"])
+
+
+PATIENCE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk and a PostgreSQL that a busy machine holds up for seconds are not away. Tests of outages wait as servers
+    do."""
+    monkeypatch.setattr(journal, "SYNC_WAIT_S", PATIENCE_S)
+    if not request.module.__name__.endswith("outage"):
+        monkeypatch.setattr(postgres_engine, "CONNECT_TIMEOUT_S", PATIENCE_S)
+        monkeypatch.setattr(postgres_engine, "PING_TIMEOUT_S", PATIENCE_S)
+        monkeypatch.setattr(postgres_engine.BoundedConnection, "patience_s", PATIENCE_S)
 
 
 @pytest.fixture

@@ -283,9 +283,10 @@ def test_loads_fail_at_once_when_too_many_threads_hang(
 def test_close_ends_the_threads(rig: TransportRig) -> None:
     ref = rig.put(draft_adapter(ARCH))
     assert rig.fetch(ref) is Residency.READY
-    before = threading.active_count()
+    threads = [*rig.transport._loaders._threads, *rig.transport._copiers._threads]
+    assert len(threads) == 3
     rig.transport.close()
-    assert threading.active_count() == before - 3
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_job_that_cannot_tell_its_end_ends_no_thread(

@@ -25,6 +25,7 @@ from support.control.plane import FakeClock
 from support.faults.tcp_proxy import TcpProxy
 from support.servers.live_server import importable_tests
 from support.servers.s3_server import BUCKET, S3Server
+from support.waiting import eventually
 
 LARGE = os.urandom(17 << 20)  # three parts
 SMALL = os.urandom(64 << 10)
@@ -97,26 +98,33 @@ def test_a_slow_network_is_waited_for(network: Network) -> None:
 
 
 def test_while_the_bucket_is_away_what_is_cached_is_read(network: Network) -> None:
-    first, second = network.store(deadline_s=0.5), network.store(deadline_s=0.5)
-    cached, cold = add(first), add(second, b"cold")
+    cached, cold = add(network.store()), add(network.store(), b"cold")
+    first = network.store(deadline_s=0.5, cache="cache-1")
     network.proxy.hang()
     assert content(first, cached) == SMALL
     began = time.monotonic()
     with pytest.raises(ArtifactUnreadable):
         first.path(cold)
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 30
     # The next ones are told at once, until it is time to ask again.
     began = time.monotonic()
     for _ in range(20):
         with pytest.raises(ArtifactUnreadable):
             first.path(cold)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 5  # 10 s if each asked again
     with pytest.raises(StoreFailed):
         add(first, b"new")
     assert list((network.root / "cache-1" / "staging").iterdir()) == []
     network.proxy.carry()
-    network.clock.advance(60)
-    assert content(first, cold) == b"cold"
+
+    def is_back() -> bool:
+        network.clock.advance(60)
+        try:
+            return content(first, cold) == b"cold"
+        except ArtifactUnreadable:  # half a second was not enough
+            return False
+
+    eventually(is_back)
 
 
 def test_a_flipped_bit_in_the_bucket_is_never_served(network: Network) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,6 +32,7 @@ from loraplex.control.usage.segments import (
 )
 from support.control.usage import AT, accepted, ended
 from support.servers.live_server import importable_tests
+from support.waiting import eventually
 
 SMALL = 64 << 10
 
@@ -50,13 +51,6 @@ def read_all(directory: Path, upto: Position | None = None) -> list[Record]:
         records, position = read_records(directory, position, upto)
         found += records
     return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 async def serve(journal: UsageJournal, count: int) -> list[Ended]:
@@ -80,20 +74,25 @@ async def test_ended_requests_are_on_the_disk_in_order(journal: UsageJournal) ->
 
 
 async def test_many_ends_share_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that come while one goes on share the next."""
     syncs = 0
-    sync = Segment.sync
+    sync, all_came = Segment.sync, threading.Event()
 
     def slow_sync(segment: Segment) -> None:
         nonlocal syncs
         syncs += 1
-        time.sleep(0.01)
+        assert all_came.wait(60)
         sync(segment)
 
     monkeypatch.setattr(Segment, "sync", slow_sync)
     journal = UsageJournal(tmp_path)
-    await serve(journal, 200)
+    serving = asyncio.create_task(serve(journal, 200))
+    while journal.num_open or not syncs:
+        await asyncio.sleep(0)
+    all_came.set()
+    await serving
     journal.close()
-    assert syncs <= 4
+    assert syncs <= 2
 
 
 WHOLE = [accepted(id="a"), ended(accepted(id="a")), ended(accepted(id="b"))]
@@ -168,7 +167,7 @@ async def test_a_full_journal_takes_no_more_and_keeps_what_it_owes(tmp_path: Pat
         await journal.end(rows[-1])
     assert [r for r in read_all(journal.directory) if isinstance(r, Ended)] == rows
     journal.release(journal.synced)
-    until(lambda: not journal.full)
+    eventually(lambda: not journal.full)
     await serve(journal, 10)
     journal.close()
 
@@ -178,7 +177,7 @@ async def test_a_disk_that_is_full_is_told_before_a_request_runs(
 ) -> None:
     """The room for the ends of what runs was taken before."""
     journal = UsageJournal(tmp_path, segment_bytes=SMALL)
-    until(lambda: journal._spare is not None)
+    eventually(lambda: journal._spare is not None)
 
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -190,7 +189,7 @@ async def test_a_disk_that_is_full_is_told_before_a_request_runs(
             while True:
                 rows += await serve(journal, 10)
         assert [r for r in read_all(journal.directory, journal.synced) if isinstance(r, Ended)] == rows
-    until(lambda: not journal.full)
+    eventually(lambda: not journal.full)
     await serve(journal, 10)
     journal.close()
 
@@ -224,7 +223,7 @@ async def test_a_bug_in_the_thread_refuses_requests_until_it_passes(
     with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
         patch.delattr(os, "fdatasync")
         ending = asyncio.create_task(journal.end(ended(first)))
-        while journal.failure() is None:
+        while journal.failure() is None or journal.state.up:
             await asyncio.sleep(0.002)
         assert "fdatasync" in str(journal.failure())
         assert (journal.full, journal.state.up) == (True, False)
@@ -237,7 +236,7 @@ async def test_a_bug_in_the_thread_refuses_requests_until_it_passes(
     assert failed[0]["log_level"] == "error"
     assert isinstance(failed[0]["exc_info"], AttributeError)
     await ending
-    until(lambda: journal.failure() is None)
+    eventually(lambda: journal.failure() is None)
     assert journal.state.up
     assert segment_numbers(journal.directory)[-1] <= 2  # it tried again in the same place
     journal.accept(second)
@@ -261,16 +260,16 @@ async def test_a_disk_without_room_is_tried_and_told_seldom(
 
     with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
         journal = UsageJournal(tmp_path)
-        until(lambda: journal._spare is not None)
+        eventually(lambda: journal._spare is not None)
         patch.setattr(journal_module, "Segment", NoRoom)
         with journal._lock:
             journal._turn()  # as if the segment were full: now another spare is wanted
         began = time.monotonic()
         for _ in range(50):
             await serve(journal, 1)
-        until(lambda: tries >= 2)
+        eventually(lambda: tries >= 2)
         assert tries <= 2 + (time.monotonic() - began) / journal_module.RETRY_S
-    until(lambda: journal._spare is not None)
+    eventually(lambda: journal._spare is not None)
     assert [entry["event"] for entry in logs] == ["usage_journal_no_room"]
     journal.close()
 
@@ -290,7 +289,7 @@ async def test_a_thread_that_ends_all_the_same_takes_no_requests_and_holds_no_an
     with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
         patch.setattr(Segment, "append", end_the_thread)
         ending = asyncio.create_task(journal.end(ended(first)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await ending  # it waited when the thread ended
             await journal.end(ended(second))  # it came later
     assert [entry["event"] for entry in logs] == ["usage_journal_failed"]
@@ -324,7 +323,7 @@ async def test_running_requests_outlive_their_segment(journal: UsageJournal) -> 
     journal.accept(long)
     while journal.synced.segment < 4:
         await serve(journal, 50)
-    until(lambda: journal.release(journal.synced) or segment_numbers(journal.directory)[0] >= 4)
+    eventually(lambda: journal.release(journal.synced) or segment_numbers(journal.directory)[0] >= 4)
     assert long in read_all(journal.directory)
     assert ended(long) is not None
     await journal.end(ended(long))

@@ -28,7 +28,7 @@ class Replica:
 
     def __init__(self, database: Database, clock: FakeClock, run: Callable[[Any], Any]) -> None:
         store = BudgetStore(database, slice_s=SLICE_S, now=lambda _: clock.now())
-        self.budgets = Budgets(store, self._ask, clock=clock)
+        self.budgets = Budgets(store, self._ask, clock=clock, answer_timeout_s=60.0)
         self.reach: Literal["answers", "away", "lost"] = "answers"
         self.asked = 0
         self._run = run
