@@ -303,7 +303,7 @@ def test_bombs_cost_bounded_memory_and_time(box: Box, bomb: str) -> None:
     code, grown_kib = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
     assert code in ("too_large", "bad_archive")
     assert grown_kib < 32 * 1024
-    assert time.perf_counter() - begin < 10
+    assert time.perf_counter() - begin < 30
     assert list(box.dest.iterdir()) == []
 
 

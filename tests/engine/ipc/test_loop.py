@@ -16,6 +16,7 @@ import pytest
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.ipc import loop as loop_module
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.loop import EngineLoop, Outbox
 from loraplex.engine.reports import EngineInfo
@@ -125,12 +126,12 @@ class LoopInThread:
 
     def wait_for(self, kind: type) -> Any:
         with self.emitted:
-            assert self.emitted.wait_for(lambda: any(isinstance(e, kind) for e in self.events), 10)
+            assert self.emitted.wait_for(lambda: any(isinstance(e, kind) for e in self.events), 60)
             return next(e for e in self.events if isinstance(e, kind))
 
     def end(self) -> int:
         self.loop.stop()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         assert self.status is not None
         return self.status
@@ -157,12 +158,12 @@ class WaitingCore(FakeCore):
         return super().idle_s() if self.loaded.is_set() else None
 
 
-def test_a_wake_up_moves_a_waiting_engine_on_and_nothing_else_does() -> None:
+def test_a_wake_up_moves_a_waiting_engine_on_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "POLL_WHILE_WAITING_S", 3600)  # beside a rare look
     core = WaitingCore()
     running = LoopInThread(core)
-    running.wait_for(wire.Ready)
-    running.loop.post(wire.Add(ask("r", 1)))
     assert core.stepped.acquire(timeout=60)  # at the start
+    running.loop.post(wire.Add(ask("r", 1)))
     assert core.stepped.acquire(timeout=60)  # for the command
     assert not core.stepped.acquire(timeout=0.2), "a waiting engine spins"
     core.loaded.set()
@@ -184,7 +185,7 @@ def test_an_id_that_is_live_does_not_disturb_its_owner() -> None:
     running.loop.wake()
     running.wait_for(wire.Events)
     running.loop.post(wire.Shutdown(5))
-    running.thread.join(10)
+    running.thread.join(60)
     events = [e for batch in running.events if isinstance(batch, wire.Events) for e in batch.events]
     assert sum((e.token_ids for e in events), ()) == fake_tokens(ask("r", 2))
     assert [e.finish_reason for e in events] == [None, "length"]
@@ -198,7 +199,7 @@ def test_a_step_that_raises_is_fatal_and_the_engine_is_closed() -> None:
 
     running = LoopInThread(Broken())
     assert running.wait_for(wire.Fatal).message == "the engine failed in a step: MemoryError: no memory left"
-    running.thread.join(10)
+    running.thread.join(60)
     assert running.status == 1
     assert running.engine.closed == 1
 
@@ -211,10 +212,10 @@ def test_a_drain_refuses_what_is_new_and_aborts_what_is_late() -> None:
     running.loop.post(wire.Add(ask("new")))
     (new,) = running.wait_for(wire.Events).events
     assert (new.request_id, new.error.code) == ("new", "draining")
-    assert core.aborted.wait(5)
+    assert core.aborted.wait(60)
     core.loaded.set()
     running.loop.wake()
-    running.thread.join(10)
+    running.thread.join(60)
     assert running.status == 0
     ends = [e for b in running.events if isinstance(b, wire.Events) for e in b.events if e.finish_reason]
     assert [(e.request_id, e.finish_reason) for e in ends] == [("new", "error"), ("old", "abort")]

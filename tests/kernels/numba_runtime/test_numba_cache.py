@@ -173,7 +173,7 @@ import time
 from stand_in import caller
 from numba.core.compiler_lock import global_compiler_lock
 begin = time.time()
-for _ in range(10):
+for _ in range(60):
     with global_compiler_lock:
         with global_compiler_lock:
             pass
@@ -199,7 +199,7 @@ def test_stuck_compiler_delays_others_for_a_bounded_time(package: Path) -> None:
     with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         begin, end = map(float, said(command(package, TAKE_TURNS))[0])
-        assert end - begin < 2.0  # once, not each time
+        assert end - begin < 15  # once, not each time, which takes 30 s
         assert said(command(package))[0][:3] == ["20", "True", "1"]
 
 
