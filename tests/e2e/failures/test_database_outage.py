@@ -125,7 +125,7 @@ def outage_of(
         eventually(lambda: metric(server, "loraplex_database_up") == 0, timeout=60)
         noticed_s = time.monotonic() - lost_at
         slowest_s, num_asked = 0.0, 0
-        while time.monotonic() - lost_at < seconds:
+        while time.monotonic() - lost_at < seconds or not any(begin > lost_at for begin, _ in short.ended):
             began = time.monotonic()
             assert ask(server, used).status_code == 200
             for secret in (unused, revoked, "lpx_00_guess"):

@@ -29,7 +29,8 @@ from support.servers.live_streams import Streams
 
 pytestmark = pytest.mark.slow
 
-TOLD_WITHIN_S = 1.0
+TOLD_WITHIN_S = 10.0
+"""Told at all, and not when a time-out ends it; how soon a quiet machine tells is measured by test_engine_kills."""
 
 
 def complete(server: LiveServer, key: str, model: str) -> httpx.Response:
@@ -67,33 +68,35 @@ def test_streams_on_the_real_model_are_told_and_hot_adapters_come_back(
         for name in EXAMPLES:
             server.upload("acme", name, EXAMPLE_ADAPTERS / name)
         key = server.create_key("acme")
+        hot = {f"{name}@v1": ["device", "host", "disk"] for name in EXAMPLES}
         models = [SERVED_NAME, *EXAMPLES] * 3
-        streams = Streams(server, key, models, max_tokens=2000)
-        streams.wait_until_all_run()
-        hot = server.residency()
-        assert hot == {f"{name}@v1": ["device", "host", "disk"] for name in EXAMPLES}
+        for life in range(1, 4):  # again where the machine stood still until the engine was back
+            streams = Streams(server, key, models, max_tokens=2000)
+            streams.wait_until_all_run()
+            server.wait(lambda: server.residency() == hot)
 
-        killed_at = time.monotonic()
-        # Its connection ends when the system has freed its memory, which takes long on a busy machine.
-        wait_gone(server.kill_engine())
-        gone_at = time.monotonic()
-        streams.join()
-        slowest = max(story.ended_at for story in streams.stories) - gone_at
-        print(f"\n{len(models)} streams told of the engine's death within {slowest:.3f} s")
-        assert slowest < TOLD_WITHIN_S
-        for story in streams.stories:
-            assert story.error["code"] == "engine_restarting"
-            assert story.error["type"] == "server_error"
-
-        refused = complete(server, key, "pirate")
-        assert refused.status_code == 503
+            killed_at = time.monotonic()
+            # Its connection ends when the system has freed its memory, which takes long on a busy machine.
+            wait_gone(server.kill_engine())
+            gone_at = time.monotonic()
+            streams.join()
+            slowest = max(story.ended_at for story in streams.stories) - gone_at
+            print(f"\n{len(models)} streams told of the engine's death within {slowest:.3f} s")
+            assert slowest < TOLD_WITHIN_S
+            for story in streams.stories:
+                assert story.error["code"] == "engine_restarting"
+                assert story.error["type"] == "server_error"
+            refused, ready = complete(server, key, "pirate"), server.get("/readyz")
+            if (refused.status_code, ready) == (503, 503):
+                break
+            wait_back(server, life)
+        assert (refused.status_code, ready) == (503, 503)
         assert refused.json()["error"]["code"] == "engine_restarting"
         assert int(refused.headers["retry-after"]) >= 1
-        assert server.get("/readyz") == 503
         assert server.get("/startupz") == 200
         assert checked(server.client(key).get("/v1/models"))["data"]  # needs no engine
 
-        wait_back(server, 1)
+        wait_back(server, life)
         print(f"engine back after {time.monotonic() - killed_at:.1f} s")
         server.wait(lambda: server.residency() == hot)
         for name in EXAMPLES:

@@ -138,6 +138,16 @@ class Holdings:
             kv_blocks=stats["num_kv_blocks_used"],
         )
 
+    @classmethod
+    def settled(cls, server: LiveServer, sockets: Path, quiet_s: float) -> Holdings:
+        """The same twice in a row: a server that is held up gives nothing back meanwhile."""
+        last = cls.of(server, sockets, quiet_s)
+        for _ in range(5):
+            last, before = cls.of(server, sockets, quiet_s), last
+            if last == before:
+                break
+        return last
+
 
 def noticed_at(server: LiveServer, life: int) -> float:
     """When the server logged this loss, by the monotonic clock."""
@@ -181,8 +191,8 @@ def fall(server: LiveServer, key: str, models: Sequence[str], number: signal.Sig
     )
 
 
-def check(falls: Sequence[Fall]) -> None:
-    """Print what was measured, and hold it against what is promised."""
+def check(falls: Sequence[Fall], late_s: float) -> None:
+    """Print what was measured, and hold it against what is promised. By `late_s` the machine may be late."""
     for number in sorted({one.number for one in falls}):
         of_kind = [one for one in falls if one.number is number]
         print(f"\n{number.name} × {len(of_kind)} (seconds: least, median, most)", end="")
@@ -194,9 +204,9 @@ def check(falls: Sequence[Fall]) -> None:
     print(f"\nrefused meanwhile: {dict(refusals)}")
     assert set(refusals) <= {(503, "engine_restarting")}
     assert refusals or len(falls) == 1, "of several deaths some client asks meanwhile"
-    assert all(one.noticed <= NOTICED_WITHIN_S[one.number] for one in falls)
-    assert max(one.told for one in falls) < TOLD_WITHIN_S
-    assert max(one.back for one in falls) < BACK_WITHIN_S
+    assert all(one.noticed <= NOTICED_WITHIN_S[one.number] + late_s for one in falls)
+    assert max(one.told for one in falls) < TOLD_WITHIN_S + late_s
+    assert max(one.back for one in falls) < BACK_WITHIN_S + late_s
 
 
 def drill(
@@ -206,6 +216,7 @@ def drill(
     order: Sequence[signal.Signals],
     *,
     quiet_s: float,
+    late_s: float = 0.0,
 ) -> None:
     """Each life serves before it is ended, so that no number of them is a crash loop. `models` are what streams of the
     tenant acme ask for."""
@@ -213,18 +224,18 @@ def drill(
     for model in set(models):
         Streams(server, key, [model], max_tokens=3).join()
     open_all_connections(server)
-    before = Holdings.of(server, sockets, quiet_s)
+    before = Holdings.settled(server, sockets, quiet_s)
     falls: list[Fall] = []
     memory: list[int] = []
     for life, number in enumerate(order, 1):
         falls.append(fall(server, key, models, number, life))
         server.wait(server.spare_is_ready)
         memory.append(psutil.Process(server.pid).memory_info().rss)
-    after = Holdings.of(server, sockets, quiet_s)
+    after = Holdings.settled(server, sockets, quiet_s)
     settled = memory[min(SETTLED_AFTER, len(order)) - 1]
     print(f"\nheld before the first death {before}\nand after the last {after}", end="")
     print(f"\nserver's memory {settled >> 20} MiB, at most {max(memory) / settled - 1:+.2%} later", end="")
-    check(falls)
+    check(falls, late_s)
     assert after == before
     # An engine, its spare, and the process that checks grammars.
     assert (after.children, after.zombies, after.sockets, after.kv_blocks) == (3, 0, (), 0)
@@ -255,7 +266,7 @@ def test_a_death_is_told_and_leaves_nothing(
     ) as server:
         server.create_tenant("acme")
         server.upload("acme", "a", tiny_adapter)
-        drill(server, ("tiny", "a"), sockets, [signal.SIGKILL], quiet_s=1.0)
+        drill(server, ("tiny", "a"), sockets, [signal.SIGKILL], quiet_s=1.0, late_s=10.0)
 
 
 @pytest.mark.soak

@@ -19,6 +19,7 @@ from support.servers.live_server import (
     TINY_SIZES,
     LiveServer,
     importable_tests,
+    post_version,
     write_tiny_adapter,
 )
 
@@ -56,7 +57,7 @@ def serving(model: Path, work: Path, fault: str | None = None) -> Iterator[LiveS
 
 def push(server: LiveServer, folder: Path, name: str = "support") -> httpx.Response:
     files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
-    return server.admin.post(f"tenants/acme/adapters/{name}/versions", files=files)
+    return post_version(server.admin, f"tenants/acme/adapters/{name}/versions", files)
 
 
 def check_refused(

@@ -160,7 +160,7 @@ def test_the_engine_goes_with_the_server_and_streams_break_off(served: tuple[Liv
     server, key = served
     engine = server.engine_pid()
     assert engine is not None
-    body = {"model": "early", "prompt": "one", "max_tokens": 20000, "stream": True, "ignore_eos": True}
+    body = {"model": "early", "prompt": "one", "max_tokens": 100_000, "stream": True, "ignore_eos": True}
     with server.client(key) as client, client.stream("POST", "/v1/completions", json=body) as answer:
         events = sse_events(answer.iter_lines())
         next(events)

@@ -13,7 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-from support.servers.live_server import TINY_SIZES, LiveServer, checked, run_command, write_tiny_adapter
+from support.servers.live_server import (
+    TINY_SIZES,
+    LiveServer,
+    checked,
+    post_version,
+    run_command,
+    write_tiny_adapter,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +73,7 @@ class Load:
                     return
                 folder = write_tiny_adapter(self.root / "passing", seed=100 + number)
                 files = {path.name: (path.name, path.read_bytes()) for path in folder.iterdir()}
-                answers = [admin.post(f"{TENANT}/passing-{number}/versions", files=files)]
+                answers = [post_version(admin, f"{TENANT}/passing-{number}/versions", files)]
                 if number >= 2:
                     answers.append(admin.delete(f"{TENANT}/passing-{number - 2}"))
                 self.failures += [answer.text for answer in answers if not answer.is_success]

@@ -26,7 +26,9 @@ class Starter:
         self.servers: list[LiveServer] = []
 
     def __call__(self, **settings: Any) -> tuple[LiveServer, str]:
-        server = LiveServer(self._model, self._root / "data", **{**TINY_SIZES, **settings})
+        server = LiveServer(
+            self._model, self._root / f"data-{len(self.servers)}", **{**TINY_SIZES, **settings}
+        )
         self.servers.append(server)
         server.start()
         server.create_tenant("acme")
@@ -51,11 +53,16 @@ def complete(server: LiveServer, key: str) -> httpx.Response:
 
 
 def test_a_drain_finishes_what_runs(start: Start) -> None:
+    assert drains(start, 12_000) or drains(start, 60_000), "the streams were too short for this test"
+
+
+def drains(start: Start, max_tokens: int) -> bool:
+    """Whether streams of so many tokens outlasted the grace and what is asked after it."""
     server, key = start(drain_grace=4)
     engine = server.engine_pid()
     assert engine is not None
     assert server.get("/readyz") == 200
-    streams = Streams(server, key, ["a", "tiny", "a", "tiny"], max_tokens=12_000)
+    streams = Streams(server, key, ["a", "tiny", "a", "tiny"], max_tokens=max_tokens)
     streams.wait_until_all_run()
     server.signal(signal.SIGTERM)
 
@@ -68,12 +75,18 @@ def test_a_drain_finishes_what_runs(start: Start) -> None:
     assert served.headers["connection"] == "close"
 
     # After it: nothing new, while what runs goes on.
-    server.wait(lambda: complete(server, key).status_code == 503, timeout=60)
-    refused = complete(server, key)
+    try:
+        server.wait(lambda: complete(server, key).status_code == 503, timeout=60)
+        refused = complete(server, key)
+    except (httpx.TransportError, AssertionError):
+        if streams.all_run_on:
+            raise
+        return False  # with the last stream the server has ended
     assert refused.json()["error"]["code"] == "draining"
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.headers["connection"] == "close"
-    assert not any(story.ended_at for story in streams.stories), "the streams were too short for this test"
+    if not streams.all_run_on:
+        return False
 
     for story in streams.join(240):
         assert story.finished, story
@@ -83,6 +96,7 @@ def test_a_drain_finishes_what_runs(start: Start) -> None:
     (drained,) = server.logged("drained")
     assert drained["finished"] is True
     assert drained["cut"] == 0
+    return True
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])

@@ -11,7 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from support.servers.live_server import ADAPTER_FILES, LiveServer, Shop, checked, write_tiny_adapter
+from support.servers.live_server import (
+    ADAPTER_FILES,
+    LiveServer,
+    Shop,
+    checked,
+    post_version,
+    write_tiny_adapter,
+)
 from support.servers.live_streams import Streams
 
 pytestmark = pytest.mark.slow
@@ -95,25 +102,29 @@ def test_a_second_version_takes_traffic_when_it_is_released(tenant: Tenant) -> N
 
 
 def test_deleting_an_adapter_lets_what_runs_finish(tenant: Tenant) -> None:
-    tenant.upload("bot", 3)
-    expected = tenant.say("bot", max_tokens=400)[:200]
-    streams = Streams(tenant.server, tenant.key, ["bot", "bot"], max_tokens=4000)
-    streams.wait_until_all_run()
-    assert tenant.server.admin.delete(f"{tenant.path}/adapters/bot").status_code == 204
-    gone = tenant.post("bot")
-    assert gone.status_code == 404
-    assert gone.json()["error"]["code"] == "model_not_found"
-    assert not any(story.ended_at for story in streams.stories), "the streams were too short for this test"
+    for name, max_tokens in (("short", 4000), ("long", 16_000), ("bot", 64_000)):
+        tenant.upload(name, 3)
+        expected = tenant.say(name, max_tokens=400)[:200]
+        streams = Streams(tenant.server, tenant.key, [name, name], max_tokens=max_tokens)
+        streams.wait_until_all_run()
+        assert tenant.server.admin.delete(f"{tenant.path}/adapters/{name}").status_code == 204
+        gone = tenant.post(name)
+        assert gone.status_code == 404
+        assert gone.json()["error"]["code"] == "model_not_found"
+        if streams.all_run_on:
+            break
+    else:
+        raise AssertionError("the streams were too short for this test")
     assert tenant.models() == ["tiny"]
     for story in streams.join(120):
         assert story.finished
         assert story.finish_reason == "length"
         assert story.text[:200] == expected
     tenant.server.wait(tenant.server.idle)
-    assert "bot@v1" not in tenant.server.residency()
+    assert f"{name}@v1" not in tenant.server.residency()
     # The name is free again, and stands for what is uploaded now.
-    assert tenant.upload("bot", 4)["version"] == "v2"
-    assert tenant.say("bot", max_tokens=400)[:200] != expected
+    assert tenant.upload(name, 4)["version"] == "v2"
+    assert tenant.say(name, max_tokens=400)[:200] != expected
 
 
 def test_unknown_and_foreign_names_answer_alike(tenant: Tenant, tiny: Shop) -> None:
@@ -166,7 +177,7 @@ def test_a_tenant_manages_its_own_on_the_data_port(tenant: Tenant) -> None:
     files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
     with tenant.server.client(key) as client:
         mine = f"/admin/v1/{tenant.path}/adapters"
-        assert checked(client.post(f"{mine}/own/versions", files=files), 201)["state"] == "ready"
+        assert checked(post_version(client, f"{mine}/own/versions", files), 201, 200)["state"] == "ready"
         assert [row["name"] for row in checked(client.get(mine))["data"]] == ["own"]
         assert checked(client.get(f"{mine}/own/release"))["targets"][0]["version"] == "v1"
         assert tenant.served("own") == "own@v1"
@@ -189,7 +200,7 @@ def test_a_tenant_manages_its_own_on_the_data_port(tenant: Tenant) -> None:
 
 def test_the_cache_tells_where_versions_are(tenant: Tenant) -> None:
     tenant.upload("bot", 8)
-    streams = Streams(tenant.server, tenant.key, ["bot"], max_tokens=3000)
+    streams = Streams(tenant.server, tenant.key, ["bot"], max_tokens=100_000)
     streams.wait_until_all_run()
     rows = checked(tenant.server.admin.get("cache", params={"limit": 100}))["data"]
     (row,) = [row for row in rows if row["tenant_id"] == tenant.id]
@@ -203,7 +214,8 @@ def test_the_cache_tells_where_versions_are(tenant: Tenant) -> None:
     assert engine["live_requests"] >= 1
     assert row["digest"] in engine["stats"]["running_adapters"]
     assert engine["stats"]["tenants"][tenant.id]["running"] == 1
-    streams.join(60)
+    assert streams.all_run_on
+    streams.hang_up()
     pin = f"{tenant.path}/adapters/bot/versions/v1/pin"
     assert checked(tenant.server.admin.put(pin))["pinned"] is True
     assert checked(tenant.server.admin.delete(pin))["pinned"] is False

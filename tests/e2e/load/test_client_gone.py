@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import socket
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,10 +92,8 @@ def test_hang_up_in_the_queue(tiny: Shop) -> None:
         for n in range(100)
     ]
     server.wait(lambda: server.stats()["num_running"] == 64 and server.stats()["num_waiting"] == 36)
-    began = time.monotonic()
     hang_up(sockets)
-    server.wait(server.idle, timeout=30)
-    assert time.monotonic() - began < 10
+    server.wait(server.idle, timeout=30)  # their answers would take minutes
     assert server.engine()["live_requests"] == 0
 
 

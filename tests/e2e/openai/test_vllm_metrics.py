@@ -33,6 +33,16 @@ def test_requests_of_known_sizes(tiny: Shop) -> None:
             model=model, prompt="Once", n=n, max_tokens=max_tokens, extra_body={"ignore_eos": True}
         )
         usages.append(answer.usage)
+
+    def is_counted() -> bool:
+        """An answer is counted after it was sent."""
+        now = scrape(tiny)
+        return all(
+            now[f"vllm:{name}_count"] - before[f"vllm:{name}_count"] >= count
+            for name, count in (("request_params_n", 3), ("request_inference_time_seconds", 5))
+        )
+
+    tiny.server.wait(is_counted)
     after = scrape(tiny)
 
     def grown(name: str) -> float:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from support.servers.live_server import TINY_SIZES, LiveServer
+from support.servers.live_server import SERVE, TINY_SIZES, LiveServer, importable_tests
 from support.servers.redis_server import redis_server
 
 pytestmark = pytest.mark.slow
 SECRET = "not-to-be-seen"
+PATIENT_SERVE = Path(__file__).parents[2] / "support" / "servers" / "patient_serve.py"
 
 
 def test_a_server_counts_in_redis_and_leaves_nothing_of_itself_there(
@@ -24,6 +26,8 @@ def test_a_server_counts_in_redis_and_leaves_nothing_of_itself_there(
     server = LiveServer(
         tiny_model, tmp_path / "data", environment=environment, served_model_name="base", **TINY_SIZES
     )
+    server.environment["PYTHONPATH"] = importable_tests()
+    server.command[: len(SERVE)] = [sys.executable, str(PATIENT_SERVE), "serve"]
     try:
         server.start()
         server.create_tenant("acme", limits={"requests_per_minute": 1, "max_concurrency": 1})

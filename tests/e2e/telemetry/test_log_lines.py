@@ -36,7 +36,7 @@ def test_every_line_of_a_servers_life_is_by_the_schema(tmp_path: Path) -> None:
             assert client.post(url, json={**CHAT, "model": "nobody"}).status_code == 404
             assert client.post(url, content=b"\xff{").status_code == 400
             assert client.get("/nowhere").status_code == 404
-            long = {**CHAT, "model": "bot", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+            long = {**CHAT, "model": "bot", "max_tokens": 100_000, "stream": True, "ignore_eos": True}
             with client.stream("POST", url, json=long) as stream:
                 next(stream.iter_lines())
             with client.stream("POST", url, json=long) as stream:

@@ -102,9 +102,12 @@ class BusyServer:
         self.scraped("increase(loraplex_limiter_apart_decisions_total[15s]) > 0")
         self.redis.start()
         self.scraped("loraplex_limiter_apart == 0")
-        self.server.kill_engine()
-        self.scraped("loraplex_engine_restarts_total > 0")
-        self.scraped("loraplex_engine_up == 1")
+        for life in range(1, 4):
+            self.server.kill_engine()
+            self.scraped(f"loraplex_engine_restarts_total >= {life}")
+            self.scraped("loraplex_engine_up == 1")
+            if self.prometheus.query("min_over_time(loraplex_engine_up[5m]) == 0"):
+                break  # else it was back before it was scraped
         self.scraped('increase(loraplex_requests_total{tenant="acme",status="200"}[5s]) > 0')
 
     def scraped(self, expression: str, timeout: float = 60.0) -> None:

@@ -321,7 +321,8 @@ class LiveServer:
 
     def upload(self, tenant: str, name: str, folder: Path) -> dict[str, Any]:
         files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
-        return checked(self.admin.post(f"tenants/{tenant}/adapters/{name}/versions", files=files), 201, 200)
+        answer = post_version(self.admin, f"tenants/{tenant}/adapters/{name}/versions", files)
+        return dict(checked(answer, 201, 200))
 
     # What a tenant does.
 
@@ -349,6 +350,17 @@ class Shop:
 
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def post_version(client: httpx.Client, path: str, files: Mapping[str, Any], **fields: Any) -> httpx.Response:
+    """The answer to an upload once its numbers are checked. The server waits 30 s for an engine that is held up, and
+    then says to send the same files again."""
+    end = time.monotonic() + START_TIMEOUT_S
+    while True:
+        answer = client.post(path, files=files, data=fields)
+        is_busy = answer.status_code == 503 and answer.json().get("code") == "numbers_unchecked"
+        if not is_busy or time.monotonic() > end:
+            return answer
 
 
 def checked(answer: httpx.Response, *allowed: int) -> Any:

@@ -51,6 +51,7 @@ class Streams:
         self.stories = [Story() for _ in models]
         self._server, self._key, self._max_tokens = server, key, max_tokens
         self._pool = ThreadPoolExecutor(len(models))
+        self._enough = threading.Event()
         self._futures = [
             self._pool.submit(self._read, story, model)
             for story, model in zip(self.stories, models, strict=True)
@@ -71,12 +72,22 @@ class Streams:
                     if isinstance(event, dict) and event.get("choices"):
                         story.text += event["choices"][0]["text"]
                         story.finish_reason = event["choices"][0]["finish_reason"] or story.finish_reason
+                    if self._enough.is_set():
+                        break
         except httpx.HTTPError as error:
             story.broken = repr(error)
         story.ended_at = time.monotonic()
 
     def wait_until_all_run(self) -> None:
         self._server.wait(lambda: all(story.num_chunks >= 3 for story in self.stories), timeout=120)
+
+    @property
+    def all_run_on(self) -> bool:
+        return not any(story.ended_at for story in self.stories)
+
+    def hang_up(self) -> None:
+        self._enough.set()
+        self.join()
 
     def join(self, timeout: float = 60) -> list[Story]:
         for future in self._futures:
