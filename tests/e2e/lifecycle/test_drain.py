@@ -57,7 +57,7 @@ def test_a_drain_finishes_what_runs(start: Start) -> None:
 
 
 def drains(start: Start, max_tokens: int) -> bool:
-    """Whether streams of so many tokens outlasted the grace and what is asked after it."""
+    """Whether streams of `max_tokens` tokens outlasted the grace and what is asked after it."""
     server, key = start(drain_grace=4)
     engine = server.engine_pid()
     assert engine is not None
