@@ -168,7 +168,7 @@ def test_a_drain(own: DataPlane) -> None:
             json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")
         )
         assert text == "bcdef"
-    assert own.server.call(lambda: own.drain.wait_idle(5)) is True
+    assert own.server.call(lambda: own.drain.wait_idle(60)) is True
 
 
 def test_more_requests_than_the_server_takes(own: DataPlane) -> None:
@@ -225,8 +225,9 @@ def test_a_body_that_drips_has_no_more_time(tmp_path: Path) -> None:
         sock.settimeout(0.05)
         started = time.monotonic()
         answer = b""
-        while not answer and time.monotonic() - started < 10:
-            sock.sendall(b" ")
+        while not answer and time.monotonic() - started < 60:
+            with contextlib.suppress(ConnectionError):  # it may be answered and closed by now
+                sock.sendall(b" ")
             with contextlib.suppress(TimeoutError):
                 answer = sock.recv(100)
         assert answer.startswith(b"HTTP/1.1 408 ")
@@ -237,7 +238,7 @@ async def test_the_steps_of_a_drain() -> None:
     drain = Drain()
     with drain.admitted():
         assert await drain.run(0, 0.01) is False
-    assert await drain.wait_idle(1) is True
+    assert await drain.wait_idle(60) is True
     with pytest.raises(ApiError, match="shutting down"), drain.admitted():
         pass
 

@@ -265,6 +265,10 @@ class DataPlane:
 
         return self.server.call(run)
 
+    def be_patient(self, stall_s: float) -> None:
+        """For so long the requests from now on wait for a client that sends or reads nothing."""
+        object.__setattr__(self.services, "stall_timeout", stall_s)
+
     def reset(self) -> None:
         """As if the server had just started, except its metrics."""
 
