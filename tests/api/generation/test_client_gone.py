@@ -65,7 +65,7 @@ def refused_after_hang_up(own: DataPlane, error: Exception) -> list[str]:
             eventually(lambda: limiter.asked == 1)
         eventually(lambda: own.on_loop(lambda: not own.server.server.server_state.connections))
         own.on_loop(limiter.held.set)
-        assert own.server.call(lambda: own.drain.wait_idle(5))
+        assert own.server.call(lambda: own.drain.wait_idle(60))
     return [entry["event"] for entry in logs]
 
 

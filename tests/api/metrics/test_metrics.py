@@ -57,7 +57,7 @@ def own(tmp_path: Path) -> Iterator[DataPlane]:
     """A data plane of its own, with the admin port's metrics mounted beside it."""
     late: list[Any] = []
     with running_data_plane(tmp_path / "model", extra_routes=[Route("/all", Late(late))]) as running:
-        late.append(metrics_route(Scraper(running.metrics, running.engine, engine_timeout=0.2)).app)
+        late.append(metrics_route(Scraper(running.metrics, running.engine, engine_timeout=60)).app)
         yield running
         running.settle_all()
 
