@@ -104,10 +104,14 @@ async def test_a_body_that_drips_has_no_more_time() -> None:
         sent += 1
         return {"type": "http.request", "body": b" ", "more_body": True}
 
-    with pytest.raises(BodyTooSlow) as caught:
-        async for _ in chunks(receive, silence_s=0.2):
-            assert sent < 1000
-    assert from_exception(caught.value).code == "request_timeout"
+    for silence_s in (0.2, 0.8, 3.2, 12.8):  # a busy machine may be silent for some of it
+        sent = 0
+        with pytest.raises(BodyTooSlow) as caught:
+            async for _ in chunks(receive, silence_s=silence_s):
+                assert sent < 1000
+        assert from_exception(caught.value).code == "request_timeout"
+        if sent > 1:
+            break
     assert sent > 1
 
 
@@ -122,7 +126,7 @@ def test_validations_are_bounded_and_block_nobody(tmp_path: Path, monkeypatch: p
         with lock:
             running += 1
             busiest = max(busiest, running)
-        go.wait(10)
+        go.wait(60)
         try:
             return admit(*args, **options)  # type: ignore[arg-type]
         finally:

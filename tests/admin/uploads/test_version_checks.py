@@ -16,6 +16,7 @@ from loraplex.admin import version_checks
 from loraplex.admin.version_checks import (
     FIRST_RETRY_S,
     LEFT_ALONE_S,
+    LONGEST_RETRY_S,
     MAX_CHECKS,
     MAX_DEATHS,
     VersionChecks,
@@ -52,7 +53,7 @@ async def show(plane: AdminPlane, version: str = "v1", name: str = "support") ->
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -186,9 +187,9 @@ async def test_an_import_is_checked_alike(plane: AdminPlane, tmp_path: Path) -> 
     ],
 )
 async def test_an_engine_that_cannot_measure_leaves_the_version_validating(
-    impatient: AdminPlane, tmp_path: Path, error: ServingError
+    plane: AdminPlane, tmp_path: Path, error: ServingError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plane = impatient
+    monkeypatch.setattr(version_checks, "FIRST_RETRY_S", LONGEST_RETRY_S)  # for longer than an upload waits
     plane.make_tenant()
     plane.measure.error = error
     answer = await push(plane, tmp_path)
