@@ -28,6 +28,8 @@ from support.engine.fake_core import CRASH, DAMAGED, SLOW, build_fake_engine, fa
 
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parent.parent / "support" / "engine" / "fake_core.py"))
 LONG = 1_000_000
+LENGTHS = (200, 1000, 5000)
+"""Of answers that have to run on while something else is done: tried by turns, as a busy machine needs longer ones."""
 
 
 def make_client(
@@ -121,7 +123,7 @@ async def test_the_first_event_tells_where_the_adapter_was(client: EngineClient)
     events = [event async for event in client.submit(ask("r", adapter=adapter(1)))[0]]
     assert events[0].adapter_state == "cold"
     assert [event.adapter_state for event in events[1:]] == [None] * (len(events) - 1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while client.adapter_state(adapter(1).digest) != "hot":
             await client.stats()
 
@@ -164,7 +166,7 @@ async def test_a_measurement_that_is_given_up_leaves_no_request(kind: str) -> No
 
 async def test_a_prefetched_adapter_is_there_before_it_is_asked_for(client: EngineClient) -> None:
     client.prefetch([adapter(1)])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while client.adapter_state(adapter(1).digest) != "hot":
             await client.stats()
     events = [event async for event in client.submit(ask("r", adapter=adapter(1)))[0]]
@@ -193,15 +195,18 @@ async def test_leaving_the_stream_as_a_context_aborts(client: EngineClient) -> N
 
 
 async def test_a_slow_reader_gets_merged_events(client: EngineClient) -> None:
-    request = ask("r", 200)
-    stream = client.submit(request)[0]
-    tokens = (await first(stream)).token_ids
-    async with asyncio.timeout(20):
-        while not stream.finished:
-            await client.stats()
+    for number, length in enumerate(LENGTHS):
+        request = ask(f"r{number}", length)
+        stream = client.submit(request)[0]
+        begun = await first(stream)
+        async with asyncio.timeout(60):
+            while not stream.finished:
+                await client.stats()
+        if begun.finish_reason is None:
+            break
     event = await anext(stream)
     assert event.finish_reason == "length"
-    assert tokens + event.token_ids == fake_tokens(request)
+    assert begun.token_ids + event.token_ids == fake_tokens(request)
 
 
 async def test_a_cancelled_read_loses_nothing(client: EngineClient) -> None:
@@ -273,9 +278,13 @@ async def test_an_error_of_one_request_is_its_terminal_event(kind: str) -> None:
     client = make_client(kind, max_num_seqs=64, max_waiting=64)
     await client.start()
     try:
-        streams = [client.submit(ask(f"r{i}", 200))[0] for i in range(65)]  # the fake core takes 64
-        ends = [last for _, last in await asyncio.gather(*map(read, streams))]
-        errors = [last.error.code for last in ends if last.error is not None]
+        for length in LENGTHS:
+            # The fake core takes 64 at a time.
+            streams = [client.submit(ask(f"r{i}", length))[0] for i in range(65)]
+            ends = [last for _, last in await asyncio.gather(*map(read, streams))]
+            errors = [last.error.code for last in ends if last.error is not None]
+            if errors:
+                break
         assert errors == ["server_overloaded"]
         assert [last.finish_reason for last in ends].count("length") == 64
     finally:
@@ -355,7 +364,7 @@ async def test_close_ends_what_does_not_finish_in_time(kind: str, drain_s: float
     client = make_client(kind)
     await client.start()
     streams = [client.submit(ask(f"r{i}", LONG))[0] for i in range(3)]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await client.close(drain_s=drain_s)
     for stream in streams:
         _, last = await read(stream)
@@ -391,8 +400,8 @@ async def test_nothing_is_left_behind(kind: str, tmp_path: Path, monkeypatch: py
         await read(client.submit(ask("r"))[0])
         await client.close()
     assert asyncio.all_tasks() == tasks
-    assert process.children() == children
-    async with asyncio.timeout(5):
+    assert set(process.children()) <= set(children)  # those of other tests may end meanwhile
+    async with asyncio.timeout(60):
         while process.num_fds() > fds:
             await asyncio.sleep(0)
     assert list(tmp_path.iterdir()) == []
@@ -407,7 +416,7 @@ async def test_bytes_that_a_load_found_damaged_are_told_once(kind: str) -> None:
         _, last = await read(client.submit(ask("bad", adapter=bad))[0])
         assert last.error is not None
         assert last.error.code == "adapter_unavailable"
-        assert await asyncio.wait_for(told.get(), 10) == (bad.digest,)
+        assert await asyncio.wait_for(told.get(), 60) == (bad.digest,)
         await read(client.submit(ask("good", adapter=adapter(1)))[0])
         assert told.empty()
     finally:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -44,15 +43,14 @@ async def test_death_in_mid_stream_is_told_at_once_and_service_comes_back(
     assert client.pid is not None
     question = asyncio.create_task(client.ping())
     os.kill(client.pid, number)
-    killed = time.monotonic()
     for stream in streams:
         events = [event async for event in stream]
         assert [e.finish_reason for e in events if e.finish_reason] == ["error"]
         assert events[-1].error is not None
         assert events[-1].error.code == "engine_restarting"
-    assert time.monotonic() - killed < 1
+    assert client.num_restarts == 0, "told before the next one is started"
     await asyncio.wait([question])
-    await until(lambda: not client.healthy, 1)
+    await until(lambda: not client.healthy)
     assert client.adapter_state(adapter(1).digest) == "cold"
     with pytest.raises(EngineUnavailable, match="restarted"):
         client.submit(ask("too early"))
@@ -266,18 +264,21 @@ async def test_a_command_that_is_not_there() -> None:
 
 async def test_a_start_that_takes_too_long_is_ended_and_shows_progress_before() -> None:
     progress: list[str] = []
-    client = SocketEngineClient(
-        EngineConfig("slow", "/nowhere"),
-        command=FAKE_ENGINE,
-        start_timeout_s=1.0,
-        on_progress=lambda stage, seconds: progress.append(stage),
-    )
-    with pytest.raises(EngineStartError, match="not ready after 1 s"):
-        await client.start()
+    for timeout_s in (1, 4, 16, 64):  # a busy machine takes long for a process and its imports
+        client = SocketEngineClient(
+            EngineConfig("slow", "/nowhere"),
+            command=FAKE_ENGINE,
+            start_timeout_s=timeout_s,
+            on_progress=lambda stage, seconds: progress.append(stage),
+        )
+        with pytest.raises(EngineStartError, match=f"not ready after {timeout_s} s"):
+            await client.start()
+        assert engines() == []
+        assert "not ready" in (client.unhealthy_reason or "")
+        await client.close()
+        if progress:
+            break
     assert progress[-1] == "something slow"
-    assert engines() == []
-    assert "not ready" in (client.unhealthy_reason or "")
-    await client.close()
 
 
 async def test_a_cancelled_start_leaves_no_process() -> None:

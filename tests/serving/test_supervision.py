@@ -20,6 +20,8 @@ from support.engine.fake_core import CRASH, HANG, SLOW, SPIN
 from support.engine.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engines, until
 
 HANG_TIMEOUT_S = 3.0
+LATE_S = 5.0
+"""A time-out for an engine that does not hang: a busy machine may hold it up for some of it."""
 
 
 def make_client(**options: Any) -> SocketEngineClient:
@@ -30,7 +32,7 @@ def make_client(**options: Any) -> SocketEngineClient:
 
 @pytest.fixture
 async def watched() -> AsyncIterator[SocketEngineClient]:
-    client = make_client(watchdog=WatchdogPolicy(hang_timeout_s=HANG_TIMEOUT_S))
+    client = make_client(watchdog=WatchdogPolicy(hang_timeout_s=120))
     await client.start()
     yield client
     await client.close()
@@ -44,6 +46,12 @@ async def spared() -> AsyncIterator[SocketEngineClient]:
     yield client
     await client.close()
     assert engines() == []
+
+
+def watch_closely(client: SocketEngineClient) -> None:
+    """This engine from now on, and not its successor: a busy machine may hold up one that does not hang."""
+    assert client._process is not None
+    client._process._watchdog._policy = WatchdogPolicy(hang_timeout_s=HANG_TIMEOUT_S)
 
 
 def pids() -> set[int]:
@@ -84,10 +92,12 @@ async def test_a_hung_engine_is_noticed_killed_and_replaced(
     await anext(stream)
     await until(lambda: watched.adapter_state(adapter(1).digest) == "hot")
     hung = pids()
+    watch_closely(watched)
     hang(watched)
     started = time.monotonic()
     events = [event async for event in stream]
-    assert time.monotonic() - started <= HANG_TIMEOUT_S + 0.5
+    # How soon is tested in test_watchdog.py, by a clock of its own: here a busy machine adds to it.
+    assert time.monotonic() - started <= HANG_TIMEOUT_S + 20
     assert [e.error.code for e in events if e.error] == ["engine_restarting"]
     assert watched.num_live == 0
     with pytest.raises(EngineUnavailable) as refused:
@@ -104,14 +114,18 @@ async def test_a_hung_engine_is_noticed_killed_and_replaced(
 
 
 @pytest.mark.slow
-async def test_a_step_larger_than_any_before_may_take_long(watched: SocketEngineClient) -> None:
+async def test_a_step_larger_than_any_before_may_take_long() -> None:
     """Longer than a hang takes to be noticed; and so may the next of its size."""
+    client = make_client(watchdog=WatchdogPolicy(hang_timeout_s=LATE_S))
+    await client.start()
     before = pids()
     for name in ("first", "second"):
-        slow = ask(name, 1, prompt=(SLOW, int(10 * HANG_TIMEOUT_S), *range(50)))
-        assert [event async for event in watched.submit(slow)[0]][-1].finish_reason == "length"
-    assert watched.num_restarts == 0
+        slow = ask(name, 1, prompt=(SLOW, int(10 * LATE_S), *range(50)))
+        assert [event async for event in client.submit(slow)[0]][-1].finish_reason == "length"
+    assert client.num_restarts == 0
     assert pids() == before
+    await client.close()
+    assert engines() == []
 
 
 async def test_an_engine_that_fails_and_cannot_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +137,7 @@ async def test_an_engine_that_fails_and_cannot_end_is_ended(monkeypatch: pytest.
     stuck = pids()
     other = client.submit(ask("other", LONG))[0]
     await anext(other)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         for stream in (client.submit(ask("crash", prompt=(CRASH,)))[0], other):
             assert [event async for event in stream][-1].finish_reason == "error"
     await until(lambda: client.healthy)

@@ -218,7 +218,7 @@ def test_a_template_that_does_not_compile_is_said_so(tmp_path: Path) -> None:
 def test_too_long_a_text_is_refused_before_it_costs_anything(tmp_path: Path) -> None:
     text = processor(tmp_path, max_model_len=100)
     huge = "a" * 10_000_000
-    started = time.perf_counter()
+    started = time.process_time()
     for refuse in (
         lambda: text.encode(huge),
         lambda: text.encode_chat(user(huge)),
@@ -226,7 +226,7 @@ def test_too_long_a_text_is_refused_before_it_costs_anything(tmp_path: Path) -> 
     ):
         with pytest.raises(TextTooLong, match="100 tokens"):
             refuse()
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1  # processor time: the machine may be busy
     assert len(text.encode("a" * 100 * MAX_CHARS_PER_TOKEN)) == 100 * MAX_CHARS_PER_TOKEN
 
 
