@@ -92,7 +92,7 @@ class TestLoads:
     def test_a_closed_loop_keeps_exactly_its_workers_busy(
         self, server: RunningServer, plane: FakeDataPlane
     ) -> None:
-        plane.answer = Answer(first_s=0.01)
+        plane.answer = Answer(first_s=0.01, together=3)
         run = measure(server, Workload(("a",), input_len=4), Load(concurrency=3, num_requests=24))
         assert len(run.outcomes) == len(plane.bodies) == 24
         assert plane.busiest == 3
@@ -101,10 +101,10 @@ class TestLoads:
     def test_poisson_does_not_wait_for_answers_and_measures_from_the_due_time(
         self, server: RunningServer, plane: FakeDataPlane
     ) -> None:
-        plane.answer = Answer(first_s=0.4)
+        plane.answer = Answer(together=20)
         workload = Workload(("a",), rate=200, input_len=4)
         run = measure(server, workload, Load(num_requests=20))
-        assert plane.busiest > 10  # a closed loop would have had one
+        assert plane.busiest == 20  # a closed loop would have had one
         due = sorted(o.due for o in run.outcomes)
         wanted = [r.arrival_s for r in first(workload, 20)]
         assert [d - due[0] for d in due] == pytest.approx([w - wanted[0] for w in wanted])
@@ -116,9 +116,14 @@ class TestLoads:
 
     def test_a_duration_ends_a_run(self, server: RunningServer, plane: FakeDataPlane) -> None:
         plane.answer = Answer(first_s=0.02)
-        run = measure(server, Workload(("a",), input_len=4), Load(concurrency=2, duration_s=0.3))
-        assert 4 <= len(run.outcomes) <= 32
-        assert run.wall_s < 2
+        for duration_s in (0.3, 1.2, 4.8):  # a busy machine may do nothing for some of it
+            run = measure(server, Workload(("a",), input_len=4), Load(concurrency=2, duration_s=duration_s))
+            began = [o.due for o in run.outcomes]
+            assert len(began) <= 2 * (duration_s / 0.02 + 1)
+            assert max(began) - min(began) < duration_s
+            if len(began) >= 4:
+                break
+        assert len(began) >= 4
         open_loop = Workload(("a",), rate=50, input_len=4)
         run = measure(server, open_loop, Load(duration_s=0.3))
         assert len(run.outcomes) == sum(r.arrival_s < 0.3 for r in first(open_loop, 100))
@@ -133,15 +138,24 @@ class TestLoads:
         assert len({b["prompt"] for b in plane.bodies}) == 10
 
     def test_times_are_those_of_the_stream(self, server: RunningServer, plane: FakeDataPlane) -> None:
-        plane.answer = Answer(first_s=0.15, gap_s=0.06)
-        figures = report(measure(server, Workload(("a",), input_len=4), Load(num_requests=3)))
-        assert 0.15 <= figures["time_to_first_token_s"]["median"] < 0.3
-        assert 0.055 <= figures["inter_token_latency_s"]["median"] < 0.12
-        assert figures["inter_token_latency_s"]["count"] == 9
-        assert figures["time_per_output_token_s"]["median"] == pytest.approx(
-            figures["inter_token_latency_s"]["mean"], rel=0.2
-        )
-        assert figures["e2e_latency_s"]["median"] >= 0.15 + 3 * 0.06
+        for first_s, gap_s in ((0.15, 0.06), (0.6, 0.24), (2.4, 0.96)):  # a busy machine adds to short ones
+            plane.answer = Answer(first_s=first_s, gap_s=gap_s)
+            figures = report(measure(server, Workload(("a",), input_len=4), Load(num_requests=3)))
+            assert figures["inter_token_latency_s"]["count"] == 9
+            assert figures["e2e_latency_s"]["median"] >= first_s + 3 * gap_s
+            first, between, each = (
+                figures["time_to_first_token_s"]["median"],
+                figures["inter_token_latency_s"],
+                figures["time_per_output_token_s"]["median"],
+            )
+            told = (
+                first_s <= first < 2 * first_s
+                and 0.9 * gap_s <= between["median"] < 2 * gap_s
+                and each == pytest.approx(between["mean"], rel=0.2)
+            )
+            if told:
+                break
+        assert told, figures
 
     def test_in_chat_the_empty_role_piece_is_not_a_first_token(
         self, server: RunningServer, plane: FakeDataPlane

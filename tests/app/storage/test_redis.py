@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,10 +145,12 @@ def test_clients_see_one_limit_on_both_servers_and_a_503_when_a_share_is_spent(
     for server in pair:
         server.plane.make_tenant("acme", limits=limits)
         keys.append(server.plane.make_key("acme", "inference"))
+    began = time.monotonic()
     answers = [ask(server, key) for server, key in zip(pair * 3, keys * 3, strict=True)]
+    seconds = time.monotonic() - began
     assert [answer.status_code for answer in answers] == [200] * 5 + [429]
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == [*"432100"]
-    assert answers[-1].headers["retry-after"] in ("11", "12")
+    assert 12 - seconds <= int(answers[-1].headers["retry-after"]) <= 12
     assert metric(pair[0], "loraplex_limiter_redis_seconds_count") == 6, "admitted, and reserved"
     assert metric(pair[0], "loraplex_limiter_apart") == 0
 

@@ -20,12 +20,13 @@ KEY = "lpx_test_key"
 class Answer:
     """What one request gets. `first_s` and `gap_s` are waits before the first piece and between pieces; `status`
     other than 200 is a refusal with `code`; `error_after` breaks the stream with an error event after this
-    number of pieces, `cut_after` without a word."""
+    number of pieces, `cut_after` without a word. `together`: no first piece comes before that many have run at once."""
 
     pieces: tuple[str, ...] = ("one", " two", " three", " four")
     tokens: int | None = None
     first_s: float = 0.0
     gap_s: float = 0.0
+    together: int = 0
     status: int = 200
     code: str | None = "server_overloaded"
     error_after: int | None = None
@@ -80,6 +81,8 @@ class FakeDataPlane:
         self.busiest = max(self.busiest, self.running)
         try:
             await asyncio.sleep(answer.first_s)
+            while self.busiest < answer.together:
+                await asyncio.sleep(0.005)
             if chat:
                 yield _event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
             for number, piece in enumerate(answer.pieces):
