@@ -52,7 +52,7 @@ class RunningServer:
 def serve_app(
     app: Any,
     *,
-    stop_timeout: float = 5.0,
+    stop_timeout: float = 20.0,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     **options: Any,
 ) -> Iterator[RunningServer]:
@@ -98,7 +98,7 @@ def serve_app(
     thread = threading.Thread(target=run, name="api-server", daemon=True)
     thread.start()
     try:
-        if not started.wait(10) or failures or not server.started:
+        if not started.wait(60) or failures or not server.started:
             raise RuntimeError(f"the server did not start: {failures or 'see its log'}")
         yield RunningServer(host, port, loops[0], server)
     finally:
