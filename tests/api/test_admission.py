@@ -58,7 +58,7 @@ class Shop:
         return int(answer.headers["x-ratelimit-remaining-requests"]) + 1
 
     def idle(self) -> None:
-        assert self.plane.server.call(lambda: self.plane.drain.wait_idle(10))
+        assert self.plane.server.call(lambda: self.plane.drain.wait_idle(60))
         assert self.limiter.num_live == 0
 
 

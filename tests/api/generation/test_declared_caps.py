@@ -69,7 +69,7 @@ class Shop:
 
     def idle(self) -> None:
         """Until nothing is being answered, and then nothing is reserved."""
-        assert self.plane.server.call(lambda: self.plane.drain.wait_idle(10))
+        assert self.plane.server.call(lambda: self.plane.drain.wait_idle(60))
         self.plane.ledger.check()
         assert (self.limiter.num_live, self.budgets.num_live) == (0, 0)
 

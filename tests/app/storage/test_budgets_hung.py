@@ -14,6 +14,7 @@ import pytest
 
 from loraplex.control.db.database import Database
 from loraplex.control.limits.budget_store import budget_states
+from loraplex.control.limits.budgets import ANSWER_TIMEOUT_S
 from loraplex.control.types import Limits
 from support.control.plane import use_database
 from support.engine.fake_engine import Reply
@@ -80,7 +81,8 @@ def _drill(root: Path, hang_s: float) -> None:
         for name in ("one", "two"):
             (root / name).mkdir()
             use_database(root / name, url)
-            servers.append(stack.enter_context(whole_server(root / name, default_max_tokens=5)))
+            server = whole_server(root / name, budget_answer_s=ANSWER_TIMEOUT_S, default_max_tokens=5)
+            servers.append(stack.enter_context(server))
             servers[-1].plane.engine.default = Reply(text="x" * 5000, chunk=64)
         plane = servers[0].plane
         plane.make_tenant("acme")
@@ -91,22 +93,22 @@ def _drill(root: Path, hang_s: float) -> None:
         with ThreadPoolExecutor(CLIENTS) as pool:
             clients = [pool.submit(traffic.client, number) for number in range(CLIENTS)]
             try:
-                traffic.wait_served(20)
+                traffic.wait_served(60)
                 traffic.max_tokens = 5
                 postgres.hang()
                 traffic.phase = "hung"
-                traffic.wait_served(5)  # slices serve on
+                traffic.wait_served(60)  # slices serve on
                 traffic.max_tokens = 2000  # and are spent
                 time.sleep(hang_s)
                 postgres.go_on()
                 traffic.max_tokens = 5
                 traffic.phase = "after"
-                traffic.wait_served(20)
+                traffic.wait_served(60)
             finally:
                 postgres.go_on()
                 traffic.ended.set()
             for client in clients:
-                client.result(30)
+                client.result(60)
         for server in servers:
             server.settle()
     hung = [one for one in traffic.outcomes if one.phase == "hung"]

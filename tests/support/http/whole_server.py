@@ -70,8 +70,9 @@ class WholeServer:
 
 
 @contextmanager
-def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
-    """On free ports of the loopback address. `settings` are fields of Settings."""
+def whole_server(root: Path, *, budget_answer_s: float = 60.0, **settings: Any) -> Iterator[WholeServer]:
+    """On free ports of the loopback address. `settings` are fields of Settings; `budget_answer_s` is how long a request
+    waits for the database: by default longer than a busy machine holds up a thread."""
     plane = AdminPlane(root)
     services = plane.services
     chosen = Settings(port=0, admin_port=0, data_dir=root, model=str(root), **settings)
@@ -100,6 +101,7 @@ def whole_server(root: Path, **settings: Any) -> Iterator[WholeServer]:
             store_lock=lock,
         )
         apps = create_apps(installation, plane.engine)
+        apps.limits._budgets._answer_timeout_s = budget_answer_s
         loop = asyncio.new_event_loop()
         stop = asyncio.Event()
         started = threading.Event()
