@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,10 @@ def test_a_real_start_is_told_from_the_first_moment_on(tmp_path: Path) -> None:
     server = LiveServer(write_tiny_model(tmp_path / "model"), tmp_path / "data", **TINY_SIZES)
     try:
         server.start(wait=False)
+        server.wait(lambda: server.engine_pid() is not None)
+        engine = server.engine_pid()
+        assert engine is not None
+        os.kill(engine, signal.SIGSTOP)  # it gets no further before all has been asked
         server.wait(lambda: server.get("/livez") == 200)
         seen = {
             (path, admin): server.get(path, admin=admin)
@@ -120,6 +126,7 @@ def test_a_real_start_is_told_from_the_first_moment_on(tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_restarting")
         assert_problem(httpx.get(f"{server.data_url}/admin/v1/tenants"), 503, "engine_restarting")
         assert server.get("/metrics", admin=True) == 200
+        os.kill(engine, signal.SIGCONT)
         server.wait_ready()
         assert server.get("/startupz") == 200
         assert httpx.get(f"{server.data_url}/v1/models").status_code == 401
