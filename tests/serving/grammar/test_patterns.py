@@ -179,12 +179,14 @@ def test_what_is_no_pattern_stays_as_it_is(schema: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("part", ["(?<", r"\p{", "[", r"\x{1", "[^", "(?", "]", r"\\", "[a]", "(?P<"])
 def test_long_patterns_are_read_in_linear_time(part: str) -> None:
-    took = []
-    for size in (8_000, 64_000):
+    def seconds(size: int) -> float:
         began = time.process_time()
         enforced(part * (size // len(part)))
-        took.append(time.process_time() - began)
-    assert took[1] < max(0.05, 24 * took[0])
+        return time.process_time() - began
+
+    # The least of three: one may have to collect what other tests have left.
+    short, long = (min(seconds(size) for _ in range(3)) for size in (8_000, 64_000))
+    assert long < max(0.05, 24 * short)
 
 
 members = st.sampled_from(
