@@ -71,7 +71,7 @@ class AdminPlane:
     gate: UploadGate = field(default_factory=UploadGate)
     change_limit: ChangeRateLimit = field(default_factory=ChangeRateLimit)
     fault: Fault = no_fault
-    wait_s: float = 10.0
+    wait_s: float = 30.0
 
     def __post_init__(self) -> None:
         template = Path(_template().name)
