@@ -161,8 +161,8 @@ def test_a_client_that_does_not_read_stops_nothing(peer: Peer) -> None:
 
 
 def read_after(pause_s: float, peer: Peer) -> tuple[int, int]:
-    """Nothing of sixty requests is read for `pause_s`: the steps meanwhile, and the most tokens that were merged. Checks
-    that each token comes."""
+    """Nothing of sixty requests is read for `pause_s`: the steps meanwhile, and the most tokens that were merged.
+    Checks that each token comes."""
     requests = [ask(f"r{i} {pause_s}", 400) for i in range(60)]
     peer.send(wire.GetStats(1))
     steps_before = peer.next(wire.Stats).stats.num_steps
