@@ -230,25 +230,26 @@ def test_an_answer_that_nobody_reads_is_dropped(close: bool) -> None:
         assert len(read_all(sock)) < BIG_ANSWER
 
 
-def read_slowly(sock: socket.socket, pause_s: float) -> int:
-    """Bytes read up to the end, with a pause behind each few megabytes."""
-    size, paused_at = 0, 0
+def read_slowly(sock: socket.socket, step: int, pause_s: float) -> int:
+    """Bytes read up to the end, with a pause behind each of the first twenty steps of `step` bytes."""
+    size, pauses = 0, 0
     with contextlib.suppress(ConnectionResetError):
-        while chunk := sock.recv(1 << 20):
+        while chunk := sock.recv(min(step, 1 << 20)):
             size += len(chunk)
-            if size - paused_at > BIG_ANSWER // 12:
+            if pauses < 20 and size > (pauses + 1) * step:
                 time.sleep(pause_s)
-                paused_at = size
+                pauses += 1
     return size
 
 
-def test_an_answer_that_is_read_slowly_comes_whole() -> None:
-    """For longer than a client may read nothing."""
+@pytest.mark.parametrize("step", [64 << 10, BIG_ANSWER // 20])
+def test_an_answer_that_is_read_slowly_comes_whole(step: int) -> None:
+    """For longer than a client may read nothing, and also where it reads less than the kernel has."""
     for linger_s in TIMES_S:
         with serve(Bounds(linger_s=linger_s), keep_alive=0) as (server, _):
             sock = server.connect(receive_buffer=65536)
             sock.sendall(b"GET /big HTTP/1.1\r\nConnection: close\r\n\r\n")
-            size = read_slowly(sock, linger_s / 4)
+            size = read_slowly(sock, step, linger_s / 4)
         if size > BIG_ANSWER:
             break
     assert size > BIG_ANSWER

@@ -8,9 +8,6 @@ shrink: after `stall_s` seconds of that its connection is aborted. Either way th
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import sys
-import termios
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +17,7 @@ from starlette.types import Message, Receive, Send
 
 from loraplex.http.context import RequestContext
 from loraplex.http.errors import ClientGone
+from loraplex.http.unread import unread_bytes
 
 LOOKS = 8
 """How often a client that reads nothing is looked at within the time that it has."""
@@ -72,10 +70,10 @@ class ClientWatch:
         on_lost()
 
     def buffered(self) -> int:
-        """Bytes that the client has not taken yet, here and in the kernel's send queue (which may be megabytes)."""
+        """Bytes that the client has not taken yet."""
         if self._transport is None or self._transport.is_closing():
             return 0
-        return self._transport.get_write_buffer_size() + _unacknowledged(self._transport)
+        return unread_bytes(self._transport)
 
     @property
     def sending_since(self) -> float | None:
@@ -124,16 +122,6 @@ class _StallTimer:
 
     def cancel(self) -> None:
         self._timer.cancel()
-
-
-def _unacknowledged(transport: asyncio.WriteTransport) -> int:
-    """SIOCOUTQ of tcp(7); 0 where the system does not tell."""
-    connection = transport.get_extra_info("socket")
-    try:
-        answer = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
-    except (AttributeError, OSError):
-        return 0
-    return int.from_bytes(answer, sys.byteorder)
 
 
 @asynccontextmanager

@@ -21,6 +21,8 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from loraplex.http.unread import unread_bytes
+
 RESERVED_FILES = 512
 """File descriptors that no connection of the data plane may take: the admin plane, the database, uploads."""
 ADMIN_CONNECTIONS = 256
@@ -244,7 +246,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_timer(self._bounds.linger_s)
 
     def _on_time(self) -> None:
-        left = self.transport.get_write_buffer_size()
+        # With the kernel's queue: it takes nothing from here before a third of its megabytes has been read.
+        left = unread_bytes(self.transport)
         if left and (self._unread is None or left < self._unread):
             self._unread = left
             self._start_timer(self._bounds.linger_s)
