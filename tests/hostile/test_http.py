@@ -84,7 +84,6 @@ REFUSED: dict[str, bytes] = {
     "UTF-8 in the path": get("/v1/models/é".encode()),
     "a tab in the request line": b"GET\t/livez\tHTTP/1.1\r\nHost: x\r\n\r\n",
     "a space in the path": get(b"/v1/models/a b"),
-    "a length shorter than the body": post(b"Content-Length: 5"),
 }
 ANSWERED: dict[str, tuple[bytes, int]] = {
     "a length": (post(), 200),
@@ -158,6 +157,13 @@ def test_malformed_http_ends_the_connection(server: WholeServer, key: bytes, nam
     answers = converse(server, key, REFUSED[name])
     assert [status for status, _ in answers] == [400]
     assert answers[-1][1] == b"Invalid HTTP request received."
+
+
+def test_a_length_shorter_than_the_body_is_believed(server: WholeServer, key: bytes) -> None:
+    """What comes behind it is another message, and no HTTP."""
+    (first, second) = converse(server, key, post(b"Content-Length: 5"))
+    assert (first[0], b"not valid JSON" in first[1]) == (400, True)
+    assert second == (400, b"Invalid HTTP request received.")
 
 
 @pytest.mark.parametrize("name", list(ANSWERED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import resource
@@ -253,6 +254,89 @@ def test_an_answer_that_is_read_slowly_comes_whole(step: int) -> None:
         if size > BIG_ANSWER:
             break
     assert size > BIG_ANSWER
+
+
+class Held:
+    """Answers a request in two parts; /held sends the second one when it is `released`."""
+
+    def __init__(self) -> None:
+        self.released = asyncio.Event()
+        self.num_gone = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        if scope["path"] == "/held":
+            gone, released = asyncio.create_task(receive()), asyncio.create_task(self.released.wait())
+            await asyncio.wait({gone, released}, return_when=asyncio.FIRST_COMPLETED)
+            self.num_gone += gone.done() and gone.result()["type"] == "http.disconnect"
+        await send({"type": "http.response.body", "body": b"b"})
+
+
+HELD = b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n"
+REFUSED = b"HTTP/1.1 400 Bad Request"
+
+
+@contextmanager
+def serve_held() -> Iterator[tuple[Held, RunningServer]]:
+    app = Held()
+    with serve_app(app, http=bounded_protocol(ConnectionTable(100))) as server:
+        yield app, server
+
+
+def read_until(sock: socket.socket, end: bytes) -> bytes:
+    data = b""
+    while not data.endswith(end):
+        chunk = sock.recv(1 << 16)
+        assert chunk, data
+        data += chunk
+    return data
+
+
+@pytest.mark.parametrize(
+    ("behind", "answers"),
+    [(b"\x00\x01\r\n\r\n", 1), (b"GET / HTTP/3.0\r\n\r\n", 1), (20 * (HEAD + b"\r\n"), 9)],
+    ids=["no-http", "version", "too-many"],
+)
+def test_what_is_refused_waits_for_the_answers_before_it(
+    caplog: pytest.LogCaptureFixture, behind: bytes, answers: int
+) -> None:
+    with serve_held() as (app, server):
+        sock = server.connect()
+        sock.sendall(HELD)
+        data = read_until(sock, b"\r\n\r\na")
+        sock.sendall(behind)
+        sock.sendall(b"more")  # nobody looks at it
+        server.loop.call_soon_threadsafe(app.released.set)
+        data += read_all(sock)
+    *answered, refused = data.split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] + answer[-2:] for answer in answered] == [b"200ab"] * answers
+    assert refused.startswith(b"400 ")
+    assert not caplog.records
+
+
+def test_a_request_whose_body_is_broken_is_refused_at_once() -> None:
+    with serve() as (server, _):
+        sock = server.connect()
+        sock.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        assert read_all(sock).startswith(REFUSED)
+        sock = server.connect()
+        sock.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        data = read_until(sock, b"\r\n\r\n0")
+        sock.sendall(b"zz\r\n")
+        assert (data + read_all(sock)).count(b"HTTP/1.1 ") == 2
+
+
+def test_a_client_that_goes_is_told_to_each_of_its_pipelined_requests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serve_held() as (app, server):
+        with server.connect() as sock:
+            sock.sendall(3 * HELD)
+            read_until(sock, b"\r\n\r\na")
+        eventually(lambda: app.num_gone == 1)  # those that had not begun do not
+    assert not caplog.records
 
 
 def test_idle_connections_keep_no_client_out() -> None:

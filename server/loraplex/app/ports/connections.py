@@ -7,19 +7,22 @@ all that was written. Each of these is a way for a client without a key to take 
 It also takes the body of a request that asks for an upgrade (`Upgrade: h2c`, as Java's client does on every new
 connection) for the next request: a way to smuggle one past a proxy, and a loss of the body for an honest client. Here a
 request to upgrade is ignored, as RFC 9110 (7.8) allows.
+
+Of pipelined requests it tells only the last one that the client has gone, and what it refuses it writes into the answer
+that is being sent. Here each is told, and the refusal comes behind the answers before it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from loraplex.http.unread import unread_bytes
 
@@ -99,6 +102,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_count = 0
         self._fruitless = 0  # bytes since the parser last completed anything
         self._fruitful = False
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        self._refusal: str | None = None  # what is sent behind the answers to them
         self._unread: int | None = None  # of an answer that is complete, when this was last looked at
 
     # The transport's side.
@@ -115,9 +120,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._table.closed(self)
         super().connection_lost(exc)
+        for cycle in self._unanswered:
+            _tell_that_client_has_gone(cycle)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refusal is not None:
             return
         self._unset_keepalive_if_required()
         self._fruitful = False
@@ -126,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             # Without a line in the log: any stranger could write as many there as it likes.
             self.send_400_response("Invalid HTTP request received.")
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refusal is not None:
             return
         self._fruitless = 0 if self._fruitful else self._fruitless + len(data)
         if self._fruitless > self._bounds.head_bytes:
@@ -201,6 +208,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._table.idle(self, False)
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._fruitful = True
@@ -215,8 +223,11 @@ class BoundedProtocol(HttpToolsProtocol):
     # Ends.
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         super().on_response_complete()
-        if self.transport.is_closing():
+        if self._refusal is not None and not self._unanswered and not self.transport.is_closing():
+            self.send_400_response(self._refusal)
+        elif self.transport.is_closing():
             self._start_timer(self._bounds.linger_s)
         elif self._is_idle:
             self._table.idle(self, True)
@@ -228,6 +239,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """A head that is no HTTP, or is too large. Not in a plane's shape: the plane is not known yet."""
+        if self._unanswered and self._unanswered[-1].more_body:  # what is wrong is in its body
+            broken = self._unanswered.pop()
+            _tell_that_client_has_gone(broken)
+            if self.pipeline and self.pipeline[0][0] is broken:
+                self.pipeline.popleft()
+            if broken.response_started:
+                self._close()
+                return
+        if self._unanswered:
+            self._refusal = msg
+            return
         if self._too_large:
             text = b"The request's head is too large."
             self.transport.write(
@@ -263,6 +285,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _tell_that_client_has_gone(cycle: RequestResponseCycle) -> None:
+    cycle.disconnected = True
+    cycle.message_event.set()
 
 
 def bounded_protocol(table: ConnectionTable, bounds: Bounds | None = None) -> Callable[..., BoundedProtocol]:
