@@ -28,6 +28,8 @@ from loraplex.http.application import START_RETRY_S, create_app, refused_until_s
 from loraplex.serving.client.engine_client import EngineClient
 
 TITLE = "Loraplex API"
+MAX_BODIES = 64
+"""Of the largest size, which requests in flight may hold together."""
 EXPOSED_HEADERS = (
     "x-request-id",
     "request-id",
@@ -56,6 +58,7 @@ def create_data_app(
     document."""
     capacity = TenantCapacity(
         max_in_flight=services.drain.max_in_flight,
+        max_body_bytes=MAX_BODIES * services.max_body,
         max_kept_logprobs=services.max_kept_logprobs,
         threads=services.tokenizer_threads,
     )
@@ -68,7 +71,7 @@ def create_data_app(
         *tokenizer_routes(capacity),
         count_route(capacity),
         *models.router.routes,
-        *loading_routes(),
+        *loading_routes(capacity),
         *probes,
         *server.router.routes,
         *([metrics_route(scraper)] if services.metrics_on_data_port else []),

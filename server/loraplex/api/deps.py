@@ -88,8 +88,8 @@ class RuntimeAdapters(Protocol):
     """Loading of adapters through the data plane. `by` is a tenant's key."""
 
     async def load(self, by: Actor, name: str, path: str) -> VersionInfo:
-        """Raises AdapterRefused, InvalidValue, and errors with the codes `source_not_allowed`, `source_not_found`,
-        `source_unavailable`."""
+        """Raises AdapterRefused, InvalidValue, errors with the codes `source_not_allowed`, `source_not_found`,
+        `source_unavailable`; TenantNotFound, AdapterNotFound and VersionNotFound where it is deleted meanwhile."""
         ...
 
     async def unload(self, by: Actor, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
@@ -53,14 +53,23 @@ async def chunks(receive: Receive, *, silence_s: float = SILENCE_S) -> AsyncIter
             return
 
 
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, silence_s: float = SILENCE_S) -> bytes:
-    """The whole body. Raises BodyEncoded, BodyTooLarge, BodyTooSlow, ClientGone."""
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    *,
+    max_bytes: int,
+    silence_s: float = SILENCE_S,
+    take: Callable[[int], None] = lambda num_bytes: None,
+) -> bytes:
+    """The whole body. `take` hears of the bytes that have come before they are kept. Raises what it raises, and
+    BodyEncoded, BodyTooLarge, BodyTooSlow, ClientGone."""
     refuse_encoding(scope)
     if (declared_length(scope) or 0) > max_bytes:
         raise BodyTooLarge(max_bytes)
     body = bytearray()
     async for chunk in chunks(receive, silence_s=silence_s):
-        body += chunk
-        if len(body) > max_bytes:
+        if len(body) + len(chunk) > max_bytes:
             raise BodyTooLarge(max_bytes)
+        take(len(chunk))
+        body += chunk
     return bytes(body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from loraplex.control.audit.log import AuditFilter
 from support.adapters.drafts import make_adapter
 from support.http.admin_plane import ADMIN_TOKEN, ARCH
 from support.http.whole_server import WholeServer, bearer, whole_server
+from support.waiting import eventually
 
 
 class Loop:
@@ -37,8 +39,11 @@ class Loop:
         url = f"{self.server.data_url}/v1/{what}_lora_adapter"
         return self.server.http.post(url, json=body, **{"headers": bearer(self.key), **options})
 
-    def load(self, name: str, path: Path | str, **more: Any) -> httpx.Response:
-        return self.post("load", {"lora_name": name, "lora_path": str(path), **more})
+    def load(
+        self, name: str, path: Path | str, headers: dict[str, str] | None = None, **more: Any
+    ) -> httpx.Response:
+        body = {"lora_name": name, "lora_path": str(path), **more}
+        return self.post("load", body, headers=headers or bearer(self.key))
 
     def error(self, answer: httpx.Response) -> tuple[int, str, str | None]:
         error = answer.json()["error"]
@@ -187,3 +192,25 @@ def test_a_quota_holds_for_loads_too(loop: Loop) -> None:
         assert loop.error(loop.load("quota", path))[:2] == (400, "quota_exceeded")
     finally:
         services.tenants.update("acme", {"limits": {"max_adapter_bytes": None}})
+
+
+@pytest.mark.parametrize("what", ["adapter", "tenant"])
+def test_what_is_deleted_while_it_is_loaded_cannot_be_found(loop: Loop, what: str) -> None:
+    server, measure = loop.server, loop.server.plane.measure
+    tenant = f"leaving-{what}"
+    server.plane.make_tenant(tenant)
+    key = bearer(server.plane.make_key(tenant, "adapters:write"))
+    path = loop.checkpoint("late", seed=41, tenant=tenant)
+    server.loop.call_soon_threadsafe(measure.hold)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(loop.load, "late", path, headers=key)
+        try:
+            eventually(lambda: measure.num_running == 1)
+            if what == "adapter":
+                assert loop.post("unload", {"lora_name": "late"}, headers=key).status_code == 200
+            else:
+                url = f"{server.admin_url}/admin/v1/tenants/{tenant}"
+                assert server.http.delete(url, headers=bearer(ADMIN_TOKEN)).status_code == 200
+        finally:
+            server.loop.call_soon_threadsafe(measure.release)
+        assert loop.error(loading.result()) == (404, "model_not_found", "lora_name")

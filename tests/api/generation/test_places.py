@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+from loraplex.api.application import MAX_BODIES
 from loraplex.api.generation import endpoints
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.openai.parsing import parse_request
 from loraplex.serving.text.processor import TextProcessor
 from support.http.data_plane import BASE, MAX_MODEL_LEN, running_data_plane
 from support.models.byte_tokenizer import write_byte_tokenizer
+from support.waiting import eventually
 
 KEY = {"Authorization": "Bearer lpx_acme"}
 
 
 async def test_a_tenant_has_half_of_the_threads() -> None:
-    capacity = TenantCapacity(max_in_flight=100, max_kept_logprobs=0, threads=4)
+    capacity = TenantCapacity(max_in_flight=100, max_body_bytes=1, max_kept_logprobs=0, threads=4)
     gate = threading.Event()
     running: list[str] = []
 
@@ -106,3 +112,35 @@ def test_tokenising_leaves_the_interpreter_to_others(real_model_dir: Path) -> No
         if turns > 17 * calls:
             break
     assert turns > 17 * calls
+
+
+def test_bodies_of_one_tenant_leave_room_for_others(tmp_path: Path) -> None:
+    """The server keeps what has come, also of those that never end."""
+    largest, sent, asked = 64 << 10, 60_000, 100
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer lpx_acme\r\n"
+        f"Content-Length: {largest}\r\n\r\n"
+    ).encode()
+    most = MAX_BODIES * largest // 2 // sent
+    with running_data_plane(tmp_path / "model", max_body=largest) as plane, contextlib.ExitStack() as clients:
+        sockets = [clients.enter_context(plane.server.connect()) for _ in range(asked)]
+        for sock in sockets:
+            sock.sendall(head + b" " * sent)
+        eventually(lambda: len(answered(sockets)) >= asked - most)
+        refused = answered(sockets)
+        assert len(refused) < asked, "some have room"
+        for sock in refused:
+            answer = sock.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"server_overloaded" in answer
+            assert b"retry-after: 1" in answer.lower()
+        body = {"model": BASE, "prompt": "x" * 1000}
+        rival = {"Authorization": "Bearer lpx_rival"}
+        assert plane.http.post(f"{plane.url}/v1/completions", json=body, headers=rival).status_code == 200
+        clients.close()
+        eventually(lambda: plane.drain.in_flight == 0)
+        assert plane.http.post(f"{plane.url}/v1/completions", json=body, headers=KEY).status_code == 200
+
+
+def answered(sockets: Sequence[socket.socket]) -> list[socket.socket]:
+    return select.select(sockets, [], [], 0)[0]

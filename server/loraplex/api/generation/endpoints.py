@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import anyio
@@ -72,14 +72,20 @@ class GenerationEndpoint:
             context.deadline = Deadline.of(scope, context.started)
             context.max_load_ms = read_milliseconds(scope, MAX_LOAD_HEADER, 0)
             self._kind.check_head(scope)
-            with self._capacity.request(context.tenant_id), fields_told(lambda field: context.told(field)):
-                await self._serve(scope, receive, send, charge)
+            with (
+                self._capacity.request(context.tenant_id),
+                self._capacity.body(context.tenant_id) as take,
+                fields_told(lambda field: context.told(field)),
+            ):
+                await self._serve(scope, receive, send, charge, take)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, charge: Charge) -> None:
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, charge: Charge, take: Callable[[int], None]
+    ) -> None:
         services, context, principal = self._services, context_of(scope), charge.principal
         timeout = services.stall_timeout
         with context.deadline.enforced():
-            body = await read_json(scope, receive, max_bytes=services.max_body, timeout_s=timeout)
+            body = await read_json(scope, receive, max_bytes=services.max_body, timeout_s=timeout, take=take)
             request = await self._parse(body, principal, context)
         del body
         if context.trace is not None:

@@ -18,12 +18,16 @@ T = TypeVar("T")
 
 
 class TenantCapacity:
-    """Requests in flight and log probabilities of answers that are kept until they are whole, shared as `FairShare`
-    does, and threads. No tenant has more than half of the threads at a time."""
+    """Requests in flight, bytes of their bodies, and log probabilities of answers that are kept until they are whole,
+    shared as `FairShare` does, and threads. No tenant has more than half of the threads at a time."""
 
-    def __init__(self, *, max_in_flight: int, max_kept_logprobs: int, threads: int) -> None:
+    def __init__(
+        self, *, max_in_flight: int, max_body_bytes: int, max_kept_logprobs: int, threads: int
+    ) -> None:
         self._max_in_flight = max_in_flight
         self._in_flight = FairShare()
+        self._max_body_bytes = max_body_bytes
+        self._body_bytes = FairShare()
         self._max_kept_logprobs = max_kept_logprobs
         self._kept_logprobs = FairShare()
         self._threads = anyio.CapacityLimiter(threads)
@@ -42,6 +46,30 @@ class TenantCapacity:
             yield
         finally:
             self._in_flight.release(tenant_id)
+
+    @contextmanager
+    def body(self, tenant_id: str) -> Iterator[Callable[[int], None]]:
+        """Around reading a body and what is made of it. Call the function with the number of bytes that have come; it
+        raises ApiError (503)."""
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if not self._body_bytes.acquire(tenant_id, self._max_body_bytes, num_bytes):
+                held = self._body_bytes.held(tenant_id)
+                message = (
+                    f"The requests that the server holds are too large, {held} of their bytes are yours. Please try "
+                    "again, with fewer or smaller requests at a time."
+                )
+                is_own = self._body_bytes.is_beyond_share(tenant_id, self._max_body_bytes, num_bytes)
+                raise ApiError("server_overloaded", message, is_own=is_own)
+            taken += num_bytes
+
+        try:
+            yield take
+        finally:
+            if taken:
+                self._body_bytes.release(tenant_id, taken)
 
     @contextmanager
     def kept_logprobs(self, tenant_id: str, number: int) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import Receive, Scope
@@ -22,10 +23,12 @@ def parse_json(body: bytes) -> Any:
         raise invalid(None, f"The body is not valid JSON: {error}.") from None
 
 
-async def read_json(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The text of a JSON body. `timeout_s` is how long the client may send nothing, and may be late. Raises ApiError
-    (415), and what `loraplex.http.body.read_body` raises."""
+async def read_json(
+    scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float, take: Callable[[int], None]
+) -> bytes:
+    """The text of a JSON body. `timeout_s` is how long the client may send nothing, and may be late; `take` is of
+    `TenantCapacity.body`. Raises ApiError (415), and what `loraplex.http.body.read_body` raises."""
     if not _JSON.fullmatch(dict(scope["headers"]).get(b"content-type", b"application/json")):
         why = "The body must be JSON, sent with the header 'Content-Type: application/json'."
         raise ApiError("unsupported_media_type", why, param="Content-Type")
-    return await read_body(scope, receive, max_bytes=max_bytes, silence_s=timeout_s)
+    return await read_body(scope, receive, max_bytes=max_bytes, silence_s=timeout_s, take=take)

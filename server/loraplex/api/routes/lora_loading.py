@@ -15,12 +15,13 @@ from loraplex.api.auth import authenticate
 from loraplex.api.context import context_of
 from loraplex.api.deps import ApiServices
 from loraplex.api.errors import ApiError, invalid
+from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.openai.body import parse_json, read_json
 from loraplex.api.openai.parsing import parse_request
 from loraplex.api.openai.strict import Strict
 from loraplex.api.route import DataRoute, Services
 from loraplex.control.audit.recorder import Actor
-from loraplex.control.errors import AdapterNotFound, InvalidValue
+from loraplex.control.errors import AdapterNotFound, InvalidValue, TenantNotFound, VersionNotFound
 from loraplex.control.types import Principal
 from loraplex.http.routing import caller
 from loraplex.http.text import printable
@@ -54,7 +55,14 @@ class UnloadLoraAdapter(Strict):
 class LoadingRoute(DataRoute):
     """Takes a JSON body of `schema` from a key that may write adapters."""
 
-    def __init__(self, path: str, endpoint: Any, schema: type[BaseModel], refusals: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        path: str,
+        endpoint: Any,
+        schema: type[BaseModel],
+        refusals: tuple[int, ...],
+        capacity: TenantCapacity,
+    ) -> None:
         super().__init__(
             path,
             endpoint,
@@ -65,18 +73,25 @@ class LoadingRoute(DataRoute):
             refusals=refusals,
         )
         self._schema = schema
+        self._capacity = capacity
 
     @asynccontextmanager
     async def asked(self, request: Request) -> AsyncIterator[Any]:
         services: ApiServices = request.app.state.services
-        await authenticate(request.scope, services.authenticator, scope_needed=SCOPE)
-        body = await read_json(
-            request.scope, request.receive, max_bytes=MAX_BODY, timeout_s=services.stall_timeout
-        )
-        yield parse_request(self._schema, parse_json(body))
+        principal = await authenticate(request.scope, services.authenticator, scope_needed=SCOPE)
+        tenant = principal.tenant_id or ""
+        with self._capacity.request(tenant), self._capacity.body(tenant) as take:
+            body = await read_json(
+                request.scope,
+                request.receive,
+                max_bytes=MAX_BODY,
+                timeout_s=services.stall_timeout,
+                take=take,
+            )
+            yield parse_request(self._schema, parse_json(body))
 
 
-def loading_routes() -> list[LoadingRoute]:
+def loading_routes(capacity: TenantCapacity) -> list[LoadingRoute]:
     async def load_lora_adapter(
         caller: _Writer, services: Services, asked: LoadLoraAdapter, request: Request
     ) -> Response:
@@ -94,6 +109,8 @@ def loading_routes() -> list[LoadingRoute]:
             raise invalid("lora_name", error.message) from error
         except AdapterRefused as error:
             raise ApiError(error.code, error.message, param="lora_path") from error
+        except (TenantNotFound, AdapterNotFound, VersionNotFound) as error:  # deleted while it was loaded
+            raise ApiError("model_not_found", error.message, param="lora_name") from error
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload_lora_adapter(
@@ -116,8 +133,8 @@ def loading_routes() -> list[LoadingRoute]:
 
     refusals = (400, 404, 408, 413, 415, 429, 500, 503)
     return [
-        LoadingRoute("/v1/load_lora_adapter", load_lora_adapter, LoadLoraAdapter, refusals),
-        LoadingRoute("/v1/unload_lora_adapter", unload_lora_adapter, UnloadLoraAdapter, refusals),
+        LoadingRoute("/v1/load_lora_adapter", load_lora_adapter, LoadLoraAdapter, refusals, capacity),
+        LoadingRoute("/v1/unload_lora_adapter", unload_lora_adapter, UnloadLoraAdapter, refusals, capacity),
     ]
 
 

@@ -68,12 +68,16 @@ class TokenizerRoute(DataRoute):
         tenant = principal.tenant_id or ""
         async with admitted(services.limiter, services.metrics, context, principal):
             self._check_head(request.scope)
-            with self._capacity.request(context.tenant_id):
+            with (
+                self._capacity.request(context.tenant_id),
+                self._capacity.body(context.tenant_id) as take,
+            ):
                 body = await read_json(
                     request.scope,
                     request.receive,
                     max_bytes=services.max_body,
                     timeout_s=services.stall_timeout,
+                    take=take,
                 )
 
                 def parse() -> TokenizeText | TokenizeChat | Detokenize | CountRequest:
