@@ -78,6 +78,13 @@ def test_refusals_name_the_field(plane: DataPlane, path: str, body: Any, told: t
     assert refused(plane, path, body) == told
 
 
+def test_a_prompt_beside_messages_is_told_to_be_one_of_them(plane: DataPlane) -> None:
+    both = post(plane, "/tokenize", {"prompt": "x", "messages": CHAT}).json()["error"]
+    assert both["message"] == "Give either 'prompt' or 'messages', not both."
+    for body in ({"prompt": "x", "messages": None}, {"prompt": None, "messages": CHAT}):
+        assert post(plane, "/tokenize", body).status_code == 200, "a null is as left out"
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_nothing_is_read_for_an_unknown_caller(plane: DataPlane, path: str) -> None:
     answer = plane.http.post(f"{plane.url}{path}", content=b"{", headers={"authorization": "Bearer lpx_none"})

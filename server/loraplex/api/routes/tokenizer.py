@@ -22,6 +22,7 @@ from loraplex.api.generation.charge import admitted
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.openai.body import parse_json, read_json
 from loraplex.api.openai.parsing import parse_request
+from loraplex.api.openai.strict import is_empty
 from loraplex.api.openai.tokenizing import Detokenize, Detokenized, TokenizeChat, Tokenized, TokenizeText
 from loraplex.api.route import Caller, DataRoute, Services
 from loraplex.serving.errors import ServingError
@@ -143,7 +144,11 @@ def tokenizer_routes(capacity: TenantCapacity) -> list[TokenizerRoute]:
 
 
 def _tokenize_schema(given: object) -> type[TokenizeText | TokenizeChat]:
-    return TokenizeChat if isinstance(given, dict) and "messages" in given else TokenizeText
+    if not isinstance(given, dict) or given.get("messages") is None:
+        return TokenizeText
+    if not is_empty(given.get("prompt")):
+        raise invalid("prompt", "Give either 'prompt' or 'messages', not both.", "unsupported_field")
+    return TokenizeChat
 
 
 def _encoded(
