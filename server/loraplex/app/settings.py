@@ -55,13 +55,18 @@ class SettingsInvalid(LoraplexError):
 
 
 def parse_size(value: object) -> object:
-    """Bytes from "2GiB", "512 MiB", "1.5g" or a plain number; anything else goes on to pydantic's own check."""
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
+    """Bytes from "2GiB", "512 MiB", "1.5g" or a plain number; what is no text goes on to pydantic's own check."""
+    if not isinstance(value, str):
+        return value
+    if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value):
         unit = _UNITS.get(match.group(2).lower())
         if unit is None:
             raise ValueError(f"'{match.group(2)}' is no unit of size; use KiB, MiB or GiB")
         return int(float(match.group(1)) * unit)
-    return value
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError("must be bytes, such as 1048576, 512MiB or 2GiB") from None
 
 
 def _comma_list(value: object) -> object:
