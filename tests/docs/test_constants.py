@@ -24,7 +24,7 @@ from loraplex.api.openai import schemas
 from loraplex.app.ports import connections
 from loraplex.app.settings import Settings
 from loraplex.app.tasks import tenant_weights
-from loraplex.control import rules
+from loraplex.control import rules, types
 from loraplex.control.audit import log as audit_log
 from loraplex.control.catalog import releases, resolver
 from loraplex.control.catalog.resolver import Resolver
@@ -105,7 +105,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("admin.md", "`grace_seconds` more (0 to {:g} days)", (keys.MAX_GRACE_S / DAY,)),
     ("admin.md", "At most {} uploads are on their way", (default(UploadGate, "max_uploads"),)),
     ("admin.md", "`targets` has 1 to {} ready versions", (releases.MAX_TARGETS,)),
-    ("admin.md", "a weight (0 to {:,})", (releases.MAX_WEIGHT,)),
+    ("admin.md", "a weight (0 to {:,})", (types.MAX_RELEASE_WEIGHT,)),
     ("admin.md", "The last {} of a name are kept", (releases.MAX_REVISIONS,)),
     ("admin.md", "the config beyond {:g} MiB", (MAX_CONFIG_BYTES / MIB,)),
     ("admin.md", "nothing of the body came for {:g} s", (body.SILENCE_S,)),

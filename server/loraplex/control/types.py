@@ -14,6 +14,8 @@ BudgetPeriod = Literal["hour", "day", "month", "forever"]
 T = TypeVar("T")
 BUDGET_PERIODS: tuple[BudgetPeriod, ...] = ("hour", "day", "month", "forever")
 SCOPES: tuple[Scope, ...] = ("inference", "adapters:read", "adapters:write", "usage:read")
+MAX_RELEASE_WEIGHT = 1_000_000
+"""Of one target of a release."""
 
 
 @dataclass(frozen=True, slots=True)

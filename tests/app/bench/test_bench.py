@@ -254,6 +254,9 @@ class TestCommand:
         assert self.run(server, "--num-requests", "1").exit_code == 0
         assert plane.bodies[0]["model"] == "base-model"
 
+    def test_the_address_may_have_the_path_of_the_routes(self, server: RunningServer) -> None:
+        assert self.run(server, "--num-requests", "1", "--url", f"{server.url}/v1").exit_code == 0
+
     def test_wrong_usage_is_2_and_failure_is_1_with_one_line(
         self, server: RunningServer, plane: FakeDataPlane
     ) -> None:

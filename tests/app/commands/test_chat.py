@@ -56,6 +56,12 @@ def test_the_message_may_come_on_stdin(server: RunningServer, plane: FakeDataPla
     assert chat(server, stdin="  \n").exit_code == 1
 
 
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/"])
+def test_the_address_may_have_the_path_of_the_routes(server: RunningServer, path: str) -> None:
+    result = chat(server, "Hello", "--url", server.url + path)
+    assert (result.exit_code, result.stdout) == (0, "one two three four\n")
+
+
 def test_json_is_the_servers_own_answer(server: RunningServer) -> None:
     result = chat(server, "Hello", "--json")
     assert json.loads(result.stdout)["choices"][0]["message"]["content"] == "one two three four"

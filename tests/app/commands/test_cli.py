@@ -275,6 +275,7 @@ class TestConnecting:
         none = shell.fails("tenant", "list", token=None)
         assert "--admin-token" in none
         assert "LORAPLEX_ADMIN_TOKEN" in none
+        assert "A tenant's key with the scope works too: --admin-token lpx_..." in none
         assert len(none.splitlines()) == 1
 
     def test_wrong_token_no_server_no_url(self, shell: Shell) -> None:
@@ -287,6 +288,20 @@ class TestConnecting:
     def test_options_go_before_the_environment(self, shell: Shell) -> None:
         arguments = ["tenant", "list", "--admin-url", shell.server.url, "--admin-token", ADMIN_TOKEN]
         assert shell.run(*arguments, token="wrong", url="http://127.0.0.1:9").exit_code == 0
+
+    def test_a_given_data_directory_goes_before_the_environments_token(
+        self, shell: Shell, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (shell.root / "admin-token").write_text(ADMIN_TOKEN + "\n")
+        of_directory = ("tenant", "list", "--data-dir", str(shell.root))
+        assert shell.run(*of_directory, token="wrong").exit_code == 0
+        assert "--admin-token" in shell.fails(*of_directory, "--admin-token", "wrong")
+        monkeypatch.setenv("LORAPLEX_DATA_DIR", str(shell.root))
+        assert "--admin-token" in shell.fails("tenant", "list", token="wrong")
+
+    def test_the_address_may_have_the_path_of_the_routes(self, shell: Shell) -> None:
+        for path in ("/admin/v1", "/admin/v1/", "/"):
+            assert shell.run("tenant", "list", url=shell.server.url + path).exit_code == 0, path
 
 
 def test_wrong_usage_is_2(shell: Shell) -> None:

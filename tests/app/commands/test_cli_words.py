@@ -32,6 +32,7 @@ OF_TENANT = {
     "device_bytes_max",
     "host_bytes_max",
 }
+OF_KEY = [name for name in Limits.__dataclass_fields__ if name not in OF_TENANT]
 LIMIT_VALUES = {"budget_period": "month", "device_bytes_reserved": 1 << 20}
 EVERY_LIMIT = [
     # No more than half of the device can be reserved.
@@ -85,6 +86,8 @@ class TestSecrets:
     [
         ("release set support v1:90 -t acme", "'v1:90': write a target as VERSION=WEIGHT, such as v1=90"),
         ("release set support v1=90.5 -t acme", "VERSION=WEIGHT, such as v1=90; weights are whole numbers"),
+        ("release set support v1=1000001 -t acme", "'v1=1000001': a weight is at most 1000000."),
+        ("release set support v1=99999999999999999999 -t acme", "9': a weight is at most 1000000."),
         ("release set v1=90 support -t acme", "'v1=90' is no name: write NAME first"),
         ("release promote support 2 -t acme", "'2' is no version; versions are named v1, v2"),
         (
@@ -94,6 +97,14 @@ class TestSecrets:
         ("tenant update acme --limit requests_per_minute=many", "is a whole number above 0, or none"),
         ("tenant update acme --limit budget_period=week", "one of hour, day, month, forever"),
         ("tenant create B", "A tenant's id is 1 to 63 of"),
+        ("tenant show ../x", "'../x' is no name: it has a '/'."),
+        ("adapter show ../../x -t acme", "'../../x' is no name: it has a '/'."),
+        ("key create -t acme --limit rpm=3", f"there is no limit 'rpm'; there are {', '.join(OF_KEY)}."),
+        ("key create -t acme --limit max_adapters=3", "a key has no limit 'max_adapters', only a tenant has"),
+        (
+            "key update k -t acme --limit max-adapters=3",
+            "a key has no limit 'max_adapters', only a tenant has",
+        ),
         ("key create -t acme --scope infer", f"there are {', '.join(SCOPES)}."),
         (
             "key create -t acme --expires-at tomorrow",
@@ -133,6 +144,30 @@ def test_a_question_at_the_admin_port_is_told_of_the_data_port(acme: Shell) -> N
     told = acme.fails("chat", "-m", "support", "hello", "--api-key", "lpx_x", "--url", acme.server.url)
     assert "Give the data port with --url." in told
     assert "--admin-url" not in told
+
+
+def test_a_deletion_asks_at_a_terminal_only(acme: Shell) -> None:
+    environment = os.environ | {"LORAPLEX_ADMIN_URL": acme.server.url, "LORAPLEX_ADMIN_TOKEN": ADMIN_TOKEN}
+    command = [sys.executable, "-m", "loraplex.app.cli", "tenant", "delete", "acme"]
+    ours, theirs = pty.openpty()
+    os.write(ours, b"n\n")
+    asked = subprocess.run(
+        command, stdin=theirs, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    os.close(theirs)
+    os.close(ours)
+    assert "Delete tenant acme with all its keys and adapters?" in asked.stdout
+    assert asked.returncode == 1
+    assert acme.json("tenant", "show", "acme")["id"] == "acme"
+    assert "tenant acme deleted" in acme.ok("tenant", "delete", "acme")
+
+
+def test_help_of_a_key_lists_the_limits_of_keys(shell: Shell) -> None:
+    for command in ("create", "update"):
+        assert "max_adapters" in shell.ok("tenant", command, "--help")
+        shown = shell.ok("key", command, "--help")
+        assert "max_sequences" in shown
+        assert not [name for name in OF_TENANT if name in shown]
 
 
 def test_a_day_is_a_time(acme: Shell) -> None:
@@ -240,10 +275,7 @@ class TestTables:
         scopes = [part for scope in SCOPES for part in ("--scope", scope)]
         key = ("key", "create", "-t", LONG_TENANT, "--name", "ñ" * 200, "--expires-at", "2099-01-01")
         of_key = [
-            part
-            for limit in EVERY_LIMIT
-            if not OF_TENANT & set(limit.split("="))
-            for part in ("--limit", limit)
+            part for limit in EVERY_LIMIT if limit.split("=")[0] in OF_KEY for part in ("--limit", limit)
         ]
         shell.ok(*key, *models, *scopes, *of_key)
         for seed in (1, 2):
@@ -319,3 +351,18 @@ def test_usage_names_its_tenant(acme: Shell) -> None:
     assert shown["tenant"] == "acme"
     assert [row["tenant"] for row in shown["data"]] == ["acme"]
     assert "tenant" not in acme.json(*asked)
+
+
+def test_usage_of_a_tenant_that_is_not_there_says_so(acme: Shell) -> None:
+    hint = "there is no tenant 'nope', and no usage of one from these days\n"
+    for form in ([], ["--csv"], ["--json"]):
+        told = acme.run("usage", "--tenant", "nope", *form)
+        assert (told.exit_code, told.stderr) == (0, hint)
+    assert acme.run("usage", "--tenant", "acme").stderr == ""
+    own = acme.plane.make_key("acme", "usage:read")
+    assert acme.run("usage", "--tenant", "acme", token=own).stderr == ""
+    with acme.plane.database.write() as session:
+        row = ended(tenant_id="gone", at=datetime(2026, 3, 1, tzinfo=UTC))
+        session.execute(insert(Usage), [msgspec.structs.asdict(row)])
+    period = ("--start", "2026-03-01", "--end", "2026-03-02")
+    assert acme.run("usage", "--tenant", "gone", *period).stderr == ""

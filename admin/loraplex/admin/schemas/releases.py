@@ -8,14 +8,15 @@ from pydantic import Field
 
 from loraplex.admin.schemas import described
 from loraplex.admin.schemas.fields import PositiveCount, RequestBody, ResponseBody, Timestamp, VersionName
-from loraplex.control.catalog.releases import MAX_TARGETS, MAX_WEIGHT
+from loraplex.control.catalog.releases import MAX_TARGETS
+from loraplex.control.types import MAX_RELEASE_WEIGHT
 
 
 class Target(RequestBody):
     """`weight` is its part of the weights' sum."""
 
     version: VersionName
-    weight: Annotated[int, Field(ge=0, le=MAX_WEIGHT)]
+    weight: Annotated[int, Field(ge=0, le=MAX_RELEASE_WEIGHT)]
 
 
 class ReleaseChange(RequestBody):

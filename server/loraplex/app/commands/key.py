@@ -8,7 +8,7 @@ import typer
 
 from loraplex.app.commands.shared.client import AdminClient
 from loraplex.app.commands.shared.errors import CommandFailed
-from loraplex.app.commands.shared.options import LimitChanges, NewLimits, TenantOption, admin_command
+from loraplex.app.commands.shared.options import KeyLimitChanges, NewKeyLimits, TenantOption, admin_command
 from loraplex.app.commands.shared.paths import segment
 from loraplex.app.commands.shared.values import check_scopes, parse_limits, parse_time
 from loraplex.app.output import Output, moment
@@ -46,7 +46,7 @@ def create(
             metavar="<model>", help="A model that it may use; may be repeated [default: all of the tenant's]"
         ),
     ] = None,
-    limit: NewLimits = None,
+    limit: NewKeyLimits = None,
     expires_at: Annotated[
         str | None,
         typer.Option(metavar="<time>", help="Such as 2030-01-31 or 2030-01-31T18:00:00Z [default: never]"),
@@ -54,7 +54,7 @@ def create(
 ) -> None:
     body: dict[str, Any] = {"name": name, "scopes": check_scopes(scope), "models": model}
     body["expires_at"] = parse_time("--expires-at", expires_at)
-    body["limits"] = parse_limits(limit) or None
+    body["limits"] = parse_limits(limit, of_key=True) or None
     body = {key: value for key, value in body.items() if value}
     made = admin.call("POST", f"/tenants/{segment(tenant)}/keys", json=body)
     _show_secret(out, made, f"key {made['id']} of tenant {tenant} is created. This is its secret")
@@ -103,7 +103,7 @@ def update(
         typer.Option(metavar="<model>", help="The models that it may use from now on; may be repeated"),
     ] = None,
     all_models: Annotated[bool, typer.Option("--all-models", help="It may use all of the tenant's")] = False,
-    limit: LimitChanges = None,
+    limit: KeyLimitChanges = None,
     expires_at: Annotated[
         str | None,
         typer.Option(
@@ -120,7 +120,7 @@ def update(
         body["scopes"] = check_scopes(scope)
     if model or all_models:
         body["models"] = model or None
-    if limits := parse_limits(limit):
+    if limits := parse_limits(limit, of_key=True):
         body["limits"] = limits
     if expires_at is not None:
         body["expires_at"] = None if expires_at.lower() == "none" else parse_time("--expires-at", expires_at)

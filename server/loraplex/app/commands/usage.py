@@ -50,6 +50,8 @@ def usage(
     }
     params = {name: value for name, value in asked.items() if value is not None}
     rows = list(admin.pages(path, **params))
+    if tenant is not None and not rows and _is_unknown(admin, tenant):
+        out.note(f"there is no tenant {tenant!r}, and no usage of one from these days")
     if out.as_json:
         of = {} if tenant is None else {"tenant": tenant}
         out.json(of | {"data": [row | of for row in rows]})
@@ -62,3 +64,12 @@ def usage(
         return
     titles = [name.replace("_", " ") for name in columns]
     out.table(titles, cells, unbroken=["version", *(name.replace("_", " ") for name in COUNTS)])
+
+
+def _is_unknown(admin: AdminClient, tenant: str) -> bool:
+    """The usage of a tenant that was deleted is kept, so the server answers for one that never was, too."""
+    try:
+        admin.call("GET", f"/tenants/{segment(tenant)}")
+    except CommandFailed as error:  # a tenant's own key may not ask
+        return isinstance(error.body, dict) and error.body.get("code") == "tenant_not_found"
+    return False

@@ -24,6 +24,7 @@ from loraplex.control.rules import (
 )
 from loraplex.control.tenancy.tenants import require_tenant, tenant_target
 from loraplex.control.types import (
+    MAX_RELEASE_WEIGHT,
     Page,
     ReleaseInfo,
     ReleaseOrigin,
@@ -34,7 +35,6 @@ from loraplex.control.types import (
 )
 
 MAX_TARGETS = 16
-MAX_WEIGHT = 1_000_000
 MAX_REVISIONS = 100
 """Releases of a name that are kept; `rollback` goes back no further."""
 
@@ -351,8 +351,8 @@ def _check_targets(session: Session, tenant_id: str, name: str, targets: Sequenc
         raise InvalidValue(f"'targets' has 1 to {MAX_TARGETS} entries.", param="targets")
     if len({target.version for target in targets}) != len(targets):
         raise InvalidValue("'targets' names a version twice.", param="targets")
-    if any(not 0 <= target.weight <= MAX_WEIGHT for target in targets):
-        raise InvalidValue(f"A target's weight is from 0 to {MAX_WEIGHT}.", param="targets")
+    if any(not 0 <= target.weight <= MAX_RELEASE_WEIGHT for target in targets):
+        raise InvalidValue(f"A target's weight is from 0 to {MAX_RELEASE_WEIGHT}.", param="targets")
     if not any(target.weight for target in targets):
         raise InvalidValue("At least one target needs a weight above 0.", param="targets")
     states = _version_states(session, tenant_id, name)

@@ -31,7 +31,8 @@ def find_admin_token(given: str | None, data_dir: Path | None) -> str:
         return given
     if data_dir is None:
         raise CommandFailed(
-            "no admin token: give --admin-token, set LORAPLEX_ADMIN_TOKEN, or give the server's --data-dir."
+            "no admin token: give --admin-token, set LORAPLEX_ADMIN_TOKEN, or give the server's --data-dir. A tenant's "
+            "key with the scope works too: --admin-token lpx_... --admin-url ADDRESS_OF_THE_DATA_PORT."
         )
     path = data_dir / "admin-token"
     try:

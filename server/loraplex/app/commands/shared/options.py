@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,29 +13,34 @@ import typer
 
 from loraplex.app.commands.shared.client import AdminClient, find_admin_token
 from loraplex.app.commands.shared.errors import CommandFailed, json_failures
-from loraplex.app.commands.shared.values import LIMITS
+from loraplex.app.commands.shared.values import KEY_LIMITS, LIMITS
 from loraplex.app.output import Output
 
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 TenantOption = Annotated[str, typer.Option("--tenant", "-t", help="The tenant's id", show_default=False)]
-NewLimits = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--limit", metavar="NAME=VALUE", help=f"May be repeated; NAME is one of {', '.join(LIMITS)}"
-    ),
-]
-LimitChanges = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--limit",
-        metavar="NAME=VALUE",
-        help=f"May be repeated; NAME=none takes a limit away. NAME is one of {', '.join(LIMITS)}",
-    ),
-]
+
+
+def _limit_option(names: Sequence[str], first: str = "May be repeated;") -> Any:
+    return typer.Option("--limit", metavar="NAME=VALUE", help=f"{first} NAME is one of {', '.join(names)}")
+
+
+_CHANGES = "May be repeated; NAME=none takes a limit away."
+NewLimits = Annotated[list[str] | None, _limit_option(LIMITS)]
+LimitChanges = Annotated[list[str] | None, _limit_option(LIMITS, _CHANGES)]
+NewKeyLimits = Annotated[list[str] | None, _limit_option(KEY_LIMITS)]
+KeyLimitChanges = Annotated[list[str] | None, _limit_option(KEY_LIMITS, _CHANGES)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
-UrlOption = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="The data plane")]
+UrlOption = Annotated[
+    str,
+    typer.Option(
+        "--url",
+        envvar="LORAPLEX_URL",
+        help="The data plane, with or without /v1",
+        callback=lambda url: _without_path(url, "/v1"),
+    ),
+]
 ApiKeyOption = Annotated[
     str, typer.Option("--api-key", envvar="LORAPLEX_API_KEY", help="A tenant's key", show_default=False)
 ]
@@ -48,6 +53,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
                 "--admin-url",
                 envvar="LORAPLEX_ADMIN_URL",
                 help="The admin plane (or the data port, with a tenant's own key)",
+                callback=lambda url: _without_path(url, "/admin/v1"),
             ),
         ],
         DEFAULT_ADMIN_URL,
@@ -94,16 +100,31 @@ def admin_command(run: Callable[..., None]) -> Callable[..., None]:
     ]
 
     @functools.wraps(run)
-    def command(**given: Any) -> None:
+    def command(ctx: typer.Context, **given: Any) -> None:
         url, token, data_dir, as_json = (given.pop(name) for name in _SHARED)
+        if _is_option(ctx, "data_dir") and not _is_option(ctx, "admin_token"):
+            token = None  # of the environment
         out = Output(as_json)
         with json_failures(out), AdminClient(url, find_admin_token(token, data_dir)) as admin:
             run(admin, out, **given)
 
     own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *shared]}
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, *own, *shared]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def _is_option(ctx: typer.Context, name: str) -> bool:
+    """Whether the command line gives it, not the environment."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _without_path(url: str, path: str) -> str:
+    """A client's base URL has the path of the routes, which the commands add themselves."""
+    return url.rstrip("/").removesuffix(path)
 
 
 def split_version(given: str) -> tuple[str, str | None]:

@@ -11,4 +11,6 @@ def segment(given: str) -> str:
     """`given`, quoted. Raises CommandFailed for what would be another path."""
     if given in ("", ".", ".."):
         raise CommandFailed(f"{given!r} is no name.")
+    if "/" in given:
+        raise CommandFailed(f"{given!r} is no name: it has a '/'.")
     return quote(given, safe="")

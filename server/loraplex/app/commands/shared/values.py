@@ -8,24 +8,29 @@ from datetime import UTC, datetime
 from typing import Any
 
 from loraplex.app.commands.shared.errors import CommandFailed
-from loraplex.control.types import BUDGET_PERIODS, SCOPES, Limits
+from loraplex.control.types import ADAPTER_LIMITS, BUDGET_PERIODS, MAX_RELEASE_WEIGHT, SCOPES, Limits
 
 LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
+KEY_LIMITS = tuple(name for name in LIMITS if name not in ADAPTER_LIMITS)
 _VERSION = re.compile(r"v[1-9][0-9]{0,8}")
 
 
-def parse_limits(given: list[str] | None) -> dict[str, Any]:
+def parse_limits(given: list[str] | None, *, of_key: bool = False) -> dict[str, Any]:
     """`requests_per_minute=600` and the like; `none` takes a limit away. Raises CommandFailed."""
+    known = KEY_LIMITS if of_key else LIMITS
     limits: dict[str, Any] = {}
     for item in given or []:
         name, equals, value = item.partition("=")
         if not name or not equals:
             raise CommandFailed(f"--limit {item!r}: write it as NAME=VALUE, such as requests_per_minute=600.")
         name = name.replace("-", "_")
-        if name not in LIMITS:
-            raise CommandFailed(
-                f"--limit {item!r}: there is no limit {name!r}; there are {', '.join(LIMITS)}."
+        if name not in known:
+            reason = (
+                f"a key has no limit {name!r}, only a tenant has"
+                if name in LIMITS
+                else f"there is no limit {name!r}"
             )
+            raise CommandFailed(f"--limit {item!r}: {reason}; there are {', '.join(known)}.")
         limits[name] = _limit(item, name, value)
     return limits
 
@@ -78,8 +83,11 @@ def check_version(given: str) -> str:
 def parse_target(given: str) -> dict[str, Any]:
     """A release's target from `v1=90`; without a weight it is 1. Raises CommandFailed."""
     version, equals, weight = given.partition("=")
-    if not _VERSION.fullmatch(version) or (equals and not re.fullmatch(r"[0-9]{1,9}", weight)):
+    if not _VERSION.fullmatch(version) or (equals and not re.fullmatch(r"[0-9]{1,99}", weight)):
         raise CommandFailed(
             f"{given!r}: write a target as VERSION=WEIGHT, such as v1=90; weights are whole numbers."
         )
-    return {"version": version, "weight": int(weight or 1)}
+    number = int(weight or 1)
+    if number > MAX_RELEASE_WEIGHT:
+        raise CommandFailed(f"{given!r}: a weight is at most {MAX_RELEASE_WEIGHT}.")
+    return {"version": version, "weight": number}
