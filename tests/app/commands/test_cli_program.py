@@ -184,17 +184,34 @@ class TestSwitches:
         assert "extra argument" in done.stderr
 
 
-class TestMigrateDryRun:
-    def test_dry_run_without_a_database_makes_none(self, tmp_path: Path) -> None:
-        for options in (
-            ["--data-dir", str(tmp_path / "none")],
-            ["--database-url", f"sqlite:///{tmp_path}/none/x.db"],
-        ):
+class TestMigrate:
+    @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+    def test_a_directory_that_is_not_there_is_refused(self, tmp_path: Path, dry_run: list[str]) -> None:
+        missing = tmp_path / "typo"
+        for option, place in (("--data-dir", missing), ("--database-url", f"sqlite:///{missing}/x.db")):
+            done = invoke("migrate", *dry_run, option, str(place))
+            assert (done.exit_code, done.stdout) == (1, "")
+            assert (
+                f"there is no directory {missing} for a database; give the server's --data-dir" in done.stderr
+            )
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_first_database_is_told_to_be_one(self, tmp_path: Path) -> None:
+        for options in (["--data-dir", str(tmp_path)], ["--database-url", f"sqlite:///{tmp_path}/x.db"]):
             done = invoke("migrate", "--dry-run", *options)
             assert done.exit_code == 0, done.output
             assert "migrations that would be made: 0001, 0002, " in done.stdout
-            assert "was not changed" in done.stdout
+            assert done.stdout.endswith(": its database would be new and empty\n")
+            assert "there is no installation at sqlite:///" in done.stdout
+            assert json.loads(invoke("migrate", "--dry-run", "--json", *options).stdout)["new"] is True
         assert list(tmp_path.iterdir()) == []
+        made = invoke("migrate", "--data-dir", str(tmp_path))
+        assert made.exit_code == 0
+        assert "there was no installation at sqlite:///" in made.stdout
+        assert made.stdout.endswith(": its database is new and empty\n")
+        again = invoke("migrate", "--data-dir", str(tmp_path))
+        assert "new and empty" not in again.stdout
+        assert json.loads(invoke("migrate", "--json", "--data-dir", str(tmp_path)).stdout)["new"] is False
 
     def test_dry_run_of_an_old_and_of_a_new_schema(self, tmp_path: Path) -> None:
         file = tmp_path / "loraplex.db"
@@ -211,8 +228,12 @@ class TestMigrateDryRun:
         assert again.stdout.startswith("the database sqlite:///")
         assert "has this version's schema" in again.stdout
 
-    def test_a_data_directory_that_cannot_be_made_is_one_line(self) -> None:
-        done = invoke("migrate", "--data-dir", "/proc/nowhere")
+    def test_a_place_that_cannot_be_written_is_one_line(self) -> None:
+        done = invoke("migrate", "--data-dir", "/proc")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.startswith("loraplex: the database sqlite:////proc/loraplex.db cannot be used: ")
+        assert done.stderr.count("\n") == 1
+        done = invoke("serve", "--model", "m", "--data-dir", "/proc/nowhere")
         assert (done.exit_code, done.stdout) == (1, "")
         assert done.stderr.startswith("loraplex: the data directory /proc/nowhere cannot be used (")
         assert done.stderr.count("\n") == 1

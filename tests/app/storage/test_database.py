@@ -99,6 +99,8 @@ def test_migrate_says_what_it_did(tmp_path: Path, postgres_url: str) -> None:
     assert (first.exit_code, second.exit_code) == (0, 0)
     assert "0001, 0002, 0003, 0004, 0005, 0006, 0007, 0008" in first.output
     assert "migrations made" not in second.output
+    assert "its database is new and empty" in first.output
+    assert "new and empty" not in second.output
     assert PASSWORD not in first.output
 
 

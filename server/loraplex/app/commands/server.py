@@ -143,22 +143,29 @@ def _serve(settings: Settings) -> None:
 
 
 def _migrate(settings: Settings, *, dry_run: bool, accept_new_pepper: bool, as_json: bool) -> None:
-    from loraplex.app.storage.database import pending_migrations, shown_database, upgrade_database
+    from loraplex.app.storage.database import (
+        pending_migrations,
+        require_database_directory,
+        shown_database,
+        upgrade_database,
+    )
     from loraplex.control.db.database import Database
     from loraplex.control.tenancy.pepper import check_pepper
     from loraplex.control.tenancy.secrets import load_pepper
+    from loraplex.migrations.run import missing_migrations
 
     if dry_run and accept_new_pepper:
         raise typer.BadParameter("--dry-run changes nothing, and --accept-new-pepper does: give one of them.")
     out = Output(as_json)
+    require_database_directory(settings)
     url, migrations = pending_migrations(settings) if dry_run else upgrade_database(settings)
     if accept_new_pepper:
         database = Database(url)
         check_pepper(database, load_pepper(settings.data_dir, settings.key_pepper), accept=True)
         database.close()
-    shown = shown_database(url)
+    shown, new = shown_database(url), migrations == missing_migrations(None)
     if as_json:
-        out.json({"database": shown, "migrations": migrations, "dry_run": dry_run})
+        out.json({"database": shown, "migrations": migrations, "dry_run": dry_run, "new": new})
         return
     if migrations:
         out.line(f"migrations {'that would be made' if dry_run else 'made'}: {', '.join(migrations)}")
@@ -168,6 +175,9 @@ def _migrate(settings: Settings, *, dry_run: bool, accept_new_pepper: bool, as_j
         out.line(f"the database {shown} was not changed")
     else:
         out.line(f"the database {shown} has this version's schema")
+    if new:
+        is_now, is_new = ("is", "would be") if dry_run else ("was", "is")
+        out.line(f"there {is_now} no installation at {shown}: its database {is_new} new and empty")
 
 
 def _backup(settings: Settings, *, directory: str, as_json: bool) -> None:

@@ -63,6 +63,18 @@ def existing_database(settings: Settings) -> tuple[str, bool]:
     return url, parsed.get_backend_name() != "sqlite" or Path(parsed.database or "").is_file()
 
 
+def require_database_directory(settings: Settings) -> None:
+    """Raises SettingsInvalid for an SQLite database whose directory is not there: a mistyped one."""
+    parsed = make_url(existing_database(settings)[0])
+    if parsed.get_backend_name() != "sqlite":
+        return
+    directory = Path(parsed.database or "").parent
+    if not directory.is_dir():
+        raise SettingsInvalid(
+            f"there is no directory {directory} for a database; give the server's --data-dir or --database-url."
+        )
+
+
 def pending_migrations(settings: Settings) -> tuple[str, list[str]]:
     """The chosen database and the migrations that `upgrade_database` would make, without changing or making anything.
     Raises SettingsInvalid, DatabaseTooNew."""
