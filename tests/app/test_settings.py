@@ -181,12 +181,11 @@ def test_invalid_sizes_are_refused(text: str) -> None:
 
 
 def test_what_is_no_size_is_told_how_one_is_written() -> None:
-    for text in ("lots", "1e9", ""):
+    for text in ("lots", "1e9", "", "-1"):
         said = refused({"kv_cache_memory": text})
         assert said.startswith("--kv-cache-memory: must be bytes, such as 1048576, 512MiB or 2GiB (got "), (
             text
         )
-    assert "greater than or equal" in refused({"kv_cache_memory": "-1"})
 
 
 def refused(given: dict[str, Any], file: Path | None = None) -> str:

@@ -63,10 +63,7 @@ def parse_size(value: object) -> object:
         if unit is None:
             raise ValueError(f"'{match.group(2)}' is no unit of size; use KiB, MiB or GiB")
         return int(float(match.group(1)) * unit)
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError("must be bytes, such as 1048576, 512MiB or 2GiB") from None
+    raise ValueError("must be bytes, such as 1048576, 512MiB or 2GiB")
 
 
 def _comma_list(value: object) -> object:

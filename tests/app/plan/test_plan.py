@@ -251,7 +251,10 @@ class TestWhatDoesNotFit:
         [
             (("--model", "no-such", "--gpu", "l4"), "llama-3.1-8b"),
             (("--model", "mistral-7b", "--gpu", "tpu"), "--gpu-memory"),
-            (("--model", "mistral-7b", "--gpu", "x", "--gpu-memory", "many"), "is no size"),
+            (
+                ("--model", "mistral-7b", "--gpu", "x", "--gpu-memory", "many"),
+                "'many': must be bytes, such as",
+            ),
             (("--model", "mistral-7b", "--gpu", "x", "--gpu-memory", "4 parsecs"), "no unit"),
             (("--model", "mistral-7b", "--gpu", "l40s", "--dtype", "int4"), "--dtype"),
             (("--model", "mistral-7b", "--gpu", "l40s", "--target-modules", "qkv_proj"), "has q_proj"),
