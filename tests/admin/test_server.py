@@ -117,7 +117,8 @@ async def test_a_body_that_drips_has_no_more_time() -> None:
 
 def test_validations_are_bounded_and_block_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plane = AdminPlane(tmp_path, gate=UploadGate(max_uploads=10, max_validations=2))
-    plane.make_tenant()
+    for tenant in ("acme", "rival"):
+        plane.make_tenant(tenant)
     go, lock, running, busiest = threading.Event(), threading.Lock(), 0, 0
     admit = Catalog.admit
 
@@ -139,7 +140,8 @@ def test_validations_are_bounded_and_block_nobody(tmp_path: Path, monkeypatch: p
 
         def upload(number: int) -> None:
             parts = adapter_files(tmp_path / str(number), seed=number)
-            url = f"{server.url}/admin/v1/tenants/acme/adapters/a{number}/versions"
+            tenant = ("acme", "rival")[number % 2]
+            url = f"{server.url}/admin/v1/tenants/{tenant}/adapters/a{number}/versions"
             statuses.append(httpx.post(url, files=parts, headers=AUTH, timeout=60).status_code)
 
         threads = [threading.Thread(target=upload, args=(number,)) for number in range(5)]
@@ -152,6 +154,48 @@ def test_validations_are_bounded_and_block_nobody(tmp_path: Path, monkeypatch: p
             thread.join()
     assert statuses == [201] * 5
     assert busiest == 2
+    plane.close()
+
+
+def test_validations_of_one_tenant_hold_up_no_other_tenants_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = AdminPlane(tmp_path, gate=UploadGate(max_uploads=16, max_validations=2))
+    for tenant in ("acme", "rival"):
+        plane.make_tenant(tenant)
+    go, began = threading.Event(), threading.Event()
+    admit = Catalog.admit
+
+    def slow_admit(catalog: Catalog, tenant: str, *args: object, **options: object) -> object:
+        if tenant == "acme":
+            began.set()
+            go.wait(120)
+        return admit(catalog, tenant, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Catalog, "admit", slow_admit)
+    statuses: list[int] = []
+    parts = adapter_files(tmp_path / "made")
+    size = sum(len(content) for _, content in parts.values())
+    with serve_app(plane.app) as server:
+
+        def upload(number: int) -> None:
+            url = f"{server.url}/admin/v1/tenants/acme/adapters/a{number}/versions"
+            statuses.append(httpx.post(url, files=parts, headers=AUTH, timeout=120).status_code)
+
+        threads = [threading.Thread(target=upload, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        try:
+            staging = tmp_path / "artifacts" / "staging"
+            eventually(lambda: began.is_set() and staged_bytes(staging) == 6 * size)
+            url = server.url + PATH.replace("acme", "rival")
+            assert httpx.post(url, files=parts, headers=AUTH, timeout=30).status_code == 201
+            assert statuses == []
+        finally:
+            go.set()
+            for thread in threads:
+                thread.join()
+    assert statuses == [201] * 6
     plane.close()
 
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Protocol
 
 import anyio
-import anyio.to_thread
 import structlog
 
 from loraplex.adapters.archive.extract import extract_upload
@@ -64,7 +63,7 @@ async def admit_version(
     with _slot(gate, tenant), gate.staged.upload(tenant, name, room) as staged:
         async with receive(threads=gate.writers, staged=staged) as received:
             admitted = partial(_admit, services, staged, received, by, source, release)
-            info, is_new = await anyio.to_thread.run_sync(admitted, limiter=gate.validators)
+            info, is_new = await gate.validators.run(tenant, admitted)
     await _pin_again(services, info.digest)
     if info.state == "validating":
         if wait:

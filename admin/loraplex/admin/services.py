@@ -26,21 +26,23 @@ from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.fair_share import FairShare
+from loraplex.serving.tenant_threads import TenantThreads
 
 T = TypeVar("T")
 
 
 class UploadGate:
     """Limits concurrent uploads over both ports: `max_uploads` in transfer, shared by the tenants as `FairShare` does
-    (more get 503). `max_validations` of them are validated at a time; the others wait, since validation reads every
-    value. The bytes that a tenant may have in transfer are bounded by its quota."""
+    (more get 503). `max_validations` of them are unpacked and validated at a time, shared as `TenantThreads` does; the
+    others wait, since validation reads every value. The bytes that a tenant may have in transfer are bounded by its
+    quota."""
 
     def __init__(self, max_uploads: int = 16, max_validations: int = 2) -> None:
         self.max_uploads = max_uploads
         self.uploads = FairShare()
         self.staged = StagedBytes()
         self.writers = anyio.CapacityLimiter(max_uploads)
-        self.validators = anyio.CapacityLimiter(max_validations)
+        self.validators = TenantThreads(max_validations)
 
 
 class DownloadGate:

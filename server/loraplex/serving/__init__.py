@@ -2,5 +2,6 @@
 
 `client.engine_client.EngineClient` is the engine as the API sees it. `client.socket_client.SocketEngineClient` runs the
 engine as a process. `supervision.supervisor.EngineProcess` is one life of that process. `text.processor.TextProcessor`
-turns text into tokens and back. `fair_share.FairShare` divides room between owners.
+turns text into tokens and back. `fair_share.FairShare` divides room between owners,
+`tenant_threads.TenantThreads` worker threads between tenants.
 """

@@ -6,20 +6,19 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
-from weakref import WeakValueDictionary
 
 import anyio
-import anyio.to_thread
 
 from loraplex.api.errors import ApiError
 from loraplex.serving.fair_share import FairShare
+from loraplex.serving.tenant_threads import TenantThreads
 
 T = TypeVar("T")
 
 
 class TenantCapacity:
     """Requests in flight, bytes of their bodies, and log probabilities of answers that are kept until they are whole,
-    shared as `FairShare` does, and threads. No tenant has more than half of the threads at a time."""
+    shared as `FairShare` does, and threads, shared as `TenantThreads` does."""
 
     def __init__(
         self, *, max_in_flight: int, max_body_bytes: int, max_kept_logprobs: int, threads: int
@@ -30,9 +29,7 @@ class TenantCapacity:
         self._body_bytes = FairShare()
         self._max_kept_logprobs = max_kept_logprobs
         self._kept_logprobs = FairShare()
-        self._threads = anyio.CapacityLimiter(threads)
-        self._share = max(1, threads // 2)
-        self._of_tenant: WeakValueDictionary[str, anyio.CapacityLimiter] = WeakValueDictionary()
+        self._threads = TenantThreads(threads)
 
     @contextmanager
     def request(self, tenant_id: str) -> Iterator[None]:
@@ -91,15 +88,11 @@ class TenantCapacity:
 
     async def in_thread(self, tenant_id: str, function: Callable[..., T], *args: object) -> T:
         """`function(*args)` in a worker thread, in its tenant's turn. A cancelled caller does not wait for its end."""
-        limiter = self._of_tenant.get(tenant_id)
-        if limiter is None:
-            limiter = self._of_tenant[tenant_id] = anyio.CapacityLimiter(self._share)
         scope = anyio.CancelScope()
 
         async def run() -> T:
             with scope:
-                async with limiter:
-                    return await anyio.to_thread.run_sync(function, *args, limiter=self._threads)
+                return await self._threads.run(tenant_id, function, *args)
             raise asyncio.CancelledError
 
         running = asyncio.create_task(run())
