@@ -15,7 +15,11 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.admission.safetensors_header import read_header
+from loraplex.adapters.archive.extract import extract_upload
 from loraplex.adapters.archive.sink import MAX_ENTRIES
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.store.fault_points import FaultPoint
 from support.adapters.archives import CONFIG, CONTENT, MAKERS, TENSORS, Box, Files, make_tar, make_zip
 
 
@@ -159,3 +163,34 @@ def test_cut_anywhere_it_is_refused(box: Box, maker: str) -> None:
         if maker.startswith("tar (") and not any(whole[cut:]) and whole[cut - 512 : cut] == bytes(512):
             continue  # a tar ends with its first empty block; what follows is padding
         box.refusal(whole[:cut])
+
+
+NOT_SAFETENSORS: dict[str, tuple[bytes, str, str]] = {
+    "zeros": (bytes(9), "not_safetensors", "does not begin with '{'"),
+    "text": (b"some text", "not_safetensors", "its header claims"),
+    "no JSON": (struct.pack("<Q", 5) + b"[", "not_safetensors", "does not begin with '{'"),
+    "a header of the whole file": (struct.pack("<Q", 3 << 20) + b"{", "too_large", "safetensors header"),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("case", NOT_SAFETENSORS)
+def test_what_is_not_safetensors_is_refused_by_its_first_bytes(box: Box, maker: str, case: str) -> None:
+    """With the words of the inspection, which would read it after all of it was unpacked."""
+    start, code, words = NOT_SAFETENSORS[case]
+    written = 0
+
+    def count(step: FaultPoint, path: Path | None = None, to: Path | None = None, /) -> None:
+        nonlocal written
+        written += step is FaultPoint.UNPACK_WRITE and path == box.dest / TENSORS
+
+    tensors = start + bytes(4 << 20)
+    box.archive.write_bytes(MAKERS[maker]({CONFIG: b"{}", TENSORS: tensors}))
+    with pytest.raises(AdapterRefused, match=words) as early:
+        extract_upload(box.archive, box.dest, max_bytes=16 << 20, fault=count)
+    assert (early.value.code, written) == (code, 0)
+    assert list(box.dest.iterdir()) == []
+    box.archive.write_bytes(tensors)
+    with pytest.raises(AdapterRefused) as late:
+        read_header(box.archive)
+    assert (late.value.code, late.value.message) == (code, early.value.message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import stat
+import struct
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from loraplex.adapters.errors import AdapterRefused
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONTENT = {CONFIG: b'{"peft_type": "LORA"}', TENSORS: random.Random(0).randbytes(3000) + bytes(100_000)}
 LIMIT = 1_000_000
+START = struct.pack("<Q", 2) + b"{}"
+"""The beginning of a safetensors file: an archive's large tensor file is refused without one."""
 Files = dict[str, bytes]
 
 

@@ -43,6 +43,8 @@ DTYPE_BITS = {
 }
 """Bits of one element, by the format's own names."""
 
+START_BYTES = 9
+"""The length of the header, and its first character."""
 _MAX_DIMS = 8
 _MAX_NAME = 512
 
@@ -92,22 +94,30 @@ def read_raw_header(path: Path, limits: HeaderLimits = ADAPTER_LIMITS) -> tuple[
         return _read_raw(file, size, limits), size
 
 
-def _read_raw(file: BinaryIO, size: int, limits: HeaderLimits) -> bytes:
-    length_bytes = bytearray(8)
-    if read_into(file, memoryview(length_bytes)) < 8:
+def check_start(start: bytes, size: int, limits: HeaderLimits = ADAPTER_LIMITS) -> int:
+    """The bytes of the header's JSON, by the first `START_BYTES` bytes of a file of `size` bytes (fewer of a shorter
+    file). Raises AdapterRefused as `read_header` does for what these bytes tell."""
+    if len(start) < 8:
         _refuse("it is shorter than the 8 bytes of a header length")
-    length = int.from_bytes(length_bytes, "little")
+    length = int.from_bytes(start[:8], "little")
     if length > size - 8:
         _refuse(f"its header claims {length} bytes, the file holds {size - 8} after the length")
     if length > limits.max_bytes:
         raise AdapterRefused(
             "too_large", f"the safetensors header has {length} bytes; at most {limits.max_bytes} are accepted"
         )
-    raw = bytearray(length)
-    if read_into(file, memoryview(raw)) < length:
-        _refuse("it ends inside its header")
-    if not raw.startswith(b"{"):
+    if not length or start[8:] != b"{":
         _refuse("its header does not begin with '{'")
+    return length
+
+
+def _read_raw(file: BinaryIO, size: int, limits: HeaderLimits) -> bytes:
+    start = bytearray(START_BYTES)
+    count = read_into(file, memoryview(start))
+    raw = bytearray(check_start(bytes(start[:count]), size, limits))
+    raw[:1] = start[8:]
+    if read_into(file, memoryview(raw)[1:]) < len(raw) - 1:
+        _refuse("it ends inside its header")
     return bytes(raw)
 
 

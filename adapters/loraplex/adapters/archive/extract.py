@@ -43,7 +43,8 @@ def extract_upload(
     On failure nothing is left in `dest`.
 
     Raises AdapterRefused: bad_archive (damaged, encrypted, ambiguous, links, devices, absolute or ".." names,
-    a file missing), not_safetensors (pickled weights instead), too_large. StoreFull, StoreFailed, OSError.
+    a file missing), not_safetensors (pickled weights instead, or a file of more than 1 MiB that does not begin as one;
+    it is unpacked no further), too_large. StoreFull, StoreFailed, OSError.
     """
     with (
         disk_failures_named(),

@@ -7,12 +7,14 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import BinaryIO, NoReturn, Self
 
+from loraplex.adapters.admission.safetensors_header import START_BYTES, check_start
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.fault_points import Fault, FaultPoint, no_fault
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, create_file, shown, write_all
 
 MAX_ENTRIES = 10_000
 _MAX_NAME = 4096
+_CHEAP_BYTES = 1 << 20
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 
 
@@ -38,6 +40,8 @@ class MemberSink:
         self._reserve = reserve
         self._max_bytes = max_bytes
         self._expected = 0
+        self._tensors_size = 0
+        self._start = b""
         self._seen: set[tuple[str, ...]] = set()
         self._entries = 0
         self._folder: tuple[str, ...] | None = None
@@ -88,20 +92,30 @@ class MemberSink:
         self._folder = folder
         return leaf
 
-    def expect(self, size: int) -> None:
-        """Count a member by its declared size, before any of it is read; the readers never write more.
+    def expect(self, name: str, size: int) -> None:
+        """Count the member of that fixed name by its declared size, before any of it is read; the readers never write
+        more.
 
         Raises AdapterRefused("too_large"), and what `reserve` raises.
         """
         self._expected += size
         if self._expected > self._max_bytes:
             self.too_large()
+        if name == TENSORS_NAME:
+            self._tensors_size = size
         self._reserve(size)
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Append to the file of that fixed name. Raises OSError."""
+        """Append to the file of that fixed name. Raises OSError, and AdapterRefused (not_safetensors, too_large) where
+        the first bytes of a large tensor file are not those of one."""
         if not data:
             return
+        if name == TENSORS_NAME and self._tensors_size > _CHEAP_BYTES and len(self._start) < START_BYTES:
+            # The inspection would refuse it too, after all of it was unpacked. It tells more, so small files are left
+            # to it.
+            self._start += bytes(data[: START_BYTES - len(self._start)])
+            if len(self._start) == START_BYTES:
+                check_start(self._start, self._tensors_size)
         path = self._dest / name
         if name not in self._files:
             self._fault(FaultPoint.UNPACK_CREATE, path)

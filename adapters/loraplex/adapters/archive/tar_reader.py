@@ -109,7 +109,7 @@ def _read_member(stream: ByteStream, sink: MemberSink, name: bytes, size: int) -
     if target is None:
         stream.skip(_padded(size))
         return
-    sink.expect(size)
+    sink.expect(target, size)
     for piece in stream.pieces(size):
         sink.write(target, piece)
     stream.skip(_padded(size) - size)

@@ -54,7 +54,7 @@ def read_zip(file: BinaryIO, sink: MemberSink) -> None:
             last_end = start + entry.compress_size
             if entry.compress_type not in _METHODS:
                 bad_archive(f"{target} is compressed by method {entry.compress_type}; use deflate")
-            sink.expect(entry.file_size)
+            sink.expect(target, entry.file_size)
             try:
                 _unpack(archive, entry, target, sink)
             except _DAMAGED:
