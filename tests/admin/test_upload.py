@@ -27,7 +27,7 @@ from loraplex.admin.uploads.receive import receive_upload
 from loraplex.control.catalog.staged import StagedBytes, StagedUpload, UploadRoom
 from loraplex.control.types import Principal
 from support.http.api_server import RunningServer, serve_app
-from support.http.multipart import CONTENT_TYPE, body, end, files, part
+from support.http.multipart import CONTENT_TYPE, body, end, files, in_pieces, part
 from support.waiting import eventually
 
 MAX_BYTES = 96 << 20
@@ -167,14 +167,19 @@ def test_a_body_without_a_declared_length_is_counted(server: RunningServer, uplo
     assert uploads.leftovers() == []
 
 
-def test_an_endless_epilogue_is_cut(server: RunningServer, uploads: Uploads) -> None:
-    def content() -> Iterator[bytes]:
-        yield files(CONFIG, b"x")
-        for _ in range(64):
-            yield b"z" * 4096
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_an_epilogue_is_bounded_and_the_refusal_says_so(
+    server: RunningServer, uploads: Uploads, is_declared: bool
+) -> None:
+    def send(epilogue: int) -> httpx.Response:
+        whole = files(CONFIG, b"x" * 1_500_000) + b"z" * epilogue
+        return post(server, whole if is_declared else in_pieces(whole, 4096))
 
-    assert post(server, content()).status_code in (400, 413)
-    assert uploads.got == []
+    assert send(60_000).status_code == 201
+    refused = send(70_000)
+    assert (refused.status_code, refused.json()["code"]) == (400, "invalid_multipart")
+    assert "more than 65536 bytes beside its files" in refused.json()["detail"]
+    assert len(uploads.got) == 1
     assert uploads.leftovers() == []
 
 

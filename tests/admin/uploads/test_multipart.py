@@ -122,6 +122,12 @@ def test_broken_bodies_are_400(name: str, size: int) -> None:
     assert len(problem.message) < 400
 
 
+@pytest.mark.parametrize("name", ["a preamble", "another boundary", "not multipart at all", "zeros"])
+def test_a_body_that_does_not_begin_with_its_boundary_is_told_so(name: str) -> None:
+    bodies = BROKEN | {"a preamble": b"This is a form.\r\n" + files(CONFIG, b"x")}
+    assert "does not begin with the boundary" in refusal(bodies[name]).message
+
+
 def test_no_prefix_of_a_good_body_is_taken_for_the_whole() -> None:
     raw = files(CONFIG, b"x" * 50)
     last = raw.rindex(b"--")

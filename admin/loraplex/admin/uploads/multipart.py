@@ -77,6 +77,7 @@ class UploadParser:
         self._value = bytearray()
         self._header_bytes = 0
         self._pieces: list[tuple[Part, bytes]] = []
+        self._has_begun = False
         self._ended = False
         callbacks: Any = {
             "on_part_begin": self._begin_part,
@@ -101,6 +102,13 @@ class UploadParser:
         try:
             self._parser.write(chunk)
         except FormParserError:
+            if not self._has_begun:
+                # MIME allows a preamble, but no client sends one with a form. So it is another boundary, or no form.
+                raise Problem(
+                    "invalid_multipart",
+                    "The body does not begin with the boundary that Content-Type names. Send no text before the first "
+                    f"boundary. {_WHAT_IS_WANTED}",
+                ) from None
             raise Problem("invalid_multipart", f"The multipart body is damaged. {_WHAT_IS_WANTED}") from None
         pieces, self._pieces = self._pieces, []
         return pieces
@@ -123,6 +131,7 @@ class UploadParser:
     # What the parser calls.
 
     def _begin_part(self) -> None:
+        self._has_begun = True
         self._current = None
         self._headers = {}
         self._num_headers = self._header_bytes = 0

@@ -20,6 +20,7 @@ from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.adapters.store.files import create_file, disk_failures_named, write_all
 from loraplex.adapters.store.interface import Store
+from loraplex.admin.problem import Problem
 from loraplex.admin.uploads.multipart import Part, UploadParser, too_large
 from loraplex.admin.uploads.serving_field import read_serving
 from loraplex.control.catalog.staged import StagedUpload
@@ -28,7 +29,8 @@ from loraplex.http.body import SILENCE_S, chunks, declared_length, refuse_encodi
 
 BUFFER_BYTES = 1 << 20
 _FRAMING_BYTES = 64 << 10
-"""The size that boundaries and part headers may add to a body."""
+"""What a body may have beside its files: boundaries, part headers, the field `serving`, and an epilogue, which MIME
+allows behind the last boundary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,11 @@ async def receive_upload(
                 pieces = parser.feed(chunk)
                 framing += len(chunk) - sum(len(data) for _, data in pieces)
                 if framing > _FRAMING_BYTES:
-                    raise too_large(max_bytes)
+                    raise Problem(
+                        "invalid_multipart",
+                        f"The form has more than {_FRAMING_BYTES} bytes beside its files: boundaries, headers of "
+                        "parts, and text before the first boundary or behind the last. Send the parts alone.",
+                    )
                 size += sum(len(data) for _, data in pieces)
                 # An archive is a little larger than what the quota is for.
                 staged.expect(size - _FRAMING_BYTES if Part.ARCHIVE in parser.seen else size)
