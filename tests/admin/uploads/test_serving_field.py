@@ -84,6 +84,14 @@ async def test_wrong_values_are_refused_by_name(
     assert plane.leftovers() == []
 
 
+async def test_a_name_that_comes_twice_is_refused(admin: httpx.AsyncClient, tmp_path: Path) -> None:
+    twice = '{"tool_format": "llama3", "reasoning_format": null, "tool_format": "hermes"}'
+    problem = assert_problem(await push(admin, adapter_files(tmp_path), twice), 400, "invalid_value")
+    assert "names the key 'tool_format' twice" in problem["detail"]
+    assert problem["param"] == "serving"
+    assert (await admin.get(PATH)).status_code == 404
+
+
 async def test_a_format_that_the_base_does_not_keep(plane: AdminPlane, tmp_path: Path) -> None:
     def refuse(tool_format: str | None, reasoning_format: str | None) -> None:
         if tool_format == "phi" or reasoning_format == "think_brackets":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, get_args
 
+from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.files import shown
 from loraplex.admin.problem import Problem
@@ -24,11 +24,10 @@ CheckFormats = Callable[[str | None, str | None], None]
 def read_serving(data: bytes) -> Serving:
     """Raises Problem (400). A null is the same as leaving a field out."""
     try:
-        value = json.loads(data) if data.strip() else {}
-    except (ValueError, RecursionError):
-        raise Problem("invalid_value", "The part serving must be a JSON object.", param="serving") from None
-    if not isinstance(value, dict):
-        raise Problem("invalid_value", "The part serving must be a JSON object.", param="serving")
+        value = parse_object(data) if data.strip() else {}
+    except ValueError as error:
+        detail = f"The part serving must be a JSON object, and cannot be read as one: {error}."
+        raise Problem("invalid_value", detail, param="serving") from None
     if value.get("alora") is not None:
         raise Problem("invalid_value", "'alora' is not supported by this version.", param="serving.alora")
     for name in value:
