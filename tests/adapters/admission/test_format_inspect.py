@@ -163,6 +163,12 @@ def test_a_product_that_cancels_out_has_no_effect(tmp_path: Path, base: BaseSpec
     assert refusal(draft, tmp_path, base).code == "no_effect"
 
 
+def test_a_small_effect_is_one(tmp_path: Path, base: BaseSpec) -> None:
+    draft = draft_adapter(ARCH, rank=4)
+    draft.config["lora_alpha"] = 1e-30
+    assert 0 < admit(draft.write(tmp_path), base).report["norm"]["max"] < 1e-28
+
+
 def test_product_of_zero_is_refused_whatever_its_rounded_norm(tmp_path: Path, base: BaseSpec) -> None:
     """All values and sums of two of them are exact in float32, so B.A is zero exactly: B = [P, P, -P] meets
     A = [U, V, U + V]. Its Gram matrices are not exact, so their product comes out as something beside zero."""

@@ -243,6 +243,12 @@ REFUSALS: dict[str, tuple[str, str | None, Change]] = {
         lambda d: d.tensors.update({k: v * 0 for k, v in d.tensors.items() if "lora_A" in k}),
     ),
     "no effect: alpha is zero": ("no_effect", None, _config(lora_alpha=0)),
+    "no effect: alpha is too small": ("no_effect", None, _config(lora_alpha=1e-320)),
+    "no effect: A and B are too small": (
+        "no_effect",
+        None,
+        lambda d: d.tensors.update({k: np.full_like(v, 1e-40) for k, v in d.tensors.items()}),
+    ),
     "PiSSA": ("unsupported_feature", "init_lora_weights", _config(init_lora_weights="pissa")),
 }
 

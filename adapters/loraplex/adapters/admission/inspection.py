@@ -24,6 +24,8 @@ from loraplex.adapters.store.tensors import NUMPY_DTYPES
 from loraplex.kernels.lora.site_groups import SITES
 
 _MAX_REPORTED_MODULES = 1024
+_LEAST_NORM = 2.0**-126
+"""The smallest normal number of float32 and of bfloat16. A smaller change of a linear is lost in any served dtype."""
 
 
 @dataclass(slots=True)
@@ -279,10 +281,11 @@ def _measure(tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec)
     ]
     largest, smallest = max(norms, key=lambda n: n.norm), min(norms, key=lambda n: n.norm)
     # A magnitude has an effect of its own.
-    if largest.norm == 0.0 and not any(site.magnitude for site in sites):
+    if largest.norm < _LEAST_NORM and not any(site.magnitude for site in sites):
+        size = "zero" if largest.norm == 0.0 else f"zero or smaller than {_LEAST_NORM:.2g}"
         _refuse(
             "no_effect",
-            "every product of lora_B and lora_A is zero: the adapter would answer as the base does",
+            f"every product of the scaling, lora_B and lora_A is {size}: the adapter would answer as the base does",
         )
     return {
         "total": math.hypot(*(n.norm for n in norms)),
