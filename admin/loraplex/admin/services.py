@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import anyio
-import anyio.to_thread
 
 from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.admin.change_rate_limit import ChangeRateLimit
@@ -57,13 +56,13 @@ class DownloadGate:
 
 class ReportGate:
     """Limits reports that read a long ledger or log, which takes seconds: `max_reports` wait or run at a time, shared
-    by the tenants as `FairShare` does (more get 503). `max_running` of them run at a time, in threads of their own, so
-    that nothing else waits."""
+    by the tenants as `FairShare` does (more get 503). `max_running` of them run at a time, shared as `TenantThreads`
+    does, so that nothing else waits."""
 
     def __init__(self, max_reports: int = 8, max_running: int = 2) -> None:
         self.max_reports = max_reports
         self.reports = FairShare()
-        self._threads = anyio.CapacityLimiter(max_running)
+        self._threads = TenantThreads(max_running)
 
     async def run(self, owner: str, read: Callable[[], T]) -> T:
         """Run `read` in one of the threads, for this owner. Raises Problem."""
@@ -74,7 +73,7 @@ class ReportGate:
                 retry_after_s=5,
             )
         try:
-            return await anyio.to_thread.run_sync(read, limiter=self._threads)
+            return await self._threads.run(owner, read)
         finally:
             self.reports.release(owner)
 
