@@ -15,6 +15,16 @@ from loraplex.serving.tenant_threads import TenantThreads
 
 T = TypeVar("T")
 
+_TOO_MANY_REQUESTS = "The server has too many requests at once, {held} of them yours. Please try again."
+_TOO_MANY_BYTES = (
+    "The bodies of all requests at once are too large, {held} bytes of them are yours. Please try again, with fewer or "
+    "smaller requests at a time."
+)
+_TOO_MANY_LOGPROBS = (
+    "The server has too many numbers to keep for answers at once, {held} of them yours. Please try again, ask for "
+    'fewer tokens, likely tokens or inputs, or say "stream": true where text is generated.'
+)
+
 
 class TenantCapacity:
     """Requests in flight, bytes of their bodies, and log probabilities of answers that are kept until they are whole,
@@ -34,11 +44,7 @@ class TenantCapacity:
     @contextmanager
     def request(self, tenant_id: str) -> Iterator[None]:
         """Around the whole of a request. Raises ApiError (503)."""
-        if not self._in_flight.acquire(tenant_id, self._max_in_flight):
-            held = self._in_flight.held(tenant_id)
-            message = f"The server has too many requests at once, {held} of them yours. Please try again."
-            is_own = self._in_flight.is_beyond_share(tenant_id, self._max_in_flight)
-            raise ApiError("server_overloaded", message, is_own=is_own)
+        _take(self._in_flight, tenant_id, self._max_in_flight, 1, _TOO_MANY_REQUESTS)
         try:
             yield
         finally:
@@ -52,14 +58,7 @@ class TenantCapacity:
 
         def take(num_bytes: int) -> None:
             nonlocal taken
-            if not self._body_bytes.acquire(tenant_id, self._max_body_bytes, num_bytes):
-                held = self._body_bytes.held(tenant_id)
-                message = (
-                    f"The requests that the server holds are too large, {held} of their bytes are yours. Please try "
-                    "again, with fewer or smaller requests at a time."
-                )
-                is_own = self._body_bytes.is_beyond_share(tenant_id, self._max_body_bytes, num_bytes)
-                raise ApiError("server_overloaded", message, is_own=is_own)
+            _take(self._body_bytes, tenant_id, self._max_body_bytes, num_bytes, _TOO_MANY_BYTES)
             taken += num_bytes
 
         try:
@@ -72,14 +71,8 @@ class TenantCapacity:
     def kept_logprobs(self, tenant_id: str, number: int) -> Iterator[None]:
         """Around making and reading an answer that is not streamed and may have `number` log probabilities. Raises
         ApiError (503)."""
-        if number and not self._kept_logprobs.acquire(tenant_id, self._max_kept_logprobs, number):
-            held = self._kept_logprobs.held(tenant_id)
-            message = (
-                f"The server has too many numbers to keep for answers at once, {held} of them yours. Please try again, "
-                'ask for fewer tokens, likely tokens or inputs, or say "stream": true where text is generated.'
-            )
-            is_own = self._kept_logprobs.is_beyond_share(tenant_id, self._max_kept_logprobs, number)
-            raise ApiError("server_overloaded", message, is_own=is_own)
+        if number:
+            _take(self._kept_logprobs, tenant_id, self._max_kept_logprobs, number, _TOO_MANY_LOGPROBS)
         try:
             yield
         finally:
@@ -103,3 +96,11 @@ class TenantCapacity:
             scope.cancel()
             running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             raise
+
+
+def _take(share: FairShare, tenant_id: str, capacity: int, amount: int, message: str) -> None:
+    """Raises ApiError (503)."""
+    if not share.acquire(tenant_id, capacity, amount):
+        is_own = share.is_beyond_share(tenant_id, capacity, amount)
+        told = message.format(held=share.held(tenant_id))
+        raise ApiError("server_overloaded", told, is_own=is_own)
