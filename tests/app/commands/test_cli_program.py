@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from loraplex.app.cli import create_cli, wanted_command
 from loraplex.app.settings import Settings
 from loraplex.migrations.run import upgrade
+from support.servers.run_here import run_here
 
 HEAVY = {"torch", "numpy", "pydantic", "sqlalchemy", "alembic", "starlette", "httpx", "rich.table"}
 
@@ -233,10 +234,10 @@ class TestMigrate:
         assert (done.exit_code, done.stdout) == (1, "")
         assert done.stderr.startswith("loraplex: the database sqlite:////proc/loraplex.db cannot be used: ")
         assert done.stderr.count("\n") == 1
-        done = invoke("serve", "--model", "m", "--data-dir", "/proc/nowhere")
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert done.stderr.startswith("loraplex: the data directory /proc/nowhere cannot be used (")
-        assert done.stderr.count("\n") == 1
+        ended = run_here("serve", "--model", "m", "--data-dir", "/proc/nowhere")
+        assert (ended.code, ended.stdout) == (1, "")
+        assert ended.stderr.startswith("loraplex: the data directory /proc/nowhere cannot be used (")
+        assert ended.stderr.count("\n") == 1
 
     def test_dry_run_of_another_file_fails(self, tmp_path: Path) -> None:
         (tmp_path / "loraplex.db").write_bytes(b"no database" * 100)
