@@ -55,9 +55,10 @@ check: $(STAMP)-dev
 	$(BIN)/python tools/check_layout.py
 	$(BIN)/python tools/check_prose.py
 
-# The documentation site, into build/site. A broken link fails it, here and in tests/docs/test_site.py.
+# The documentation site, into build/site. A broken link fails it, here and in tests/docs/test_site.py. Not --quiet: it
+# hides warnings from --strict too.
 docs: $(STAMP)-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
 
 # The chart: lint, render and validate it with the real Helm.
 chart: $(STAMP)-dev $(HELM)

@@ -1,7 +1,8 @@
-"""The parts of the documentation site beyond `docs/`: pages from the top of the repository, and links to its files.
+"""The parts of the documentation site beyond `docs/`: pages from the top of the repository, links to its files, and
+menu entries for whole folders.
 
-MkDocs calls the two functions (`hooks` in mkdocs.yml). The Markdown stays as code hosts show it: links are relative to
-the file, also where they lead out of `docs/`.
+MkDocs calls the `on_` functions (`hooks` in mkdocs.yml). The Markdown stays as code hosts show it: links are relative
+to the file, also where they lead out of `docs/`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 TOP_PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 """Pages at the top of the repository that the site shows too."""
-_LINK = re.compile(r"(?P<text>\[[^\]]*\])\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
-_CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+_TOKEN = re.compile(
+    r"^ *```.*?^ *```"
+    r"|(?P<text>\[(?:`[^`\n]*`|[^\]`])*\])\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
+    r"|`[^`\n]*`",
+    re.MULTILINE | re.DOTALL,
+)
+"""A fenced block, a link, or a code span: the first that begins is the one, so code in a link's text is part of it."""
 
 
 def links_for_site(text: str, folder: str) -> str:
@@ -34,6 +40,8 @@ def links_for_site(text: str, folder: str) -> str:
 
     def rewrite(match: re.Match[str]) -> str:
         target = match["target"]
+        if target is None:  # code
+            return match[0]
         if "://" in target or target.startswith("mailto:"):
             return match[0]
         path = posixpath.normpath(posixpath.join(folder, target))
@@ -45,11 +53,27 @@ def links_for_site(text: str, folder: str) -> str:
         page = path if path.startswith("docs/") else f"docs/{path}"
         return f"{match['text']}({posixpath.relpath(page, at)}{match['anchor'] or ''})"
 
-    parts, end = [], 0
-    for code in _CODE.finditer(text):
-        parts += [_LINK.sub(rewrite, text[end : code.start()]), code[0]]
-        end = code.end()
-    return "".join([*parts, _LINK.sub(rewrite, text[end:])])
+    return _TOKEN.sub(rewrite, text)
+
+
+def on_config(config: Any) -> Any:
+    config["nav"] = with_folders(config["nav"], Path(config["docs_dir"]))
+    return config
+
+
+def with_folders(nav: Any, docs: Path) -> Any:
+    """The menu with each pattern of pages, such as `adr/*.md`, replaced by those pages in the order of their names."""
+    if isinstance(nav, dict):
+        return {title: with_folders(part, docs) for title, part in nav.items()}
+    if not isinstance(nav, list):
+        return nav
+    pages: list[Any] = []
+    for entry in nav:
+        if isinstance(entry, str) and "*" in entry:
+            pages += sorted(path.relative_to(docs).as_posix() for path in docs.glob(entry))
+        else:
+            pages.append(with_folders(entry, docs))
+    return pages
 
 
 def on_files(files: Any, config: Any) -> Any:

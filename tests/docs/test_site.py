@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,20 +16,57 @@ from support.markdown import ROOT
 PORTIONS = ("server", "adapters", "kernels", "admin", "migrations")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. A broken link, a missing anchor, and a page that is not in the nav of mkdocs.yml fail it."""
-    folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)],
+def build(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """What `make docs` runs, into another folder."""
+    recipe = re.search(r"^\t.*-m (mkdocs build .*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert recipe, "no target builds the site"
+    return subprocess.run(
+        [sys.executable, "-m", *recipe[1].split(), "--site-dir", str(site)],
         check=False,
-        cwd=ROOT,
+        cwd=checkout,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
     )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. A broken link, a missing anchor, and a page that is not in the nav of mkdocs.yml fail it."""
+    folder = tmp_path_factory.mktemp("site")
+    built = build(ROOT, folder)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
+
+
+def test_faults_fail_the_build_by_name(tmp_path: Path) -> None:
+    """A small site with our configuration, then one fault of each kind. (--quiet hides warnings from --strict.)"""
+    configured = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[0]
+    nav = '\nnav: [README.md, CONTRIBUTING.md, SECURITY.md, CHANGELOG.md, "part/*.md"]\n'
+    (tmp_path / "mkdocs.yml").write_text(configured + nav)
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/docs_site.py", tmp_path / "tools")
+    for top in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"):
+        (tmp_path / top).write_text("# Top\n")
+    page = tmp_path / "docs/part/page.md"
+    page.parent.mkdir(parents=True)
+    (tmp_path / "docs/README.md").write_text(
+        "# Home\n\n[page](part/page.md), [code](../tools/docs_site.py)\n"
+    )
+    page.write_text(
+        "# Page\n\n[`code`](../../tools/docs_site.py), `[no](link.md)`, [up](../../SECURITY.md#top)\n"
+    )
+    sound = build(tmp_path, tmp_path / "site")
+    assert sound.returncode == 0, sound.stdout + sound.stderr
+
+    (tmp_path / "docs/outside.md").write_text("# Not in the menu\n")
+    page.write_text(
+        "# Page\n\n[one](gone.md), [two](../README.md#gone), [`three`](../../tools/gone.py), [four](/gone/)\n"
+    )
+    broken = build(tmp_path, tmp_path / "site")
+    assert broken.returncode != 0
+    for fault in ("outside.md", "'gone.md'", "#gone", "tools/gone.py", "'/gone/'"):
+        assert fault in broken.stderr, (fault, broken.stderr)
 
 
 def test_every_page_is_built(site: Path) -> None:
