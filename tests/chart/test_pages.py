@@ -59,11 +59,6 @@ def test_every_alert_is_listed_with_its_severity() -> None:
         assert f"(runbooks/{name}.md)" in cells[0]
 
 
-def test_every_runbook_is_in_the_navigation() -> None:
-    listed = set(re.findall(r"- runbooks/(\w+)\.md", markdown.read("mkdocs.yml")))
-    assert listed == {path.stem for path in (markdown.ROOT / "docs/runbooks").glob("*.md")}
-
-
 def test_versions_on_the_page_are_those_of_the_checks() -> None:
     requirements = markdown.read("tests/chart/requirements-helm.txt")
     newest, oldest = re.findall(r"\b(\d+\.\d+\.\d+) in the", requirements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -38,18 +39,22 @@ def test_the_schema_is_asked(helms: list[Helm], values: dict[str, Any], said: st
         ({"settings": {"port": 8001}}, "settings.port and settings.admin_port are the same"),
         (
             {"replicas": 2},
-            "set secrets.databaseUrl.existingSecret, secrets.redisUrl.existingSecret, "
-            "secrets.keyPepper.existingSecret, secrets.adminToken.existingSecret, artifacts.shared, or replicas: 1",
+            "secrets.databaseUrl.existingSecret is needed for more than one replica: the name of a Secret whose key "
+            "database-url holds the postgresql://",
         ),
         (
             merged(MONITORED, {"autoscaling": {"provider": "hpa"}}),
-            "more than one replica needs PostgreSQL, Redis",
+            "secrets.databaseUrl.existingSecret is needed for more than one replica",
         ),
-        (
-            merged(SEVERAL, {"replicas": 2, "secrets": {"databaseUrl": {"existingSecret": ""}}}),
-            "set secrets.databaseUrl.existingSecret, or replicas: 1",
+        *(
+            (
+                merged(SEVERAL, {"replicas": 2, "secrets": {name: {"existingSecret": ""}}}),
+                f"secrets.{name}.existingSecret is needed",
+            )
+            for name in SEVERAL["secrets"]
         ),
-        (merged(SEVERAL, {"replicas": 2, "artifacts": {"shared": False}}), "set artifacts.shared, or"),
+        (merged(SEVERAL, {"replicas": 2, "artifacts": {"shared": False}}), "artifacts.shared is needed"),
+        ({"resources": {"limits": {"cpu": "8"}}}, "resources.limits.memory is needed"),
         (
             merged(SEVERAL, {"replicas": 2, "persistence": {"existingClaim": "old"}}),
             "persistence.existingClaim is for one replica",
@@ -77,6 +82,17 @@ def test_the_schema_is_asked(helms: list[Helm], values: dict[str, Any], said: st
 )
 def test_values_that_do_not_fit_together(helm: Helm, values: dict[str, Any], said: str) -> None:
     assert said in helm.refusal(NEEDED, values)
+
+
+@pytest.mark.parametrize("name", SEVERAL["secrets"])
+def test_one_secret_that_is_missing_is_named_alone(helm: Helm, name: str) -> None:
+    said = helm.refusal(NEEDED, SEVERAL, {"replicas": 2, "secrets": {name: {"existingSecret": ""}}})
+    assert re.findall(r"(?:secrets|artifacts)\.\w+", said) == [f"secrets.{name}"]
+
+
+def test_a_bucket_stands_for_the_shared_volume(helm: Helm) -> None:
+    values = {"replicas": 2, "artifacts": {"shared": False}, "settings": {"artifact_url": "s3://adapters"}}
+    assert helm.template(NEEDED, SEVERAL, values).environment["LORAPLEX_ARTIFACT_URL"] == "s3://adapters"
 
 
 @pytest.mark.parametrize("replicas", [0, 1])

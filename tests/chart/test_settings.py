@@ -110,8 +110,24 @@ def test_secrets_reach_the_server(helm: Helm) -> None:
 def test_a_gpu_is_asked_for_and_used(helm: Helm) -> None:
     rendering = helm.template(NEEDED, {"gpu": {"enabled": True}})
     assert rendering.environment["LORAPLEX_DEVICE"] == "cuda"
-    assert rendering.container["resources"]["limits"] == {"cpu": "2", "memory": "4Gi", "nvidia.com/gpu": 1}
+    assert rendering.container["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert "LORAPLEX_DEVICE" not in helm.template(NEEDED).environment
+
+
+def test_resources_fit_the_device_or_are_those_that_are_given(helm: Helm) -> None:
+    """An 8B model in bfloat16 is 16 GB, which pass through the host's memory."""
+    small, large = {"cpu": "2", "memory": "4Gi"}, {"cpu": "4", "memory": "32Gi"}
+    given = {"resources": {"limits": {"memory": "9Gi"}}}
+    gpu = {"gpu": {"enabled": True}}
+    one = {"nvidia.com/gpu": 1}
+
+    def resources(*values: dict[str, Any]) -> Any:
+        return helm.template(NEEDED, *values).container["resources"]
+
+    assert resources() == {"requests": small, "limits": small}
+    assert resources(gpu) == {"requests": large, "limits": large | one}
+    assert resources(given) == given["resources"]
+    assert resources(given, gpu) == {"limits": {"memory": "9Gi"} | one}
 
 
 def test_shared_adapters_are_on_their_volume(helm: Helm) -> None:

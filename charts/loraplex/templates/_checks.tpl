@@ -11,17 +11,19 @@
 {{- fail "settings.port and settings.admin_port are the same: choose another for one of them." }}
 {{- end }}
 {{- if include "loraplex.several" . }}
-{{- $missing := list }}
-{{- range $secret := list "databaseUrl" "redisUrl" "keyPepper" "adminToken" }}
-{{- if not (index $values.secrets $secret).existingSecret }}
-{{- $missing = append $missing (printf "secrets.%s.existingSecret" $secret) }}
+{{- $shared := list
+  (list "databaseUrl" "the postgresql://… URL of the database that all replicas use")
+  (list "redisUrl" "the redis://… URL by which replicas share limits")
+  (list "keyPepper" "64 hex digits, from openssl rand -hex 32, so that each replica knows the same keys")
+  (list "adminToken" "a token, from openssl rand -hex 32, that each replica takes") }}
+{{- range $shared }}
+{{- $name := first . }}
+{{- if not (index $values.secrets $name).existingSecret }}
+{{- fail (printf "secrets.%s.existingSecret is needed for more than one replica: the name of a Secret whose key %s holds %s. Or set replicas: 1 and autoscaling.provider: none." $name (index $values.secrets $name).key (last .)) }}
 {{- end }}
 {{- end }}
-{{- if not $values.artifacts.shared }}
-{{- $missing = append $missing "artifacts.shared" }}
-{{- end }}
-{{- if $missing }}
-{{- fail (printf "more than one replica needs PostgreSQL, Redis, the same secrets and one volume of adapters for all: set %s, or replicas: 1 and autoscaling.provider: none." (join ", " $missing)) }}
+{{- if not (or $values.artifacts.shared (hasPrefix "s3://" (default "" $values.settings.artifact_url))) }}
+{{- fail "artifacts.shared is needed for more than one replica: one volume of adapters for all, or a bucket as settings.artifact_url. Or set replicas: 1 and autoscaling.provider: none." }}
 {{- end }}
 {{- if $values.persistence.existingClaim }}
 {{- fail "persistence.existingClaim is for one replica: each replica needs a data directory of its own." }}
@@ -31,6 +33,9 @@
 {{- if not (hasPrefix (printf "file://%s" (include "loraplex.artifactsDir" .)) $values.settings.artifact_url) }}
 {{- fail (printf "settings.artifact_url is not on the volume of artifacts.shared: leave it out, or give file://%s or a directory below." (include "loraplex.artifactsDir" .)) }}
 {{- end }}
+{{- end }}
+{{- if and $values.resources (not (dig "limits" "memory" "" $values.resources)) }}
+{{- fail "resources.limits.memory is needed where resources are given: the server sizes its pools by it. Without any resources the chart chooses them." }}
 {{- end }}
 {{- $device := default "auto" $values.settings.device }}
 {{- if and $values.gpu.enabled (eq $device "cpu") }}

@@ -132,3 +132,16 @@ securityContext:
 {{- define "loraplex.series" -}}
 namespace="{{ .Release.Namespace }}",job="{{ include "loraplex.fullname" . }}-admin"
 {{- end }}
+
+{{/* The server's requests and limits as YAML: those of the values, or what the device needs; and the device. */}}
+{{- define "loraplex.resources" -}}
+{{- $small := dict "cpu" "2" "memory" "4Gi" }}
+{{- $large := dict "cpu" "4" "memory" "32Gi" }}
+{{- $default := ternary $large $small .Values.gpu.enabled }}
+{{- $resources := deepCopy (default (dict "requests" $default "limits" $default) .Values.resources) }}
+{{- $limits := default dict $resources.limits }}
+{{- if .Values.gpu.enabled }}
+{{- $limits = set $limits .Values.gpu.resourceName 1 }}
+{{- end }}
+{{- toYaml (set $resources "limits" $limits) }}
+{{- end }}
