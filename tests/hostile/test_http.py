@@ -73,7 +73,6 @@ REFUSED: dict[str, bytes] = {
     "NUL in a header's name": get(b"/v1/models", b"X\0A: b"),
     "a header without a colon": get(b"/v1/models", b"nonsense"),
     "a header without a name": get(b"/v1/models", b": x"),
-    "a broken absolute form": get(b"http://[::1/v1/models"),
     "CONNECT": b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n",
     "a method nobody has": get(method=b"FROB"),
     "HTTP/0.9": b"GET /livez\r\n\r\n",
@@ -100,7 +99,12 @@ ANSWERED: dict[str, tuple[bytes, int]] = {
     "an upgrade with a request as its body": (post(UPGRADE.rstrip(), body=SMUGGLED), 400),
     "an upgrade to a websocket": (get(b"/v1/models", b"Connection: Upgrade", b"Upgrade: websocket"), 200),
     "a body that nobody wants": (get(b"/v1/models", b"Content-Length: %d" % len(SMUGGLED)) + SMUGGLED, 200),
-    "an absolute form": (get(b"http://other.example/v1/models"), 200),
+    "an absolute form": (get(b"http://x/v1/models"), 200),
+    "an absolute form with the port that is meant": (get(b"HTTP://X:80/v1/models"), 200),
+    "an empty host": (get().replace(b"Host: x", b"Host:"), 200),
+    "a host with a port": (get().replace(b"Host: x", b"Host: x.example:8000"), 200),
+    "an address of IPv6 as host": (get().replace(b"Host: x", b"Host: [::1]:8000"), 200),
+    "percents in the host": (get().replace(b"Host: x", b"Host: caf%C3%A9"), 200),
     "OPTIONS *": (get(b"*", method=b"OPTIONS"), 404),
     "OPTIONS": (get(method=b"OPTIONS"), 405),
     "TRACE": (get(method=b"TRACE"), 405),
@@ -123,15 +127,52 @@ ANSWERED: dict[str, tuple[bytes, int]] = {
     "an adapter's name that climbs": (get(b"/admin/v1/tenants/acme/adapters/..%2f..%2fx"), 404),
 }
 
+HOSTS: dict[str, tuple[bytes, bytes]] = {
+    "none": (b"GET /livez HTTP/1.1\r\n\r\n", b"no Host header"),
+    "none, and an absolute form": (b"GET http://x/livez HTTP/1.1\r\n\r\n", b"no Host header"),
+    "two": (b"GET /livez HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", b"more than one"),
+    "the same twice": (b"GET /livez HTTP/1.1\r\nHost: x\r\nhost: x\r\n\r\n", b"more than one"),
+    "two in HTTP/1.0": (b"GET /livez HTTP/1.0\r\nHost: x\r\nHost: x\r\n\r\n", b"more than one"),
+    **{
+        f"the value {value!r}": (b"GET /livez HTTP/1.1\r\nHost: %s\r\n\r\n" % value, b"is no host")
+        for value in (
+            b"a b",
+            b"x, y",
+            b"x/y",
+            b"user@x",
+            b"x:80a",
+            b"x:1:2",
+            b"x:-1",
+            b"::1",
+            b"[::1",
+            b"[::1]x",
+            b"x?y",
+            b"x#y",
+            b"x\\y",
+            b"%zz",
+            b"http://x",
+            "é".encode(),
+        )
+    },
+    "another in the target": (b"GET http://y/livez HTTP/1.1\r\nHost: x\r\n\r\n", b"different hosts"),
+    "another port in the target": (b"GET http://x:81/livez HTTP/1.1\r\nHost: x\r\n\r\n", b"different hosts"),
+    "another in a target of another scheme": (
+        b"GET ftp://y/livez HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"different hosts",
+    ),
+    "a broken absolute form": (b"GET http://[::1/livez HTTP/1.1\r\nHost: x\r\n\r\n", b"names no host"),
+    "a user in the target": (b"GET http://x@y/livez HTTP/1.1\r\nHost: y\r\n\r\n", b"names no host"),
+}
+
 
 @pytest.fixture(scope="module")
 def key(server: WholeServer) -> bytes:
     return server.plane.make_key("acme", "inference", "adapters:read").encode()
 
 
-def converse(server: WholeServer, key: bytes, request: bytes) -> list[tuple[int, bytes]]:
+def converse(server: WholeServer, key: bytes, request: bytes, url: str = "") -> list[tuple[int, bytes]]:
     """Status and body of every answer to `request` and what stands behind it, up to the connection's end."""
-    host, port = server.data_url.removeprefix("http://").split(":")
+    host, port = (url or server.data_url).removeprefix("http://").split(":")
     raw = request.replace(b"KEY", b"Authorization: Bearer %s\r\n" % key) + NEXT
     data = b""
     with socket.create_connection((host, int(port)), timeout=60) as sock:
@@ -157,6 +198,17 @@ def test_malformed_http_ends_the_connection(server: WholeServer, key: bytes, nam
     answers = converse(server, key, REFUSED[name])
     assert [status for status, _ in answers] == [400]
     assert answers[-1][1] == b"Invalid HTTP request received."
+
+
+@pytest.mark.parametrize("name", list(HOSTS))
+def test_a_request_names_one_host(server: WholeServer, key: bytes, name: str) -> None:
+    request, fault = HOSTS[name]
+    for url in (server.data_url, server.admin_url):
+        (status, text) = converse(server, key, request, url)[0]
+        assert (status, fault in text) == (400, True), text
+        # Behind requests that are answered, the refusal comes last.
+        first, second = converse(server, key, NEXT.replace(b"Connection: close\r\n", b"") + request, url)
+        assert (first[0], second[0], fault in second[1]) == (200, 400, True)
 
 
 def test_a_length_shorter_than_the_body_is_believed(server: WholeServer, key: bytes) -> None:

@@ -99,10 +99,10 @@ def flood(sock: socket.socket, chunk: bytes, at_most: int) -> int:
         (HEAD + b"X-Endless: ", b"a" * 65536),
         (HEAD, b"a: b\r\n" * 8192),
         (b"GET /", b"a" * 65536),
-        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"a" * 65536),
-        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 8192),
-        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Endless: ", b"a" * 65536),
-        (b"", b"GET /wait HTTP/1.1\r\nContent-Length: 9\r\n\r\n" * 1000),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"a" * 65536),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 8192),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Endless: ", b"a" * 65536),
+        (b"", b"GET /wait HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n" * 1000),
         (b"", HEAD + b"\r\n" + (HEAD + b"\r\n") * 2000),
     ],
     ids=["a header", "headers", "a URL", "a chunk's header", "trailers", "a trailer", "bodies", "requests"],
@@ -141,8 +141,8 @@ def test_requests_within_the_bounds_pass(server: RunningServer) -> None:
 
 def test_a_trailer_is_no_header(server: RunningServer) -> None:
     sock = server.connect()
-    request = b"POST /headers HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nAuthorization: x\r\n\r\n"
-    exchange(sock, request, b"\r\n\r\ntransfer-encoding")
+    request = b"POST /headers HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nAuthorization: x\r\n\r\n"
+    exchange(sock, request, b"\r\n\r\nhost,transfer-encoding")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_head_that_drips_has_no_more_time() -> None:
 def is_asked_for_its_body(sock: socket.socket) -> bool:
     """Whether its head comes in time."""
     try:
-        sock.sendall(b"POST / HTTP/1.1\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        sock.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
         return sock.recv(100).startswith(b"HTTP/1.1 100")
     except ConnectionError:
         return False
@@ -214,7 +214,7 @@ def test_a_body_takes_the_time_that_its_reader_gives_it() -> None:
 def test_rest_of_a_refused_body_is_bounded() -> None:
     with serve() as (server, table):
         sock = server.connect()
-        head = b"POST /early HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\na"
+        head = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\na"
         exchange(sock, head, b"\r\n\r\n0")
         hurry(table, Bounds(head_s=0.2))
         eventually(lambda: flood(sock, b"a" * 1000, 1000) == 0)
@@ -225,7 +225,9 @@ def test_rest_of_a_refused_body_is_bounded() -> None:
 def test_an_answer_that_nobody_reads_is_dropped(close: bool) -> None:
     with serve(Bounds(linger_s=0.1), keep_alive=0) as (server, table):
         sock = server.connect(receive_buffer=2048)
-        sock.sendall(b"GET /big HTTP/1.1\r\n" + (b"Connection: close\r\n" if close else b"") + b"\r\n")
+        sock.sendall(
+            b"GET /big HTTP/1.1\r\nHost: x\r\n" + (b"Connection: close\r\n" if close else b"") + b"\r\n"
+        )
         assert sock.recv(1) == b"H"
         eventually(lambda: len(table) == 0)
         assert len(read_all(sock)) < BIG_ANSWER
@@ -249,7 +251,7 @@ def test_an_answer_that_is_read_slowly_comes_whole(step: int) -> None:
     for linger_s in TIMES_S:
         with serve(Bounds(linger_s=linger_s), keep_alive=0) as (server, _):
             sock = server.connect(receive_buffer=65536)
-            sock.sendall(b"GET /big HTTP/1.1\r\nConnection: close\r\n\r\n")
+            sock.sendall(b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             size = read_slowly(sock, step, linger_s / 4)
         if size > BIG_ANSWER:
             break
@@ -342,7 +344,7 @@ def test_a_client_that_goes_is_told_to_each_of_its_pipelined_requests(
 def test_idle_connections_keep_no_client_out() -> None:
     with serve(limit=8) as (server, table):
         busy = server.connect()
-        busy.sendall(b"POST / HTTP/1.1\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        busy.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
         assert busy.recv(100).startswith(b"HTTP/1.1 100")
         held = [server.connect() for _ in range(50)]
         eventually(lambda: len(table) == 8)
@@ -356,7 +358,7 @@ def test_a_full_server_of_busy_connections_refuses_at_once() -> None:
     with serve(limit=2) as (server, table):
         busy = [server.connect() for _ in range(2)]
         for sock in busy:
-            sock.sendall(b"POST / HTTP/1.1\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+            sock.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
             assert sock.recv(100).startswith(b"HTTP/1.1 100")
         assert read_all(server.connect()) == b""
         for sock in busy:

@@ -24,6 +24,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from loraplex.app.ports.host import wrong_host
 from loraplex.http.unread import unread_bytes
 
 RESERVED_FILES = 512
@@ -81,6 +82,9 @@ class ConnectionTable:
         self._idle.pop(connection, None)
 
 
+_INVALID = "Invalid HTTP request received."
+
+
 class _Refused(Exception):
     """Raised inside the parser: nothing more of this connection is read."""
 
@@ -103,6 +107,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._fruitless = 0  # bytes since the parser last completed anything
         self._fruitful = False
         self._unanswered: deque[RequestResponseCycle] = deque()
+        self._fault = _INVALID  # what a refusal says
         self._refusal: str | None = None  # what is sent behind the answers to them
         self._unread: int | None = None  # of an answer that is complete, when this was last looked at
 
@@ -132,7 +137,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._parse(data)
         except httptools.HttpParserError:
             # Without a line in the log: any stranger could write as many there as it likes.
-            self.send_400_response("Invalid HTTP request received.")
+            self.send_400_response(self._fault)
         if self.transport.is_closing() or self._refusal is not None:
             return
         self._fruitless = 0 if self._fruitful else self._fruitless + len(data)
@@ -200,6 +205,9 @@ class BoundedProtocol(HttpToolsProtocol):
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         # What this parser and a proxy before it might understand in two ways is not understood at all.
         if version not in ("1.0", "1.1") or (codings and (codings != [b"chunked"] or version == "1.0")):
+            raise _Refused
+        if (fault := wrong_host(version, self.url, self.headers)) is not None:
+            self._fault = fault
             raise _Refused
         if len(self.pipeline) >= self._bounds.pipelined:
             raise _Refused
