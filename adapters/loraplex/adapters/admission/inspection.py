@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loraplex.adapters.admission.base_model import base_names, last_name, locate_module_weights
+from loraplex.adapters.admission.module_names import ModuleNames, names_of
 from loraplex.adapters.admission.peft_config import LoraSettings, parse_peft_config, pattern_keys, suffixes
 from loraplex.adapters.admission.safetensors_header import read_header
-from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors
+from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, weight_names
 from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site
 from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
 from loraplex.adapters.spec import AdapterSpec, BaseSpec, SiteShape, SiteWeights, TensorSlice
@@ -101,10 +102,14 @@ def _inspect(
     digest: str | None,
     report: _Report,
 ) -> AdapterSpec:
-    by_path = {shape.module_path: shape for shape in base.sites.values()}
+    # First: what the config says of modules, it says by the names that the tensors have.
+    report.begin_check("header")
+    header = read_header(tensors_path)
+    names = names_of(weight_names(header), base)
+    by_path = {names.in_file(shape.module_path): shape for shape in base.sites.values()}
 
     report.begin_check("config")
-    settings = parse_peft_config(config_path, by_path)
+    settings = parse_peft_config(config_path, by_path).with_names(names)
     report.done(
         ("DoRA" if settings.use_dora else "plain LoRA")
         + (", rank-stabilised scaling" if settings.use_rslora else "")
@@ -113,12 +118,11 @@ def _inspect(
         report.done(f"warning: {note}", ok=False)
 
     report.begin_check("header")
-    header = read_header(tensors_path)
     report.done(f"{len(header)} tensors")
 
     report.begin_check("names")
     tensors = sort_tensors(header)
-    _check_modules(tensors, by_path, base)
+    _check_modules(tensors, by_path, base, names)
     report.modules_matched = len(tensors.a)
     report.done(f"{len(tensors.a)} modules of the base")
 
@@ -141,7 +145,7 @@ def _inspect(
 
     if tensors.base_copies:
         report.begin_check("base_weights")
-        _check_copies(tensors_path, tensors.base_copies, base, deep)
+        _check_copies(tensors_path, tensors.base_copies, base, names, deep)
         report.modules_ignored = len(tensors.base_copies)
         report.done(f"{len(tensors.base_copies)} copies of the base's weights were dropped")
 
@@ -162,13 +166,15 @@ def _inspect(
     )
 
 
-def _check_modules(tensors: AdapterTensors, by_path: dict[str, SiteShape], base: BaseSpec) -> None:
+def _check_modules(
+    tensors: AdapterTensors, by_path: dict[str, SiteShape], base: BaseSpec, names: ModuleNames
+) -> None:
     foreign = [module for module in tensors.a if module not in by_path]
     if not foreign:
         return
     known = locate_module_weights(base)
     for module in foreign:
-        if f"{module}.weight" in known:
+        if f"{names.in_base(module)}.weight" in known:
             leaf = module.rpartition(".")[2]
             _refuse(
                 "unsupported_feature",
@@ -295,15 +301,18 @@ def _measure(tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec)
     }
 
 
-def _check_copies(tensors_path: Path, copies: dict[str, TensorSlice], base: BaseSpec, deep: bool) -> None:
+def _check_copies(
+    tensors_path: Path, copies: dict[str, TensorSlice], base: BaseSpec, names: ModuleNames, deep: bool
+) -> None:
     known = locate_module_weights(base)
     for name, saved in copies.items():
-        if name not in known:
+        weight = known.get(names.in_base(name))
+        if weight is None:
             _refuse(
                 "unexpected_tensor", f"unexpected tensor for {shown(name, 160)}: the base has no such weight"
             )
         _check_dtype(name.removesuffix(".weight"), "weight", saved)
-        if deep and not equals_base(tensors_path, saved, known[name]):
+        if deep and not equals_base(tensors_path, saved, weight):
             _refuse(
                 "base_mismatch", f"the copy of {name} that was saved along differs from the base's own weight"
             )

@@ -12,18 +12,18 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from loraplex.adapters.admission.module_names import HEAD_NAMES, ModuleNames
 from loraplex.adapters.admission.peft_support import FIELD_RULES, READ_FIELDS, is_neutral, is_number, is_text
 from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.files import open_regular, read_into, shown
-from loraplex.kernels.lora.site_groups import HEAD
 
 MAX_CONFIG_BYTES = 1 << 20
 _MAX_ENTRIES = 4096
@@ -78,12 +78,26 @@ class LoraSettings:
         if not self.excluded.isdisjoint(names):
             return False
         if self.targets is None:
-            return not self.exact or module_path != HEAD
+            return not self.exact or module_path not in HEAD_NAMES
         if module_path in self.targets:
             return True
         if self.targets.isdisjoint(names):
             return False
         return self.layers is None or _layer_index(module_path, self.layers_pattern) in self.layers
+
+    def with_names(self, names: ModuleNames) -> LoraSettings:
+        """The same settings where every path of a module is the one that the tensors have: a config may come from
+        another version of transformers than they."""
+        bare = names.decoder == "" and self.layers is not None
+        return replace(
+            self,
+            targets=None if self.targets is None else frozenset(map(names.own_name, self.targets)),
+            excluded=frozenset(map(names.own_name, self.excluded)),
+            rank_pattern=_with_names(self.rank_pattern, names),
+            alpha_pattern=_with_names(self.alpha_pattern, names),
+            # PEFT reads no number out of a path that begins with the list. Here the names make no difference.
+            layers_pattern=self.layers_pattern or (("layers",) if bare else ()),
+        )
 
 
 def parse_peft_config(path: Path, module_paths: Iterable[str]) -> LoraSettings:
@@ -330,6 +344,14 @@ def _first_match(pattern: Mapping[str, _T], module_path: str, default: _T) -> _T
     if not named:
         return default
     return pattern[next(iter(named)) if len(named) == 1 else next(key for key in pattern if key in named)]
+
+
+def _with_names(pattern: Mapping[str, _T], names: ModuleNames) -> dict[str, _T]:
+    renamed: dict[str, _T] = {}
+    for key, value in pattern.items():
+        anchor = "^" if key.startswith("^") else ""
+        renamed.setdefault(anchor + names.own_name(key.removeprefix("^")), value)
+    return renamed
 
 
 def _layer_index(module_path: str, layers_pattern: tuple[str, ...]) -> int | None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from loraplex.adapters.admission.module_names import DECODERS, HEADS
 from loraplex.adapters.admission.peft_support import CONFIG_FIELDS, TENSOR_KINDS, ConfigField
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
 from loraplex.kernels.lora.site_groups import HEAD, LAYER_SITES
@@ -29,6 +30,12 @@ they are refused as `base_mismatch`, as every module is that the base does not h
 base is `unsupported_feature`, with the module's name.
 """
 
+_NAMES = """\
+A module may go by any of these names, with the same result, whichever of them the base's own checkpoint has. The same
+holds for whole paths in `target_modules`, `exclude_modules`, `rank_pattern` and `alpha_pattern`. A file that uses two
+names for the layers, or for the head, is refused as `unexpected_tensor`.
+"""
+
 _DTYPES = """\
 Tensors may be stored as DTYPES (safetensors' names), and are refused as
 `unsupported_feature` with the feature `dtype_<NAME>` otherwise. A and B are rounded once, from float32, to the dtype
@@ -48,6 +55,9 @@ def render() -> str:
         "## Modules\n",
         _table(("module", "where"), _modules()),
         _MODULES,
+        "## Names of modules\n",
+        _NAMES,
+        _table(("name behind `base_model.model.`", "is a name in"), _names()),
         "## Dtypes\n",
         _DTYPES.replace("DTYPES", _list(_code(name) for name in NUMPY_DTYPES)),
         "## Tensors\n",
@@ -66,6 +76,13 @@ def _modules() -> Iterable[tuple[str, ...]]:
         _code(HEAD),
         "behind the last layer; where the base ties it to its embedding, the head alone changes",
     )
+
+
+def _names() -> Iterable[tuple[str, ...]]:
+    for decoder, model in DECODERS:
+        yield _code(f"{decoder}layers.0.…"), model
+    for head, model in HEADS:
+        yield _code(head), model
 
 
 def _tensors() -> Iterable[tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -25,6 +25,11 @@ class AdapterTensors:
     b: dict[str, TensorSlice] = field(default_factory=dict)
     magnitudes: dict[str, TensorSlice] = field(default_factory=dict)
     base_copies: dict[str, TensorSlice] = field(default_factory=dict)
+
+
+def weight_names(header: Mapping[str, TensorSlice]) -> Iterator[str]:
+    """The names without PEFT's prefix: each begins with a module's path."""
+    return (name.removeprefix(_PREFIX) for name in header)
 
 
 def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:

@@ -28,6 +28,8 @@ _DTYPES: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
+_WRAPPERS = {"model", "language_model"}
+_HEADS = {"lm_head", "output", "embed_out"}
 _KINDS = {"lora_A": "a", "lora_B": "b", "lora_magnitude_vector": "magnitude"}
 
 
@@ -63,15 +65,21 @@ class Upload:
         except FileNotFoundError as error:
             raise ArtifactMissing(f"{error.filename} is not there") from error
         self._path = tensors_path
-        modules = {shape.module_path: key for key, shape in base.sites.items()}
+        outside = {word for shape in base.sites.values() for word in _outside(shape.module_path)}
+        self._outside = outside | _WRAPPERS
+        modules = {self._inside(shape.module_path): key for key, shape in base.sites.items()}
         self._found: dict[tuple[int, str], tuple[str, dict[str, _Place]]] = {}
         for name, place in places.items():
             module, kind = _purpose(name)
             if kind is None:
                 continue
-            if module not in modules:
+            key = modules.get(self._inside(module))
+            if key is None:
                 raise AdapterRefused("unexpected_tensor", f"the base has no linear {module[:160]!a}")
-            self._found.setdefault(modules[module], (module, {}))[1][kind] = place
+            _, parts = self._found.setdefault(key, (module, {}))
+            if kind in parts:
+                raise AdapterRefused("unexpected_tensor", f"a second {kind} came for {module[:160]!a}")
+            parts[kind] = place
 
     @property
     def sites(self) -> dict[tuple[int, str], str]:
@@ -90,10 +98,19 @@ class Upload:
     def _scaling(self, module: str, rank: int) -> float:
         alpha = self._config.get("lora_alpha", 8)
         for key, value in (self._config.get("alpha_pattern") or {}).items():
-            if _names(key, module):
+            if _names(key, module) or self._inside(_name(key)) == self._inside(module):
                 alpha = value
                 break
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _inside(self, module: str) -> str:
+        """What a path says inside the decoder, where only words that name whole models stand before it: the same under
+        all names of a module."""
+        before = _outside(module)
+        if len(set(before)) < len(before) or not self._outside.issuperset(before):
+            return module
+        rest = module.split(".")[len(before) :]
+        return "lm_head" if len(rest) == 1 and rest[0] in _HEADS else ".".join(rest)
 
     def _tensor(self, place: _Place) -> NDArray[np.float32]:
         count = math.prod(place.shape)
@@ -141,7 +158,17 @@ def _purpose(name: str) -> tuple[str, str | None]:
     return name, None
 
 
+def _outside(module: str) -> list[str]:
+    """The words of a path before the list of layers, or before the head."""
+    words = module.split(".")
+    return words[: words.index("layers")] if "layers" in words else words[:-1]
+
+
+def _name(key: str) -> str:
+    return key.removeprefix("^").removesuffix("$").replace("\\.", ".")
+
+
 def _names(key: str, module: str) -> bool:
     """Whether a key of alpha_pattern stands for this module: a whole path, or without "^" its end."""
-    name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
+    name = _name(key)
     return module == name or (not key.startswith("^") and module.endswith(f".{name}"))

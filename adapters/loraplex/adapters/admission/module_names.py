@@ -1,0 +1,119 @@
+"""The names that one module goes by in adapters and checkpoints.
+
+A file names modules by their paths in the model that was trained. One decoder has several: inside a model with a head
+("model.layers.3…"), alone ("layers.3…", as AutoModel builds it), or as a part of a model that also sees, whose paths
+transformers has changed (version 4.52). The weights are the same under each name. Sources: `conversion_mapping` of
+transformers, and `key_mapping` of `PeftModel.from_pretrained`, which renames the tensors of older adapters by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.spec import BaseSpec
+from loraplex.kernels.lora.site_groups import HEAD
+
+DECODERS: tuple[tuple[str, str], ...] = (
+    ("model.", "a language model with its head, as AutoModelForCausalLM builds it"),
+    ("", "a decoder alone, as AutoModel builds it"),
+    ("model.language_model.", "a multimodal model with its head, since transformers 4.52"),
+    ("language_model.", "a multimodal model without its head, since transformers 4.52"),
+    ("language_model.model.", "a multimodal model before transformers 4.52"),
+)
+"""What stands before "layers" in the path of a decoder's module, and which model it is a path in."""
+_PARTS = frozenset({"layers", "embed_tokens", "norm"})
+HEADS: tuple[tuple[str, str], ...] = (
+    (HEAD, "a model of transformers"),
+    ("language_model.lm_head", "a multimodal model before transformers 4.52"),
+    ("output", "a model of torchtune, of Llama's own code, or InternLM2"),
+    ("embed_out", "GPT-NeoX before transformers 5"),
+)
+"""Names of the linear behind the layers, and which model they are names in."""
+HEAD_NAMES = frozenset(name for name, _ in HEADS)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """How a file names the base's modules. Before "layers" the base's own paths have `base_decoder`, those of the file
+    `decoder`; `head` is the file's name of the head, None where it has no tensors for it."""
+
+    base_decoder: str
+    decoder: str
+    head: str | None
+
+    def in_file(self, path: str) -> str:
+        """The file's name of a module or weight that the base calls `path`."""
+        if _is_or_holds(HEAD, path):
+            return (self.head or HEAD) + path.removeprefix(HEAD)
+        part = _part_behind(self.base_decoder, path)
+        return path if part is None else self.decoder + part
+
+    def in_base(self, name: str) -> str:
+        """The base's name of a module or weight, whichever of its names is given; `name` itself where it is none of
+        the decoder's or the head's."""
+        for head in HEAD_NAMES:
+            if _is_or_holds(head, name):
+                return HEAD + name.removeprefix(head)
+        for decoder in _known_decoders(self.base_decoder):
+            part = _part_behind(decoder, name)
+            if part is not None:
+                return self.base_decoder + part
+        return name
+
+    def own_name(self, name: str) -> str:
+        """The file's own name of a module that its config names by any of them. A single word is the end of a path in
+        each of them, and stays; so does the head's, which could mean anything else where the file has no head."""
+        if "." not in name and (self.head is None or name not in HEAD_NAMES):
+            return name
+        return self.in_file(self.in_base(name))
+
+
+def names_of(modules: Iterable[str], base: BaseSpec) -> ModuleNames:
+    """Find out which names a file uses, from the paths of its modules or weights. Where it names no module of the
+    decoder, or not the head, the base's own. Raises AdapterRefused (unexpected_tensor) where it uses two at once: two
+    tensors could stand for one module."""
+    own = _decoder_of(base)
+    known = _known_decoders(own)
+    decoders: dict[str, str] = {}
+    heads: dict[str, str] = {}
+    for module in modules:
+        for decoder in known:
+            if _part_behind(decoder, module) is not None:
+                decoders.setdefault(decoder, f"{decoder}layers")
+        for head in HEAD_NAMES:
+            if _is_or_holds(head, module):
+                heads.setdefault(head, head)
+    for found, what in ((decoders, "layers"), (heads, "head")):
+        if len(found) > 1:
+            first, second, *_ = found.values()
+            raise AdapterRefused(
+                "unexpected_tensor",
+                f"the file names the model's {what} in two ways, {first} and {second}: name all tensors in one",
+            )
+    return ModuleNames(own, next(iter(decoders), own), next(iter(heads), None))
+
+
+def _decoder_of(base: BaseSpec) -> str:
+    for shape in base.sites.values():
+        before, found, _ = shape.module_path.partition("layers.")
+        if found:
+            return before
+    return "model."
+
+
+def _known_decoders(own: str) -> tuple[str, ...]:
+    """`own` may be one that only its family has ("gpt_neox."); AutoModel's paths lack its first word."""
+    return tuple(dict.fromkeys((own, own.partition(".")[2], *(decoder for decoder, _ in DECODERS))))
+
+
+def _part_behind(decoder: str, name: str) -> str | None:
+    if not name.startswith(decoder):
+        return None
+    part = name.removeprefix(decoder)
+    return part if part.partition(".")[0] in _PARTS else None
+
+
+def _is_or_holds(module: str, name: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
