@@ -29,6 +29,7 @@ from rich.table import Table
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.base_model.source import default_served_name, ensure_model
 from loraplex.app.settings import make_data_dir
+from loraplex.control.types import SCOPES
 
 TENANT = "demo"
 START_TIMEOUT_S = 180.0
@@ -64,6 +65,9 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
         _require_free(options.host, port)
     console.print(f"[bold]1/5[/] base model {options.model}")
     model_dir = ensure_model(options.model, lambda line: console.print(f"    {line}"))
+    console.print(
+        f"    in {escape(str(model_dir))}: adapters are trained on it", highlight=False, soft_wrap=True
+    )
     console.print("[bold]2/5[/] starting the server")
     with _stopped_by_signals() as stop, _server(options, model_dir, stop) as server:
         _await_ready(options, server, console, stop)
@@ -267,7 +271,7 @@ def _tenant_and_key(admin: httpx.Client, options: QuickstartOptions) -> str:
         )
         if answer.status_code == 200:
             return key
-    made = admin.post(f"/admin/v1/tenants/{TENANT}/keys", json={"name": "quickstart"})
+    made = admin.post(f"/admin/v1/tenants/{TENANT}/keys", json={"name": "quickstart", "scopes": SCOPES})
     key = str(_checked(made, "creating the key", 201).json()["secret"])
     with open(os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
         handle.write(key + "\n")
