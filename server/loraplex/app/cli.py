@@ -172,7 +172,7 @@ def _usage() -> Any:
     from loraplex.app.commands.shared.options import admin_command
     from loraplex.app.commands.usage import usage
 
-    return admin_command(usage)
+    return admin_command(usage, of_all_tenants=True)
 
 
 def _audit() -> Any:

@@ -172,13 +172,17 @@ class TenantInfo:
     budget: BudgetState | None = None
 
 
+KeyState = Literal["valid", "expired", "revoked"]
+
+
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """A key without its secret. `previous_valid_until`: the rotated secret works until then. `last_used_at` is up to
-    a minute old."""
+    """A key without its secret. `state` is by the database's clock. `previous_valid_until`: the rotated secret works
+    until then. `last_used_at` is up to a minute old."""
 
     id: str
     tenant_id: str
+    state: KeyState
     name: str | None
     scopes: tuple[str, ...]
     models: tuple[str, ...] | None

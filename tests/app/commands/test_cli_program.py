@@ -120,7 +120,10 @@ def test_the_wanted_command_is_read_from_the_line_or_from_the_shell() -> None:
         ("tnant list", "No such command 'tnant'. Did you mean 'tenant'?; see 'loraplex --help'."),
         ("tenant lst", "No such command 'lst'. Did you mean 'list'?; see 'loraplex tenant --help'."),
         ("tenant create", "Missing argument 'TENANT'; see 'loraplex tenant create --help'."),
-        ("key list", "Missing option '--tenant' / '-t'; see 'loraplex key list --help'."),
+        (
+            "key list --admin-token x",
+            "Missing option '--tenant' / '-t': the admin token of --admin-token is no tenant's; see 'loraplex key list",
+        ),
         ("tenant list more", "Got unexpected extra argument(s) (more); see 'loraplex tenant list --help'."),
         ("tenant update a --limits x=1", "No such option: --limits (Possible options: --limit)"),
         ("tenant update a --weight heavy", "Invalid value for '--weight': "),

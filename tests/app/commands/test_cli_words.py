@@ -105,7 +105,7 @@ class TestSecrets:
             "key update k -t acme --limit max-adapters=3",
             "a key has no limit 'max_adapters', only a tenant has",
         ),
-        ("key create -t acme --scope infer", f"there are {', '.join(SCOPES)}."),
+        ("key create -t acme --scope infer", f"there are {', '.join(SCOPES)}, and all."),
         (
             "key create -t acme --expires-at tomorrow",
             "--expires-at 'tomorrow': write a day, such as 2030-01-31",
@@ -186,12 +186,14 @@ class TestPush:
         return shell.ok("adapter", "push", "support", folder, "-t", "acme", **options).splitlines()[-1]
 
     def test_push_reports_traffic_and_the_next_command(self, acme: Shell) -> None:
-        assert self.push(acme, 1) == "v1 takes 100% of the traffic of support"
+        assert self.push(acme, 1) == (
+            "v1 serves now: it takes 100% of the traffic of support. Nothing is left to do."
+        )
         told = self.push(acme, 2)
         command = "loraplex release set support v1=90 v2=10 --tenant acme"
-        assert told == f"v2 takes no traffic yet. To release it: {command}"
+        assert told == f"v2 takes no traffic yet; v1=100 serves. To release it: {command}"
         acme.ok(*command.split()[1:])
-        assert self.push(acme, 2) == "v2 takes 10% of the traffic of support"
+        assert self.push(acme, 2) == "v2 serves now: it takes 10% of the traffic of support."
         assert self.push(acme, 3).endswith("loraplex release set support v1=81 v2=9 v3=10 --tenant acme")
         acme.ok("release", "set", "support", "v1=1", "v2=6", "-t", "acme")
         assert self.push(acme, 3).endswith("set support v1=9 v2=54 v3=7 --tenant acme")
@@ -205,7 +207,7 @@ class TestPush:
         key = acme.plane.make_key("acme", "adapters:write")
         with serve_app(Starlette(routes=[Mount("/admin/v1", acme.plane.tenant_app)])) as data:
             told = self.push(acme, 1, token=key, url=data.url)
-        assert told.endswith("loraplex release promote support v1 --tenant acme")
+        assert told.endswith("loraplex release promote support v1")
 
     def at_a_terminal(self, shell: Shell, *arguments: str) -> tuple[str, str]:
         """stdout, and what the terminal that stderr is was written."""

@@ -22,6 +22,9 @@ from loraplex.control.types import Principal
 from loraplex.http.context import context_of
 from loraplex.http.routing import caller
 
+ANY_SCOPE = "any"
+"""In place of a scope, where every valid secret may call."""
+
 
 @dataclass(frozen=True)
 class Audited:
@@ -79,6 +82,8 @@ Reader = Annotated[Actor, Security(_actor, scopes=["adapters:read"])]
 """A scope: the admin token, or a key of the path's tenant that has it."""
 Writer = Annotated[Actor, Security(_actor, scopes=["adapters:write"])]
 UsageReader = Annotated[Actor, Security(_actor, scopes=["usage:read"])]
+AnyCaller = Annotated[Actor, Security(_actor, scopes=[ANY_SCOPE])]
+"""The admin token, or any key."""
 
 Services = Annotated[AdminServices, Depends(_services)]
 TenantId = Annotated[str, Path(json_schema_extra={"pattern": described.TENANT_ID})]

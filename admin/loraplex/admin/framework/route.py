@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.admin.change_rate_limit import ChangeRateLimit
-from loraplex.admin.framework.dependencies import Audited, actor_of
+from loraplex.admin.framework.dependencies import ANY_SCOPE, Audited, actor_of
 from loraplex.admin.framework.openapi import UPLOAD, refused
 from loraplex.admin.framework.strict_request import check_names, check_query, read_json, refuse_body
 from loraplex.admin.problem import Problem, from_exception
@@ -106,6 +106,8 @@ class AdminRoute(OrderedRoute):
     def needs(self) -> str:
         if self.access == "operator":
             return "the admin token"
+        if self.access == ANY_SCOPE:
+            return "the admin token, or any key"
         return f"the admin token, or a key of the tenant with the scope {self.access}"
 
     @property
@@ -139,7 +141,7 @@ class AdminRoute(OrderedRoute):
             raise TenantNotFound(f"There is no tenant '{tenant[:80]}'.")
         if self.access == "operator":
             raise Problem("insufficient_scope", "Only the admin token may do this.")
-        if self.access not in principal.scopes:
+        if self.access not in (ANY_SCOPE, *principal.scopes):
             raise Problem("insufficient_scope", f"This key lacks the scope {self.access}.")
 
     async def _read_body(self, request: Request) -> Any:

@@ -4,10 +4,22 @@
 tenant's own key and are served on both ports.
 """
 
-from loraplex.admin.routes import adapters, archives, audit, engine, keys, releases, tenants, usage, versions
+from loraplex.admin.routes import (
+    adapters,
+    archives,
+    audit,
+    caller,
+    engine,
+    keys,
+    releases,
+    tenants,
+    usage,
+    versions,
+)
 
 OPERATOR_ROUTERS = (tenants.router, keys.router, audit.router, engine.router, usage.router)
 TENANT_ROUTERS = (
+    caller.router,
     adapters.router,
     versions.router,
     archives.router,

@@ -48,7 +48,7 @@ async def list_keys(
     """List keys, without their secrets."""
     list_page = partial(services.keys.list, limit=query.limit, cursor=query.cursor)
     page = await services.database.run(list_page, tenant)
-    return KeyPage(data=[Key(**_fields(row)) for row in page.items], next_cursor=page.next_cursor)
+    return KeyPage(data=[show_key(row) for row in page.items], next_cursor=page.next_cursor)
 
 
 @router.patch("/{key}")
@@ -61,7 +61,7 @@ async def update_key(
 ) -> Key:
     """Change a key's name, scopes, models, limits or end."""
     update = partial(services.keys.update, changes=body.model_dump(exclude_unset=True), by=by)
-    return Key(**_fields(await services.database.run(update, tenant, key)))
+    return show_key(await services.database.run(update, tenant, key))
 
 
 @router.post("/{key}/rotate")
@@ -84,6 +84,10 @@ async def revoke_key(
 ) -> None:
     """Revoke a key at once, for good."""
     await services.database.run(partial(services.keys.revoke, by=by), tenant, key)
+
+
+def show_key(info: KeyInfo) -> Key:
+    return Key(**_fields(info))
 
 
 def _fields(info: KeyInfo) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import Field
 from loraplex.admin.schemas.fields import GivenTime, Label, PlainText, RequestBody, ResponseBody, Timestamp
 from loraplex.admin.schemas.limits import BudgetState, KeyLimits, Limits, NewKeyLimits
 from loraplex.control.tenancy.keys import MAX_GRACE_S, MAX_MODELS
-from loraplex.control.types import Scope
+from loraplex.control.types import KeyState, Scope
 
 ModelName = Annotated[PlainText, Field(min_length=1, max_length=200)]
 Scopes = Annotated[list[Scope], Field(min_length=1, max_length=8)]
@@ -40,11 +40,12 @@ class KeyRotate(RequestBody):
 
 
 class Key(ResponseBody):
-    """Never holds the secret, which begins with `lpx_<id>_`. After a rotation the old one works until
-    `previous_valid_until`. `last_used_at` is up to a minute old; null if the key was never used."""
+    """Never holds the secret, which begins with `lpx_<id>_`. `state` is by the database's clock. After a rotation the
+    old one works until `previous_valid_until`. `last_used_at` is up to a minute old; null if the key was never used."""
 
     id: str
     tenant_id: str
+    state: KeyState
     name: str | None
     scopes: list[Scope]
     models: list[str] | None

@@ -112,7 +112,7 @@ def import_(
     admin: AdminClient,
     out: Output,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name", show_default=False)],
-    url: Annotated[
+    source: Annotated[
         str,
         typer.Argument(
             metavar="URL",
@@ -125,7 +125,7 @@ def import_(
     reasoning_format: ReasoningFormatOption = None,
     wait: WaitOption = True,
 ) -> None:
-    body = {"source": url, "serving": _serving(tool_format, reasoning_format)}
+    body = {"source": source, "serving": _serving(tool_format, reasoning_format)}
     status, made = admin.send("POST", _versions(tenant, name, wait), json=body)
     _show_made(admin, out, tenant, status, made)
 
@@ -152,7 +152,7 @@ def _show_made(admin: AdminClient, out: Output, tenant: str, status: int, made: 
         out.line(f"{name}: accepted as {version}")
     out.fields(_version_fields(made))
     if status == 202:
-        look = f"loraplex adapter show {name}@{version} --tenant {tenant}"
+        look = f"loraplex adapter show {name}@{version}{admin.tenant_option(tenant)}"
         out.line(f"{version} takes no traffic before it is ready. To look at its state: {look}")
     else:
         out.line(_traffic(admin, tenant, made))
@@ -162,7 +162,7 @@ def _check_directory(name: str, directory: Path) -> None:
     if directory.is_dir():
         return
     if Path(name).is_dir():
-        raise CommandFailed(f"{name!r} is a directory: write NAME first, then DIR.")
+        raise CommandFailed(f"'{name}' is a directory: write NAME first, then DIR.")
     reason = "is a file" if directory.exists() else "does not exist"
     raise CommandFailed(
         f"{directory} {reason}; DIR is a directory with {FILES[0]} and {FILES[1]}, as PEFT's save_pretrained writes "
@@ -172,19 +172,23 @@ def _check_directory(name: str, directory: Path) -> None:
 
 def _traffic(admin: AdminClient, tenant: str, made: dict[str, Any]) -> str:
     """The traffic of a pushed version, and the command that changes it."""
-    name, version = made["name"], made["version"]
+    name, version, of_tenant = made["name"], made["version"], admin.tenant_option(tenant)
     try:
         release = admin.call("GET", _adapter(tenant, name))["release"]
     except CommandFailed:  # a key may push without reading; promote needs no other version's name
-        command = f"loraplex release promote {name} {version} --tenant {tenant}"
+        command = f"loraplex release promote {name} {version}{of_tenant}"
         return f"The first version takes all traffic; a later one takes none until it is released: {command}"
     weights = {t["version"]: t["weight"] for t in release["targets"] if t["weight"]} if release else {}
     if version in weights:
-        return (
-            f"{version} takes {100 * weights[version] / sum(weights.values()):.3g}% of the traffic of {name}"
-        )
+        share = 100 * weights[version] / sum(weights.values())
+        rest = " Nothing is left to do." if share == 100 else ""
+        return f"{version} serves now: it takes {share:.3g}% of the traffic of {name}.{rest}"
     shares = " ".join(f"{target}={weight}" for target, weight in _with_a_tenth(weights, version).items())
-    return f"{version} takes no traffic yet. To release it: loraplex release set {name} {shares} --tenant {tenant}"
+    released = f"; {targets_text(release['targets'])} serves" if weights else ""
+    return (
+        f"{version} takes no traffic yet{released}. To release it: "
+        f"loraplex release set {name} {shares}{of_tenant}"
+    )
 
 
 def _with_a_tenth(weights: Mapping[str, int], version: str) -> dict[str, int]:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from loraplex.app.commands.shared.client import AdminClient
-from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.app.commands.shared.errors import CommandFailed, WrongUsage
 from loraplex.app.commands.shared.options import KeyLimitChanges, NewKeyLimits, TenantOption, admin_command
 from loraplex.app.commands.shared.paths import segment
-from loraplex.app.commands.shared.values import check_scopes, parse_limits, parse_time
+from loraplex.app.commands.shared.values import ALL_SCOPES, check_scopes, parse_limits, parse_time
 from loraplex.app.output import Output, moment
 from loraplex.control.types import SCOPES
 
-KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="The key's id", show_default=False)]
+KeyArgument = Annotated[
+    str, typer.Argument(metavar="KEY", help="The key's id, or its name", show_default=False)
+]
+_SCOPES_HELP = f"One of {', '.join(SCOPES)}, or all of them: {ALL_SCOPES}"
 
 
 def create_key_commands() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, help="Create, list, change, rotate and revoke a tenant's keys.")
     app.command("create", help="Create a key; its secret is shown this once.")(admin_command(create))
     app.command("list", help="List a tenant's keys, without their secrets.")(admin_command(list_))
+    app.command("show", help="Show one key; with a tenant's own key, that one.")(admin_command(show))
     app.command("update", help="Change a key; what is not named stays.")(admin_command(update))
     app.command("rotate", help="Replace a key's secret; the old one works for the grace time.")(
         admin_command(rotate)
@@ -36,9 +41,7 @@ def create(
     name: Annotated[str | None, typer.Option(help="A name for people")] = None,
     scope: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="<scope>", help=f"One of {', '.join(SCOPES)}; may be repeated [default: inference]"
-        ),
+        typer.Option(metavar="<scope>", help=f"{_SCOPES_HELP}; may be repeated [default: inference]"),
     ] = None,
     model: Annotated[
         list[str] | None,
@@ -52,6 +55,7 @@ def create(
         typer.Option(metavar="<time>", help="Such as 2030-01-31 or 2030-01-31T18:00:00Z [default: never]"),
     ] = None,
 ) -> None:
+    admin.require_operator("key create")
     body: dict[str, Any] = {"name": name, "scopes": check_scopes(scope), "models": model}
     body["expires_at"] = parse_time("--expires-at", expires_at)
     body["limits"] = parse_limits(limit, of_key=True) or None
@@ -61,7 +65,7 @@ def create(
 
 
 def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
-    rows = list(admin.pages(f"/tenants/{segment(tenant)}/keys"))
+    rows = _keys(admin, tenant)
     if out.as_json:
         out.json({"data": rows})
         return
@@ -83,10 +87,56 @@ def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
     )
 
 
+def show(
+    admin: AdminClient,
+    out: Output,
+    tenant: TenantOption,
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="[KEY]", help="The key's id, or its name (default: the key that asks)"),
+    ] = None,
+) -> None:
+    rows = _keys(admin, tenant)
+    if not admin.access.is_key and key is None:
+        raise WrongUsage("Missing argument 'KEY': an admin token has no key of its own")
+    if key is not None:
+        wanted = _key_id(rows, key)
+        rows = [row for row in rows if row["id"] == wanted]
+    if not rows:
+        raise CommandFailed(f"the tenant '{tenant}' has no key '{key}'; see 'loraplex key list'.")
+    if out.as_json:
+        out.json(rows[0])
+    else:
+        out.fields(rows[0])
+
+
+def _keys(admin: AdminClient, tenant: str) -> list[dict[str, Any]]:
+    """The tenant's keys; with one of them, that one alone: a key learns nothing of others."""
+    if admin.access.is_key:
+        return [admin.caller()["key"]]
+    return list(admin.pages(f"/tenants/{segment(tenant)}/keys"))
+
+
+def _key_id(rows: Sequence[dict[str, Any]], given: str) -> str:
+    """The id of the key with this id, else of the one that has this name and is not revoked. What no key has is the
+    server's to refuse. Raises CommandFailed where several have the name."""
+    if any(row["id"] == given for row in rows):
+        return given
+    named = [row for row in rows if row["name"] == given and row["state"] != "revoked"]
+    if len(named) > 1:
+        listed = ", ".join(row["id"] for row in named)
+        raise CommandFailed(
+            f"{len(named)} keys have the name '{given}': give the id of one of them, {listed}."
+        )
+    return str(named[0]["id"]) if named else given
+
+
 def _state(key: dict[str, Any]) -> str:
-    if key["revoked_at"] is not None:
+    if key["state"] == "revoked":
         return f"revoked {moment(key['revoked_at'])}"
-    return "valid" if key["expires_at"] is None else f"until {moment(key['expires_at'])}"
+    if key["expires_at"] is None:
+        return str(key["state"])
+    return f"{'expired' if key['state'] == 'expired' else 'until'} {moment(key['expires_at'])}"
 
 
 def update(
@@ -96,7 +146,8 @@ def update(
     tenant: TenantOption,
     name: Annotated[str | None, typer.Option(help="A name for people; '' for none")] = None,
     scope: Annotated[
-        list[str] | None, typer.Option(metavar="<scope>", help="Its scopes from now on; may be repeated")
+        list[str] | None,
+        typer.Option(metavar="<scope>", help=f"Its scopes from now on: {_SCOPES_HELP}; may be repeated"),
     ] = None,
     model: Annotated[
         list[str] | None,
@@ -111,6 +162,7 @@ def update(
         ),
     ] = None,
 ) -> None:
+    admin.require_operator("key update")
     if model and all_models:
         raise CommandFailed("--model and --all-models contradict each other: give one of them.")
     body: dict[str, Any] = {}
@@ -128,7 +180,7 @@ def update(
         raise CommandFailed(
             "nothing to change: give --name, --scope, --model, --all-models, --limit or --expires-at."
         )
-    changed = admin.call("PATCH", f"/tenants/{segment(tenant)}/keys/{segment(key)}", json=body)
+    changed = admin.call("PATCH", _path(admin, tenant, key), json=body)
     if out.as_json:
         out.json(changed)
     else:
@@ -144,9 +196,10 @@ def rotate(
         int, typer.Option(min=0, help="How long the old secret still works; with 0 it stops at once")
     ] = 0,
 ) -> None:
-    path = f"/tenants/{segment(tenant)}/keys/{segment(key)}/rotate"
+    admin.require_operator("key rotate")
+    path = f"{_path(admin, tenant, key)}/rotate"
     made = admin.call("POST", path, json={"grace_seconds": grace_seconds})
-    _show_secret(out, made, f"key {key} has a new secret")
+    _show_secret(out, made, f"key {made['id']} has a new secret")
     if out.as_json:
         return
     if made["previous_valid_until"] is None:
@@ -159,11 +212,18 @@ def rotate(
 
 
 def revoke(admin: AdminClient, out: Output, key: KeyArgument, tenant: TenantOption) -> None:
-    admin.call("DELETE", f"/tenants/{segment(tenant)}/keys/{segment(key)}")
+    admin.require_operator("key revoke")
+    path = _path(admin, tenant, key)
+    admin.call("DELETE", path)
+    key_id = path.rpartition("/")[2]
     if out.as_json:
-        out.json({"id": key, "revoked": True})
+        out.json({"id": key_id, "revoked": True})
     else:
-        out.line(f"key {key} revoked")
+        out.line(f"key {key_id} revoked")
+
+
+def _path(admin: AdminClient, tenant: str, key: str) -> str:
+    return f"/tenants/{segment(tenant)}/keys/{segment(_key_id(_keys(admin, tenant), key))}"
 
 
 def _show_secret(out: Output, made: dict[str, Any], what: str) -> None:

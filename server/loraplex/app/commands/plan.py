@@ -131,6 +131,6 @@ def _bytes(text: str) -> int:
     try:
         found = parse_size(text or "0")
     except ValueError as error:
-        raise SettingsInvalid(f"--gpu-memory {text[:40]!r}: {error}.") from error
+        raise SettingsInvalid(f"--gpu-memory '{text[:40]}': {error}.") from error
     assert isinstance(found, int)  # of a text
     return found

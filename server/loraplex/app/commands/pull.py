@@ -151,7 +151,7 @@ def _extract(reader: _Reader, scratch: Path) -> None:
                 content = tar.extractfile(member) if member.isreg() and member.name in missing else None
                 if content is None:
                     raise CommandFailed(
-                        f"the archive holds {member.name[:80]!r}; is this Loraplex's admin plane?"
+                        f"the archive holds '{member.name[:80]}'; is this Loraplex's admin plane?"
                     )
                 missing.remove(member.name)
                 with create_file(scratch / member.name) as file:

@@ -43,7 +43,7 @@ def set_(
     ] = None,
 ) -> None:
     if "=" in name:
-        raise CommandFailed(f"{name!r} is no name: write NAME first, then VERSION=WEIGHT, such as v1=90.")
+        raise CommandFailed(f"'{name}' is no name: write NAME first, then VERSION=WEIGHT, such as v1=90.")
     body: dict[str, Any] = {"targets": [parse_target(item) for item in targets]}
     if sticky is not None:
         body["sticky"] = sticky

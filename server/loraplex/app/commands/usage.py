@@ -51,7 +51,7 @@ def usage(
     params = {name: value for name, value in asked.items() if value is not None}
     rows = list(admin.pages(path, **params))
     if tenant is not None and not rows and _is_unknown(admin, tenant):
-        out.note(f"there is no tenant {tenant!r}, and no usage of one from these days")
+        out.note(f"there is no tenant '{tenant}', and no usage of one from these days")
     if out.as_json:
         of = {} if tenant is None else {"tenant": tenant}
         out.json(of | {"data": [row | of for row in rows]})

@@ -68,15 +68,15 @@ class Catalog:
     ) -> None:
         self._database = database
         self._artifacts = artifacts
-        self._base = base
-        self._served_name = served_name
-        self._max_rank = max_rank
+        self.base = base
+        self.served_name = served_name
+        self.max_rank = max_rank
 
     def check_upload(self, tenant_id: str, name: str) -> UploadRoom | None:
         """What can be refused before a byte is read, and what the quota leaves for those that come (None: it bounds
         nothing). Raises InvalidValue, TenantNotFound, AdapterRefused."""
         rules.check_adapter_name(name)
-        if name == self._served_name:
+        if name == self.served_name:
             raise AdapterRefused("name_reserved", f"'{name}' is the name of the base model; choose another.")
         with self._database.read() as session:
             tenant = require_tenant(session, tenant_id)
@@ -109,7 +109,7 @@ class Catalog:
         """
         self.check_upload(tenant_id, name)
         spec = inspect_adapter(
-            staging.config_path, staging.tensors_path, self._base, max_rank=self._max_rank, deep=True
+            staging.config_path, staging.tensors_path, self.base, max_rank=self.max_rank, deep=True
         )
         fault = self._artifacts.store.fault
         # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
@@ -165,7 +165,7 @@ class Catalog:
                 AdapterVersion.tenant_id == tenant_id,
                 AdapterVersion.name == name,
                 AdapterVersion.digest == spec.digest,
-                AdapterVersion.base_fingerprint == self._base.fingerprint,
+                AdapterVersion.base_fingerprint == self.base.fingerprint,
                 AdapterVersion.tool_format.is_not_distinct_from(serving.tool_format),
                 AdapterVersion.reasoning_format.is_not_distinct_from(serving.reasoning_format),
                 LIVING,
@@ -202,7 +202,7 @@ class Catalog:
             targets=list(spec.targets),
             bytes=spec.num_bytes,
             report=spec.report,
-            base_fingerprint=self._base.fingerprint,
+            base_fingerprint=self.base.fingerprint,
             pinned=False,
             created_at=now,
             tool_format=serving.tool_format,
@@ -413,7 +413,7 @@ class Catalog:
 
     def _state_of(self, row: AdapterVersion) -> VersionState:
         """Of a living version whose bytes are there."""
-        if row.base_fingerprint != self._base.fingerprint:
+        if row.base_fingerprint != self.base.fingerprint:
             return "incompatible"
         return "ready" if row.pending_check is None else "validating"
 

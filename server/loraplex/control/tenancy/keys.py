@@ -18,7 +18,7 @@ from loraplex.control.errors import InvalidValue, KeyNotFound
 from loraplex.control.limits.budget_store import budget_states
 from loraplex.control.tenancy.secrets import hash_secret, new_key_secret
 from loraplex.control.tenancy.tenants import require_tenant, tenant_target
-from loraplex.control.types import ADAPTER_LIMITS, SCOPES, BudgetState, KeyInfo, Limits, Page
+from loraplex.control.types import ADAPTER_LIMITS, SCOPES, BudgetState, KeyInfo, KeyState, Limits, Page
 
 MAX_GRACE_S = 30 * 86400
 MAX_MODELS = 1000
@@ -222,13 +222,21 @@ def _check_expiry(moment: datetime | None, now: datetime) -> datetime | None:
 
 def key_infos(session: Session, rows: Sequence[ApiKey]) -> list[KeyInfo]:
     budgets = budget_states(session, "key", {row.id: rules.read_limits(row.limits) for row in rows})
-    return [_key_info(row, budgets.get(row.id)) for row in rows]
+    now = database_now(session)
+    return [_key_info(row, budgets.get(row.id), now) for row in rows]
 
 
-def _key_info(row: ApiKey, budget: BudgetState | None) -> KeyInfo:
+def _state(row: ApiKey, now: datetime) -> KeyState:
+    if row.revoked_at is not None:
+        return "revoked"
+    return "expired" if row.expires_at is not None and row.expires_at <= now else "valid"
+
+
+def _key_info(row: ApiKey, budget: BudgetState | None, now: datetime) -> KeyInfo:
     return KeyInfo(
         id=row.id,
         tenant_id=row.tenant_id,
+        state=_state(row, now),
         name=row.name,
         scopes=tuple(row.scopes),
         models=None if row.models is None else tuple(row.models),

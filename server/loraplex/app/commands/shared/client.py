@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.app.commands.shared.access import Access
+from loraplex.app.commands.shared.errors import CommandFailed, WrongUsage
 from loraplex.app.commands.shared.report import report_fields
 
 if TYPE_CHECKING:  # a help page or a completion asks no server
@@ -23,26 +23,6 @@ def http_timeout(answer_s: float = ANSWER_TIMEOUT_S) -> httpx.Timeout:
     import httpx
 
     return httpx.Timeout(answer_s, connect=CONNECT_TIMEOUT_S)
-
-
-def find_admin_token(given: str | None, data_dir: Path | None) -> str:
-    """The token that was given, else the one that the server wrote into `data_dir`. Raises CommandFailed."""
-    if given:
-        return given
-    if data_dir is None:
-        raise CommandFailed(
-            "no admin token: give --admin-token, set LORAPLEX_ADMIN_TOKEN, or give the server's --data-dir. A tenant's "
-            "key with the scope works too: --admin-token lpx_... --admin-url ADDRESS_OF_THE_DATA_PORT."
-        )
-    path = data_dir / "admin-token"
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise CommandFailed(f"the admin token cannot be read from {path}: {reason}.") from error
-    if not token:
-        raise CommandFailed(f"{path} is empty; give --admin-token.")
-    return token
 
 
 def http_client(url: str, secret: str) -> httpx.Client:
@@ -72,9 +52,9 @@ def _checked_host(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise CommandFailed(f"{url!r} is no URL: {error}.") from error
+        raise CommandFailed(f"'{url}' is no URL: {error}.") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise CommandFailed(f"{url!r} is no URL; it should look like http://127.0.0.1:8001.")
+        raise CommandFailed(f"'{url}' is no URL; it should look like http://127.0.0.1:8001.")
     return parsed.host
 
 
@@ -95,9 +75,10 @@ def unreachable(url: str, error: httpx.HTTPError, option: str) -> CommandFailed:
 class AdminClient:
     """The admin plane, or the data port with a tenant's own key."""
 
-    def __init__(self, url: str, token: str) -> None:
-        self.url = url
-        self._client = http_client(url, token)
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self.url = access.url
+        self._client = http_client(access.url, access.secret)
 
     def __enter__(self) -> Self:
         return self
@@ -106,6 +87,35 @@ class AdminClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._client.close()
+
+    def caller(self) -> Any:
+        """Whose secret this is, as the server says. Raises CommandFailed."""
+        return self.call("GET", "/caller")
+
+    def tenant(self, given: str | None) -> str:
+        """The tenant that was given, else the key's. Raises WrongUsage for an admin token, which is no tenant's."""
+        if given is not None:
+            return given
+        if self.access.is_key:
+            return str(self.caller()["tenant"])
+        also = ""
+        if self.access.also:
+            also = f"; {self.access.also} is not used beside it: take one of them away"
+        raise WrongUsage(
+            f"Missing option '--tenant' / '-t': the admin token of {self.access.secret_from} is no tenant's{also}"
+        )
+
+    def tenant_option(self, tenant: str) -> str:
+        """What a command that is shown to the user needs beside its own arguments to name the tenant."""
+        return "" if self.access.is_key else f" --tenant {tenant}"
+
+    def require_operator(self, what: str) -> None:
+        """Raises CommandFailed where the secret is a tenant's key."""
+        if self.access.is_key:
+            raise CommandFailed(
+                f"{what} needs the admin token, and {self.access.secret_from} is a tenant's key: keys are made and "
+                "changed by operators alone. 'loraplex key show' shows this one."
+            )
 
     def call(self, method: str, path: str, **options: Any) -> Any:
         """The decoded answer (None where there is none). `path` is below /admin/v1. Raises CommandFailed."""
@@ -124,12 +134,12 @@ class AdminClient:
         try:
             response = self._client.send(request)
         except httpx.HTTPError as error:
-            raise unreachable(self.url, error, "--admin-url") from error
+            raise unreachable(self.url, error, self.access.url_option) from error
         if response.status_code == 204 or (response.is_success and not response.content):
             return response.status_code, None
         body = _decoded(self.url, response)
         if not response.is_success:
-            raise refused(response.status_code, body)
+            raise self._refused(response.status_code, body)
         return response.status_code, body
 
     @contextmanager
@@ -141,10 +151,25 @@ class AdminClient:
             with self._client.stream("GET", f"/admin/v1{path}") as response:
                 if not response.is_success:
                     response.read()
-                    raise refused(response.status_code, _decoded(self.url, response))
+                    raise self._refused(response.status_code, _decoded(self.url, response))
                 yield response
         except httpx.HTTPError as error:
-            raise unreachable(self.url, error, "--admin-url") from error
+            raise unreachable(self.url, error, self.access.url_option) from error
+
+    def _refused(self, status: int, body: Any) -> CommandFailed:
+        """The server's sentence, and what it cannot know: where the secret comes from."""
+        access = self.access
+        failed = refused(status, body, "--api-key" if access.url_option == "--url" else "--admin-token")
+        code = body.get("code") if isinstance(body, dict) else None
+        if status == 401 and not access.secret_from.startswith("--"):
+            failed.message += f" This one is from {access.secret_from}."
+        if code == "insufficient_scope" and access.is_key:
+            failed.message += (
+                f" An operator can give it: loraplex key update {access.key_id} --tenant TENANT --scope all."
+            )
+        if code == "tenant_not_found" and access.is_key:
+            failed.message += f" {access.secret_from} is a key of the tenant '{self.caller()['tenant']}'."
+        return failed
 
     def pages(self, path: str, **query: str) -> Iterator[dict[str, Any]]:
         """Every row of a paged list."""
@@ -185,9 +210,9 @@ def refused(status: int, body: Any, key_option: str = "--admin-token") -> Comman
         message += f" Give one that is valid with {key_option}."
     if code == "not_found":  # a path, not what a path names
         message += (
-            " Give the admin port with --admin-url; the data port has a tenant's own routes alone."
-            if key_option == "--admin-token"
-            else " Give the data port with --url."
+            " Give the data port with --url."
+            if key_option == "--api-key"
+            else " Give the admin port with --admin-url; the data port has a tenant's own routes alone."
         )
     return CommandFailed(message, details=_report_lines(body.get("report")), body=body)
 

@@ -25,6 +25,13 @@ class CommandFailed(LoraplexError):
         self.body = body
 
 
+class WrongUsage(typer.BadParameter):
+    """An option is missing, or does not go with another; the message says which."""
+
+    def format_message(self) -> str:
+        return self.message
+
+
 class CommandGroup(TyperGroup):
     """The program's root: turns wrong usage into one line on stderr and exit code 2, our errors into one line and exit
     code 1; bugs keep their traceback."""

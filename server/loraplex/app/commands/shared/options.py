@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.app.commands.shared.client import AdminClient, find_admin_token
+from loraplex.app.commands.shared.access import Given, choose_access
+from loraplex.app.commands.shared.client import AdminClient
 from loraplex.app.commands.shared.errors import CommandFailed, json_failures
 from loraplex.app.commands.shared.values import KEY_LIMITS, LIMITS
 from loraplex.app.output import Output
@@ -19,7 +20,11 @@ from loraplex.app.output import Output
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-TenantOption = Annotated[str, typer.Option("--tenant", "-t", help="The tenant's id", show_default=False)]
+TenantOption = Annotated[
+    str,
+    typer.Option("--tenant", "-t", help="The tenant's id; not needed with its own key", show_default=False),
+]
+"""The command gets the key's tenant where the option is not given."""
 
 
 def _limit_option(names: Sequence[str], first: str = "May be repeated;") -> Any:
@@ -41,10 +46,14 @@ UrlOption = Annotated[
         callback=lambda url: _without_path(url, "/v1"),
     ),
 ]
-ApiKeyOption = Annotated[
-    str, typer.Option("--api-key", envvar="LORAPLEX_API_KEY", help="A tenant's key", show_default=False)
-]
+_API_KEY = typer.Option("--api-key", envvar="LORAPLEX_API_KEY", help="A tenant's key", show_default=False)
+ApiKeyOption = Annotated[str, _API_KEY]
 
+_TENANTS: dict[str, tuple[Any, Any]] = {
+    "url": (UrlOption, DEFAULT_URL),
+    "api_key": (Annotated[str | None, _API_KEY], None),
+}
+"""Options of the commands that a tenant's own key may run too."""
 _SHARED: dict[str, tuple[Any, Any]] = {
     "admin_url": (
         Annotated[
@@ -52,7 +61,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
             typer.Option(
                 "--admin-url",
                 envvar="LORAPLEX_ADMIN_URL",
-                help="The admin plane (or the data port, with a tenant's own key)",
+                help="The admin plane",
                 callback=lambda url: _without_path(url, "/admin/v1"),
             ),
         ],
@@ -64,7 +73,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
             typer.Option(
                 "--admin-token",
                 envvar="LORAPLEX_ADMIN_TOKEN",
-                help="The admin token, or a key with the scope",
+                help="The admin token",
                 show_default=False,
             ),
         ],
@@ -86,34 +95,54 @@ _SHARED: dict[str, tuple[Any, Any]] = {
 }
 
 
-def admin_command(run: Callable[..., None]) -> Callable[..., None]:
-    """A command around `run(admin, out, **its own options)`, with the shared options added to its own."""
+def admin_command(run: Callable[..., None], *, of_all_tenants: bool = False) -> Callable[..., None]:
+    """A command around `run(admin, out, **its own options)`, with the shared options added to its own. One that has a
+    `TenantOption` is for tenants too: without an admin token it talks to the data port with the tenant's key, and gets
+    the key's tenant where none is given. With `of_all_tenants` an admin token needs no tenant."""
     hints = typing.get_type_hints(run, include_extras=True)
     own = [
         parameter.replace(annotation=hints[name])
         for name, parameter in inspect.signature(run).parameters.items()
         if name not in ("admin", "out")
     ]
+    is_for_tenants = of_all_tenants or hints.get("tenant") == TenantOption
+    options = _SHARED | (_TENANTS if is_for_tenants else {})
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, (annotation, default) in _SHARED.items()
+        for name, (annotation, default) in options.items()
     ]
 
     @functools.wraps(run)
     def command(ctx: typer.Context, **given: Any) -> None:
-        url, token, data_dir, as_json = (given.pop(name) for name in _SHARED)
-        if _is_option(ctx, "data_dir") and not _is_option(ctx, "admin_token"):
-            token = None  # of the environment
-        out = Output(as_json)
-        with json_failures(out), AdminClient(url, find_admin_token(token, data_dir)) as admin:
-            run(admin, out, **given)
+        chosen = {name: given.pop(name) for name in options}
+        out = Output(chosen.pop("as_json"))
+        with json_failures(out):
+            access = choose_access(Given(**chosen, is_option=functools.partial(_is_option, ctx)))
+            with AdminClient(access) as admin:
+                if is_for_tenants and (access.is_key or not of_all_tenants):
+                    given["tenant"] = admin.tenant(given["tenant"])
+                run(admin, out, **given)
 
-    own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    own = [
+        parameter.replace(
+            kind=inspect.Parameter.KEYWORD_ONLY,
+            **(
+                {"annotation": _optional(TenantOption), "default": None}
+                if parameter.annotation == TenantOption
+                else {}
+            ),
+        )
+        for parameter in own
+    ]
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *own, *shared]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def _optional(option: Any) -> Any:
+    return Annotated[str | None, *typing.get_args(option)[1:]]
 
 
 def _is_option(ctx: typer.Context, name: str) -> bool:
@@ -131,5 +160,5 @@ def split_version(given: str) -> tuple[str, str | None]:
     """`NAME` or `NAME@v3`."""
     name, at, version = given.partition("@")
     if not name or (at and not version):
-        raise CommandFailed(f"{given!r}: write an adapter as NAME or NAME@v1.")
+        raise CommandFailed(f"'{given}': write an adapter as NAME or NAME@v1.")
     return name, version or None

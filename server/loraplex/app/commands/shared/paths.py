@@ -10,7 +10,7 @@ from loraplex.app.commands.shared.errors import CommandFailed
 def segment(given: str) -> str:
     """`given`, quoted. Raises CommandFailed for what would be another path."""
     if given in ("", ".", ".."):
-        raise CommandFailed(f"{given!r} is no name.")
+        raise CommandFailed(f"'{given}' is no name.")
     if "/" in given:
-        raise CommandFailed(f"{given!r} is no name: it has a '/'.")
+        raise CommandFailed(f"'{given}' is no name: it has a '/'.")
     return quote(given, safe="")

@@ -37,6 +37,6 @@ def _as_flags(args: list[str], forms: dict[str, dict[str, str]]) -> list[str]:
             value = args[position]
             position += 1
         elif equals and value.lower() not in forms[option]:
-            raise typer.BadParameter(f"{option} is true or false, and not {value!r}.")
+            raise typer.BadParameter(f"{option} is true or false, and not '{value}'.")
         plain.append(forms[option][value.lower() or "true"])
     return plain

@@ -22,15 +22,15 @@ def parse_limits(given: list[str] | None, *, of_key: bool = False) -> dict[str, 
     for item in given or []:
         name, equals, value = item.partition("=")
         if not name or not equals:
-            raise CommandFailed(f"--limit {item!r}: write it as NAME=VALUE, such as requests_per_minute=600.")
+            raise CommandFailed(f"--limit '{item}': write it as NAME=VALUE, such as requests_per_minute=600.")
         name = name.replace("-", "_")
         if name not in known:
             reason = (
-                f"a key has no limit {name!r}, only a tenant has"
+                f"a key has no limit '{name}', only a tenant has"
                 if name in LIMITS
-                else f"there is no limit {name!r}"
+                else f"there is no limit '{name}'"
             )
-            raise CommandFailed(f"--limit {item!r}: {reason}; there are {', '.join(known)}.")
+            raise CommandFailed(f"--limit '{item}': {reason}; there are {', '.join(known)}.")
         limits[name] = _limit(item, name, value)
     return limits
 
@@ -40,18 +40,24 @@ def _limit(item: str, name: str, value: str) -> int | str | None:
         return None
     if name == "budget_period":
         if value not in BUDGET_PERIODS:
-            raise CommandFailed(f"--limit {item!r}: a period is one of {', '.join(BUDGET_PERIODS)}.")
+            raise CommandFailed(f"--limit '{item}': a period is one of {', '.join(BUDGET_PERIODS)}.")
         return value
     if not (value.isascii() and value.isdecimal()):
-        raise CommandFailed(f"--limit {item!r}: {name} is a whole number above 0, or none.")
+        raise CommandFailed(f"--limit '{item}': {name} is a whole number above 0, or none.")
     return int(value)
 
 
+ALL_SCOPES = "all"
+
+
 def check_scopes(given: list[str] | None) -> list[str] | None:
+    """`all` stands for every scope. Raises CommandFailed."""
     for scope in given or []:
-        if scope not in SCOPES:
-            raise CommandFailed(f"--scope {scope!r}: there is no such scope; there are {', '.join(SCOPES)}.")
-    return given
+        if scope not in (*SCOPES, ALL_SCOPES):
+            raise CommandFailed(
+                f"--scope '{scope}': there is no such scope; there are {', '.join(SCOPES)}, and {ALL_SCOPES}."
+            )
+    return list(SCOPES) if ALL_SCOPES in (given or []) else given
 
 
 def parse_time(option: str, given: str | None) -> str | None:
@@ -67,7 +73,7 @@ def parse_time(option: str, given: str | None) -> str | None:
         time = time.replace(tzinfo=UTC)
     if time is None or time.tzinfo is None:
         raise CommandFailed(
-            f"{option} {given!r}: write a day, such as 2030-01-31, or a time with its zone, such as "
+            f"{option} '{given}': write a day, such as 2030-01-31, or a time with its zone, such as "
             "2030-01-31T18:00:00Z."
         )
     return time.isoformat().replace("+00:00", "Z")
@@ -76,7 +82,7 @@ def parse_time(option: str, given: str | None) -> str | None:
 def check_version(given: str) -> str:
     """`v3`. Raises CommandFailed."""
     if not _VERSION.fullmatch(given):
-        raise CommandFailed(f"{given!r} is no version; versions are named v1, v2, and so on.")
+        raise CommandFailed(f"'{given}' is no version; versions are named v1, v2, and so on.")
     return given
 
 
@@ -85,9 +91,9 @@ def parse_target(given: str) -> dict[str, Any]:
     version, equals, weight = given.partition("=")
     if not _VERSION.fullmatch(version) or (equals and not re.fullmatch(r"[0-9]{1,99}", weight)):
         raise CommandFailed(
-            f"{given!r}: write a target as VERSION=WEIGHT, such as v1=90; weights are whole numbers."
+            f"'{given}': write a target as VERSION=WEIGHT, such as v1=90; weights are whole numbers."
         )
     number = int(weight or 1)
     if number > MAX_RELEASE_WEIGHT:
-        raise CommandFailed(f"{given!r}: a weight is at most {MAX_RELEASE_WEIGHT}.")
+        raise CommandFailed(f"'{given}': a weight is at most {MAX_RELEASE_WEIGHT}.")
     return {"version": version, "weight": number}

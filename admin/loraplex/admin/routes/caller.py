@@ -1,0 +1,42 @@
+"""/caller."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from loraplex.admin.framework.dependencies import AnyCaller, Services
+from loraplex.admin.framework.route import AdminRoute
+from loraplex.admin.routes.keys import show_key
+from loraplex.admin.schemas.caller import BaseModelShape, Caller
+from loraplex.admin.services import AdminServices
+from loraplex.kernels.lora.site_groups import HEAD
+
+router = APIRouter(route_class=AdminRoute)
+
+
+@router.get("/caller")
+async def get_caller(by: AnyCaller, services: Services) -> Caller:
+    """Show whose secret this is, its scopes and limits, and the base model.
+
+    A client needs no id of a tenant to find its way, and a training can compare its model with the served one before
+    it begins.
+    """
+    key = None
+    if by.tenant_id is not None and by.key_id is not None:
+        key = show_key(await services.database.run(services.keys.get, by.tenant_id, by.key_id))
+    return Caller(
+        kind="key" if by.kind == "key" else "admin", tenant=by.tenant_id, key=key, base=_base(services)
+    )
+
+
+def _base(services: AdminServices) -> BaseModelShape:
+    catalog = services.catalog
+    head = catalog.base.sites.get((0, HEAD))
+    return BaseModelShape(
+        name=catalog.served_name,
+        model_type=catalog.base.model_type,
+        num_layers=catalog.base.num_layers,
+        hidden_size=None if head is None else head.in_features,
+        fingerprint=catalog.base.fingerprint,
+        max_adapter_rank=catalog.max_rank,
+    )
