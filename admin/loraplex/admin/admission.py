@@ -15,6 +15,7 @@ from typing import Protocol
 import anyio
 import structlog
 
+from loraplex.adapters.admission.chat_files import ChatFiles, read_chat_files
 from loraplex.adapters.archive.extract import extract_upload
 from loraplex.adapters.errors import LoraplexError
 from loraplex.admin.engine_eviction import evict_removed
@@ -28,6 +29,7 @@ from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.staged import StagedUpload
 from loraplex.control.types import VersionInfo
 from loraplex.serving.errors import ServingError
+from loraplex.serving.text.own_chat import ChatFound
 
 log = structlog.get_logger("loraplex.admin")
 
@@ -62,7 +64,9 @@ async def admit_version(
     room = await services.database.run(services.catalog.check_upload, tenant, name)
     with _slot(gate, tenant), gate.staged.upload(tenant, name, room) as staged:
         async with receive(threads=gate.writers, staged=staged) as received:
-            admitted = partial(_admit, services, staged, received, by, source, release)
+            files = await gate.validators.run(tenant, _unpack, services, staged, received)
+            chat = ChatFound() if files is None else await services.examine_chat(tenant, files)
+            admitted = partial(_admit, services, staged, received, chat, by, source, release)
             info, is_new = await gate.validators.run(tenant, admitted)
     await _pin_again(services, info.digest)
     if info.state == "validating":
@@ -77,15 +81,9 @@ async def admit_version(
     return info, is_new
 
 
-def _admit(
-    services: AdminServices,
-    staged: StagedUpload,
-    received: Received,
-    by: Actor,
-    source: str | None,
-    release: bool,
-) -> tuple[VersionInfo, bool]:
-    """Runs in a worker thread."""
+def _unpack(services: AdminServices, staged: StagedUpload, received: Received) -> ChatFiles | None:
+    """The upload's files are in its staging folder then. Returns what they say of its chats. Runs in a worker
+    thread."""
     staging = received.staging
     check_serving(received.serving, services.check_formats)
     if Part.ARCHIVE in received.parts:
@@ -96,11 +94,26 @@ def _admit(
             fault=staging.fault,
             reserve=staged.unpack,
         )
+    return read_chat_files(staging.directory)
+
+
+def _admit(
+    services: AdminServices,
+    staged: StagedUpload,
+    received: Received,
+    chat: ChatFound,
+    by: Actor,
+    source: str | None,
+    release: bool,
+) -> tuple[VersionInfo, bool]:
+    """Runs in a worker thread."""
     info, is_new = services.catalog.admit(
         staged.tenant_id,
         staged.name,
-        staging,
+        received.staging,
         serving=received.serving,
+        chat=chat.own,
+        notes=chat.checks,
         source=source,
         release=release,
         check=True,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import anyio
 
+from loraplex.adapters.admission.chat_files import ChatFiles
 from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.admin.change_rate_limit import ChangeRateLimit
 from loraplex.admin.problem import Problem
@@ -26,8 +27,16 @@ from loraplex.control.tenancy.tenants import Tenants
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.fair_share import FairShare
 from loraplex.serving.tenant_threads import TenantThreads
+from loraplex.serving.text.own_chat import ChatFound
 
 T = TypeVar("T")
+
+ExamineChat = Callable[[str, ChatFiles], Awaitable[ChatFound]]
+"""Compares what a tenant's upload brings for its chats with the base's. Raises AdapterRefused, ServingError."""
+
+
+async def _nothing_differs(tenant_id: str, files: ChatFiles) -> ChatFound:
+    return ChatFound()
 
 
 class UploadGate:
@@ -101,4 +110,5 @@ class AdminServices:
     change_limit: ChangeRateLimit = field(default_factory=ChangeRateLimit)
     on_change: Callable[[str], None] = lambda action: None
     """Called with the audit log's name of each change that was made."""
+    examine_chat: ExamineChat = _nothing_differs
     check_formats: CheckFormats = lambda tool_format, reasoning_format: None

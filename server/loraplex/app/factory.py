@@ -38,6 +38,7 @@ from loraplex.api.metrics import Metrics, Scraper
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.api.routes.probes import probe_routes
 from loraplex.app.base_model.output_formats import base_formats, check_named_formats
+from loraplex.app.base_model.own_chats import chat_examiner
 from loraplex.app.base_model.source import cache_dir, default_served_name, ensure_model, plan_dir
 from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
 from loraplex.app.storage.database import upgrade_database
@@ -382,6 +383,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         max_upload_bytes=settings.max_adapter_upload,
         on_change=metrics.admin_changed,
         check_formats=partial(check_named_formats, text),
+        examine_chat=chat_examiner(text, info.eos_ids),
     )
     tracing = None
     if settings.otlp_endpoint:

@@ -23,6 +23,13 @@ import httpx
 from transformers import TrainerCallback
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
+CHAT_FILES = (
+    "chat_template.jinja",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+"""Sent where a checkpoint has them: how its chats are written, and how its answers end."""
 RETRIED = (408, 429, 502, 503, 504, 507)
 """Statuses after which a push is tried again."""
 
@@ -45,7 +52,7 @@ class PushedCheckpoint:
 
 
 class _Checkpoint:
-    """The two open files of a checkpoint. They can be read after the trainer has deleted the directory."""
+    """The open files of a checkpoint. They can be read after the trainer has deleted the directory."""
 
     def __init__(self, directory: Path, step: int) -> None:
         self.step = step
@@ -54,6 +61,9 @@ class _Checkpoint:
             self.files: dict[str, IO[bytes]] = {
                 name: stack.enter_context(open(directory / name, "rb")) for name in FILES
             }
+            for name in CHAT_FILES:
+                with contextlib.suppress(OSError):
+                    self.files[name] = stack.enter_context(open(directory / name, "rb"))
             self._open = stack.pop_all()
 
     def __enter__(self) -> _Checkpoint:

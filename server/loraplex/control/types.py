@@ -67,10 +67,12 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How a version writes calls of tools and reasoning, by the names of formats. None: as the base model does."""
+    """How a version writes calls of tools and reasoning, by the names of formats. None: as the base model does.
+    `chat_digest`: of the chat template and the ends of answers that it brings, None where they are the base's."""
 
     tool_format: str | None = None
     reasoning_format: str | None = None
+    chat_digest: str | None = None
 
 
 AS_THE_BASE = Serving()

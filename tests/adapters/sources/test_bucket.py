@@ -54,6 +54,14 @@ def test_both_objects(tmp_path: Path) -> None:
     assert copy(tmp_path) == FILES
 
 
+def test_what_it_has_for_its_chats_comes_too(tmp_path: Path, s3: S3Server) -> None:
+    store = s3.store("checkpoints/chat")
+    files = FILES | {"generation_config.json": b'{"eos_token_id": 7}'}
+    for name, content in files.items():
+        obstore.put(store, name, content)
+    assert copy(tmp_path, "checkpoints/chat") == files
+
+
 def test_an_object_that_is_missing(tmp_path: Path, s3: S3Server) -> None:
     assert CONFIG_NAME in refused(tmp_path, SourceNotFound, "checkpoints/half")
     obstore.put(s3.store("checkpoints/half"), CONFIG_NAME, b"{}")

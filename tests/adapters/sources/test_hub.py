@@ -14,7 +14,7 @@ from loraplex.adapters.sources.errors import SourceNotAllowed, SourceNotFound, S
 from loraplex.adapters.sources.hub import copy_from_hub
 from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.adapters.store.artifact_store import ArtifactStore
-from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {CONFIG_NAME: b"{}", TENSORS_NAME: b"tensors" * 1000}
@@ -89,7 +89,16 @@ def refused(hub: Hub, tmp_path: Path, kind: type[LoraplexError]) -> str:
 
 def test_both_files_of_the_commit(hub: Hub, tmp_path: Path) -> None:
     assert copy(hub, tmp_path) == FILES
-    assert hub.asked == [f"/org/name/resolve/{COMMIT}/{name}" for name in FILES]
+    assert hub.asked == [f"/org/name/resolve/{COMMIT}/{name}" for name in (*FILES, *CHAT_FILE_BYTES)]
+
+
+def test_what_it_has_for_its_chats_comes_too(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FILES, "chat_template.jinja", b"{{ messages }}")
+    assert copy(hub, tmp_path) == FILES
+    monkeypatch.setitem(FILES, "chat_template.jinja", bytes((128 << 10) + 1))
+    assert "chat_template.jinja is larger than 131072 bytes" in refused(hub, tmp_path, AdapterRefused)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +122,8 @@ def test_nothing_without_a_commit_or_of_others(hub: Hub, tmp_path: Path, url: st
 
 def test_a_redirect_within_the_hub_is_followed(hub: Hub, tmp_path: Path) -> None:
     def move(handler: _Handler, name: str) -> bool:
+        if name not in FILES:
+            return False
         if "/files/" in handler.path:
             handler.send(FILES[name])
         else:

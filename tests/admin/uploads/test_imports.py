@@ -44,7 +44,11 @@ def test_an_import_is_an_upload(server: WholeServer, folder: Path) -> None:
     assert made.status_code == 201
     version = made.json()
     assert (version["version"], version["state"]) == ("v1", "ready")
-    assert version["serving"] == {"tool_format": "hermes", "reasoning_format": None}
+    assert version["serving"] == {
+        "tool_format": "hermes",
+        "reasoning_format": None,
+        "chat_digest": None,
+    }
     assert made.headers["location"].endswith("/adapters/support/versions/v1")
     again = post(server, "support", body)
     assert (again.status_code, again.json()["version"]) == (200, "v1")

@@ -31,7 +31,7 @@ def _tenant(plane: AdminPlane) -> None:
 
 async def test_a_version_keeps_its_formats(admin: httpx.AsyncClient, tmp_path: Path) -> None:
     files = adapter_files(tmp_path)
-    told = {"tool_format": "llama3", "reasoning_format": None}
+    told = {"tool_format": "llama3", "reasoning_format": None, "chat_digest": None}
     made = await push(admin, files, {"tool_format": "llama3"})
     assert (made.status_code, made.json()["serving"]) == (201, told)
     assert (await admin.get(f"{PATH}/v1")).json()["serving"] == told
@@ -39,10 +39,10 @@ async def test_a_version_keeps_its_formats(admin: httpx.AsyncClient, tmp_path: P
     assert (again.status_code, again.json()["version"]) == (200, "v1")
     other = await push(admin, files, {"tool_format": "none", "reasoning_format": "think_tags"})
     assert (other.status_code, other.json()["version"]) == (201, "v2")
-    assert other.json()["serving"] == {"tool_format": "none", "reasoning_format": "think_tags"}
+    assert other.json()["serving"] == told | {"tool_format": "none", "reasoning_format": "think_tags"}
     plain = await admin.post(PATH, files=files)
     assert (plain.status_code, plain.json()["version"]) == (201, "v3")
-    assert plain.json()["serving"] == {"tool_format": None, "reasoning_format": None}
+    assert plain.json()["serving"] == told | {"tool_format": None}
     rows = (await admin.get("/audit")).json()["data"]
     uploads = [row["after"] for row in rows if row["action"] == "version.upload"]
     assert sorted(str(after["tool_format"]) for after in uploads) == ["None", "llama3", "llama3", "none"]

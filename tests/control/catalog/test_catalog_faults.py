@@ -190,7 +190,7 @@ def test_a_row_that_cannot_be_written_takes_its_bytes_along(
     def fail(*_: Any) -> None:
         raise DatabaseBusy
 
-    monkeypatch.setattr(plane.catalog, "_add_version", fail)
+    monkeypatch.setattr("loraplex.control.catalog.adapters.add_version", fail)
     for seed in (1, 2):
         with pytest.raises(DatabaseBusy):
             plane.upload("acme", "other", seed)

@@ -19,7 +19,7 @@ from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.fault_points import Fault, no_fault
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.admin.change_rate_limit import ChangeRateLimit
-from loraplex.admin.services import AdminServices, UploadGate
+from loraplex.admin.services import AdminServices, ExamineChat, UploadGate
 from loraplex.admin.version_checks import VersionChecks
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.log import AuditLog
@@ -72,6 +72,7 @@ class AdminPlane:
     change_limit: ChangeRateLimit = field(default_factory=ChangeRateLimit)
     fault: Fault = no_fault
     wait_s: float = 30.0
+    examine_chat: ExamineChat | None = None
 
     def __post_init__(self) -> None:
         template = Path(_template().name)
@@ -115,6 +116,7 @@ class AdminPlane:
             upload_gate=self.gate,
             change_limit=self.change_limit,
             checks=self.checks,
+            **({} if self.examine_chat is None else {"examine_chat": self.examine_chat}),
         )
         self.app = create_admin_app(self.services)
         self.tenant_app = create_tenant_app(self.services)

@@ -1,6 +1,6 @@
-"""Unpacking an uploaded archive (.tar, .tar.gz, .zip) into exactly two files.
+"""Unpacking an uploaded archive (.tar, .tar.gz, .zip) into an adapter's two files and those of its chats.
 
-No name from an archive is ever used as a path: what matches the adapter's two names goes into two fixed files,
+No name from an archive is ever used as a path: what matches one of the known names goes into a fixed file,
 everything else is skipped or refused. The tar reader is our own, because the standard library's holds whole extended
 headers in memory; zips are read by the standard library's after the checks that it does not make.
 """
@@ -35,7 +35,8 @@ def extract_upload(
     fault: Fault = no_fault,
     reserve: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors from `archive` into the existing folder `dest`.
+    """Write adapter_config.json and adapter_model.safetensors from `archive` into the existing folder `dest`, and the
+    files of `CHAT_FILE_BYTES` that lie beside them.
 
     The kind is detected from the content. Both files lie at the top or in one folder; other files are skipped (in a
     tar they count for `max_bytes`, which bounds what is unpacked). Streams in bounded memory, in time

@@ -1,4 +1,4 @@
-"""The output of an archive's members: two fixed files, or a refusal."""
+"""The output of an archive's members: two fixed files and those of its chats, or a refusal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from typing import BinaryIO, NoReturn, Self
 from loraplex.adapters.admission.safetensors_header import START_BYTES, check_start
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.fault_points import Fault, FaultPoint, no_fault
-from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, create_file, shown, write_all
+from loraplex.adapters.store.files import (
+    CHAT_FILE_BYTES,
+    CONFIG_NAME,
+    TENSORS_NAME,
+    create_file,
+    shown,
+    write_all,
+)
 
 MAX_ENTRIES = 10_000
+MAX_CHAT_FILES = 16
+"""Kept until it is known in which folder the adapter lies."""
 _MAX_NAME = 4096
 _CHEAP_BYTES = 1 << 20
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
@@ -23,7 +32,7 @@ def bad_archive(what: str) -> NoReturn:
 
 
 class MemberSink:
-    """Sorts the members of one archive and writes the two that count into `dest`, under their fixed names.
+    """Sorts the members of one archive and writes those that count into `dest`, under their fixed names.
 
     A context manager: leaving it with an exception removes what was written.
     """
@@ -46,6 +55,7 @@ class MemberSink:
         self._entries = 0
         self._folder: tuple[str, ...] | None = None
         self._files: dict[str, BinaryIO] = {}
+        self._chat_files: dict[str, tuple[tuple[str, ...], str]] = {}
         self._has_pickle = False
 
     def __enter__(self) -> Self:
@@ -58,6 +68,8 @@ class MemberSink:
             file.close()
             if error is not None:
                 (self._dest / name).unlink(missing_ok=True)
+        for _, leaf in self._chat_files.values() if error is not None else ():
+            (self._dest / leaf).unlink(missing_ok=True)
 
     def check_entry(self, raw_name: bytes) -> tuple[str, ...]:
         """Count any entry and check its name; its parts. Raises AdapterRefused("bad_archive")."""
@@ -84,6 +96,8 @@ class MemberSink:
         leaf, folder = parts[-1], parts[:-1]
         if len(folder) > 1:
             return None
+        if leaf in CHAT_FILE_BYTES:
+            return self._claim_chat_file(leaf, folder)
         if leaf not in (CONFIG_NAME, TENSORS_NAME):
             self._has_pickle |= PurePosixPath(leaf).suffix in _PICKLES
             return None
@@ -92,12 +106,27 @@ class MemberSink:
         self._folder = folder
         return leaf
 
+    def _claim_chat_file(self, leaf: str, folder: tuple[str, ...]) -> str | None:
+        """It counts if it lies beside the adapter's two files, which may come later."""
+        if self._folder not in (None, folder) or len(self._chat_files) == MAX_CHAT_FILES:
+            return None
+        name = f"{len(self._chat_files)}-{leaf}"
+        self._chat_files[name] = (folder, leaf)
+        return name
+
     def expect(self, name: str, size: int) -> None:
         """Count the member of that fixed name by its declared size, before any of it is read; the readers never write
         more.
 
         Raises AdapterRefused("too_large"), and what `reserve` raises.
         """
+        if name in self._chat_files:
+            _, leaf = self._chat_files[name]
+            if size > CHAT_FILE_BYTES[leaf]:
+                raise AdapterRefused(
+                    "too_large",
+                    f"the archive's {leaf} has more than {CHAT_FILE_BYTES[leaf]} bytes; leave it out",
+                )
         self._expected += size
         if self._expected > self._max_bytes:
             self.too_large()
@@ -133,6 +162,12 @@ class MemberSink:
         for name in (CONFIG_NAME, TENSORS_NAME):
             if name not in self._files:
                 bad_archive(f"it holds no {name} with content, at its top or in one folder")
+        for name, (folder, leaf) in self._chat_files.items():
+            path = self._dest / name
+            if name in self._files and folder == self._folder:
+                path.rename(self._dest / leaf)
+            else:
+                path.unlink(missing_ok=True)
 
     def too_large(self) -> NoReturn:
         raise AdapterRefused("too_large", f"the archive unpacks to more than {self._max_bytes} bytes")

@@ -1,10 +1,10 @@
-"""A stored artifact as a tar of the two files that were uploaded: the same bytes each time.
+"""A stored artifact as a tar of the two files that were uploaded, and of a version's others: the same bytes each time.
 
-    StoredArchive(store.path(digest), digest)
+    StoredArchive(store.path(digest), digest, version_files)
 
-Members are in the order of the digest, with mode 0644, no owner and no time (GNU tar manual, "Basic Tar Format"). The
-bytes are hashed as they are read, and the last ones are returned only if the hash is the artifact's digest. So a
-damaged archive is always too short.
+The two are in the order of the digest and come first. Members are with mode 0644, no owner and no time (GNU tar
+manual, "Basic Tar Format"). The bytes are hashed as they are read, and the last ones are returned only if the hash is
+the artifact's digest. So a damaged archive is always too short.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -39,9 +39,11 @@ class StoredArchive:
     """An open artifact: it can be read to its end though it is deleted meanwhile. Use from one thread at a time.
     `num_bytes` is the archive's size."""
 
-    def __init__(self, folder: Path, digest: str) -> None:
-        """Raises ArtifactMissing, ArtifactCorrupt, ArtifactUnreadable."""
+    def __init__(self, folder: Path, digest: str, others: Mapping[str, bytes] | None = None) -> None:
+        """`others` are a version's further files by name. Raises ArtifactMissing, ArtifactCorrupt,
+        ArtifactUnreadable."""
         self._digest = digest
+        self._others = others or {}
         self._files: list[tuple[str, BinaryIO, int]] = []
         with self._failures_named(folder):
             try:
@@ -53,7 +55,8 @@ class StoredArchive:
                 raise
         self._folder = folder
         self._rest = self._pieces()
-        self.num_bytes = len(_END) + sum(_BLOCK + size + _padding(size) for _, _, size in self._files)
+        sizes = [*(size for _, _, size in self._files), *map(len, self._others.values())]
+        self.num_bytes = len(_END) + sum(_BLOCK + size + _padding(size) for size in sizes)
 
     def __enter__(self) -> Self:
         return self
@@ -81,9 +84,7 @@ class StoredArchive:
     def _pieces(self) -> Iterator[bytes]:
         sha = hashlib.sha256(DIGEST_SALT)
         for name, file, size in self._files:
-            member = tarfile.TarInfo(name)
-            member.size, member.mode = size, 0o644
-            yield member.tobuf(tarfile.GNU_FORMAT)
+            yield _head(name, size)
             sha.update(length_bytes(size))
             left, data = size, b""
             while left:
@@ -96,6 +97,8 @@ class StoredArchive:
             if name == TENSORS_NAME:
                 check_digest(self._digest, sha.hexdigest())
             yield data + bytes(_padding(size))
+        for name, content in self._others.items():
+            yield _head(name, len(content)) + content + bytes(_padding(len(content)))
         yield _END
 
     @contextlib.contextmanager
@@ -109,6 +112,12 @@ class StoredArchive:
             if names_damage(error):
                 raise ArtifactCorrupt(f"{named} is damaged: {error.strerror}") from error
             raise ArtifactUnreadable(f"{named} cannot be read: {error.strerror}") from error
+
+
+def _head(name: str, size: int) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = size, 0o644
+    return member.tobuf(tarfile.GNU_FORMAT)
 
 
 def _padding(size: int) -> int:

@@ -19,6 +19,7 @@ from loraplex.adapters.sources.urls import Source
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.adapters.store.files import (
+    CHAT_FILE_BYTES,
     CHUNK_BYTES,
     CONFIG_NAME,
     TENSORS_NAME,
@@ -40,8 +41,8 @@ _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, err
 def copy_folder(
     source: Source, staging: Staging, *, max_bytes: int, reserve: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Copy the two files of an adapter's folder into `staging`. Both are opened and measured before a byte is copied;
-    `reserve` hears of their sizes and may raise. Files that change while they are copied are refused.
+    """Copy an adapter's two files and those of its chats into `staging`. All are opened and measured before a byte is
+    copied; `reserve` hears of their sizes and may raise. Files that change while they are copied are refused.
 
     Raises SourceNotAllowed (a link that leads out of the root), SourceNotFound, SourceUnavailable, AdapterRefused
     (too_large), StoreFull, StoreFailed, and what `reserve` raises.
@@ -52,6 +53,9 @@ def copy_folder(
             name: folder.open(name, MAX_CONFIG_BYTES if name == CONFIG_NAME else max_bytes)
             for name in (CONFIG_NAME, TENSORS_NAME)
         }
+        for name, most in CHAT_FILE_BYTES.items():
+            with contextlib.suppress(SourceNotFound):
+                opened[name] = folder.open(name, most)
         total = sum(found.st_size for _, found in opened.values())
         if total > max_bytes:
             raise _too_large("the adapter", max_bytes)

@@ -12,7 +12,7 @@ from loraplex.adapters.sources.errors import SourceNotAllowed, SourceNotFound, S
 from loraplex.adapters.sources.remote import RemoteFile, write_remote
 from loraplex.adapters.sources.urls import Source
 from loraplex.adapters.store.artifact_store import Staging
-from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME
 
 MAX_REDIRECTS = 4
 TIMEOUT_S = 30.0
@@ -29,8 +29,9 @@ def copy_from_hub(
     reserve: Callable[[int], None],
     endpoint: str | None = None,
 ) -> None:
-    """Copy the two files of a repository at a commit into `staging`. The token is sent to the hub alone; a redirect
-    leads to the hub or, from the public one, to the hosts of its files. `endpoint` is another hub's than the settings'.
+    """Copy an adapter's files of a repository at a commit into `staging`. The token is sent to the hub alone; a
+    redirect leads to the hub or, from the public one, to the hosts of its files. `endpoint` is another hub's than the
+    settings'.
 
     Raises SourceNotAllowed for a redirect elsewhere, SourceNotFound, SourceUnavailable and what `write_remote` raises.
     """
@@ -42,12 +43,15 @@ def copy_from_hub(
     name = "/".join((source.authority, *source.root, *source.parts))
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(httpx.Client(timeout=TIMEOUT_S, follow_redirects=False))
-        files = {
-            file: _found(
-                stack, client, f"{hub}/{name}/resolve/{source.revision}/{file}", hub, token, is_public, source
-            )
-            for file in (CONFIG_NAME, TENSORS_NAME)
-        }
+
+        def found(file: str) -> RemoteFile:
+            url = f"{hub}/{name}/resolve/{source.revision}/{file}"
+            return _found(stack, client, url, hub, token, is_public, source)
+
+        files = {file: found(file) for file in (CONFIG_NAME, TENSORS_NAME)}
+        for file in CHAT_FILE_BYTES:
+            with contextlib.suppress(SourceNotFound):
+                files[file] = found(file)
         write_remote(files, staging, max_bytes=max_bytes, reserve=reserve)
 
 

@@ -1,4 +1,4 @@
-"""Writing an adapter's two files from a place beyond the network: sizes first, within a deadline."""
+"""Writing an adapter's files from a place beyond the network: sizes first, within a deadline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.sources.errors import SourceUnavailable
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
-from loraplex.adapters.store.files import CONFIG_NAME, create_file, disk_failures_named, write_all
+from loraplex.adapters.store.files import (
+    CHAT_FILE_BYTES,
+    CONFIG_NAME,
+    create_file,
+    disk_failures_named,
+    write_all,
+)
 
 DEADLINE_S = 600.0
 """Seconds that all bytes of an adapter may take to come."""
 MAX_CONFIG_BYTES = 1 << 20
+_MOST_BYTES = {CONFIG_NAME: MAX_CONFIG_BYTES, **CHAT_FILE_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ def write_remote(
     reserve: Callable[[int], None],
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Both files by their names into `staging`. `reserve` hears of their sizes before a byte is read, and may raise.
+    """The files by their names into `staging`. `reserve` hears of their sizes before a byte is read, and may raise.
 
     Raises AdapterRefused (too_large), SourceUnavailable for a file that is longer or shorter than was told or that
     does not come in time, StoreFull, StoreFailed, and what `reserve` and the chunks raise.
@@ -50,7 +57,7 @@ def write_remote(
 
 def check_size(name: str, size: int, max_bytes: int) -> None:
     """Raises AdapterRefused (too_large)."""
-    bound = min(max_bytes, MAX_CONFIG_BYTES) if name == CONFIG_NAME else max_bytes
+    bound = min(max_bytes, _MOST_BYTES.get(name, max_bytes))
     if size > bound:
         raise AdapterRefused("too_large", f"In the source, {name} is larger than {bound} bytes.")
 

@@ -1,4 +1,4 @@
-"""The two files of an adapter: their names, their digest, and how their bytes are read and written."""
+"""The files of an adapter: their names, the digest of its two, and how their bytes are read and written."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 from loraplex.adapters.errors import StoreFailed, StoreFull
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
+CHAT_FILE_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "chat_template.jinja": 128 << 10,
+        "tokenizer_config.json": 4 << 20,
+        "special_tokens_map.json": 256 << 10,
+        "generation_config.json": 64 << 10,
+    }
+)
+"""What a fine-tune may bring beside its two files: how its chats are written and how its answers end. By name, the most
+bytes of each."""
 
 DIGEST_SALT = b"loraplex adapter 1\n"
 """The first bytes of a digest's hash."""

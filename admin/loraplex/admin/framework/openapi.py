@@ -9,7 +9,7 @@ from typing import Any, get_args
 from fastapi import FastAPI
 
 from loraplex.adapters.sources.urls import MAX_URL_CHARS
-from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME
 from loraplex.admin.problem import ANSWERS, MEDIA_TYPE
 from loraplex.admin.uploads.multipart import ARCHIVE_NAME, MAX_SERVING_BYTES, SERVING_NAME
 from loraplex.http.document import REF, describe, refusals
@@ -58,16 +58,22 @@ UPLOAD: dict[str, Any] = {
             "multipart/form-data": {
                 "schema": {
                     "description": f"{CONFIG_NAME} and {TENSORS_NAME}, or one {ARCHIVE_NAME} (.tar, .tar.gz, .zip) "
-                    "with those two.",
+                    "with those two. The chat template and the ends of answers that a fine-tune brings may come beside "
+                    "them.",
                     "oneOf": [
                         {
                             "type": "object",
-                            "properties": {name: {"type": "string", "format": "binary"} for name in names}
+                            "properties": {
+                                name: {"type": "string", "format": "binary"} for name in (*names, *others)
+                            }
                             | {SERVING_NAME: _SERVING},
                             "required": list(names),
                             "additionalProperties": False,
                         }
-                        for names in ((CONFIG_NAME, TENSORS_NAME), (ARCHIVE_NAME,))
+                        for names, others in (
+                            ((CONFIG_NAME, TENSORS_NAME), tuple(CHAT_FILE_BYTES)),
+                            ((ARCHIVE_NAME,), ()),
+                        )
                     ],
                 }
             },

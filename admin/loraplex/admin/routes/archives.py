@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import anyio.to_thread
@@ -46,13 +46,18 @@ class _Tar(Response):
 async def get_archive(
     _: Reader, tenant: TenantId, name: AdapterName, version: VersionName, services: Services, request: Request
 ) -> Response:
-    """Download a version's two files as they were uploaded, as a tar."""
+    """Download a version's two files as they were uploaded, as a tar.
+
+    A version that brings a chat template or ends of answers has them beside the two.
+    """
     info = await services.database.run(services.catalog.get_living, tenant, name, version)
+    chat = await services.database.run(services.catalog.get_chat, tenant, name, version)
+    others = {} if chat is None else chat.files()
     if info.state == "corrupt":
         raise _damaged(info)
     give_back = _slot(services.download_gate, tenant)
     try:
-        archive, first = await _opened(services, info)
+        archive, first = await _opened(services, info, others)
     except BaseException:
         give_back()
         raise
@@ -93,12 +98,14 @@ def _slot(gate: DownloadGate, tenant: str) -> Callable[[], None]:
     return partial(gate.downloads.release, tenant)
 
 
-async def _opened(services: AdminServices, info: VersionInfo) -> tuple[StoredArchive, bytes]:
+async def _opened(
+    services: AdminServices, info: VersionInfo, others: Mapping[str, bytes]
+) -> tuple[StoredArchive, bytes]:
     """The archive and its first bytes. Raises AdapterUnavailable, VersionNotFound: what is damaged at its beginning
     is still an answer that says so."""
 
     def open_and_read() -> tuple[StoredArchive, bytes]:
-        archive = StoredArchive(services.artifacts.store.path(info.digest), info.digest)
+        archive = StoredArchive(services.artifacts.store.path(info.digest), info.digest, others=others)
         try:
             return archive, archive.read()
         except BaseException:

@@ -13,10 +13,12 @@ from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
 
 
 class VersionServing(ResponseBody):
-    """How the version writes calls of tools, and its reasoning. A null: as the base model does."""
+    """How the version writes calls of tools, and its reasoning. A null: as the base model does. `chat_digest` is the
+    SHA-256 of the chat template and the ends of answers that it brings; a null: they are the base model's."""
 
     tool_format: ToolFormatName | None
     reasoning_format: ReasoningFormatName | None
+    chat_digest: str | None
 
 
 class ServingChoice(RequestBody):

@@ -28,7 +28,7 @@ async def import_source(
     staged: StagedUpload,
     serving: Serving = AS_THE_BASE,
 ) -> AsyncIterator[Received]:
-    """The source's two files. Their staging folder is discarded on the way out unless it was committed.
+    """The source's files. Their staging folder is discarded on the way out unless it was committed.
 
     Raises AdapterRefused where the tenant's quota does not allow it, QuotaTaken, and what `copy_source` raises.
     """

@@ -13,7 +13,7 @@ from typing import Any
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, shown
+from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME, shown
 from loraplex.admin.problem import Problem
 
 ARCHIVE_NAME = "archive"
@@ -33,16 +33,24 @@ class Part(Enum):
     TENSORS = TENSORS_NAME
     ARCHIVE = ARCHIVE_NAME
     SERVING = SERVING_NAME
+    CHAT_TEMPLATE = "chat_template.jinja"
+    TOKENIZER_CONFIG = "tokenizer_config.json"
+    SPECIAL_TOKENS = "special_tokens_map.json"
+    GENERATION_CONFIG = "generation_config.json"
 
 
-_SMALL = {Part.CONFIG: MAX_CONFIG_BYTES, Part.SERVING: MAX_SERVING_BYTES}
+_SMALL = {
+    Part.CONFIG: MAX_CONFIG_BYTES,
+    Part.SERVING: MAX_SERVING_BYTES,
+    **{Part(name): most for name, most in CHAT_FILE_BYTES.items()},
+}
 
 
 class UploadParser:
     """Feed it the body; it gives (part, bytes) pieces, in order, none of them kept.
 
-    A part is known by its form name; a part named `file` or `files` by its file name, which must be one of the
-    two. Each part comes once; an archive comes without them. `max_bytes` bounds the parts' contents together.
+    A part is known by its form name; a part named `file` or `files` by its file name, which must be one of
+    the files'. Each part comes once; an archive comes without them. `max_bytes` bounds the parts' contents together.
     `serving` has the field of that name, which is no file.
     """
 
@@ -62,10 +70,9 @@ class UploadParser:
             )
         self._max_bytes = max_bytes
         self._room = {
-            Part.CONFIG: MAX_CONFIG_BYTES,
+            **_SMALL,
             Part.TENSORS: max_bytes,
             Part.ARCHIVE: max_bytes,
-            Part.SERVING: MAX_SERVING_BYTES,
         }
         self.serving = bytearray()
         self._total = 0
@@ -114,7 +121,7 @@ class UploadParser:
         return pieces
 
     def finish(self) -> frozenset[Part]:
-        """The files of a body that has ended: two, or the archive. Raises Problem."""
+        """The files of a body that has ended: two and those of its chats, or the archive. Raises Problem."""
         if not self._ended:
             raise Problem("invalid_multipart", "The multipart body ends before its last boundary.")
         if Part.ARCHIVE in self._seen:

@@ -96,11 +96,8 @@ class _Writer:
     """Collects pieces and writes them in a worker thread, `BUFFER_BYTES` at a time."""
 
     def __init__(self, staging: Staging, threads: anyio.CapacityLimiter) -> None:
-        self._paths = {
-            Part.CONFIG: staging.config_path,
-            Part.TENSORS: staging.tensors_path,
-            Part.ARCHIVE: staging.archive_path,
-        }
+        self._paths = {part: staging.directory / part.value for part in Part}
+        self._paths[Part.ARCHIVE] = staging.archive_path
         self._fault = staging.fault
         self._threads = threads
         self._files: dict[Part, BinaryIO] = {}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from loraplex.adapters.store.files import CHAT_FILE_BYTES
 from loraplex.app.commands.pull import pull
 from loraplex.app.commands.release import targets_text
 from loraplex.app.commands.shared.client import AdminClient
@@ -64,7 +65,7 @@ def create_adapter_commands() -> typer.Typer:
     app.command("import", help="Have the server fetch NAME's next version from an allowed place.")(
         admin_command(import_)
     )
-    app.command("pull", help="Fetch a version's two files into a directory, as they were uploaded.")(
+    app.command("pull", help="Fetch a version's files into a directory, as they were uploaded.")(
         admin_command(pull)
     )
     app.command("list", help="List a tenant's adapters.")(admin_command(list_))
@@ -102,6 +103,9 @@ def push(
                     f"{directory / part}: {error.strerror}. DIR must hold {FILES[0]} and {FILES[1]}, as PEFT's "
                     "save_pretrained writes them."
                 ) from error
+        for part in CHAT_FILE_BYTES:
+            with contextlib.suppress(OSError):
+                files[part] = stack.enter_context(open(directory / part, "rb"))
         shown = stack.enter_context(upload_progress(files, is_quiet=out.as_json))
         data = {"serving": json.dumps(given)} if given else None
         status, made = admin.send("POST", _versions(tenant, name, wait), files=shown, data=data)

@@ -1,4 +1,4 @@
-"""`loraplex adapter pull`: a version's two files into a directory."""
+"""`loraplex adapter pull`: a version's files into a directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from loraplex.adapters.admission.chat_files import OwnChat, read_chat_files
+from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.files import (
+    CHAT_FILE_BYTES,
     CHUNK_BYTES,
     CONFIG_NAME,
     TENSORS_NAME,
@@ -47,7 +50,7 @@ def pull(
     ],
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Where the two files go; made if need be", show_default=False),
+        typer.Argument(metavar="DIR", help="Where its files go; made if need be", show_default=False),
     ],
     tenant: TenantOption,
     force: Annotated[
@@ -58,7 +61,7 @@ def pull(
     path = f"/tenants/{segment(tenant)}/adapters/{segment(name)}"
     version, why = (given, "") if given is not None else _most_traffic(admin, path)
     found = admin.call("GET", f"{path}/versions/{segment(version)}")
-    is_there = _check_directory(directory, found["digest"], force=force)
+    is_there = _check_directory(directory, found["digest"], found["serving"]["chat_digest"], force=force)
     if not is_there:
         _fetch(admin, path, found, directory, is_quiet=out.as_json)
     if out.as_json:
@@ -80,14 +83,15 @@ def _most_traffic(admin: AdminClient, path: str) -> tuple[str, str]:
     return chosen["version"], f" (takes {share:.3g}% of the traffic)"
 
 
-def _check_directory(directory: Path, digest: str, *, force: bool) -> bool:
+def _check_directory(directory: Path, digest: str, chat_digest: str | None, *, force: bool) -> bool:
     """Whether the files are there already. Raises CommandFailed for others in their place, unless `force`."""
+    names = FILES if chat_digest is None else (*FILES, *CHAT_FILE_BYTES)
     try:
-        present = [file for file in (directory / name for name in FILES) if os.path.lexists(file)]
-        if len(present) == len(FILES):
-            with contextlib.suppress(OSError):  # a folder or a link in its place
-                if digest_upload(*present) == digest:
-                    return True
+        present = [file for file in (directory / name for name in names) if os.path.lexists(file)]
+        with contextlib.suppress(OSError):  # a folder or a link in its place
+            has_both = set(present).issuperset(directory / name for name in FILES)
+            if has_both and _digests(directory, with_chat=chat_digest is not None) == (digest, chat_digest):
+                return True
     except OSError as error:
         raise CommandFailed(f"{directory}: {error.strerror}.") from error
     if present and not force:
@@ -98,8 +102,18 @@ def _check_directory(directory: Path, digest: str, *, force: bool) -> bool:
     return False
 
 
+def _digests(directory: Path, *, with_chat: bool) -> tuple[str, str | None]:
+    """Of an adapter's files, and of what is beside them for its chats. Raises OSError."""
+    files = None
+    if with_chat:
+        with contextlib.suppress(AdapterRefused):  # they are others
+            files = read_chat_files(directory)
+    chat = None if files is None else OwnChat(files.templates, files.special_tokens, files.eos_ids).digest
+    return digest_upload(*(directory / name for name in FILES)), chat
+
+
 def _fetch(admin: AdminClient, path: str, found: dict[str, Any], directory: Path, *, is_quiet: bool) -> None:
-    """Both files beside their places first, and into them once their digest is right."""
+    """The files beside their places first, and into them once their digests are right."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -108,12 +122,14 @@ def _fetch(admin: AdminClient, path: str, found: dict[str, Any], directory: Path
         raise CommandFailed(f"{directory}: {error.strerror}.") from error
     try:
         _receive(admin, f"{path}/versions/{segment(found['version'])}", scratch, is_quiet=is_quiet)
-        if digest_upload(*(scratch / name for name in FILES)) != found["digest"]:
+        chat_digest = found["serving"]["chat_digest"]
+        if _digests(scratch, with_chat=chat_digest is not None) != (found["digest"], chat_digest):
             raise CommandFailed(
                 f"what came from {admin.url} is not {found['name']}@{found['version']}: its digest is another; try "
                 "again."
             )
-        for name in reversed(FILES):
+        others = [name for name in CHAT_FILE_BYTES if (scratch / name).exists()]
+        for name in (*others, *reversed(FILES)):
             os.replace(scratch / name, directory / name)
     except OSError as error:
         raise CommandFailed(
@@ -144,16 +160,20 @@ def _receive(admin: AdminClient, version_path: str, scratch: Path, *, is_quiet: 
 
 
 def _extract(reader: _Reader, scratch: Path) -> None:
-    missing = set(FILES)
+    missing, others = set(FILES), set(CHAT_FILE_BYTES)
     try:
         with tarfile.open(fileobj=cast(IO[bytes], reader), mode="r|") as tar:
             for member in tar:
-                content = tar.extractfile(member) if member.isreg() and member.name in missing else None
+                is_known = member.name in missing or (
+                    member.name in others and member.size <= CHAT_FILE_BYTES[member.name]
+                )
+                content = tar.extractfile(member) if member.isreg() and is_known else None
                 if content is None:
                     raise CommandFailed(
                         f"the archive holds '{member.name[:80]}'; is this Loraplex's admin plane?"
                     )
-                missing.remove(member.name)
+                missing.discard(member.name)
+                others.discard(member.name)
                 with create_file(scratch / member.name) as file:
                     while data := content.read(CHUNK_BYTES):
                         write_all(file, data)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.errors import AdapterRefused, ArtifactUnreadable, LoraplexError
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
@@ -19,6 +22,7 @@ from loraplex.adapters.store.files import disk_failures_named, open_regular
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
+from loraplex.control.catalog.new_versions import add_version, note_upload, with_chat
 from loraplex.control.catalog.quota import check_quota, upload_room
 from loraplex.control.catalog.releases import add_release, current_release, release_shown
 from loraplex.control.catalog.staged import UploadRoom
@@ -32,7 +36,6 @@ from loraplex.control.catalog.versions import (
     version_number,
     version_target,
 )
-from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion, Tenant
 from loraplex.control.errors import Conflict, TenantNotFound
@@ -91,6 +94,8 @@ class Catalog:
         staging: Staging,
         *,
         serving: Serving = AS_THE_BASE,
+        chat: OwnChat | None = None,
+        notes: Sequence[Mapping[str, Any]] = (),
         source: str | None = None,
         release: bool = False,
         check: bool = False,
@@ -98,7 +103,8 @@ class Catalog:
     ) -> tuple[VersionInfo, bool]:
         """Make a version of an upload's two files; whether it is new. The same bytes again within a name, to be served
         alike, are the version that has them; where the stored ones are lost or damaged, they take their place. Bytes
-        that were rejected before are a new version, and are checked again.
+        that were rejected before are a new version, and are checked again. `chat` is what they bring for their chats;
+        `notes` are added to the checks of the report.
         `source` is where an import came from, for the audit log. With `release` the version takes all the traffic of
         its name from the moment when it is ready on. With `check` that is when `Validation.accept` says so: until then
         a new version is `validating`.
@@ -111,6 +117,7 @@ class Catalog:
         spec = inspect_adapter(
             staging.config_path, staging.tensors_path, self.base, max_rank=self.max_rank, deep=True
         )
+        spec = with_chat(spec, chat, notes)
         fault = self._artifacts.store.fault
         # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
         with disk_failures_named():
@@ -124,10 +131,10 @@ class Catalog:
                 with self._database.write() as session:
                     self._artifacts.check_stored(spec.digest)
                     pending = pending_check(by) if check else None
-                    row, is_new = self._record(session, tenant_id, name, spec, serving, pending)
+                    row, is_new = self._record(session, tenant_id, name, spec, serving, chat, pending)
                     release_upload(session, row, release=release, by=by)
                     admitted = version_info(row), is_new
-                    _note_upload(session, by, *admitted, source)
+                    note_upload(session, by, *admitted, source)
                     fault(FaultPoint.COMMIT_VERSION)
         except BaseException:
             # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
@@ -147,9 +154,11 @@ class Catalog:
         name: str,
         spec: AdapterSpec,
         serving: Serving,
+        chat: OwnChat | None,
         pending: dict[str, Any] | None,
     ) -> tuple[AdapterVersion, bool]:
         """Of bytes that are published: the version that stands for them."""
+        serving = replace(serving, chat_digest=None if chat is None else chat.digest)
         tenant = session.get(Tenant, tenant_id, with_for_update=True)
         if tenant is None:
             raise TenantNotFound(f"There is no tenant '{tenant_id}'.")
@@ -168,50 +177,16 @@ class Catalog:
                 AdapterVersion.base_fingerprint == self.base.fingerprint,
                 AdapterVersion.tool_format.is_not_distinct_from(serving.tool_format),
                 AdapterVersion.reasoning_format.is_not_distinct_from(serving.reasoning_format),
+                AdapterVersion.chat_digest.is_not_distinct_from(serving.chat_digest),
                 LIVING,
             )
         ).first()
         if known is not None:
             return known, False
         check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
-        return self._add_version(session, tenant_id, name, spec, serving, pending), True
-
-    def _add_version(
-        self,
-        session: Session,
-        tenant_id: str,
-        name: str,
-        spec: AdapterSpec,
-        serving: Serving,
-        pending: dict[str, Any] | None,
-    ) -> AdapterVersion:
-        now = database_now(session)
-        adapter = session.get(Adapter, (tenant_id, name))
-        if adapter is None:
-            adapter = Adapter(tenant_id=tenant_id, name=name, last_number=0, created_at=now)
-            session.add(adapter)
-        adapter.last_number += 1
-        session.flush()
-        row = AdapterVersion(
-            tenant_id=tenant_id,
-            name=name,
-            number=adapter.last_number,
-            digest=spec.digest,
-            state="ready" if pending is None else "validating",
-            rank=spec.rank,
-            targets=list(spec.targets),
-            bytes=spec.num_bytes,
-            report=spec.report,
-            base_fingerprint=self.base.fingerprint,
-            pinned=False,
-            created_at=now,
-            tool_format=serving.tool_format,
-            reasoning_format=serving.reasoning_format,
-            pending_check=pending,
-        )
-        session.add(row)
-        session.flush()
-        return row
+        return add_version(
+            session, tenant_id, name, self.base, spec, serving=serving, chat=chat, pending=pending
+        ), True
 
     def get_adapter(self, tenant_id: str, name: str) -> AdapterInfo:
         with self._database.read() as session:
@@ -256,6 +231,12 @@ class Catalog:
         """As `get_version`; one that was deleted or rejected raises VersionNotFound."""
         with self._database.read() as session:
             return version_info(require_living(session, tenant_id, name, version))
+
+    def get_chat(self, tenant_id: str, name: str, version: str) -> OwnChat | None:
+        """What a living version brings for its chats. Raises as `get_living`."""
+        with self._database.read() as session:
+            chat = require_living(session, tenant_id, name, version).chat
+            return None if chat is None else OwnChat.of_json(chat)
 
     def list_versions(
         self, tenant_id: str, name: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
@@ -323,7 +304,7 @@ class Catalog:
                 target = version_target(tenant_id, name, version)
                 record(session, by, "version.delete", target, tenant_id=tenant_id, before=before)
                 pinned = [digest] if row.pinned else []
-                row.state, row.pinned, row.pending_check = "deleted", False, None
+                _retire(row)
                 unpinned = lost_pins(session, pinned)
                 self._artifacts.store.fault(FaultPoint.COMMIT_REMOVAL)
             self._artifacts.store.fault(FaultPoint.REMOVAL_COMMITTED)
@@ -350,7 +331,7 @@ class Catalog:
                 record(session, by, "adapter.delete", target, tenant_id=tenant_id, before=before)
                 pinned = [row.digest for row in rows if row.pinned]
                 for row in rows:
-                    row.state, row.pinned, row.pending_check = "deleted", False, None
+                    _retire(row)
                 unpinned = lost_pins(session, pinned)
                 add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
                 self._artifacts.store.fault(FaultPoint.COMMIT_REMOVAL)
@@ -418,18 +399,5 @@ class Catalog:
         return "ready" if row.pending_check is None else "validating"
 
 
-def _note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool, source: str | None) -> None:
-    """The same bytes again are an act too: they may have healed what was damaged."""
-    shown = {
-        "version": info.version,
-        "digest": info.digest,
-        "bytes": info.bytes,
-        "rank": info.rank,
-        "state": info.state,
-        "is_new": is_new,
-        "tool_format": info.serving.tool_format,
-        "reasoning_format": info.serving.reasoning_format,
-        "release": release_shown(current_release(session, info.tenant_id, info.name)),
-    } | ({} if source is None else {"source": source})
-    target = f"{tenant_target(info.tenant_id)}/adapters/{info.name}/versions"
-    record(session, by, "version.upload", target, tenant_id=info.tenant_id, after=shown)
+def _retire(row: AdapterVersion) -> None:
+    row.state, row.pinned, row.pending_check, row.chat = "deleted", False, None, None

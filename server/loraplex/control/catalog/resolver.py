@@ -207,14 +207,15 @@ def _read_versions(
         of.created_at,
         of.tool_format,
         of.reasoning_format,
+        of.chat_digest,
     )
     query = (
         select(*columns).where(of.tenant_id == tenant_id, LIVING, *conditions).order_by(of.name, of.number)
     )
     found: dict[str, dict[int, _Version]] = {}
-    for name, number, digest, rank, state, created_at, *formats in session.execute(query):
+    for name, number, digest, rank, state, created_at, *serving in session.execute(query):
         ref = AdapterRef(tenant_id, name, number, digest, rank)
-        found.setdefault(name, {})[number] = _Version(ref, state, created_at, Serving(*formats))
+        found.setdefault(name, {})[number] = _Version(ref, state, created_at, Serving(*serving))
     return found
 
 

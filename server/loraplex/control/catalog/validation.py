@@ -89,7 +89,7 @@ class Validation:
         refusal. Raises as `accept`."""
 
         def decide(session: Session, row: AdapterVersion, release: bool, by: Actor) -> None:
-            row.state, row.pending_check = "rejected", None
+            row.state, row.pending_check, row.chat = "rejected", None, None
             shown = {"code": refusal.code, "message": refusal.message}
             row.report = row.report | {"reference_error": reference_error, "refusal": shown}
             _record_check(session, row, by, reference_error, code=refusal.code)

@@ -27,7 +27,7 @@ def version_info(row: AdapterVersion) -> VersionInfo:
         base_fingerprint=row.base_fingerprint,
         pinned=row.pinned,
         created_at=row.created_at,
-        serving=Serving(row.tool_format, row.reasoning_format),
+        serving=Serving(row.tool_format, row.reasoning_format, row.chat_digest),
     )
 
 

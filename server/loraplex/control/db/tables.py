@@ -173,6 +173,9 @@ class AdapterVersion(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     tool_format: Mapped[str | None] = mapped_column(String(16))
     reasoning_format: Mapped[str | None] = mapped_column(String(16))
+    chat_digest: Mapped[str | None] = mapped_column(String(64))
+    chat: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True), deferred=True)
+    """`OwnChat.as_json` of what it brings for its chats, while its bytes are kept; null: nothing."""
     pending_check: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     """While its numbers have not been checked: who uploaded it (`actor`); if it is then to be released, the revision
     that was in force when that was asked (`release_after`). Null: they need no check any more."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from loraplex.adapters.admission.chat_files import NAMED_TOKENS
 from loraplex.serving.errors import TemplateError, TextTooLong, TokenizerUnsupported
 from loraplex.serving.output.format_parser import FormatParser
 from loraplex.serving.output.formats import TOOL_FORMATS, Notation, ReasoningFormat, ToolFormat
@@ -39,7 +40,6 @@ MAX_CHARS_PER_TOKEN = 32
 MAX_DEPTH = 64
 _OPENING_TOKENS = 16
 """At the end of a prompt, in which the opening of the reasoning stands if it does."""
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,11 @@ class TextProcessor:
         self._written = {token_id: token.content for token_id, token in added.items()}
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         config = _read_json(path / "tokenizer_config.json")
+        self.template_sources: Mapping[str, str] = _template_sources(path, config)
+        """The chat templates by name."""
         self._templates = {
             name: ChatTemplate(source, _special_tokens(path, config))
-            for name, source in _template_sources(path, config).items()
+            for name, source in self.template_sources.items()
         }
         self._added = frozenset(self._special_ids) | frozenset(self._written.values())
         self._renderings: dict[tuple[str, str | None], ToolRendering] = {}
@@ -100,6 +102,11 @@ class TextProcessor:
     def vocab_size(self) -> int:
         """Tokens that have a text or a meaning; the model's own count may be padded beyond it."""
         return len(self.table.token_bytes)
+
+    def token_id(self, token: str) -> int | None:
+        """Of a token as the vocabulary writes it."""
+        number: int | None = self._tokenizer.token_to_id(token)
+        return number
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A raw prompt's tokens. Control tokens written in it are control tokens: a client that sends a raw prompt

@@ -1,0 +1,199 @@
+"""What an upload says of its chats: a chat template, special tokens by name, and the tokens that end an answer.
+
+Nothing of it is compiled or run here: a template is text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.store.files import CHAT_FILE_BYTES, open_regular, shown
+
+TEMPLATE_FILE, TOKENIZER_FILE, TOKENS_FILE, GENERATION_FILE = CHAT_FILE_BYTES
+MAX_TEMPLATE_BYTES = CHAT_FILE_BYTES[TEMPLATE_FILE]
+"""Of a version's templates together."""
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TEMPLATE_NAMES = ("default", "tool_use")
+"""The templates that chats use, of those that a tokenizer may have."""
+MAX_EOS_IDS = 64
+MAX_TOKEN_CHARS = 256
+_Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnChat:
+    """What a version brings for its chats beyond its base's: `templates` by name (none: the base's serve), and then its
+    `special_tokens` by name; `eos_ids`, tokens of the base that end an answer beside the base's own."""
+
+    templates: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    eos_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> OwnChat:
+        return cls(value["templates"], value["special_tokens"], tuple(value["eos_ids"]))
+
+    def as_json(self) -> _Json:
+        return {
+            "templates": dict(self.templates),
+            "special_tokens": dict(self.special_tokens),
+            "eos_ids": list(self.eos_ids),
+        }
+
+    @property
+    def canonical(self) -> bytes:
+        return json.dumps(self.as_json(), sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def digest(self) -> str:
+        """64 hex characters of SHA-256: equal for equal chats."""
+        return hashlib.sha256(self.canonical).hexdigest()
+
+    def files(self) -> dict[str, bytes]:
+        """The same as an upload's files, by name: read again, they give an equal value."""
+        found: dict[str, bytes] = {}
+        if set(self.templates) == {"default"}:
+            found[TEMPLATE_FILE] = self.templates["default"].encode()
+        elif self.templates:
+            listed = [{"name": name, "template": text} for name, text in self.templates.items()]
+            found[TOKENIZER_FILE] = _pretty({"chat_template": listed})
+        if self.special_tokens:
+            found[TOKENS_FILE] = _pretty(dict(self.special_tokens))
+        if self.eos_ids:
+            found[GENERATION_FILE] = _pretty({"eos_token_id": list(self.eos_ids)})
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFiles:
+    """The content of an upload's files. `eos_ids` are those of its generation config; `added`: the tokens that its
+    tokenizer's config lists."""
+
+    templates: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+    eos_ids: tuple[int, ...]
+    added: tuple[str, ...]
+
+
+def read_chat_files(folder: Path) -> ChatFiles | None:
+    """None where none of the files is there. Raises AdapterRefused (config_invalid, too_large), OSError."""
+    found = {name: data for name in CHAT_FILE_BYTES if (data := _content(folder / name)) is not None}
+    if not found:
+        return None
+    config = _object(found, TOKENIZER_FILE)
+    tokens = {
+        name: text
+        for source in (_object(found, TOKENS_FILE), config)
+        for name in NAMED_TOKENS
+        if (text := _token_text(source.get(name))) is not None
+    }
+    return ChatFiles(
+        _templates(found, config),
+        tokens,
+        _eos_ids(_object(found, GENERATION_FILE).get("eos_token_id")),
+        _added(config.get("added_tokens_decoder")),
+    )
+
+
+def _content(path: Path) -> bytes | None:
+    most = CHAT_FILE_BYTES[path.name]
+    try:
+        with open_regular(path) as file:
+            data = b"".join(iter(lambda: file.read(most + 1), b""))
+    except FileNotFoundError:
+        return None
+    if len(data) > most:
+        raise AdapterRefused("too_large", f"{path.name} has more than {most} bytes; leave it out.")
+    return data
+
+
+def _object(found: Mapping[str, bytes], name: str) -> _Json:
+    if name not in found:
+        return {}
+    try:
+        # Usual files have numbers of more than 64 bits, such as model_max_length, which nobody reads.
+        value = json.loads(found[name].decode("utf-8"))
+    except RecursionError:
+        raise _invalid(name, "it is nested too deeply") from None
+    except ValueError as error:
+        raise _invalid(name, shown(error, 160)) from None
+    if not isinstance(value, dict):
+        raise _invalid(name, "it is not a JSON object")
+    return value
+
+
+def _templates(found: Mapping[str, bytes], config: _Json) -> dict[str, str]:
+    """By the names that chats use, from the first place that has any, in the order of transformers."""
+    if TEMPLATE_FILE in found:
+        try:
+            given = {"default": found[TEMPLATE_FILE].decode("utf-8")}
+        except UnicodeDecodeError as error:
+            raise _invalid(TEMPLATE_FILE, f"it is not UTF-8 (byte {error.start})") from None
+        where = TEMPLATE_FILE
+    else:
+        where = f"{TOKENIZER_FILE}: chat_template"
+        given = _listed(config.get("chat_template"), where)
+    for text in given.values():
+        if "\0" in text or not _is_encodable(text):
+            raise _invalid(where, "a template holds what is no character")
+    if sum(len(text.encode()) for text in given.values()) > MAX_TEMPLATE_BYTES:
+        raise AdapterRefused(
+            "too_large",
+            f"{where} has more than {MAX_TEMPLATE_BYTES} bytes; leave it out, and the base's template serves.",
+        )
+    return given
+
+
+def _listed(value: Any, where: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    by_name = {
+        item["name"]: item["template"]
+        for item in (value if isinstance(value, list) else ())
+        if isinstance(item, dict)
+        and isinstance(item.get("name"), str)
+        and isinstance(item.get("template"), str)
+    }
+    if not by_name:
+        raise _invalid(where, "it is neither a template nor a list of them by name")
+    chosen = {name: by_name[name] for name in TEMPLATE_NAMES if name in by_name}
+    return chosen if "default" in chosen else {"default": next(iter(by_name.values())), **chosen}
+
+
+def _eos_ids(value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > MAX_EOS_IDS or any(type(number) is not int or not 0 <= number < 1 << 31 for number in ids):
+        raise _invalid(GENERATION_FILE, f"eos_token_id is a token id, or a list of at most {MAX_EOS_IDS}")
+    return tuple(ids)
+
+
+def _added(value: Any) -> tuple[str, ...]:
+    listed = value.values() if isinstance(value, dict) else ()
+    return tuple(text for item in listed if (text := _token_text(item)) is not None)
+
+
+def _token_text(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str) or not 0 < len(text) <= MAX_TOKEN_CHARS:
+        return None
+    return text if _is_encodable(text) and "\0" not in text else None
+
+
+def _is_encodable(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _pretty(value: _Json) -> bytes:
+    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _invalid(where: str, why: str) -> AdapterRefused:
+    return AdapterRefused("config_invalid", f"{where} cannot be used: {why}. Mend it, or leave it out.")

@@ -1,0 +1,86 @@
+"""The row of a new version, and what the audit log says of its upload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from loraplex.adapters.admission.chat_files import OwnChat
+from loraplex.adapters.spec import AdapterSpec, BaseSpec
+from loraplex.control.audit.recorder import Actor, record
+from loraplex.control.catalog.releases import current_release, release_shown
+from loraplex.control.db.clock import database_now
+from loraplex.control.db.tables import Adapter, AdapterVersion
+from loraplex.control.tenancy.tenants import tenant_target
+from loraplex.control.types import Serving, VersionInfo
+
+
+def with_chat(spec: AdapterSpec, chat: OwnChat | None, notes: Sequence[Mapping[str, Any]]) -> AdapterSpec:
+    """Its report tells of the chat, and its size counts it: the database keeps it as long as the version."""
+    checks = [*spec.report["checks"], *map(dict, notes)]
+    num_bytes = spec.num_bytes + (0 if chat is None else len(chat.canonical))
+    return replace(spec, report=spec.report | {"checks": checks}, num_bytes=num_bytes)
+
+
+def add_version(
+    session: Session,
+    tenant_id: str,
+    name: str,
+    base: BaseSpec,
+    spec: AdapterSpec,
+    *,
+    serving: Serving,
+    chat: OwnChat | None,
+    pending: dict[str, Any] | None,
+) -> AdapterVersion:
+    """With the next number of its name. `pending` is of `pending_check`, None for one that is ready."""
+    now = database_now(session)
+    adapter = session.get(Adapter, (tenant_id, name))
+    if adapter is None:
+        adapter = Adapter(tenant_id=tenant_id, name=name, last_number=0, created_at=now)
+        session.add(adapter)
+    adapter.last_number += 1
+    session.flush()
+    row = AdapterVersion(
+        tenant_id=tenant_id,
+        name=name,
+        number=adapter.last_number,
+        digest=spec.digest,
+        state="ready" if pending is None else "validating",
+        rank=spec.rank,
+        targets=list(spec.targets),
+        bytes=spec.num_bytes,
+        report=spec.report,
+        base_fingerprint=base.fingerprint,
+        pinned=False,
+        created_at=now,
+        tool_format=serving.tool_format,
+        reasoning_format=serving.reasoning_format,
+        chat_digest=serving.chat_digest,
+        chat=None if chat is None else chat.as_json(),
+        pending_check=pending,
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool, source: str | None) -> None:
+    """The same bytes again are an act too: they may have healed what was damaged."""
+    shown = {
+        "version": info.version,
+        "digest": info.digest,
+        "bytes": info.bytes,
+        "rank": info.rank,
+        "state": info.state,
+        "is_new": is_new,
+        "tool_format": info.serving.tool_format,
+        "reasoning_format": info.serving.reasoning_format,
+        "chat_digest": info.serving.chat_digest,
+        "release": release_shown(current_release(session, info.tenant_id, info.name)),
+    } | ({} if source is None else {"source": source})
+    target = f"{tenant_target(info.tenant_id)}/adapters/{info.name}/versions"
+    record(session, by, "version.upload", target, tenant_id=info.tenant_id, after=shown)

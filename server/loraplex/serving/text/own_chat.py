@@ -1,0 +1,120 @@
+"""What a version brings for its chats, compared with its base's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from loraplex.adapters.admission.chat_files import ChatFiles, OwnChat
+from loraplex.adapters.store.files import shown
+
+TEMPLATE_CHECK, ENDS_CHECK = "chat template", "ends of answers"
+"""Their names in a report."""
+_MAX_NAMED = 4
+_OWN_ALONE = "only on a server that is started with --adapter-templates own"
+
+
+class BaseText(Protocol):
+    """The part of `TextProcessor` that the base's chats are read from."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def template_sources(self) -> Mapping[str, str]: ...
+    def token_id(self, token: str) -> int | None: ...
+    def names(self, token_ids: Sequence[int]) -> list[str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFound:
+    """`own` is None where nothing differs from the base; `checks` are for the report."""
+
+    own: OwnChat | None = None
+    checks: tuple[Mapping[str, Any], ...] = ()
+
+
+def compare_chat(
+    files: ChatFiles, text: BaseText, base_eos_ids: Collection[int], *, own_serves: bool
+) -> ChatFound:
+    """`own_serves`: this server renders chats with versions' own templates."""
+    checks: list[Mapping[str, Any]] = []
+    templates = {} if _is_equal(files.templates, text.template_sources) else files.templates
+    if templates:
+        checks.append(_template_check(own_serves))
+        lacking = [token for token in files.added if text.token_id(token) is None]
+        if lacking:
+            named = ", ".join(shown(token) for token in lacking[:_MAX_NAMED])
+            more = ", …" if len(lacking) > _MAX_NAMED else ""
+            checks.append(
+                _check(
+                    TEMPLATE_CHECK,
+                    f"warning: the base's tokenizer lacks {len(lacking)} tokens of the version's ({named}{more}): "
+                    "where its template writes them, they are read as plain text",
+                    ok=False,
+                )
+            )
+    elif files.templates:
+        checks.append(_check(TEMPLATE_CHECK, "it is the base's", ok=True))
+    ids, lacking = _eos_ids(files, text)
+    checks += [
+        _check(
+            ENDS_CHECK,
+            f"warning: the base's tokenizer lacks {token}, which ends the version's answers; it is ignored",
+            ok=False,
+        )
+        for token in lacking
+    ]
+    ids = tuple(number for number in ids if number not in base_eos_ids)
+    if ids:
+        checks.append(_ends_check(text.names(ids), ids, own_serves))
+    own = OwnChat(templates, files.special_tokens if templates else {}, ids)
+    return ChatFound(own if templates or ids else None, tuple(checks))
+
+
+def _is_equal(given: Mapping[str, str], base: Mapping[str, str]) -> bool:
+    """Whether a base that has these templates renders as the given ones do; files end with a newline, or do not."""
+    return all(name in base and text.rstrip() == base[name].rstrip() for name, text in given.items())
+
+
+def _template_check(own_serves: bool) -> Mapping[str, Any]:
+    if own_serves:
+        return _check(TEMPLATE_CHECK, "it differs from the base's, and renders the version's chats", ok=True)
+    return _check(
+        TEMPLATE_CHECK,
+        f"warning: it differs from the base's. The base's renders the version's chats; its own does {_OWN_ALONE}",
+        ok=False,
+    )
+
+
+def _eos_ids(files: ChatFiles, text: BaseText) -> tuple[tuple[int, ...], list[str]]:
+    """Those that the base has, and the others as a message names them."""
+    found: dict[int, None] = {}
+    lacking = []
+    for number in files.eos_ids:
+        if number < text.vocab_size:
+            found[number] = None
+        else:
+            lacking.append(f"token {number}")
+    if (token := files.special_tokens.get("eos_token")) is not None:
+        number_of_it = text.token_id(token)
+        if number_of_it is None:
+            lacking.append(shown(token))
+        else:
+            found[number_of_it] = None
+    return tuple(sorted(found)), lacking
+
+
+def _ends_check(names: Sequence[str], ids: Sequence[int], own_serves: bool) -> Mapping[str, Any]:
+    listed = ", ".join(f"{shown(name)} ({number})" for name, number in zip(names, ids, strict=True))
+    if own_serves:
+        return _check(ENDS_CHECK, f"the version's answers end with {listed} too", ok=True)
+    return _check(
+        ENDS_CHECK,
+        f"warning: the version's answers end with {listed} too, which the base's do not: they end there {_OWN_ALONE}",
+        ok=False,
+    )
+
+
+def _check(name: str, detail: str, *, ok: bool) -> Mapping[str, Any]:
+    return {"name": name, "ok": ok, "detail": detail}
