@@ -12,11 +12,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP_PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 """Pages at the top of the repository that the site shows too."""
+HOME_ENDS = "\n## What you get\n"
+"""The site's first page is the README up to here, then the list of all pages."""
 _TOKEN = re.compile(
     r"^ *```.*?^ *```"
     r"|(?P<text>\[(?:`[^`\n]*`|[^\]`])*\])\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
@@ -85,5 +88,28 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if page.file.src_uri in TOP_PAGES:
-        return markdown
-    return links_for_site(markdown, posixpath.join("docs", posixpath.dirname(page.file.src_uri)).rstrip("/"))
+        return titled(markdown, page, files)
+    text = links_for_site(markdown, posixpath.join("docs", posixpath.dirname(page.file.src_uri)).rstrip("/"))
+    if page.is_homepage:
+        top, end, _ = (ROOT / "README.md").read_text("utf-8").partition(HOME_ENDS)
+        if not end:
+            raise PluginError(f"README.md has no section {HOME_ENDS.strip()!r}")
+        _, _, lists = text.partition("\n## ")
+        text = f"{links_for_site(top, '')}\n## {lists}"
+    return titled(text, page, files)
+
+
+def titled(markdown: str, page: Any, files: Any) -> str:
+    """Links whose text is the name of a page's file, such as `[limits.md](limits.md#rates)`, with its title instead."""
+
+    def rewrite(match: re.Match[str]) -> str:
+        path = match["target"] and posixpath.normpath(
+            posixpath.join(posixpath.dirname(page.file.src_uri), match["target"])
+        )
+        linked = files.get_file_from_path(path) if path else None
+        if linked is None or posixpath.basename(match["text"][1:-1]) != posixpath.basename(path):
+            return match[0]
+        title = re.search(r"^# (.+)$", linked.content_string, re.MULTILINE)
+        return match[0] if title is None else f"[{title[1]}]({match['target']}{match['anchor'] or ''})"
+
+    return _TOKEN.sub(rewrite, markdown)

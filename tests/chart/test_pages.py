@@ -70,7 +70,7 @@ def test_versions_on_the_page_are_those_of_the_checks() -> None:
         assert fetched == {f"helm-{oldest}", f"helm-{newest}"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/kubernetes.md"])
+@pytest.mark.parametrize("page", ["docs/install.md", "docs/kubernetes.md"])
 def test_the_command_that_installs_the_chart_renders_it(helm: Helm, page: str) -> None:
     commands = re.findall(r"helm install ((?:[^\n]*\\\n)*[^\n]*)", markdown.blocks(markdown.read(page)))
     assert commands

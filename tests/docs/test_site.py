@@ -50,14 +50,20 @@ def test_faults_fail_the_build_by_name(tmp_path: Path) -> None:
         (tmp_path / top).write_text("# Top\n")
     page = tmp_path / "docs/part/page.md"
     page.parent.mkdir(parents=True)
+    (tmp_path / "README.md").write_text("# Top\n\nIn short.\n\n## What you get\n\nIn long.\n")
     (tmp_path / "docs/README.md").write_text(
-        "# Home\n\n[page](part/page.md), [code](../tools/docs_site.py)\n"
+        "# All\n\nNot shown.\n\n## List\n\n[page.md](part/page.md), [code](../tools/docs_site.py)\n"
     )
     page.write_text(
         "# Page\n\n[`code`](../../tools/docs_site.py), `[no](link.md)`, [up](../../SECURITY.md#top)\n"
     )
     sound = build(tmp_path, tmp_path / "site")
     assert sound.returncode == 0, sound.stdout + sound.stderr
+    home = (tmp_path / "site/index.html").read_text("utf-8")
+    assert "In short." in home, "the README's first half"
+    assert '<a href="part/page/">Page</a>, code' in home, "a page's title as the text of a link"
+    assert "In long." not in home
+    assert "Not shown." not in home
 
     (tmp_path / "docs/outside.md").write_text("# Not in the menu\n")
     page.write_text(

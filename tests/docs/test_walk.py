@@ -1,4 +1,4 @@
-"""The sessions of docs/operations.md: plans, and the walk of a new operator with the small real model."""
+"""The plans of docs/operations.md, and an operator's first day with the small real model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_plans_are_as_shown(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("real_model_dir")
 def test_the_walk_leads_where_the_page_says(tmp_path: Path) -> None:
-    steps = steps_of(section("## A walk from a bare machine"))
+    steps = steps_of(markdown.read("docs/first-day.md"))
     assert len(steps) > 20
     data_port, admin_port = free_ports(2)
     here = {
