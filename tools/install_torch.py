@@ -21,16 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 # Compiling all files would take longer than the rest; Python compiles what it imports.
-PIP = (
-    sys.executable,
-    "-m",
-    "pip",
-    "--quiet",
-    "--quiet",
-    "--disable-pip-version-check",
-    "install",
-    "--no-compile",
-)
+# At a terminal pip shows what it fetches.
+QUIET = () if sys.stdout.isatty() else ("--quiet", "--quiet")
+PIP = (sys.executable, "-m", "pip", *QUIET, "--disable-pip-version-check", "install", "--no-compile")
 UNKNOWN_TO_PIP = "No matching distribution found"
 BUILDS = ("auto", "cpu", "cuda")
 
@@ -89,22 +82,25 @@ def install_by_uv(version: str) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         done = run(*PIP, "--target", folder, "uv", quiet=True)
         if done.returncode == 0:
-            command = (sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable)
+            command = (sys.executable, "-m", "uv", "pip", "install", *QUIET[:1], "--python", sys.executable)
             wanted = ("--torch-backend", "cpu", "--no-deps", f"torch=={version}")
-            done = run(*command, *wanted, quiet=True, environment={"PYTHONPATH": folder})
+            # uv draws its bars on stderr, and says there too what went wrong.
+            done = run(*command, *wanted, quiet=bool(QUIET), environment={"PYTHONPATH": folder})
     if done.returncode == 0:
         return None
-    return (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1].strip()
+    lines = (done.stderr or "").strip().splitlines()
+    return (lines or [f"it ended with {done.returncode}"])[-1].strip()
 
 
 def run(
     *command: str, quiet: bool = False, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """`quiet`: what it says on stderr is returned, and shown only by the caller; its bars on stdout are for people."""
     output = subprocess.PIPE if quiet else None
     return subprocess.run(  # noqa: S603 - pip and uv with arguments of ours
         command,
         env={**os.environ, **(environment or {})},
-        stdout=output,
+        stdout=None if sys.stdout.isatty() else output,
         stderr=output,
         text=True,
         check=False,

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -29,10 +31,11 @@ from rich.table import Table
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.base_model.source import default_served_name, ensure_model
 from loraplex.app.settings import make_data_dir
+from loraplex.app.start_watch import await_ready
+from loraplex.app.transfer_bar import transfer_bar
 from loraplex.control.types import SCOPES
 
 TENANT = "demo"
-START_TIMEOUT_S = 180.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 STOPPED_EXIT_CODE = 130  # a shell's code for Ctrl-C
 
@@ -61,16 +64,18 @@ class QuickstartOptions:
 def run_quickstart(options: QuickstartOptions, console: Console) -> int:
     """The exit code: 0 only if every answer came."""
     adapters = _example_adapters(options.adapters_dir)
-    for port in (options.port, options.admin_port):
-        _require_free(options.host, port)
+    _require_free(options)
     console.print(f"[bold]1/5[/] base model {options.model}")
-    model_dir = ensure_model(options.model, lambda line: console.print(f"    {line}"))
+    # At a terminal alone: bars are drawn on stderr, beside the lines.
+    bar = partial(transfer_bar, is_quiet=False) if console.is_terminal else None
+    model_dir = ensure_model(options.model, lambda line: console.print(f"    {line}"), bar)
     console.print(
         f"    in {escape(str(model_dir))}: adapters are trained on it", highlight=False, soft_wrap=True
     )
     console.print("[bold]2/5[/] starting the server")
     with _stopped_by_signals() as stop, _server(options, model_dir, stop) as server:
-        _await_ready(options, server, console, stop)
+        url = f"http://{options.host}:{options.port}/readyz"
+        await_ready(url, console, lambda: _check_server(options, server, stop))
         console.print(
             f"    data plane http://{options.host}:{options.port}, admin plane http://{options.host}:{options.admin_port}"
         )
@@ -93,6 +98,7 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
                 f"no answer from {', '.join(failed)}; the server's log is {_log_path(options)}"
             )
         if not options.exit_after:
+            _show_next(console, options)
             console.print("\nThe server stays up; Ctrl-C stops it.")
             stop.check()
             _wait(server)
@@ -115,16 +121,56 @@ def _example_adapters(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _require_free(host: str, port: int) -> None:
+def _require_free(options: QuickstartOptions) -> None:
+    """Raises QuickstartFailed, with ports that are free, or where a server already uses the data directory."""
+    taken = {
+        port: reason
+        for port in (options.port, options.admin_port)
+        if (reason := _obstacle(options.host, port)) is not None
+    }
+    is_held = _is_held(options.data_dir)
+    if not taken and not is_held:
+        return
+    found = [f"port {port} on {options.host} cannot be used ({why})" for port, why in taken.items()]
+    arguments = []
+    if taken:
+        arguments.append("--port {} --admin-port {}".format(*_free_ports(options.host)))
+    if is_held:
+        found.append(f"a server uses the data directory {options.data_dir}")
+        arguments.append(f"--data-dir {options.data_dir}-2")
+    raise QuickstartFailed(
+        f"{', and '.join(found)}: stop what runs there, or say: {_again(' '.join(arguments))}"
+    )
+
+
+def _obstacle(host: str, port: int) -> str | None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise QuickstartFailed(
-                f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there, or choose "
-                "others with --port and --admin-port."
-            ) from error
+            return error.strerror or str(error)
+    return None
+
+
+def _free_ports(host: str) -> tuple[int, int]:
+    """Two that nobody uses now. 0 where the host itself cannot be bound, which the message names."""
+    with socket.socket() as one, socket.socket() as other:
+        with contextlib.suppress(OSError):
+            one.bind((host, 0))
+            other.bind((host, 0))
+        return int(one.getsockname()[1]), int(other.getsockname()[1])
+
+
+def _is_held(data_dir: Path) -> bool:
+    try:
+        with open(data_dir / "lock") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _log_path(options: QuickstartOptions) -> Path:
@@ -214,30 +260,11 @@ def _server(options: QuickstartOptions, model_dir: Path, stop: _Stop) -> Iterato
                 child.wait()
 
 
-def _await_ready(
-    options: QuickstartOptions, server: subprocess.Popen[bytes], console: Console, stop: _Stop
-) -> None:
-    shown: set[str] = set()
-    end = time.monotonic() + START_TIMEOUT_S
-    url = f"http://{options.host}:{options.port}/readyz"
-    while time.monotonic() < end:
-        stop.check()
-        if server.poll() is not None:
-            raise QuickstartFailed(
-                f"the server ended with {server.returncode}: {_last_line(_log_path(options))}"
-            )
-        with contextlib.suppress(httpx.HTTPError, ValueError):
-            answer = httpx.get(url, timeout=2)
-            if answer.status_code == 200:
-                return
-            reason = str(answer.json().get("reason", ""))
-            if reason not in shown:
-                console.print(f"    {escape(reason)}", highlight=False, soft_wrap=True)
-                shown.add(reason)
-        time.sleep(0.2)
-    raise QuickstartFailed(
-        f"the server was not ready after {START_TIMEOUT_S:.0f} s; see {_log_path(options)}"
-    )
+def _check_server(options: QuickstartOptions, server: subprocess.Popen[bytes], stop: _Stop) -> None:
+    """Raises SystemExit after a signal, QuickstartFailed with the server's own last word where it has ended."""
+    stop.check()
+    if server.poll() is not None:
+        raise QuickstartFailed(f"the server ended with {server.returncode}: {_last_line(_log_path(options))}")
 
 
 def _last_line(path: Path) -> str:
@@ -347,6 +374,41 @@ def _show(console: Console, options: QuickstartOptions, key: str, answers: dict[
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _show_next(console: Console, options: QuickstartOptions) -> None:
+    """What to do in a second terminal, and where the ports come from."""
+    key_file = shlex.quote(str((options.data_dir / "quickstart-key").absolute()))
+    program = shlex.quote(_program())
+    lines = [
+        "",
+        f"In a second terminal, as the tenant '{TENANT}':",
+        f"  export LORAPLEX_URL=http://{options.host}:{options.port} LORAPLEX_API_KEY=$(cat {key_file})",
+        f'  {program} chat -m pirate "Who are you?"',
+        f"  {program} adapter push NAME DIR    # a folder that PEFT's save_pretrained wrote",
+        "As the operator:",
+        f"  export LORAPLEX_ADMIN_URL=http://{options.host}:{options.admin_port} "
+        f"LORAPLEX_DATA_DIR={shlex.quote(str(options.data_dir.absolute()))}",
+        f"  {program} tenant create acme",
+        f"Ports: {options.port} is the tenants', {options.admin_port} the operators'. For others: "
+        f"{_again('--port PORT --admin-port PORT')}",
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _program() -> str:
+    """`loraplex` where the shell finds this installation's, else its path."""
+    here = Path(sys.executable).with_name("loraplex")
+    found = shutil.which("loraplex")
+    if found is not None and Path(found).resolve() == here.resolve():
+        return "loraplex"
+    return str(here)
+
+
+def _again(arguments: str) -> str:
+    """The command that was run, with `arguments`."""
+    made = "MAKELEVEL" in os.environ
+    return f'make quickstart ARGS="{arguments}"' if made else f"loraplex quickstart {arguments}"
 
 
 def _wait(server: subprocess.Popen[bytes]) -> None:

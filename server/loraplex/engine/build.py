@@ -202,7 +202,9 @@ def _build(
 
         kind = str(model.dtype).removeprefix("torch.")
         if not KERNELS.is_compiled(kind):
-            on_stage("compiling kernels for this processor (once, 10 to 20 s)")
+            on_stage(
+                "compiling kernels for this processor (once; 10 to 20 s, minutes where the machine is slow)"
+            )
         compiling = executor.submit(lambda: KERNELS.compile(kind, lambda: numba_warm_up.warm_up(model.dtype)))
         try:
             compiling.result()

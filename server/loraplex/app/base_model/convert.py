@@ -1,8 +1,9 @@
 """`python -m loraplex.app.base_model.convert GGUF DIR`: a GGUF file as a safetensors model directory, in bfloat16.
 
-Needs neither torch nor transformers. Weights are dequantised some rows at a time and written at once, so that the
-memory needed is that of the file's own reader. What is written equals what transformers' GGUF loading and
-`save_pretrained` give, byte for byte, except versions and defaults in the JSON files; tests compare the two.
+Each tensor that is written is a line `DONE TOTAL`, in bytes, on stdout. Needs neither torch nor transformers. Weights
+are dequantised some rows at a time and written at once, so that the memory needed is that of the file's own reader.
+What is written equals what transformers' GGUF loading and `save_pretrained` give, byte for byte, except versions and
+defaults in the JSON files; tests compare the two.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,11 +47,14 @@ class GgufUnsupported(Exception):
     """The file holds a model or a tokenizer that is not converted; the message names it."""
 
 
-def convert(gguf: Path, target: Path) -> None:
+def convert(
+    gguf: Path, target: Path, on_written: Callable[[int, int], None] = lambda done, total: None
+) -> None:
     """Write config, tokenizer, chat template and bfloat16 weights of `gguf` into the new directory `target`.
 
-    The model must be of Llama's architecture with a byte-level BPE tokenizer. Raises GgufUnsupported, OSError, and
-    what the reader raises for a broken file (ValueError, KeyError).
+    `on_written` is called after each tensor with the bytes so far and those of all. The model must be of Llama's
+    architecture with a byte-level BPE tokenizer. Raises GgufUnsupported, OSError, and what the reader raises for a
+    broken file (ValueError, KeyError).
     """
     reader = GGUFReader(gguf)
     metadata = _Metadata(reader)
@@ -66,7 +70,7 @@ def convert(gguf: Path, target: Path) -> None:
     if template := metadata.get("tokenizer.chat_template"):
         (target / "chat_template.jinja").write_text(template, "utf-8")
     with open(target / "model.safetensors", "wb") as out:
-        _write_weights(reader, metadata, out)
+        _write_weights(reader, metadata, out, on_written)
 
 
 class _Metadata:
@@ -194,7 +198,9 @@ def _weights(reader: GGUFReader, metadata: _Metadata) -> list[_Weight]:
     return sorted(found, key=lambda weight: weight.name)
 
 
-def _write_weights(reader: GGUFReader, metadata: _Metadata, out: BinaryIO) -> None:
+def _write_weights(
+    reader: GGUFReader, metadata: _Metadata, out: BinaryIO, on_written: Callable[[int, int], None]
+) -> None:
     weights = _weights(reader, metadata)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -207,6 +213,7 @@ def _write_weights(reader: GGUFReader, metadata: _Metadata, out: BinaryIO) -> No
     for weight in weights:
         for piece in weight.pieces():
             out.write(piece.view(np.uint8).data)
+        on_written(header[weight.name]["data_offsets"][1], end)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -214,6 +221,5 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    convert(
-        Path(sys.argv[1]), Path(sys.argv[2])
-    )  # a failure's last line of traceback is what the caller shows
+    # A failure's last line of traceback is what the caller shows.
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: print(done, total, flush=True))

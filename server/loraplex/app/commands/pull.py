@@ -28,8 +28,8 @@ from loraplex.app.commands.shared.client import AdminClient
 from loraplex.app.commands.shared.errors import CommandFailed
 from loraplex.app.commands.shared.options import TenantOption, split_version
 from loraplex.app.commands.shared.paths import segment
-from loraplex.app.commands.shared.transfer_bar import transfer_bar
 from loraplex.app.output import Output, size
+from loraplex.app.transfer_bar import transfer_bar
 
 if TYPE_CHECKING:
     import httpx

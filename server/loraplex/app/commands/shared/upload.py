@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any
 
-from loraplex.app.commands.shared.transfer_bar import transfer_bar
+from loraplex.app.transfer_bar import transfer_bar
 
 
 class _Watched:
