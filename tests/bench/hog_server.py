@@ -76,7 +76,6 @@ HOGS = {
     "prompts": Hog("64 streams of 1,000 tokens in, 200 out", LONG | {"max_tokens": 200}, 100),
     "free": Hog("60 free streams of 4,000 tokens", LONG, streams=60),
     "literal": Hog("60 streams of `a{8000}b`", _dictated("a{8000}b"), streams=60),
-    "long": Hog("60 streams of `a{16000}b`", _dictated("a{16000}b"), streams=60),
     "pattern": Hog("60 streams of `(x{100}[ab])*`", _dictated("(x{100}[ab])*"), streams=60),
     "embeddings": Hog("2 requests of 1,024 inputs of one token", {}, streams=2, inputs=1024),
 }

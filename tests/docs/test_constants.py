@@ -36,6 +36,7 @@ from loraplex.control.usage import journal, roll_up
 from loraplex.engine import build, sizing
 from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
 from loraplex.engine.execution import device_memory, kv_cache
+from loraplex.engine.grammar import dictated
 from loraplex.engine.scheduling import block_needs, step_budget
 from loraplex.http import body, context
 from loraplex.kernels.numba_runtime import cache as numba_cache
@@ -303,6 +304,11 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         (builders.MAX_CHOICES, builders.MAX_GRAMMAR_BYTES / KIB),
     ),
     ("structured-output.md", "| a grammar | {:g} KiB |", (builders.MAX_GRAMMAR_BYTES / KIB,)),
+    (
+        "structured-output.md",
+        "| text that a schema, a pattern or a grammar dictates at one place, such as a constant | {:g} KiB |",
+        (dictated.MAX_DICTATED_BYTES / KIB,),
+    ),
     (
         "structured-output.md",
         "`--grammar-time-limit` seconds of processor time ({:g}) and {:g} MiB",

@@ -87,6 +87,17 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a catastrophic pattern": {"structured_outputs": {"regex": "(a|a)*(a+)+(.*a.{30}){30}b"}},
     "a deep pattern": {"structured_outputs": {"regex": "(" * 4000 + "a" + ")" * 4000}},
     "many states": {"structured_outputs": {"regex": "(.|\n)*a(.|\n){24}"}},
+    "a long dictated text": {"structured_outputs": {"regex": "a{16000}b"}},
+    "a long dictated text in a rule": lark('start: A{16000}\nA: "ab"'),
+    "a long constant": by_schema({"const": "xy z" * 4000}),
+    "constants that multiply": by_schema(
+        {
+            "$defs": {"a": {"const": "x" * 500}, "b": {"items": {"$ref": "#/$defs/a"}, "minItems": 60}},
+            "type": "array",
+            "items": {"$ref": "#/$defs/b"},
+            "minItems": 60,
+        }
+    ),
     "4,096 choices": {"structured_outputs": {"choice": [f"{i:012x}" for i in range(4096)]}},
     "an endless rule": lark("start: start"),
     "an ambiguous rule": lark('start: s s s s\ns: s s s | "a"? | ("b" s)*'),

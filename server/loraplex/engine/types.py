@@ -181,9 +181,10 @@ class Sequence:
     many positions have been *scheduled* for computation; it catches up with `num_tokens`, and is at most
     `most_computed`. `block_ids[i]` holds positions 16·i … 16·i+15. `epoch` grows at each preemption, so that a result
     of an older life can be told apart. `num_charged` is the highest position that was ever charged to the tenant, so
-    that recomputation is free. `block_keys[i]` names the content of the i-th full block. `num_scored` prompt
-    positions have told the log probability of the token behind them. `num_starved` times in a row the step that was
-    to compute position `starved_at`, and nothing else, did not fit into the device's memory.
+    that recomputation is free. Positions below `lost_until` were computed before a preemption. `block_keys[i]` names
+    the content of the i-th full block. `num_scored` prompt positions have told the log probability of the token behind
+    them. `num_starved` times in a row the step that was to compute position `starved_at`, and nothing else, did not
+    fit into the device's memory.
     """
 
     request: EngineRequest
@@ -204,6 +205,7 @@ class Sequence:
     deadline_at: float | None = None  # by the engine's clock
     adapter_state: AdapterState | None = None  # at arrival
     num_charged: int = 0
+    lost_until: int = 0
     num_scored: int = 0
     starved_at: int = -1
     num_starved: int = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from llguidance import LLMatcher
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.grammar import matchers as module
-from loraplex.engine.grammar.matchers import GrammarMatchers, SequenceMatcher, build_matcher
+from loraplex.engine.grammar.dictated import MAX_DICTATED_BYTES, DictatesTooMuch
+from loraplex.engine.grammar.matchers import BuiltGrammar, GrammarMatchers, SequenceMatcher, build_matcher
 from loraplex.engine.grammar.tokenizer import GrammarsUnsupported, load_grammar_tokenizer, new_matcher
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from support.engine.grammars import VOCAB_SIZE
@@ -68,6 +71,66 @@ def test_a_token_that_the_grammar_bars_is_an_error(vocabulary: GrammarVocabulary
     matcher = SequenceMatcher(new_matcher(vocabulary.tokenizer, GRAMMAR))
     assert "doesn't satisfy the grammar" in (matcher.move_to(0, 120) or "")
     assert matcher.move_to(0) is not None
+
+
+class Spelling:
+    """A matcher and its tokenizer, and the bytes that they were asked to spell."""
+
+    def __init__(self, vocabulary: GrammarVocabulary, text: str) -> None:
+        self._inner = new_matcher(vocabulary.tokenizer, text)
+        self._tokenizer = vocabulary.tokenizer
+        self.num_bytes = 0
+
+    def compute_ff_tokens(self) -> list[int]:
+        self.num_bytes += len(self._inner.compute_ff_bytes())
+        return self._inner.compute_ff_tokens()
+
+    def tokenize_partial(self, text: bytes) -> tuple[list[int], bytes]:
+        self.num_bytes += len(text)
+        return self._tokenizer.tokenize_partial(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("length", [20, 500, 3000, 8000])
+def test_a_dictated_text_is_spelled_once_however_many_steps_take_it(
+    vocabulary: GrammarVocabulary, length: int
+) -> None:
+    text = "".join(chr(97 + place % 26) for place in range(length))
+    spelling: Any = Spelling(vocabulary, f'start: "{text}" /[ab]/')
+    matcher, taken = SequenceMatcher(spelling), []
+    while follows := list(itertools.islice(matcher.dictated(spelling), 32)):
+        matcher.known += follows
+        assert matcher.move_to(len(matcher.known)) is None
+        taken += follows
+    assert bytes(taken).decode() == text
+    # Text that follows may change the spelling of a window's end: it is spelled again with the next.
+    assert spelling.num_bytes <= 1.1 * length
+
+
+def test_a_token_off_the_dictated_ones_forgets_them(vocabulary: GrammarVocabulary) -> None:
+    """As where a step is void, and another token comes out."""
+    matcher = SequenceMatcher(
+        new_matcher(vocabulary.tokenizer, 'start: "a" ("bcd" | "xyz") "end"'), known=[97]
+    )
+    assert matcher.move_to(1, 98) is None
+    assert list(matcher.dictated(vocabulary.tokenizer)) == byte_encode("cdend")
+    assert matcher.move_to(1, 120) is None
+    assert list(matcher.dictated(vocabulary.tokenizer)) == byte_encode("yzend")
+
+
+def test_a_text_that_is_too_long_is_found_once(vocabulary: GrammarVocabulary) -> None:
+    built = BuiltGrammar()
+    text = f'start: /[ab]/ "{"x" * (MAX_DICTATED_BYTES + 1)}"'
+    first = SequenceMatcher(new_matcher(vocabulary.tokenizer, text), grammar=built)
+    second: Any = Spelling(vocabulary, text)
+    second.compute_ff_bytes = pytest.fail
+    assert first.move_to(0, 97) is None
+    with pytest.raises(DictatesTooMuch, match="dictates 8193 bytes at one place, and may dictate 8192"):
+        first.dictated_token(vocabulary.tokenizer)
+    with pytest.raises(DictatesTooMuch):
+        SequenceMatcher(second, grammar=built).dictated(vocabulary.tokenizer)
 
 
 # Many requests.
@@ -124,18 +187,35 @@ def desk(vocabulary: GrammarVocabulary) -> Iterator[Desk]:
     desk.matchers.close()
 
 
-def test_equal_grammars_are_built_once_and_shared_by_nobody(
+def test_a_tenants_equal_grammars_are_built_once_and_shared_by_nobody(
     desk: Desk, vocabulary: GrammarVocabulary
 ) -> None:
     for name in ("a", "b"):
         desk.matchers.open(name, "acme", GRAMMAR)
     desk.wait_for("a", "b")
-    assert desk.matchers.open("c", "other", GRAMMAR)
+    assert desk.matchers.open("c", "acme", GRAMMAR)
     assert desk.builds.begun == [GRAMMAR]
     assert desk.matchers.matcher("a").move_to(0, 97) is None
     fresh = mask_of(new_matcher(vocabulary.tokenizer, GRAMMAR))
     assert mask_of(desk.matchers.matcher("a").inner) != fresh
     assert [mask_of(desk.matchers.matcher(name).inner) for name in ("b", "c")] == [fresh, fresh]
+
+
+def test_a_tenant_that_uses_up_a_lexer_fails_nobody_else(desk: Desk) -> None:
+    """Copies of a matcher share their lexer's states, and its limits."""
+    pattern = "start: /[gh]a{7000}b/"
+    for tenant in ("acme", "other"):
+        desk.matchers.open(tenant, tenant, pattern)
+    desk.wait_for("acme", "other")
+    spent = desk.matchers.matcher("acme")
+    assert spent.move_to(0, 103) is None
+    assert spent.inner.compute_ff_bytes()
+    assert "lexer error" in (spent.move_to(0, 104, 97) or spent.failed() or "")
+    assert desk.matchers.matcher("other").move_to(0, 103, *[97] * 3000) is None
+    # The next request of the same tenant gets a lexer of its own.
+    assert not desk.matchers.open("again", "acme", pattern)
+    desk.wait_for("again")
+    assert desk.matchers.matcher("again").move_to(0, 103, *[97] * 3000) is None
 
 
 def test_a_grammar_that_cannot_be_built_says_why(desk: Desk) -> None:
@@ -165,7 +245,7 @@ def test_tenants_take_turns(desk: Desk) -> None:
     order = desk.builds.begun[2:]
     assert order.index('start: "few"') <= 2
     assert order.index(texts[4]) <= 3
-    assert sorted(order) == sorted([*texts, 'start: "few"'])
+    assert sorted(order) == sorted([*texts, texts[4], 'start: "few"'])
 
 
 def test_what_is_closed_is_not_heard_of_again(desk: Desk) -> None:
@@ -236,6 +316,23 @@ def test_when_all_threads_are_stuck_requests_are_told_at_once(desk: Desk) -> Non
     desk.matchers.open("after", "acme", GRAMMAR)
     desk.wait_for("after")
     assert desk.ended["after"] is None
+
+
+def test_a_grammar_that_dictates_too_much_is_refused_then_and_there(desk: Desk) -> None:
+    later = f'start: /[ab]/ "{"x" * 9000}"'
+    desk.matchers.open("at once", "acme", f'start: "{"x" * 9000}"')
+    desk.matchers.open("later", "acme", later)
+    desk.wait_for("at once", "later")
+    assert "dictates 9000 bytes" in (desk.ended["at once"] or "")
+    assert desk.ended["later"] is None
+    matcher = desk.matchers.matcher("later")
+    assert matcher.move_to(0, 97) is None
+    with pytest.raises(DictatesTooMuch):
+        matcher.dictated(desk.matchers.vocabulary.tokenizer)
+    # No other request of it takes a step.
+    assert not desk.matchers.open("again", "acme", later)
+    desk.take()
+    assert "dictates 9000 bytes" in (desk.ended["again"] or "")
 
 
 def test_few_grammars_are_kept(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

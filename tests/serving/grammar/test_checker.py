@@ -151,6 +151,15 @@ async def test_grammar_whose_first_masks_are_slow_is_refused(watched: Watched) -
     assert await reason_of(watched.checker.check("a", builders.lark(many)))
 
 
+@pytest.mark.parametrize("before", ["", "/[ab]/", f'/[ab]/ "{"x" * 2000}" /[cd]{{3}}/ "{"y" * 2000}" /[ef]/'])
+async def test_grammar_that_dictates_too_long_a_text_is_refused(watched: Watched, before: str) -> None:
+    """Also behind tokens that are sampled, and texts that are short enough."""
+    check = watched.checker.check
+    reason = await reason_of(check("a", builders.lark(f'start: {before} "{"c" * 9000}"')))
+    assert "dictates 9000 bytes at one place, and may dictate 8192" in reason
+    await check("a", builders.lark(f'start: {before} "{"c" * 2000}"'))
+
+
 async def test_grammar_that_takes_too_much_memory_is_refused(model: Path) -> None:
     watched = Watched(model, GrammarLimits(cpu_s=20, memory=16 << 20))
     try:

@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from llguidance import LLExecutor
 from numpy.typing import NDArray
 
-from loraplex.engine.grammar.matchers import GrammarMatchers, SequenceMatcher, reason_of
+from loraplex.engine.grammar.dictated import DictatesTooMuch
+from loraplex.engine.grammar.matchers import GrammarMatchers, SequenceMatcher
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary, clear_bits
 from loraplex.engine.types import ScheduledSequence, SequenceState
 
@@ -110,7 +112,10 @@ class MaskMaker:
         with self._in_use:
             matcher.known += seq.token_ids[seq.num_prompt + len(matcher.known) :]
             error = matcher.move_to(len(matcher.known), token)
-            forced = self._forced(row) if error is None and not self._lookahead else []
+            try:
+                forced = self._forced(row) if error is None and not self._lookahead else []
+            except DictatesTooMuch as fault:
+                return Accepted((token,), error=str(fault))
             if forced:
                 error = matcher.move_to(len(matcher.known), token, *forced)
             # One that failed in the mask of the step behind counts as stopped too. That step tells.
@@ -128,19 +133,22 @@ class MaskMaker:
 
     def _forced(self, row: MaskRow) -> list[int]:
         """What must follow the row's new token; what ends the answer before is for the tracker to see. Special tokens,
-        and those that the model has not got, are left to a mask."""
-        inner, vocabulary = row.matcher.inner, self._matchers.vocabulary
-        if row.scheduled.seq.request.sampling.logprobs is not None or inner.is_stopped():
+        and those that the model has not got, are left to a mask. Raises DictatesTooMuch."""
+        seq, vocabulary = row.scheduled.seq, self._matchers.vocabulary
+        most = min(MAX_FORCED, seq.request.sampling.max_tokens - seq.num_outputs - 1)
+        if seq.request.sampling.logprobs is not None or most <= 0:
             return []
-        forced = inner.compute_ff_tokens()[:MAX_FORCED]
+        forced = list(islice(row.matcher.dictated(vocabulary.tokenizer), most))
         for place, token in enumerate(forced):
             if token >= vocabulary.vocab_size or vocabulary.tokenizer.is_special_token(token):
                 return forced[:place]
         return forced
 
     def _compute(self, matchers: Sequence[SequenceMatcher]) -> None:
-        """Masks for those that have none."""
-        todo = [matcher for matcher in matchers if matcher.mask is None]
+        """Masks for those that have none. Those that dictate too much get none."""
+        todo = [
+            matcher for matcher in matchers if matcher.mask is None and not self._compute_dictated(matcher)
+        ]
         if not todo:
             return
         words = np.zeros((len(todo), self._matchers.vocabulary.num_words), dtype=np.uint32)
@@ -149,6 +157,18 @@ class MaskMaker:
         self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, size, len(todo))
         for matcher, mask in zip(todo, words, strict=True):
             matcher.mask = mask
+
+    def _compute_dictated(self, matcher: SequenceMatcher) -> bool:
+        """Whether the mask needs no llguidance: one token is known to follow, or none may."""
+        vocabulary = self._matchers.vocabulary
+        try:
+            token = matcher.dictated_token(vocabulary.tokenizer)
+        except DictatesTooMuch:
+            return True
+        if token is not None:
+            matcher.mask = np.zeros(vocabulary.num_words, dtype=np.uint32)
+            matcher.mask[token // 32] = 1 << token % 32
+        return token is not None
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -173,7 +193,8 @@ class MaskMaker:
             self._compute([row.matcher for _, row in followed])
             for place, row in followed:
                 mask = words[place]
-                mask[:] = row.matcher.mask
+                if row.matcher.mask is not None:
+                    mask[:] = row.matcher.mask
                 if error := _finish(row, mask, vocabulary):
                     failed[row.row] = error
                     mask[:] = ~np.uint32(0)
@@ -187,7 +208,9 @@ def _finish(row: MaskRow, mask: NDArray[np.uint32], vocabulary: GrammarVocabular
     """Bar what llguidance knows nothing of. Returns what is wrong, if anything."""
     inner = row.matcher.inner
     if inner.is_error():
-        return reason_of(inner)
+        return row.matcher.failed()
+    if row.matcher.mask is None:
+        return row.matcher.grammar.fault
     used_words = int(np.count_nonzero(mask))
     if used_words == 1:
         vocabulary.allow_dictated_text(inner, mask)

@@ -1,9 +1,10 @@
 """The matchers of requests, built while the requests wait.
 
 A few threads build them, one at a time each, tenants in turns: a tenant with many or large grammars delays another's by
-one build. Equal texts are built once; each request gets a copy, which shares nothing with others. llguidance builds
-without the interpreter lock, and cannot be interrupted: a build that takes too long fails its requests, and another
-thread takes the place of the one that is stuck.
+one build. A tenant's equal texts are built once, and each request gets a copy. Copies share the states of their lexer,
+and its limits, so no two tenants have copies of one matcher. llguidance builds without the interpreter lock, and cannot
+be interrupted: a build that takes too long fails its requests, and another thread takes the place of the one that is
+stuck.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.grammar.dictated import WINDOW_BYTES, DictatesTooMuch, dictated_text, spelled
 from loraplex.engine.grammar.tokenizer import new_matcher
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 
@@ -36,20 +38,31 @@ MAX_KEPT_CHARS = 4 << 20
 
 
 @dataclass(eq=False)
+class BuiltGrammar:
+    """What the copies of one matcher share. `fault`: why no request may use it. `is_spent`: a copy has failed, perhaps
+    at a limit of the lexer that all copies share; the next request gets one that is built again."""
+
+    fault: str = ""
+    is_spent: bool = False
+
+
+@dataclass(eq=False)
 class SequenceMatcher:
     """How far one sequence's tokens have been matched. For one thread at a time.
 
     `known` are the output tokens that the engine has collected; they only grow. `_fed` is what `inner` has consumed: of
     these the first `_sure` are known ones. A token behind them was sampled by a step that was not collected when it was
     fed, and may come out as another one if that step is computed again. `mask`, where it is there, is that of the next
-    token.
+    token. `_ahead` are tokens that must come behind the fed ones, as far as they have been asked for.
     """
 
     inner: LLMatcher
     known: list[int] = field(default_factory=list)
+    grammar: BuiltGrammar = field(default_factory=BuiltGrammar)
     mask: NDArray[np.uint32] | None = None
     _fed: list[int] = field(default_factory=list)
     _sure: int = 0
+    _ahead: deque[int] = field(default_factory=deque)
 
     def move_to(self, count: int, *tokens: int) -> str | None:
         """Consume the first `count` known tokens, and then `tokens`; take back all others. Returns what is wrong, if
@@ -62,22 +75,61 @@ class SequenceMatcher:
         surplus = len(behind) - same
         if surplus or len(wanted) > same:
             self.mask = None
-        if surplus and not self.inner.rollback(surplus):
-            return self._error("a token cannot be taken back")
+        if surplus:
+            self._ahead.clear()
+            if not self.inner.rollback(surplus):
+                return self.failed("a token cannot be taken back")
         del fed[self._sure + same :]
         for new in wanted[same:]:
             fed.append(new)
+            if self._ahead and self._ahead.popleft() != new:
+                self._ahead.clear()
             if not self.inner.consume_token(new):
-                return self._error(f"token {new} is not one that the grammar allows")
+                return self.failed(f"token {new} is not one that the grammar allows")
         self._sure = count
         return None
 
-    def _error(self, otherwise: str) -> str:
+    def dictated(self, tokenizer: LLTokenizer) -> Sequence[int]:
+        """Tokens that must follow, the first ones at least; none where nothing is dictated. Raises DictatesTooMuch."""
+        if not self._ahead:
+            text = self._dictated_text()
+            self._ahead.extend(spelled(self.inner, tokenizer, text))
+        return self._ahead
+
+    def dictated_token(self, tokenizer: LLTokenizer) -> int | None:
+        """The one that must follow, where that is known, or where a mask would cost more than to ask. Raises
+        DictatesTooMuch."""
+        if not self._ahead and len(self._dictated_text()) <= WINDOW_BYTES:
+            return None
+        return next(iter(self.dictated(tokenizer)), None)
+
+    def _dictated_text(self) -> bytes:
+        if self.grammar.fault:
+            raise DictatesTooMuch(self.grammar.fault)
+        try:
+            return dictated_text(self.inner)
+        except DictatesTooMuch as error:
+            self.grammar.fault = str(error)
+            raise
+
+    def failed(self, otherwise: str = "") -> str:
+        """Why it cannot go on, in llguidance's words where it has some."""
+        self.grammar.is_spent = True
         return reason_of(self.inner) or otherwise
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    matcher: LLMatcher
+    grammar: BuiltGrammar = field(default_factory=BuiltGrammar)
+
+    def copy(self) -> SequenceMatcher:
+        return SequenceMatcher(self.matcher.deep_copy(), grammar=self.grammar)
 
 
 @dataclass(eq=False)
 class _Build:
+    tenant_id: str
     text: str
     requests: list[str] = field(default_factory=list)
     begun: float | None = None
@@ -104,8 +156,8 @@ class GrammarMatchers:
         self._changed = threading.Condition()
         # Under the condition's lock.
         self._queue: OrderedDict[str, deque[_Build]] = OrderedDict()  # by tenant, in turns
-        self._builds: dict[str, _Build] = {}  # by text: queued, or being built
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._builds: dict[tuple[str, str], _Build] = {}  # by tenant and text: queued, or being built
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._ended: list[tuple[str, str | None]] = []
         self._matchers: dict[str, SequenceMatcher] = {}
         self._waiting: dict[str, _Build] = {}  # by request
@@ -126,23 +178,24 @@ class GrammarMatchers:
     def open(self, request_id: str, tenant_id: str, text: str) -> bool:
         """Whether the request's matcher is there already. Else `take_built` says when it is, or why it will not be."""
         with self._changed:
-            kept = self._kept.get(text)
-            if kept is not None:
-                self._kept.move_to_end(text)
-                self._matchers[request_id] = SequenceMatcher(kept.deep_copy())
+            kept = self._kept.get((tenant_id, text))
+            if kept is not None and kept.grammar.fault:
+                self._ended.append((request_id, kept.grammar.fault))
+                return False
+            if kept is not None and not kept.grammar.is_spent:
+                self._kept.move_to_end((tenant_id, text))
+                self._matchers[request_id] = kept.copy()
                 return True
             if not self._num_free:
                 self._ended.append((request_id, "too many grammars before it took too long to build"))
                 return False
-            build = self._builds.setdefault(text, _Build(text))
+            build = self._builds.get((tenant_id, text))
+            if build is None:
+                build = self._builds[tenant_id, text] = _Build(tenant_id, text)
+                self._queue.setdefault(tenant_id, deque()).append(build)
+                self._changed.notify()
             build.requests.append(request_id)
             self._waiting[request_id] = build
-            if build.begun is None:
-                # Another tenant may have queued it already, far behind others of its own.
-                queued = self._queue.setdefault(tenant_id, deque())
-                if build not in queued:
-                    queued.append(build)
-                self._changed.notify()
             return False
 
     def take_built(self) -> list[tuple[str, str | None]]:
@@ -191,7 +244,7 @@ class GrammarMatchers:
                 self._start_thread()
 
     def _end(self, build: _Build, error: str | None) -> None:
-        del self._builds[build.text]
+        del self._builds[build.tenant_id, build.text]
         for request_id in build.requests:
             del self._waiting[request_id]
             self._ended.append((request_id, error))
@@ -207,18 +260,17 @@ class GrammarMatchers:
         while (build := self._next()) is not None:
             outcome = self._try(build.text)
             with self._changed:
-                if isinstance(outcome, LLMatcher):
-                    self._keep(build.text, outcome)
-                if self._builds.get(build.text) is not build:
+                kept = None if isinstance(outcome, str) else self._keep(build, outcome)
+                if self._builds.get((build.tenant_id, build.text)) is not build:
                     # It took too long, and has ended all the same.
                     self._num_stuck -= 1
                     if self._num_free == BUILD_THREADS:
                         return
                     self._num_free += 1
                     continue
-                if isinstance(outcome, LLMatcher):
+                if kept is not None:
                     for request_id in build.requests:
-                        self._matchers[request_id] = SequenceMatcher(outcome.deep_copy())
+                        self._matchers[request_id] = kept.copy()
                 self._end(build, outcome if isinstance(outcome, str) else None)
             self._wake()
 
@@ -231,11 +283,10 @@ class GrammarMatchers:
                     build = queued.popleft()
                     if queued:
                         self._queue[tenant_id] = queued  # last in turn now
-                    if build.begun is None and self._builds.get(build.text) is build:
-                        if build.requests:
-                            build.begun = self._clock()
-                            return build
-                        del self._builds[build.text]
+                    if build.requests:
+                        build.begun = self._clock()
+                        return build
+                    del self._builds[build.tenant_id, build.text]
                 if not self._queue:
                     self._changed.wait()
         return None
@@ -246,7 +297,11 @@ class GrammarMatchers:
             return self._vocabulary.message
         try:
             matcher = self._build(self.vocabulary, text)
-            return reason_of(matcher) or matcher
+            if not (reason := reason_of(matcher)):
+                dictated_text(matcher)
+            return reason or matcher
+        except DictatesTooMuch as error:
+            return str(error)
         except Exception as error:  # a Rust library's
             _log.exception("a grammar of %d characters could not be built", len(text))
             return f"{type(error).__name__}: {error}"
@@ -260,10 +315,12 @@ class GrammarMatchers:
                     _log.warning("%s", error)
                     self._vocabulary = error
 
-    def _keep(self, text: str, matcher: LLMatcher) -> None:
-        self._kept[text] = matcher
-        while len(self._kept) > MAX_KEPT or sum(map(len, self._kept)) > MAX_KEPT_CHARS:
+    def _keep(self, build: _Build, matcher: LLMatcher) -> _Kept:
+        kept = self._kept[build.tenant_id, build.text] = _Kept(matcher)
+        self._kept.move_to_end((build.tenant_id, build.text))
+        while len(self._kept) > MAX_KEPT or sum(len(text) for _, text in self._kept) > MAX_KEPT_CHARS:
             self._kept.popitem(last=False)
+        return kept
 
 
 def reason_of(matcher: LLMatcher) -> str:

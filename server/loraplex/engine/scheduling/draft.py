@@ -15,6 +15,7 @@ class Draft:
     budget: int  # tokens that still fit into the step
     score_budget: int  # positions whose logits may still be kept
     max_running: int
+    forced_budget: int = 0  # positions of forced tokens that may be computed beside one of each sequence
     measures: bool = False  # an adapter's sites: of one in a step, so that its time is bounded
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
@@ -27,3 +28,18 @@ def pool_start(seq: Sequence, start: int, end: int) -> int:
     if seq.request.pooling == "mean":
         return min(end, max(start, seq.pooled.num_positions))
     return end - (end == seq.num_prompt)
+
+
+def forced_budget(draft: Draft, num_running: int, num_ready: int) -> int:
+    """Positions of forced tokens in a step beside one of each running sequence: as many as places are free. Where few
+    are, a quarter of all places: so a step is never much larger than a full batch that decodes. Running sequences, and
+    ready ones for which there are places, have a token each before."""
+    free = draft.max_running - num_running
+    left = draft.budget - num_running - min(free, num_ready)
+    return max(0, min(left, max(free, draft.max_running // 4)))
+
+
+def is_forced(seq: Sequence) -> bool:
+    """Whether the next positions of a sequence with several hold output tokens that a grammar forced, and that were
+    not computed before. They are part of decoding: a prompt's share of a step is not theirs."""
+    return seq.num_computed >= max(seq.num_prompt, seq.lost_until)

@@ -19,7 +19,7 @@ from loraplex.engine.scheduling import prefix_keys
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
 from loraplex.engine.scheduling.block_needs import blocks_for, blocks_missing, reserved_blocks
 from loraplex.engine.scheduling.blocks import BlockManager
-from loraplex.engine.scheduling.draft import Draft, pool_start
+from loraplex.engine.scheduling.draft import Draft, forced_budget, is_forced, pool_start
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.integrity import check_places
 from loraplex.engine.scheduling.preemption import TenantShares, choose_victims, preemption_order
@@ -144,14 +144,18 @@ class Scheduler:
         draft = Draft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
         self._cache.begin_pass()
         self._shrink_batch(draft)
+        draft.forced_budget = forced_budget(draft, len(self.running), self.queue.num_ready)
         decoding: list[Sequence] = []
+        forced: list[Sequence] = []
         prefilling: list[Sequence] = []
         for seq in self.running:
             lag = len(seq.token_ids) + seq.num_pending - seq.num_computed
             if lag == 1:
                 decoding.append(seq)
             elif lag > 1:
-                prefilling.append(seq)
+                (forced if is_forced(seq) else prefilling).append(seq)
+        if forced:
+            decoding += sorted(forced, key=self._counter)
         self._preempt_for_head(draft, decoding, prefilling)
         yielded = len(draft.preempted)
         self._schedule_running(draft, decoding)
@@ -257,6 +261,9 @@ class Scheduler:
         if scores:
             # One at least, so that every scheduled sequence advances.
             count = min(count, max(1, draft.score_budget))
+        if count > 1 and is_forced(seq):
+            count = min(count, 1 + draft.forced_budget)
+            draft.forced_budget -= count - 1
         end = start + count
         if end > len(seq.block_ids) * BLOCK_SIZE:
             missing = blocks_for(end) - len(seq.block_ids)
@@ -324,6 +331,7 @@ class Scheduler:
         """
         self._stop(seq)
         seq.state = SequenceState.WAITING
+        seq.lost_until = max(seq.lost_until, seq.num_computed)
         seq.num_computed = 0
         seq.epoch += 1
         self._enqueue(seq, draft.now)

@@ -24,11 +24,13 @@ import msgspec
 from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from loraplex.engine.grammar.dictated import DictatesTooMuch, dictated_text
 from loraplex.engine.grammar.tokenizer import GrammarsUnsupported, load_grammar_tokenizer, new_matcher
 from loraplex.serving.grammar.messages import HEADER, Check, Checked, Outcome, Start, Started, frame
 
 WALKED_TOKENS = 32
-"""Tokens sampled from the grammar by way of trial: a grammar that builds quickly may have slow masks, or none."""
+"""Tokens sampled from the grammar by way of trial: a grammar that builds quickly may have slow masks, or none. A text
+that it dictates counts as one."""
 MAX_REASON = 600
 NICENESS = 10
 """The engine goes first."""
@@ -203,6 +205,13 @@ def _trial(text: str, tokenizer: LLTokenizer) -> str:
     for _ in range(WALKED_TOKENS):
         if matcher.is_error() or matcher.is_stopped():
             break
+        try:
+            follows = matcher.compute_ff_tokens() if dictated_text(matcher) else []
+        except DictatesTooMuch as fault:
+            return str(fault)
+        if follows and not any(map(tokenizer.is_special_token, follows)):
+            matcher.consume_tokens(follows)
+            continue
         mask = matcher.compute_bitmask()
         if matcher.is_error() or (token := _drawn(mask, chance)) is None:
             break
