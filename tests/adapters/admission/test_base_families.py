@@ -31,6 +31,26 @@ def test_packed_linears_are_one_site_each(tmp_path: Path) -> None:
     assert base.sites[1, "qkv_proj"].module_path == "model.layers.1.self_attn.qkv_proj"
 
 
+@pytest.mark.parametrize(
+    ("options", "sites"),
+    [
+        ({"model_type": "phi"}, {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"}),
+        ({"model_type": "opt", "ffn_dim": 48}, {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}),
+        ({"model_type": "starcoder2"}, {"q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"}),
+        ({"model_type": "gpt_neox"}, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
+    ],
+)
+def test_linears_by_the_family_s_own_names(options: dict[str, Any], sites: set[str], tmp_path: Path) -> None:
+    path = save_tiny(tmp_path, options)
+    base = load_base_spec(path)
+    assert set(of_layer(base, 2)) == sites
+    stored = load_file(path / "model.safetensors")
+    head = stored.get("lm_head.weight", stored.get("embed_out.weight"))
+    if head is not None:  # OPT ties it
+        np.testing.assert_array_equal(read_base_weight(base, 0, "lm_head"), head)
+    assert (0, "lm_head") in base.sites
+
+
 def test_a_vision_tower_takes_no_site_from_the_text(tmp_path: Path) -> None:
     """Its layers have q_proj and the like of their own, with the same numbers."""
     path = save_tiny_gemma3_with_vision(tmp_path, FAMILIES["gemma3"])

@@ -72,15 +72,8 @@ class Models:
     def __getitem__(self, family: str) -> tuple[Path, dict[str, Path]]:
         if family not in self._made:
             base = save_tiny(self._root / family / "base", (FAMILIES | OTHERS)[family])
-            self._made[family] = base, save_adapters(base, self._root / family, _served_by(family))
+            self._made[family] = base, save_adapters(base, self._root / family, CHOSEN)
         return self._made[family]
-
-
-def _served_by(family: str) -> dict[str, dict[str, Any]]:
-    if family != "starcoder2":
-        return CHOSEN
-    # It has other linears in its layers.
-    return {"some": {"r": 6, "lora_alpha": 9, "use_rslora": True, "target_modules": ["q_proj", "o_proj"]}}
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,13 @@ from support.models.checkpoints import FAMILIES, OTHERS, VOCAB, PagedRun, save_t
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
+OWN_NAMES = {
+    "phi": {"model_type": "phi", "num_key_value_heads": 4},
+    "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
+    "opt": {"model_type": "opt", "num_key_value_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+"""Families whose linears have names that no fused decoder has."""
+
 
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
 @pytest.mark.parametrize(
@@ -34,10 +41,12 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
         "gemma3",
         "olmo2",
         "granite",
+        "starcoder2",
+        *OWN_NAMES,
     ],
 )
 def test_mixed_batches_equal_peft(family, kernels, tmp_path):
-    base = save_tiny(tmp_path / "base", {**FAMILIES, **OTHERS}[family])
+    base = save_tiny(tmp_path / "base", {**FAMILIES, **OTHERS, **OWN_NAMES}[family])
     adapters = save_adapters(base, tmp_path, ADAPTERS | KINDS)
     model = load_model(base, "cpu", "float32", kernels=kernels)
     groups, head = model.site_groups, model.head_group

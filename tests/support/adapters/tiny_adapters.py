@@ -34,11 +34,25 @@ KINDS: dict[str, dict[str, Any]] = {
 _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
 
+_TARGETS: dict[str, dict[str, str]] = {
+    "phi3": _FUSED_TARGETS,
+    "phi": {"o_proj": "dense", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
+    "opt": {"o_proj": "out_proj", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
+    "starcoder2": {"gate_proj": "c_fc", "up_proj": "c_fc", "down_proj": "c_proj"},
+    "gpt_neox": {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "query_key_value"),
+        "o_proj": "dense", "gate_proj": "dense_h_to_4h", "up_proj": "dense_h_to_4h",
+        "down_proj": "dense_4h_to_h",
+    },
+}  # fmt: skip
+"""What families call the linears that have these names in Llama, by model type."""
 
-def for_fused(options: dict[str, Any]) -> dict[str, Any]:
-    """The same adapter for a base that has Q, K and V, and gate and up, as one linear each."""
-    targets = list(dict.fromkeys(_FUSED_TARGETS.get(name, name) for name in options["target_modules"]))
-    pattern = {_FUSED_TARGETS.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
+
+def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The same adapter for a base whose linears have other names, or hold several of Llama's."""
+    names = _TARGETS.get(model_type, {})
+    targets = list(dict.fromkeys(names.get(name, name) for name in options["target_modules"]))
+    pattern = {names.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
     return options | {"target_modules": targets, "rank_pattern": pattern}
 
 
@@ -49,10 +63,8 @@ def save_adapters(base: Path, out: Path, chosen: dict[str, dict[str, Any]] = ADA
 
     made: dict[str, Path] = {}
     model_type = json.loads((base / "config.json").read_text())["model_type"]
-    adapters = chosen
-    if model_type == "phi3":
-        adapters = {name: for_fused(options) for name, options in chosen.items()}
-    elif model_type == "gemma3":  # which also sees: only its text part is served
+    adapters = {name: named_for(model_type, options) for name, options in chosen.items()}
+    if model_type == "gemma3":  # which also sees: only its text part is served
         adapters = {n: options | {"exclude_modules": ".*vision_tower.*"} for n, options in chosen.items()}
     for number, (name, options) in enumerate(adapters.items()):
         model = get_peft_model(

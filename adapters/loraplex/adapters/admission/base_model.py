@@ -30,11 +30,12 @@ _OTHER_TOWERS = re.compile(r"(?:.*\.)?(?:vision_tower|vision_model|audio_tower)\
 _RENAMED = (
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
+    ("embed_out.", "lm_head."),
     ("vision_tower.", "model.vision_tower."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
 )
-"""How multimodal checkpoints name their tensors, and how the modules that they belong to are called, in transformers
-and so in adapters."""
+"""How multimodal checkpoints, and GPT-NeoX's, name their tensors, and how the modules that they belong to are called,
+in transformers and so in adapters."""
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 

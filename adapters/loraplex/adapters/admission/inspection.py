@@ -311,7 +311,8 @@ def _check_copies(
             _refuse(
                 "unexpected_tensor", f"unexpected tensor for {shown(name, 160)}: the base has no such weight"
             )
-        _check_dtype(name.removesuffix(".weight"), "weight", saved)
+        module, _, kind = name.rpartition(".")
+        _check_dtype(module, kind, saved)
         if deep and not equals_base(tensors_path, saved, weight):
             _refuse(
                 "base_mismatch", f"the copy of {name} that was saved along differs from the base's own weight"

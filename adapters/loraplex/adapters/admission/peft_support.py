@@ -217,7 +217,7 @@ TENSOR_KINDS: tuple[TensorKind, ...] = (
     TensorKind(
         "base_layer",
         None,
-        "a copy of the base's weight, as PEFT saves of a targeted lm_head: dropped where it equals it",
+        "a copy of the base's weight or bias, as PEFT saves of a targeted lm_head: dropped where it equals it",
     ),
     TensorKind("lora_embedding_A", "lora_embedding", "LoRA on embeddings"),
     TensorKind("lora_embedding_B", "lora_embedding", "LoRA on embeddings"),

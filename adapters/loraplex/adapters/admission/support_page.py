@@ -26,8 +26,9 @@ with a code and with what can be done: an adapter that is accepted computes what
 
 _MODULES = """\
 Fused names (`qkv_proj`, `gate_up_proj`) are those of bases whose checkpoints have them as one linear (Phi-3); on others
-they are refused as `base_mismatch`, as every module is that the base does not have. LoRA on any other module of the
-base is `unsupported_feature`, with the module's name.
+they are refused as `base_mismatch`, as every module is that the base does not have. The names from `dense` on are those
+of bases that run through transformers: Phi and OPT (`dense`, `out_proj`, `fc1`, `fc2`), StarCoder2 (`c_fc`, `c_proj`),
+GPT-NeoX. LoRA on any other module of the base is `unsupported_feature`, with the module's name.
 """
 
 _NAMES = """\

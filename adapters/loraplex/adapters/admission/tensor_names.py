@@ -34,8 +34,8 @@ def weight_names(header: Mapping[str, TensorSlice]) -> Iterator[str]:
 
 def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:
     """Sort "base_model.model.<module>.lora_A[.<adapter>].weight", "….lora_B…",
-    "….lora_magnitude_vector[.<adapter>][.weight]", "….base_layer.weight" and plain "….weight" by their purpose. One
-    adapter name at most may stand inside the names of a file.
+    "….lora_magnitude_vector[.<adapter>][.weight]", "….base_layer.weight" (or bias) and plain "….weight" by their
+    purpose. One adapter name at most may stand inside the names of a file.
 
     Raises AdapterRefused (unexpected_tensor, missing_tensor, unsupported_feature).
     """
@@ -58,11 +58,11 @@ def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:
             continue
         if parts[-1] == "bias" and ("lora_B" in parts[-3:]):
             _unsupported(name, "lora_bias")
+        if parts[-2:-1] == ["base_layer"] and parts[-1] in ("weight", "bias"):
+            _put(sorted_.base_copies, ".".join((*parts[:-2], parts[-1])), name, tensor)
+            continue
         if parts[-1] != "weight":
             _unexpected(name, "it is no LoRA weight")
-        if parts[-2:-1] == ["base_layer"]:
-            _put(sorted_.base_copies, ".".join((*parts[:-2], "weight")), name, tensor)
-            continue
         kind = next((i for i in (-2, -3) if len(parts) >= 1 - i and parts[i] in ("lora_A", "lora_B")), None)
         if kind is None:
             _put(sorted_.base_copies, ".".join(parts), name, tensor)

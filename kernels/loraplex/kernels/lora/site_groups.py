@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 LAYER_SITES: tuple[str, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
+    "dense", "out_proj", "fc1", "fc2", "c_fc", "c_proj", "query_key_value", "dense_h_to_4h", "dense_4h_to_h",
 )  # fmt: skip
-"""Every linear of a decoder layer that an adapter may carry, by its leaf name. The last two are those of families
-whose checkpoints hold Q, K and V, or gate and up, as one linear (Phi-3): one A and one B over all its rows, Q before
-K before V, gate before up."""
+"""Every linear of a decoder layer that an adapter may carry, by its leaf name. `qkv_proj` and `gate_up_proj` are those
+of families whose checkpoints hold Q, K and V, or gate and up, as one linear (Phi-3): one A and one B over all its rows,
+Q before K before V, gate before up. The second line are names of families that run through transformers: Phi, OPT,
+StarCoder2, GPT-NeoX. There a linear is adapted as it stands: the rows of a `query_key_value` are in the family's own
+order."""
 
 HEAD = "lm_head"
 """The linear behind the last layer, from hidden states to logits. Where a layer's number is asked for, it has 0."""
