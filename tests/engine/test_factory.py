@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.engine import build
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import save_tiny
 
@@ -56,3 +57,21 @@ def test_a_step_has_256_tokens_on_a_cpu_where_nothing_else_is_asked(
     engine.add("long", [5] * 300)
     engine.step()
     assert engine.core.stats().num_kv_blocks_used == -(-tokens // 16)
+
+
+@pytest.mark.parametrize(("free", "is_told"), [(6 << 20, True), (64 << 20, False)])
+def test_pools_beyond_the_free_memory_are_warned_of(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free: int,
+    is_told: bool,
+) -> None:
+    """Nothing fails at the start: the pools fill up later."""
+    monkeypatch.setattr(build, "free_host_memory", lambda: free)
+    LocalEngine(base, tmp_path, num_threads=1, **SIZES)
+    told = [record.getMessage() for record in caplog.records if "the pools want" in record.getMessage()]
+    assert bool(told) is is_told
+    for text in told:
+        assert "--kv-cache-memory 0.0 GiB, --adapter-memory 0.0 GiB, --adapter-cpu-memory 0.0 GiB" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -32,6 +32,7 @@ from loraplex.engine.execution.kv_cache import (
     available_memory,
     block_bytes,
     blocks_of,
+    free_host_memory,
     size_kv_cache,
 )
 from loraplex.engine.execution.runner import ModelRunner
@@ -59,6 +60,7 @@ from loraplex.engine.sizing import (
     most_tokens,
     require_room,
     row_bytes,
+    too_large_pools,
 )
 from loraplex.kernels.backend import (
     Backend,
@@ -192,6 +194,7 @@ def _build(
     )
     host_bytes = config.adapter_cpu_memory or host_budget(available_memory(torch.device("cpu")))
     require_room("--adapter-cpu-memory", host_bytes, layout)
+    free = free_host_memory()
     host = HostSlab(host_bytes, layout.page_bytes, pinned=device.type == "cuda")
     arena = executor.submit(
         lambda: AdapterArena(layout, num_pages, num_slots, device, kernels=config.kernels)
@@ -287,9 +290,16 @@ def _build(
     workspace = None
     if memory is None:
         size = size_kv(None)
+        pools = {
+            "--kv-cache-memory": size.num_blocks * block_bytes(model.shape, model.dtype),
+            "--adapter-memory": arena.num_bytes,
+            "--adapter-cpu-memory": host_bytes,
+        }
+        _warn_of_memory(pools, free)
         kv = make_kv(size.num_blocks)
         steps.begin(kv, replace(limits, max_blocks=blocks_of(size.max_model_len)))
     else:
+        _warn_of_memory({"--adapter-cpu-memory": host_bytes}, free)
         longest = config.max_model_len or model.shape.max_positions
         limits = replace(limits, max_blocks=blocks_of(longest))
         workspace, budget = steps.measure(memory, make_kv, limits)
@@ -373,7 +383,7 @@ def _build(
 
 def resolve_kernels(device: str, kernels: str) -> tuple[torch.device, Backend]:
     """Where and with which kernels an engine runs that is asked for these. Raises DeviceUnavailable."""
-    found = _device(device)
+    found = resolve_device(device)
     try:
         return found, resolve_backend(kernels, found)
     except BackendUnavailable as error:
@@ -387,11 +397,20 @@ def refuse_bits(obstacle: str) -> DeviceUnavailable:
     )
 
 
+def _warn_of_memory(pools: Mapping[str, int], free: int | None) -> None:
+    """`pools`: bytes of host memory by the option that sets them. They fill up as they are used for the first time: a
+    start that takes more than there is goes well, and the process is killed hours later."""
+    reason = too_large_pools(pools, free)
+    if reason is not None:
+        _log.warning(reason)
+
+
 def _tell_fallback(reason: str) -> None:
     _log.warning("torch's kernels are used, which are slower: %s", reason)
 
 
-def _device(asked: str) -> torch.device:
+def resolve_device(asked: str) -> torch.device:
+    """Raises DeviceUnavailable."""
     if asked == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if asked == "cuda" and not torch.cuda.is_available():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loraplex.adapters.device.layout import ArenaLayout, SiteKey, place_tiles
 from loraplex.adapters.errors import LoraplexError
@@ -95,6 +95,19 @@ def adapter_pages(layout: ArenaLayout, rank: int, sites: tuple[str, ...]) -> int
         for layer in range(1 if site == HEAD else layout.num_layers)
     ]
     return place_tiles([tile.num_bytes for tile in layout.tiles(keys)], layout.page_bytes)[1]
+
+
+def too_large_pools(pools: Mapping[str, int], free: int | None) -> str | None:
+    """The sentence for pools (bytes by option) that together are larger than the `free` bytes behind the weights; None
+    where they fit, or where that is unknown."""
+    wanted = sum(pools.values())
+    if free is None or wanted <= free:
+        return None
+    listed = ", ".join(f"{option} {num_bytes / (1 << 30):.1f} GiB" for option, num_bytes in pools.items())
+    return (
+        f"the pools want {wanted / (1 << 30):.1f} GiB of memory, and {free / (1 << 30):.1f} GiB are free ({listed}): "
+        "lower one, or the system will end this process when they fill up"
+    )
 
 
 def require_room(option: str, num_bytes: int, layout: ArenaLayout) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,13 @@ class Torch(dict[str, str]):
 
 
 CPU_TORCH = Torch(
-    torch="2.13.0, transformers 5.0, device cpu (AVX512)", kernels="numba for sapphirerapids, 8 threads"
+    torch="2.13.0, transformers 5.0, device cpu (AVX512)",
+    device="cpu",
+    kernels="numba for sapphirerapids, 8 threads",
 )
-GPU_TORCH = Torch(torch="2.13.0, transformers 5.0, device NVIDIA L40S (AVX2)", kernels="triton")
+GPU_TORCH = Torch(
+    torch="2.13.0, transformers 5.0, device NVIDIA L40S (AVX2)", device=f"cuda {45 * GIB}", kernels="triton"
+)
 
 
 def expected(name: str) -> str:
@@ -99,6 +104,29 @@ def test_a_gpu_server_that_runs_on_postgres_and_redis(
         "adapter_memory": 30 * GIB,
     }
     assert said(capsys, machine, GPU_TORCH, tmp_path, **options) == (0, expected("server"))
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_pools_count_where_the_device_that_is_found_has_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str
+) -> None:
+    """A CPU's are in host memory, whether the setting names the CPU or finds it."""
+    found = partial(said, capsys, GOOD, CPU_TORCH, tmp_path, device=device)
+    code, text = found(kv_cache_memory=900 * GIB)
+    assert code == 1
+    assert "wrong memory: 60.0 GiB of 64.0 GiB free; the settings want 900.0 GiB for pools" in text
+    assert "lower --kv-cache-memory, or add memory" in text
+    assert "warn  memory: " in found(kv_cache_memory=40 * GIB, adapter_memory=22 * GIB)[1]
+    assert "ok    memory: " in found(kv_cache_memory=40 * GIB)[1]
+
+
+def test_a_gpus_pools_are_compared_with_the_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = partial(said, capsys, GOOD, GPU_TORCH, tmp_path)
+    code, text = found(kv_cache_memory=900 * GIB)
+    assert code == 1
+    assert "the settings want 900.0 GiB of the GPU's 45.0 GiB" in text
+    assert "lower --kv-cache-memory, or take a larger GPU" in text
+    assert "ok    memory: " in found(kv_cache_memory=40 * GIB)[1]
 
 
 def test_a_careless_container(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.app.base_model.source import ensure_model
 from loraplex.app.doctor import production, services
 from loraplex.app.doctor.findings import Finding, fail, ok
-from loraplex.app.doctor.machine import Machine, Port, read_machine
+from loraplex.app.doctor.machine import Device, Machine, Port, read_machine
 from loraplex.app.doctor.torch_checks import Answers, Questions
 from loraplex.app.factory import is_bucket
 from loraplex.app.output import Output
@@ -24,7 +24,7 @@ _MARKS = {"ok": "[green]ok[/]   ", "warn": "[yellow]warn[/] ", "fail": "[red]wro
 
 
 class TorchAnswers(Protocol):
-    """The results for "torch", "kernels" and "model". Raises OSError with what is wrong."""
+    """The results for "torch", "device", "kernels" and "model". Raises OSError with what is wrong."""
 
     def __getitem__(self, name: str) -> str: ...
 
@@ -70,17 +70,26 @@ def checks_of(settings: Settings, machine: Machine, torch: TorchAnswers) -> list
     if is_bucket(settings):
         checks.append(("bucket", lambda: services.check_bucket(settings)))
     checks += [
-        ("memory", lambda: production.check_memory(settings, machine)),
+        ("memory", lambda: production.check_memory(settings, machine, find_device(settings, torch))),
         ("data directory", lambda: production.check_data_dir(settings, machine.data, held=machine.is_held)),
         ("artifact store", lambda: production.check_store(settings, machine.store)),
         ("secrets", lambda: production.check_secrets(settings, machine)),
-        ("open files", lambda: production.check_open_files(settings, machine)),
+        ("open files", lambda: production.check_open_files(settings, machine, find_device(settings, torch))),
         ("huge pages", lambda: production.check_huge_pages(machine)),
         ("time", lambda: production.check_time_sync(machine)),
         ("data port", lambda: _port(machine.data_port, machine)),
         ("admin port", lambda: _port(machine.admin_port, machine)),
     ]
     return checks
+
+
+def find_device(settings: Settings, torch: TorchAnswers) -> Device:
+    """The device that a start would take; the named one, or a CPU, where torch cannot say."""
+    try:
+        kind, _, total = torch["device"].partition(" ")
+    except OSError:
+        kind, total = settings.device, ""
+    return Device("cuda", int(total or 0)) if kind == "cuda" else Device("cpu")
 
 
 def report(checks: list[Check], out: Output) -> int:

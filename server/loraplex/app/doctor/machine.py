@@ -13,6 +13,7 @@ import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from loraplex.app.factory import artifact_dir
 from loraplex.app.settings import Settings
@@ -38,6 +39,14 @@ class Disk:
     device: int
     obstacle: str = ""
     sync_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where the engine runs, `cpu` or `cuda`, and the bytes of a GPU's own memory."""
+
+    kind: Literal["cpu", "cuda"]
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from loraplex.app.doctor.findings import Finding, fail, ok, warn
-from loraplex.app.doctor.machine import Disk, Machine
+from loraplex.app.doctor.machine import Device, Disk, Machine
 from loraplex.app.ports.connections import RESERVED_FILES
 from loraplex.app.settings import Settings
 from loraplex.engine.config import DEFAULT_SEQUENCES
@@ -18,25 +20,35 @@ _VOLATILE = frozenset({"tmpfs", "ramfs", "overlay"})
 SKEW_WARN_S, SKEW_FAIL_S = 2.0, 60.0
 
 
-def check_memory(settings: Settings, machine: Machine) -> Finding:
-    """On a GPU only what is in host memory counts: the device's own is sized at the start."""
-    pools = {"adapter_cpu_memory": settings.adapter_cpu_memory}
-    if settings.device == "cpu":
-        pools |= {"kv_cache_memory": settings.kv_cache_memory, "adapter_memory": settings.adapter_memory}
-    wanted = sum(pools.values())
+def check_memory(settings: Settings, machine: Machine, device: Device) -> Finding:
+    """The pools beside the memory that they are in: on a GPU the KV cache and the adapters are in the device's own."""
+    in_host = {"adapter_cpu_memory": settings.adapter_cpu_memory}
+    on_device = {"kv_cache_memory": settings.kv_cache_memory, "adapter_memory": settings.adapter_memory}
+    if device.kind == "cpu":
+        in_host |= on_device
+    wanted = sum(in_host.values())
     found = f"{_gib(machine.memory_available)} of {_gib(machine.memory_total)} free"
-    chosen = [name for name, size in pools.items() if not size]
-    if chosen and not wanted:
-        found += "; pools are chosen at the start from what is free then"
-    elif wanted:
+    if wanted:
         found += f"; the settings want {_gib(wanted)} for pools, beside the model's weights"
+    elif not any(on_device.values()):
+        found += "; pools are chosen at the start from what is free then"
+    remedy = f"lower {_options(in_host)}, or add memory"
     if wanted + _PROCESS_BYTES > machine.memory_total:
-        return fail(found, "lower --kv-cache-memory, --adapter-memory or --adapter-cpu-memory, or add memory")
+        return fail(found, remedy)
+    if device.kind != "cpu" and (on_gpu := sum(on_device.values())):
+        found += f"; the settings want {_gib(on_gpu)} of the GPU's {_gib(device.total)}"
+        if on_gpu > device.total:
+            return fail(found, f"lower {_options(on_device)}, or take a larger GPU")
     if wanted + _PROCESS_BYTES > machine.memory_available:
         return warn(
             found, "stop what else runs here, or lower the pools; a server that runs has its pools already"
         )
     return ok(found)
+
+
+def _options(pools: Mapping[str, int]) -> str:
+    """The options that are set."""
+    return " or ".join(f"--{name.replace('_', '-')}" for name, size in pools.items() if size) or "the pools"
 
 
 def check_data_dir(settings: Settings, disk: Disk, *, held: bool) -> Finding:
@@ -87,9 +99,9 @@ def check_store(settings: Settings, store: tuple[Disk, ...]) -> Finding:
     return ok(found)
 
 
-def check_open_files(settings: Settings, machine: Machine) -> Finding:
+def check_open_files(settings: Settings, machine: Machine, device: Device) -> Finding:
     """The server raises its own limit as far as it may; each request has a connection."""
-    sequences = settings.max_num_seqs or DEFAULT_SEQUENCES["cpu" if settings.device == "cpu" else "cuda"]
+    sequences = settings.max_num_seqs or DEFAULT_SEQUENCES[device.kind]
     wanted = settings.max_waiting + sequences + RESERVED_FILES
     if machine.open_files is None:
         return ok("no limit")

@@ -28,7 +28,7 @@ class Questions:
 
 
 class Answers:
-    """The results for "torch", "kernels" and "model". The process runs at the first call."""
+    """The results for "torch", "device", "kernels" and "model". The process runs at the first call."""
 
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
@@ -49,7 +49,7 @@ def _ask(questions: Questions) -> dict[str, dict[str, str]]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - a module of ours
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["torch cannot be imported"])[-1]
-        return {name: {"wrong": reason} for name in ("torch", "kernels", "model")}
+        return {name: {"wrong": reason} for name in ("torch", "device", "kernels", "model")}
     found: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -57,6 +57,7 @@ def _ask(questions: Questions) -> dict[str, dict[str, str]]:
 def _answer(questions: Questions) -> dict[str, dict[str, str]]:
     checks = {
         "torch": _torch,
+        "device": lambda: _device(questions),
         "kernels": lambda: _kernels(questions),
         "model": lambda: _model(questions),
     }
@@ -83,6 +84,18 @@ def _torch() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     versions = f"{torch.__version__}, transformers {version('transformers')}"
     return f"{versions}, device {device} ({capability})"
+
+
+def _device(questions: Questions) -> str:
+    """`cpu`, or `cuda` and the bytes of its memory."""
+    import torch
+
+    from loraplex.engine.build import resolve_device
+
+    device = resolve_device(questions.device)
+    if device.type == "cpu":
+        return "cpu"
+    return f"cuda {torch.cuda.mem_get_info(device)[1]}"
 
 
 def _kernels(questions: Questions) -> str:

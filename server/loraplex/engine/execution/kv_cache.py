@@ -124,11 +124,16 @@ def available_memory(device: torch.device) -> int:
     control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    limits = (_mem_available(), ControlGroups().free_memory())
-    known = [value for value in limits if value is not None]
-    if not known:
+    known = free_host_memory()
+    if known is None:
         raise KVMemoryTooSmall("the free memory of this machine is unknown; set kv_cache_memory")
-    return min(known)
+    return known
+
+
+def free_host_memory() -> int | None:
+    """Bytes that this process may still take of the host's memory; None where that is unknown."""
+    limits = (_mem_available(), ControlGroups().free_memory())
+    return min((value for value in limits if value is not None), default=None)
 
 
 def _choose_budget(device: torch.device, available: int | None) -> int:
