@@ -85,6 +85,29 @@ def test_both_names_of_a_tensor_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"], "n_layer": 12}, "GPT-2 is not served: it stores its linears as"),
+        ({"model_type": "gpt2", "n_layer": 12}, "GPT-2 is not served: it stores its linears as"),
+        ({"architectures": ["OpenAIGPTLMHeadModel"]}, "GPT is not served: "),
+        ({"model_type": "gpt_oss", "num_hidden_layers": 24}, "gpt-oss is not served: its attention has sinks"),
+        ({"architectures": ["BertForMaskedLM"]}, "BERT is not served: it is an encoder"),
+        ({"model_type": "t5", "num_layers": 6}, "T5 is not served: it is an encoder with a decoder"),
+        ({"model_type": "falcon_mamba", "num_hidden_layers": 2}, "Falcon Mamba is not served: it has recurrent"),
+        ({"architectures": ["LlamaForCausalLM"]}, "config.json (of 'LlamaForCausalLM') has no model_type"),
+        ({"architectures": [None], "model_type": None}, "config.json has no model_type"),
+        ({"model_type": ["gpt2"]}, "config.json has no model_type"),
+        ({"model_type": "novel", "n_layer": 2}, "novel is not served: num_hidden_layers in "),
+    ],
+)  # fmt: skip
+def test_a_family_that_is_not_served_is_named(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BaseModelInvalid) as caught:
+        load_base_spec(tmp_path)
+    assert caught.value.message.startswith(words), caught.value.message
+
+
+@pytest.mark.parametrize(
     ("family", "change"),
     [
         ("gemma2", {"query_pre_attn_scalar": 21}),

@@ -7,11 +7,13 @@ import random
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from loraplex.engine.model import loading
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.fused import FusedDecoder
-from loraplex.engine.model.loading import TESTED, load_model
+from loraplex.engine.model.loading import TESTED, load_model, load_wrapped
+from loraplex.engine.model.probe import probe
 from loraplex.engine.model.wrapped import TransformersDecoder
 from support.models.checkpoints import (
     FAMILIES,
@@ -294,6 +296,11 @@ def test_an_untested_architecture_that_matches_is_served(name, tmp_path):
         {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2},
         {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
         {"model_type": "recurrent_gemma"},
+        {"model_type": "falcon", "num_kv_heads": 4},
+        {"model_type": "gptj", "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4},
+        {"model_type": "codegen", "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4},
+        {"model_type": "diffllama"},
+        {"model_type": "doge"},
         # Its chunks of attention are longer than the probe, and only its masks tell of them.
         {
             "model_type": "llama4_text",
@@ -306,6 +313,9 @@ def test_an_untested_architecture_that_matches_is_served(name, tmp_path):
     ids=lambda o: o["model_type"],
 )
 def test_an_architecture_that_does_not_match_is_refused(options, tmp_path):
+    """By what it computes too, where it is listed by its name."""
     path = save_tiny(tmp_path, options)
     with pytest.raises(ModelUnsupported):
         load_model(path, "cpu", "float32")
+    with pytest.raises(ModelUnsupported):
+        probe(load_wrapped(path, AutoConfig.from_pretrained(path), torch.float32, torch.device("cpu")))

@@ -8,9 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from loraplex.adapters.admission.base_model import BaseModelInvalid, load_base_spec
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.loading import TESTED, examine_model, load_model
+from loraplex.engine.model.outline import outline_model
 from support.adapters.tiny_adapters import save_adapters
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
 from support.models.checkpoints import FAMILIES, edit_config, save_tiny, save_tiny_gemma3_with_vision
@@ -73,7 +76,8 @@ def test_a_text_part_that_means_something_else_is_refused(change, words, tmp_pat
         ({"model_type": "phi4_multimodal"}, "phi4_multimodal is multimodal"),
         ({"model_type": "llava"}, "llava is multimodal"),
         ({"model_type": "qwen2_vl"}, "qwen2_vl is multimodal"),
-        ({"model_type": "t5"}, "t5 is an encoder"),
+        ({"model_type": "t5"}, "T5 is not served: it is an encoder"),
+        ({"model_type": "prophetnet"}, "prophetnet is an encoder"),
         ({"model_type": "phi3", "quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"model_type": "whisper"}, "encoder"),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation"),
@@ -93,6 +97,32 @@ def test_unsupported_model_is_refused_in_one_line_before_any_weight_is_read(conf
             look(tmp_path)
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt_oss", "num_hidden_layers": 24},
+        {"architectures": ["GPT2LMHeadModel"], "n_layer": 12},
+        {"model_type": "bert", "num_hidden_layers": 12},
+        {"model_type": "t5", "num_layers": 6},
+        {"hidden_size": 64},
+    ],
+)
+def test_all_who_read_a_config_refuse_it_in_the_same_words(config, tmp_path):
+    """What serves, its engine, the doctor and the plan."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = set()
+    for look in (
+        load_base_spec,
+        lambda path: load_model(path, "cpu"),
+        examine_model,
+        lambda path: outline_model(path, torch.device("cpu"), "auto"),
+    ):
+        with pytest.raises((BaseModelInvalid, ModelUnsupported)) as error:
+            look(tmp_path)
+        said.add(error.value.message)
+    assert len(said) == 1, said
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loraplex.adapters.admission.base_families import obstacle_of, text_fields
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
 from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
@@ -100,15 +101,20 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpe
     Raises BaseModelInvalid.
     """
     config = _read_config(model_dir)
+    if obstacle := obstacle_of(config):
+        raise BaseModelInvalid(f"{obstacle} ({model_dir})")
+    model_type: str = config["model_type"]
     num_layers = config.get("num_hidden_layers")
-    model_type = config.get("model_type")
-    if type(num_layers) is not int or num_layers < 1 or not isinstance(model_type, str):
-        raise BaseModelInvalid(f"{model_dir / 'config.json'} lacks model_type or num_hidden_layers")
+    if type(num_layers) is not int or num_layers < 1:
+        raise BaseModelInvalid(
+            f"{model_type} is not served: num_hidden_layers in {model_dir / 'config.json'} is {num_layers!a}"
+        )
     tensors = locate_tensors(model_dir)
     sites = _find_sites(tensors, num_layers)
     if not sites:
         raise BaseModelInvalid(
-            f"{model_dir} has none of the linears that adapters change ({', '.join(LAYER_SITES)})"
+            f"{model_type} is not served: {model_dir} has none of the linears that adapters change "
+            f"({', '.join(LAYER_SITES)})"
         )
     sites |= _find_head(_with_tied_head(tensors, config))
     try:
@@ -279,9 +285,7 @@ def _find_head(tensors: Mapping[str, BaseTensor]) -> dict[tuple[int, str], SiteS
 
 
 def _read_config(model_dir: Path) -> dict[str, Any]:
-    config = _read_json(model_dir / "config.json")
-    text = config.get("text_config")  # the language part of a multimodal config
-    return {**config, **text} if isinstance(text, dict) else config
+    return text_fields(_read_json(model_dir / "config.json"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from loraplex.adapters.admission.base_families import obstacle_of, text_fields
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
@@ -292,6 +293,10 @@ def _read(model_dir: Path, raw: dict[str, Any]) -> tuple[Any, TextPart]:
 
 
 def _config(model_dir: Path, raw: dict[str, Any]) -> Any:
+    # Before transformers, which has another reason of its own for an old config, and none for many families.
+    obstacle = obstacle_of(text_fields(raw))
+    if obstacle is not None:
+        raise ModelUnsupported(f"{obstacle} ({model_dir})")
     from transformers import AutoConfig
 
     scaling = raw.get("rope_scaling")
