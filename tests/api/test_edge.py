@@ -20,7 +20,9 @@ from starlette.routing import Route
 from loraplex.api.drain import Drain
 from loraplex.api.errors import ANSWERS, ApiError
 from loraplex.api.limit_headers import duration
-from support.engine.fake_engine import Reply
+from loraplex.api.routes.probes import probe_routes
+from loraplex.http.application import create_app
+from support.engine.fake_engine import FakeEngineClient, Reply
 from support.http.data_plane import BASE, DataPlane, running_data_plane
 
 KEY = {"Authorization": "Bearer lpx_acme"}
@@ -389,6 +391,21 @@ def test_no_answer_is_a_409() -> None:
         503,
         504,
     }
+
+
+async def test_readiness_warns_while_limits_are_not_shared() -> None:
+    """Requests are taken all the same."""
+    said: list[str | None] = ["the Redis of the limits has not been reached for 3 s", None]
+    engine = FakeEngineClient()
+    await engine.start()
+    routes = probe_routes(engine, Drain(), limits_warning=lambda: said[0])
+    transport = httpx.ASGITransport(create_app("x", routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        answer = await client.get("/readyz")
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok", "warning": said[0]})
+        assert (await client.get("/livez")).json() == {"status": "ok"}
+        said.pop(0)
+        assert (await client.get("/readyz")).json() == {"status": "ok"}
 
 
 def test_readiness_says_that_adapters_are_being_warmed(own: DataPlane) -> None:

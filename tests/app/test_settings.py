@@ -223,6 +223,29 @@ def test_unknown_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     load_settings({})
     monkeypatch.setenv("LORAPLEX_FOO", "1")
     assert "LORAPLEX_FOO" in refused({})
+    assert "did you mean" not in refused({})
+
+
+def test_an_unknown_key_is_told_the_nearest_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = refused({}, toml(tmp_path / "a.toml", {"kv-cache-memry": "1GiB"}))
+    assert said.startswith(
+        "'kv_cache_memry' is no setting, did you mean 'kv_cache_memory'?; 'loraplex serve --help'"
+    )
+    monkeypatch.setenv("LORAPLEX_MAX_NUM_SEQ", "8")
+    monkeypatch.setenv("LORAPLEX_API_KYE", "lpx_x")
+    said = refused({})
+    assert "LORAPLEX_MAX_NUM_SEQ is no setting, did you mean 'LORAPLEX_MAX_NUM_SEQS'?" in said
+    assert "LORAPLEX_API_KYE is no setting, did you mean 'LORAPLEX_API_KEY'?" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("true", "true"), ("[1, 'a']", '[1, "a"]'), ("'it''s'", "'it"), ("1.5", "1.5")]
+)
+def test_a_wrong_value_is_shown_as_the_file_has_it(tmp_path: Path, text: str, shown: str) -> None:
+    """Not as Python writes it."""
+    file = tmp_path / "a.toml"
+    file.write_text(f"device = {text}\n" if "''" not in text else 'device = "it\'s"\n')
+    assert f"(got {shown}" in refused({}, file)
 
 
 def test_the_help_lists_every_setting() -> None:

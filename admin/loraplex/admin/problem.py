@@ -101,11 +101,20 @@ class Problem(LoraplexError):
             "type": f"urn:loraplex:problem:{self.code}",
             "title": self.title,
             "status": self.status,
-            "detail": self.message,
+            "detail": self._detail(),
             "code": self.code,
             **({} if self.param is None else {"param": self.param}),
             **self.extra,
         }
+
+    def _detail(self) -> str:
+        if self.status == 429:
+            return f"{self.message} Please try again in {self._retry_after}s."
+        return self.message
+
+    @property
+    def _retry_after(self) -> int:
+        return max(1, math.ceil(self.retry_after_s or 1))
 
     def response(self, *, close: bool = False) -> Response:
         """`close` ends the connection: the rest of the request was not read."""
@@ -113,7 +122,7 @@ class Problem(LoraplexError):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (429, 503):
-            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s or 1)))
+            headers["Retry-After"] = str(self._retry_after)
         content = json.dumps(self.body(), ensure_ascii=False, allow_nan=False, default=str).encode()
         return Response(content, self.status, headers, MEDIA_TYPE)
 

@@ -25,6 +25,7 @@ from loraplex.api.routes.metrics import metrics_route
 from loraplex.api.routes.probes import probe_routes
 from loraplex.api.routes.tokenizer import tokenizer_routes
 from loraplex.http.application import START_RETRY_S, create_app, refused_until_started
+from loraplex.http.routing import OrderedRoute
 from loraplex.serving.client.engine_client import EngineClient
 
 TITLE = "Loraplex API"
@@ -62,9 +63,7 @@ def create_data_app(
         max_kept_logprobs=services.max_kept_logprobs,
         threads=services.tokenizer_threads,
     )
-    probes = probe_routes(
-        services.engine, services.drain, database=services.database, usage_failure=services.usage_failure
-    )
+    probes = service_probes(services)
     scraper = Scraper(services.metrics, services.engine, tenant_data=False)
     routes: list[BaseRoute] = [
         *generation_routes(services, capacity),
@@ -90,6 +89,18 @@ def create_data_app(
     app.state.services = services
     app.state.document = Document(app, extra_document)
     return DataEdge(app, services.drain, services.metrics, services.access_log, services.tracing)
+
+
+def service_probes(services: ApiServices, *, in_document: bool = True) -> list[OrderedRoute]:
+    """The probes of a server with these services, for either port."""
+    return probe_routes(
+        services.engine,
+        services.drain,
+        database=services.database,
+        usage_failure=services.usage_failure,
+        limits_warning=services.limits_warning,
+        in_document=in_document,
+    )
 
 
 def create_starting_data_app(

@@ -164,6 +164,7 @@ class ApiServices:
     metrics_on_data_port: bool = False
     database: DatabaseHealth | None = None
     usage_failure: Callable[[], str | None] = lambda: None
+    limits_warning: Callable[[], str | None] = lambda: None
     access_log: AccessLog = field(default_factory=access_log)
     tracing: RequestTracing | None = None
     formats: OutputFormats = NO_FORMATS

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from loraplex.adapters.errors import LoraplexError, RefusalCode
 from loraplex.api.codec import dumps
-from loraplex.api.limit_headers import limit_headers, whole_seconds
+from loraplex.api.limit_headers import duration, limit_headers, whole_seconds
 from loraplex.control.errors import RateLimited
 from loraplex.engine.types import EngineError
 from loraplex.http.errors import (
@@ -101,8 +101,19 @@ class ApiError(LoraplexError):
         """It carries a Retry-After."""
         return self.status in NEEDS_RETRY_AFTER and self.code not in POINTLESS_TO_RETRY
 
+    @property
+    def sentence(self) -> str:
+        """The message; of a 429 that passes, with the time that Retry-After names, in OpenAI's words."""
+        if self.status == 429 and self.asks_to_retry:
+            return f"{self.message} Please try again in {duration(self._retry_after_s)}."
+        return self.message
+
+    @property
+    def _retry_after_s(self) -> int:
+        return max(1, whole_seconds(self.retry_after_s or 1))
+
     def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        error = {"message": self.sentence, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
@@ -112,7 +123,7 @@ class ApiError(LoraplexError):
         if self.code in POINTLESS_TO_RETRY:
             headers["x-should-retry"] = "false"
         if self.asks_to_retry:
-            headers["Retry-After"] = str(max(1, whole_seconds(self.retry_after_s or 1)))
+            headers["Retry-After"] = str(self._retry_after_s)
         return headers
 
     def response(self) -> Response:

@@ -31,7 +31,7 @@ from loraplex.admin.app import (
 from loraplex.admin.runtime_loading import RuntimeLoading
 from loraplex.admin.services import AdminServices
 from loraplex.admin.version_checks import VersionChecks
-from loraplex.api.application import create_data_app, create_starting_data_app
+from loraplex.api.application import create_data_app, create_starting_data_app, service_probes
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics, Scraper
@@ -420,16 +420,11 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         metrics_on_data_port=settings.metrics_on_data_port,
         database=health,
         usage_failure=installation.usage_journal.failure,
+        limits_warning=limiter.warning,
         tracing=None if tracing is None else tracing.requests,
     )
     operator_routes: list[BaseRoute] = [
-        *probe_routes(
-            engine,
-            drain,
-            database=health,
-            usage_failure=installation.usage_journal.failure,
-            in_document=False,
-        ),
+        *service_probes(data_services, in_document=False),
         metrics_route(Scraper(metrics, engine), in_document=False),
     ]
     return Apps(

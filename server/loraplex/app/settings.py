@@ -6,8 +6,11 @@ default. A key that does not exist stops the start, wherever it stands.
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -347,9 +350,8 @@ def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Set
     known = {f"LORAPLEX_{name.upper()}" for name in Settings.model_fields} | OTHER_ENVIRONMENT
     strange = sorted(name for name in os.environ if name.startswith("LORAPLEX_") and name not in known)
     if strange:
-        raise SettingsInvalid(
-            f"{', '.join(strange)}: no such setting; 'loraplex serve --help' lists them all."
-        )
+        listed = "; ".join(f"{name} is no setting{did_you_mean(name, known)}" for name in strange)
+        raise SettingsInvalid(f"{listed}; 'loraplex serve --help' lists them all.")
     from_file: dict[str, Any] = {}
     if config_file is not None:
         from_file = _read_toml(config_file)
@@ -361,6 +363,21 @@ def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Set
         raise SettingsInvalid(
             "; ".join(_say(problem, chosen, from_environment) for problem in error.errors())
         ) from error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The words that name the known one that is most like `name`; empty where none is."""
+    # The prefix that all have makes none alike.
+    by_rest = {other.removeprefix("LORAPLEX_"): other for other in known}
+    found = difflib.get_close_matches(name.removeprefix("LORAPLEX_"), by_rest, n=1, cutoff=0.7)
+    return f", did you mean '{by_rest[found[0]]}'?" if found else ""
+
+
+def _shown(value: object) -> str:
+    """A value as an option, a variable or a TOML file has it."""
+    if isinstance(value, str):
+        return f"'{value[:80]}'"
+    return json.dumps(value, default=str, ensure_ascii=False)[:80]
 
 
 def make_data_dir(path: Path) -> None:
@@ -388,7 +405,8 @@ def _say(problem: Any, chosen: dict[str, Any], environment: dict[str, Any]) -> s
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     option = "--" + name.replace("_", "-")
     if problem["type"] == "extra_forbidden":
-        return f"'{name}' is no setting; 'loraplex serve --help' lists them all"
+        meant = did_you_mean(name, Settings.model_fields)
+        return f"'{name}' is no setting{meant}; 'loraplex serve --help' lists them all"
     where = (
         option
         if name in chosen
@@ -396,5 +414,5 @@ def _say(problem: Any, chosen: dict[str, Any], environment: dict[str, Any]) -> s
         if name in environment
         else f"{name} in the config file"
     )
-    got = "" if name in SECRET_SETTINGS else f" (got {problem.get('input')!r:.80})"
+    got = "" if name in SECRET_SETTINGS else f" (got {_shown(problem.get('input'))})"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}{got}"

@@ -203,7 +203,7 @@ def test_the_message_names_the_field(plane: DataPlane) -> None:
 
 def test_limits_overload_deadline_and_drain(plane: DataPlane) -> None:
     plane.limiter.refuse_with = [RateLimited("Slower.", retry_after_s=3.0)]
-    assert raw_error(plane)[:2] == (429, "rate_limit_error")
+    assert raw_error(plane) == (429, "rate_limit_error", "Slower. Please try again in 3s.")
     plane.limiter.refuse_with = [QuotaSpent("Spent.")]
     assert raw_error(plane)[:2] == (429, "rate_limit_error")
     plane.engine.script(Reply(error=("server_overloaded", "Full."), refused=True))

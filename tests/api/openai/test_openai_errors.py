@@ -83,6 +83,7 @@ def test_a_refusal_tells_the_windows(plane: DataPlane) -> None:
         plane.client().completions.create(model=BASE, prompt="x")
     headers = caught.value.response.headers
     assert headers["retry-after"] == "20"
+    assert caught.value.body["message"] == "slow down Please try again in 20s."  # type: ignore[index]
     assert headers["x-ratelimit-remaining-requests"] == "0"
     assert headers["x-ratelimit-reset-requests"] == "20s"
     assert "x-ratelimit-limit-tokens" not in headers
@@ -109,6 +110,7 @@ def test_a_spent_quota_is_not_tried_again(plane: DataPlane) -> None:
     with pytest.raises(openai.RateLimitError) as caught:
         plane.client(max_retries=3).chat.completions.create(model=BASE, messages=HI)
     check(caught.value, 429, "insufficient_quota")
+    assert "try again" not in caught.value.message
     assert len(plane.limiter.refuse_with) == 1
     assert "retry-after" not in caught.value.response.headers
 

@@ -36,8 +36,13 @@ async def test_apart_each_server_spends_its_share_at_once(shared: SharedLimits, 
     assert len(later) == 9  # every six seconds one of each
     await servers[1].reserve("free", request_plan(tenant("unlimited")))
     assert all(not watch.up for watch in shared.watches)
+    for server in servers:
+        assert server.warning() is not None
+        assert "the Redis of the limits has not been reached for " in server.warning()
+        assert "--limits-when-apart share" in server.warning()
     _mend(shared, fault)
     await shared.together()
+    assert [server.warning() for server in servers] == [None] * 3
     with pytest.raises(RateLimited, match="30 requests a minute"):
         await servers[2].reserve("after", request_plan(acme))
     assert shared.running() == 12 + sum(passed) + 9 + 1

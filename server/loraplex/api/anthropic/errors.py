@@ -42,7 +42,7 @@ def is_anthropic(path: str) -> bool:
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """The shape has no field for `error.param`, so the message begins with it."""
-    message, field = error.message, error.param
+    message, field = error.sentence, error.param
     if field is not None and f"'{field}'" not in message:
         message = f"{field}: {message}"
     told = {"type": STATUSES[error.code][1], "message": message}

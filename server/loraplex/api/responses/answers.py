@@ -79,8 +79,8 @@ class ResponsesAnswer:
 
     def failed(self, error: ApiError) -> bytes:
         code = _FAILURES.get(error.status, "server_error")
-        response = self._response("failed", error={"code": code, "message": error.message})
-        return self._event("error", code=error.code, message=error.message, param=error.param) + self._event(
+        response = self._response("failed", error={"code": code, "message": error.sentence})
+        return self._event("error", code=error.code, message=error.sentence, param=error.param) + self._event(
             "response.failed", response=response
         )
 

@@ -40,11 +40,13 @@ def probe_routes(
     serving: bool = True,
     database: DatabaseHealth | None = None,
     usage_failure: Callable[[], str | None] = lambda: None,
+    limits_warning: Callable[[], str | None] = lambda: None,
     in_document: bool = True,
 ) -> list[OrderedRoute]:
     """`/livez`: this process answers. `/startupz`: the engine has been ready once. `/readyz` and `/health`:
     requests are taken now. 200, or 503 with the reason. No token is needed. Not `serving`: only `/livez` is 200,
-    whatever the engine says. A database that is gone is a `warning` at 200 while what is remembered serves.
+    whatever the engine says. A database that is gone is a `warning` at 200 while what is remembered serves, and so is
+    what `limits_warning` says of limits that servers should share.
     `usage_failure` says why usage cannot be recorded, for which no request is taken."""
     started = False
 
@@ -60,6 +62,9 @@ def probe_routes(
             return not_started() or (None if database is None else database.failure()) or usage_failure()
         return engine.unhealthy_reason or "the engine is not ready"
 
+    def warnings() -> tuple[str | None, ...]:
+        return None if database is None else database.warning(), limits_warning()
+
     def route(name: str, reason_against: Callable[[], str | None]) -> OrderedRoute:
         async def probe(response: Response) -> Probe | JSONResponse:
             reason = reason_against()
@@ -72,7 +77,7 @@ def probe_routes(
                 return Probe(status="ok")
             return Probe(
                 status="ok",
-                warning=None if database is None else database.warning(),
+                warning="; ".join(filter(None, warnings())) or None,
                 warming=True if engine.warming else None,
             )
 

@@ -75,6 +75,9 @@ class InProcessLimiter:
             window.give_back(request_id, unused * PERIOD_S / charge.limit)
         self._running.remove_running(live.plan)
 
+    def warning(self) -> None:
+        return None
+
     async def close(self) -> None:
         """Nothing outlives the process."""
 

@@ -36,6 +36,10 @@ class Limiter(Protocol):
         """
         ...
 
+    def warning(self) -> str | None:
+        """Why limits that servers should share are not shared now; None where nothing is wrong."""
+        ...
+
     async def close(self) -> None:
         """At the end; what is reserved by then is settled."""
         ...

@@ -136,6 +136,14 @@ class RedisLimiter:
             self._lost_at = self._clock()
         self._keeper = self._background.start("limiter-redis", self._keep)
 
+    def warning(self) -> str | None:
+        if self._joined:
+            return None
+        return (
+            f"the Redis of the limits has not been reached for {self._clock() - self._lost_at:.0f} s; each server "
+            f"decides by itself (--limits-when-apart {self._when_apart})"
+        )
+
     async def close(self) -> None:
         if self._keeper is not None:
             self._keeper.cancel()
