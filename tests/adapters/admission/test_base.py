@@ -13,7 +13,6 @@ import pytest
 
 from loraplex.adapters.admission.base_model import (
     BaseModelInvalid,
-    base_names,
     load_base_spec,
     read_base_weight,
 )
@@ -126,12 +125,6 @@ def test_a_model_behind_links_is_read(tmp_path: Path) -> None:
     for path in real.iterdir():
         (linked / path.name).symlink_to(path)
     assert load_base_spec(linked).fingerprint == load_base_spec(real).fingerprint
-
-
-def test_names_of_a_base(tmp_path: Path) -> None:
-    write_base(tmp_path / "Tiny-1B")
-    change_config(tmp_path / "Tiny-1B", _name_or_path="Org/Other")
-    assert base_names(load_base_spec(tmp_path / "Tiny-1B")) == {"tiny-1b", "other"}
 
 
 @pytest.mark.parametrize(

@@ -182,19 +182,6 @@ def locate_module_weights(base: BaseSpec) -> dict[str, BaseTensor]:
     return _with_tied_head(locate_tensors(model_dir), _read_config(model_dir))
 
 
-def base_names(base: BaseSpec) -> frozenset[str]:
-    """The names that this base goes by, in lower case and without an organisation: its directory's and those
-    in its config."""
-    config = _read_config(Path(base.model_dir))
-    names = [base.model_dir, config.get("_name_or_path"), config.get("_model_name_or_path")]
-    return frozenset(last_name(name) for name in names if isinstance(name, str) and name)
-
-
-def last_name(name: str) -> str:
-    """ "org/Name" and "/models/Name/" are both "name"."""
-    return name.rstrip("/").rpartition("/")[2].lower()
-
-
 def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
     """Every tensor of the checkpoint by the name that transformers gives it. Raises BaseModelInvalid."""
     located: dict[str, BaseTensor] = {}

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from loraplex.adapters.admission.base_model import base_names, last_name, locate_module_weights
+from loraplex.adapters.admission.base_model import locate_module_weights
+from loraplex.adapters.admission.base_names import names_base
 from loraplex.adapters.admission.module_names import ModuleNames, names_of
 from loraplex.adapters.admission.peft_config import LoraSettings, parse_peft_config, pattern_keys, suffixes
 from loraplex.adapters.admission.safetensors_header import read_header
@@ -340,8 +341,8 @@ def _note_overlapping_alphas(settings: LoraSettings, modules: list[str], report:
 def _note_base_name(settings: LoraSettings, base: BaseSpec, report: _Report) -> None:
     if not settings.base_name:
         report.done("the config names no base")
-    elif last_name(settings.base_name) in base_names(base):
-        report.done("the config names this base")
+    elif names_base(settings.base_name, base):
+        report.done("the config names this base, or a copy of it in another form")
     else:
         report.done(
             f"warning: the config names the base {shown(settings.base_name)}; only its shapes were compared",

@@ -159,7 +159,12 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         advice=_CONVERT,
     ),
     ConfigField("lora_dropout", _is_number_or_null, (0.0, 0.1, None), ("0.1",), "of effect in training only"),
-    _read("base_model_name_or_path", (None, "org/name"), (7,), "another name than the base's only warns"),
+    _read(
+        "base_model_name_or_path",
+        (None, "org/name"),
+        (7,),
+        "another name than the base's, or a copy's, only warns",
+    ),
     ConfigField("inference_mode", _is_flag, (True, False), ("yes",), "without effect"),
     ConfigField("auto_mapping", _is_object, (None, {}), ("x",), "without effect"),
     ConfigField("peft_version", is_text, (None, "0.18.0"), (18,), "without effect"),
