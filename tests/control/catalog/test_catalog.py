@@ -72,8 +72,10 @@ def test_names_that_do_not(plane: ControlPlane, name: str) -> None:
     assert plane.stored() == set()
 
 
-def test_the_bases_name_is_taken(plane: ControlPlane) -> None:
-    catalog = Catalog(plane.database, plane.artifacts, plane.base, served_name="tiny", max_rank=64)
+@pytest.mark.parametrize("served_name", ["tiny", "Tiny"])
+def test_the_bases_name_is_taken(plane: ControlPlane, served_name: str) -> None:
+    """Clients that mean the base and write it in lower case must not reach a tenant's adapter."""
+    catalog = Catalog(plane.database, plane.artifacts, plane.base, served_name=served_name, max_rank=64)
     with plane.store.begin_staging() as staging:
         make_adapter(staging.directory, ARCH)
         with pytest.raises(AdapterRefused) as caught:

@@ -58,7 +58,7 @@ log = structlog.get_logger("loraplex")
 
 class Catalog:
     """All calls are synchronous and atomic. `base` is the model that is served; `served_name` its name, which no
-    adapter may take. Changes are recorded with the actor, `by`."""
+    adapter may take, in upper or lower case. Changes are recorded with the actor, `by`."""
 
     def __init__(
         self,
@@ -79,8 +79,11 @@ class Catalog:
         """What can be refused before a byte is read, and what the quota leaves for those that come (None: it bounds
         nothing). Raises InvalidValue, TenantNotFound, AdapterRefused."""
         rules.check_adapter_name(name)
-        if name == self.served_name:
-            raise AdapterRefused("name_reserved", f"'{name}' is the name of the base model; choose another.")
+        if name.lower() == self.served_name.lower():
+            raise AdapterRefused(
+                "name_reserved",
+                f"'{name}' is the name of the base model, '{self.served_name}', whatever the case; choose another.",
+            )
         with self._database.read() as session:
             tenant = require_tenant(session, tenant_id)
             limits = rules.read_limits(tenant.limits)
