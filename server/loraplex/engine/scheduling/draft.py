@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from loraplex.engine.types import ScheduledSequence, Sequence
 
+SMALL_STEP = 64
+"""Positions. On a CPU a larger step takes up to twice as long: it is not a recorded list of calls."""
+
 
 @dataclass(slots=True)
 class Draft:
@@ -31,12 +34,12 @@ def pool_start(seq: Sequence, start: int, end: int) -> int:
 
 
 def forced_budget(draft: Draft, num_running: int, num_ready: int) -> int:
-    """Positions of forced tokens in a step beside one of each running sequence: as many as places are free. Where few
-    are, a quarter of all places: so a step is never much larger than a full batch that decodes. Running sequences, and
-    ready ones for which there are places, have a token each before."""
-    free = draft.max_running - num_running
-    left = draft.budget - num_running - min(free, num_ready)
-    return max(0, min(left, max(free, draft.max_running // 4)))
+    """Positions of forced tokens in a step beside one of each running sequence. With them a step has as many positions
+    as there are places. A small one may have a quarter of the places more. Running sequences, and ready ones for which
+    there are places, have a token each before."""
+    most = max(draft.max_running, min(SMALL_STEP, num_running + draft.max_running // 4))
+    left = draft.budget - num_running - min(draft.max_running - num_running, num_ready)
+    return max(0, min(left, most - num_running))
 
 
 def is_forced(seq: Sequence) -> bool:
