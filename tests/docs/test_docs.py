@@ -6,7 +6,9 @@ import ast
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +35,8 @@ FORBIDDEN = [
 SOURCES = ("", "server/loraplex/", "adapters/loraplex/", "kernels/loraplex/", "admin/loraplex/")
 """Where a path in a document may begin: at the top, or at a package's folder (`engine/core/engine_core.py`)."""
 FILE = re.compile(
-    r"(?:server|adapters|kernels|admin|migrations|tests|docs|examples|api|app|control|engine|serving)"
-    r"/[\w./-]*\w\.(?:py|md|toml|txt|json)"
+    r"(?:server|adapters|kernels|admin|migrations|tests|docs|examples|tools|charts|deploy|api|app|control|engine|serving)"
+    r"/[\w./-]*\w\.(?:py|lua|md|toml|txt|json|jsonl|ya?ml|tpl|svg|png|service)"
 )
 
 
@@ -89,7 +91,7 @@ def test_relative_links_lead_somewhere() -> None:
             if not page.exists() or (
                 anchor and page.suffix == ".md" and anchor not in markdown.anchors(page.read_text("utf-8"))
             ):
-                broken.append(f"{path.relative_to(ROOT)}: {link}")
+                broken.append(f"{os.path.relpath(path, ROOT)}: {link}")
     assert broken == []
 
 
@@ -102,14 +104,14 @@ def test_files_and_tests_that_documents_name_are_there() -> None:
                 continue
             file = next((ROOT / at / name for at in SOURCES if (ROOT / at / name).is_file()), None)
             if file is None:
-                missing.append(f"{path.relative_to(ROOT)}: {span}")
+                missing.append(f"{os.path.relpath(path, ROOT)}: {span}")
             elif test:
                 tree = ast.parse(file.read_text("utf-8"))
                 known = {
                     n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
                 }
                 if test not in known:
-                    missing.append(f"{path.relative_to(ROOT)}: {span}")
+                    missing.append(f"{os.path.relpath(path, ROOT)}: {span}")
     assert missing == []
 
 
@@ -117,7 +119,7 @@ def test_code_that_documents_name_by_the_end_of_its_path_is_there() -> None:
     """`routes/versions.py`, or `numba_team.py` in a paragraph about its folder."""
     ours = {f"/{path.relative_to(ROOT).as_posix()}" for path in tracked()}
     missing = [
-        f"{path.relative_to(ROOT)}: {span}"
+        f"{os.path.relpath(path, ROOT)}: {span}"
         for path in documents()
         for span in markdown.spans(path.read_text("utf-8"))
         if re.fullmatch(r"[\w/-]*\w\.py", span) and not any(name.endswith(f"/{span}") for name in ours)
@@ -136,7 +138,7 @@ def test_nothing_names_a_machine_or_a_registry() -> None:
         content = path.read_bytes().decode("latin-1")
         for word, pattern in patterns.items():
             if word in content and pattern.search(content):
-                found.append(f"{path.relative_to(ROOT)}: {word}")
+                found.append(f"{os.path.relpath(path, ROOT)}: {word}")
     assert found == []
 
 
@@ -174,6 +176,13 @@ def test_every_page_is_in_the_index() -> None:
     assert pages - listed == set()
 
 
+def named_targets(text: str) -> set[str]:
+    """Targets of make in spans and blocks: `make check test-all` names two."""
+    said = "\n".join([*markdown.spans(text), re.sub(r"(?m)(?:^|\s)#.*$", "", markdown.blocks(text))])
+    found = re.findall(r"(?:^|[\s`&;])make((?: +[a-z][a-z-]*)+)(?=$|[\s`;&)])", said, re.MULTILINE)
+    return {target for targets in found for target in targets.split()}
+
+
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", markdown.read("Makefile"), re.MULTILINE))
 
@@ -187,25 +196,65 @@ def test_the_readme_says_how_to_begin() -> None:
 
 def test_make_targets_that_documents_name_exist() -> None:
     for path in documents():
-        text = path.read_text("utf-8")
-        said = "\n".join([*markdown.spans(text), markdown.blocks(text)])
-        named = set(re.findall(r"(?:^|[\s`])make ([a-z]+)\b", said))
-        assert named <= make_targets(), path
+        assert named_targets(path.read_text("utf-8")) <= make_targets(), path
 
 
-def test_commands_that_documents_name_exist() -> None:
+def options(command: Any) -> set[str]:
+    return {"--help", "--version"}.union(*([*of.opts, *of.secondary_opts] for of in command.params))
+
+
+def test_commands_and_options_that_documents_name_exist() -> None:
     from typer.main import get_command
 
     from loraplex.app.cli import create_cli
 
     program = get_command(create_cli())
-    commands = {
-        name: set(getattr(command, "commands", {})) or None for name, command in program.commands.items()
-    }
     for path in documents():
         text = path.read_text("utf-8")
-        said = "\n".join([*markdown.spans(text), markdown.blocks(text)])
-        for name, sub in re.findall(r"(?<![\w./])(?:\S*bin/)?loraplex +([a-z]+)(?: +([a-z]+))?", said):
-            assert name in commands, f"{path.name}: loraplex {name}"
-            if commands[name] is not None and sub:
-                assert sub in commands[name], f"{path.name}: loraplex {name} {sub}"
+        said = "\n".join([*markdown.spans(text), markdown.blocks(text)]).replace("\\\n", " ")
+        for name, rest in re.findall(r"(?<![\w./])(?:\S*bin/)?loraplex +([a-z]+)([^\n|;&>#)]*)", said):
+            assert name in program.commands, f"{path.name}: loraplex {name}"
+            command = program.commands[name]
+            sub = re.match(r" +([a-z]+)", rest)
+            if hasattr(command, "commands"):
+                if sub is None:
+                    continue
+                assert sub[1] in command.commands, f"{path.name}: loraplex {name} {sub[1]}"
+                command = command.commands[sub[1]]
+            unknown = set(re.findall(r"(?<=\s)--[a-z][a-z-]+", rest)) - options(command)
+            assert unknown == set(), f"{path.name}: loraplex {name}{rest}"
+
+
+FAULTS = [
+    (test_relative_links_lead_somewhere, "[a page](gone.md)"),
+    (test_relative_links_lead_somewhere, "[`code`](gone.py)"),
+    (test_relative_links_lead_somewhere, "![a picture](gone.svg)"),
+    (test_relative_links_lead_somewhere, "[a heading](#gone)"),
+    (test_files_and_tests_that_documents_name_are_there, "`tests/docs/test_gone.py`"),
+    (test_files_and_tests_that_documents_name_are_there, "`tools/gone.py`"),
+    (test_files_and_tests_that_documents_name_are_there, "`charts/loraplex/gone.yaml`"),
+    (test_files_and_tests_that_documents_name_are_there, "`tests/docs/test_docs.py::test_gone`"),
+    (test_code_that_documents_name_by_the_end_of_its_path_is_there, "`gone_file.py`"),
+    (test_nothing_names_a_machine_or_a_registry, f"https://{FORBIDDEN[3]}/"),
+    (test_make_targets_that_documents_name_exist, "`make gone`"),
+    (test_make_targets_that_documents_name_exist, "```bash\nmake check test-gone\n```"),
+    (test_commands_and_options_that_documents_name_exist, "`loraplex gone`"),
+    (test_commands_and_options_that_documents_name_exist, "```bash\n.venv/bin/loraplex key gone\n```"),
+    (
+        test_commands_and_options_that_documents_name_exist,
+        "```bash\nloraplex key create \\\n  --tenant a --gone\n```",
+    ),
+]
+
+
+@pytest.mark.parametrize(("guard", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_fault_fails_its_guard(
+    guard: Callable[[], None], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# A page\n\n{fault}\n")
+    monkeypatch.setitem(globals(), "documents", lambda: [page])
+    if guard is test_nothing_names_a_machine_or_a_registry:
+        monkeypatch.setitem(globals(), "tracked", lambda: [page])
+    with pytest.raises(AssertionError):
+        guard()

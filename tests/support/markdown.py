@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _SPAN = re.compile(r"`([^`]+)`")
 
 
@@ -43,6 +43,7 @@ def blocks(text: str) -> str:
 
 
 def links(text: str) -> list[str]:
+    """Targets of links and pictures."""
     return _LINK.findall(_SPAN.sub("", _FENCE.sub("", text)))
 
 
