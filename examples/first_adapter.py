@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(__file__).with_name("parcels.jsonl"))
     parser.add_argument("--base", type=Path, help="a model's folder (default: the quickstart's)")
     parser.add_argument("--out", type=Path, default=Path("my-adapter"))
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=16)
     arguments = parser.parse_args()
     base = arguments.base
     if base is None:

@@ -90,7 +90,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if page.file.src_uri in TOP_PAGES:
         return titled(markdown, page, files)
     text = links_for_site(markdown, posixpath.join("docs", posixpath.dirname(page.file.src_uri)).rstrip("/"))
-    if page.is_homepage:
+    if page.file.src_uri == "README.md":
         top, end, _ = (ROOT / "README.md").read_text("utf-8").partition(HOME_ENDS)
         if not end:
             raise PluginError(f"README.md has no section {HOME_ENDS.strip()!r}")

@@ -42,7 +42,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_faults_fail_the_build_by_name(tmp_path: Path) -> None:
     """A small site with our configuration, then one fault of each kind. (--quiet hides warnings from --strict.)"""
     configured = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[0]
-    nav = '\nnav: [README.md, CONTRIBUTING.md, SECURITY.md, CHANGELOG.md, "part/*.md"]\n'
+    nav = '\nnav: [{Start: [README.md]}, CONTRIBUTING.md, SECURITY.md, CHANGELOG.md, "part/*.md"]\n'
     (tmp_path / "mkdocs.yml").write_text(configured + nav)
     (tmp_path / "tools").mkdir()
     shutil.copy(ROOT / "tools/docs_site.py", tmp_path / "tools")
