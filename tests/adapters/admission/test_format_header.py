@@ -58,11 +58,11 @@ def test_bfloat16_reads_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "shorter than"),
+        (b"", "it is empty"),
         (b"\x01\0\0", "shorter than"),
         (struct.pack("<Q", 2**63) + b"{}", "claims"),
         (struct.pack("<Q", 100) + b"{}", "claims"),
-        (frame_header(b""), "begin with"),
+        (frame_header(b""), "nothing but zeros"),
         (frame_header(b"  {}"), "begin with"),
         (frame_header(b"[]"), "begin with"),
         (frame_header(b"{"), "not valid JSON"),

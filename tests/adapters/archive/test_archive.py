@@ -70,6 +70,75 @@ def test_a_folder_name_that_needs_a_long_header(box: Box) -> None:
         assert box.extract(make_tar(files, fmt=fmt)) == CONTENT
 
 
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("folder", ["run/checkpoint-500/", "home/me/out/checkpoint-500/"])
+def test_the_one_adapter_of_a_deeper_folder(box: Box, maker: str, folder: str) -> None:
+    files = {folder + name: content for name, content in CONTENT.items()}
+    beside = {"README.md": b"x", "run/args.json": b"{}", folder + "optimizer.pt": b"\x80\x02."}
+    assert box.extract(MAKERS[maker](beside | files)) == CONTENT
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_higher_folder_goes_before_deeper_ones(box: Box, maker: str) -> None:
+    """A trainer's output folder, packed as a folder: its checkpoints lie below the final adapter."""
+    other = {CONFIG: b"{}", TENSORS: b"x" * 99}
+    deeper = {f"run/checkpoint-{n}/{name}": content for n in (1, 2) for name, content in other.items()}
+    assert (
+        box.extract(MAKERS[maker](deeper | {f"run/{name}": data for name, data in CONTENT.items()}))
+        == CONTENT
+    )
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_several_adapters_are_listed(box: Box, maker: str) -> None:
+    deep = {f"run/checkpoint-{n}/{name}": data for n in (1, 2) for name, data in CONTENT.items()}
+    message = box.refusal(MAKERS[maker](deep)).message
+    assert "run/checkpoint-1" in message
+    assert "run/checkpoint-2" in message
+    beside = {f"checkpoint-7/{name}": data for name, data in CONTENT.items()}
+    message = box.refusal(MAKERS[maker](CONTENT | beside)).message
+    assert "its top" in message
+    assert "checkpoint-7" in message
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_tensors_by_the_name_that_mlx_gives_them(box: Box, maker: str) -> None:
+    files = {f"adapters/{'adapters.safetensors' if n == TENSORS else n}": data for n, data in CONTENT.items()}
+    numbered = {"adapters/0000100_adapters.safetensors": b"x"}
+    assert box.extract(MAKERS[maker](numbered | files)) == CONTENT
+    assert "pack one of them" in box.refusal(MAKERS[maker](CONTENT | {"adapters.safetensors": b"x"})).message
+
+
+WHAT_IS_NO_ARCHIVE: dict[str, tuple[bytes, str]] = {
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 123\n", "git lfs pull"),
+    "a page": (b"<!DOCTYPE html><html>", "HTML"),
+    "safetensors": (struct.pack("<Q", 2) + b"{}", "as adapter_model.safetensors"),
+    "torch's zip": (make_zip({"archive/data.pkl": b"\x80\x02.", "archive/version": b"3"}), "a pickle"),
+    "NumPy's zip": (make_zip({"layers.0.lora_a.npy": b"\x93NUMPY"}), "NumPy"),
+    "nothing": (b"", "empty"),
+}
+
+
+@pytest.mark.parametrize("case", WHAT_IS_NO_ARCHIVE)
+def test_what_is_no_archive_is_named(box: Box, case: str) -> None:
+    content, words = WHAT_IS_NO_ARCHIVE[case]
+    assert words in box.refusal(content).message
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("adapter_model.bin", "torch.load("), ("adapters.npz", "numpy.load("), ("a.gguf", "GGUF")],
+)
+def test_weights_of_another_format_are_named_with_what_to_do(
+    box: Box, maker: str, name: str, words: str
+) -> None:
+    files = {"x/" + CONFIG: b"{}", "x/training_args.bin": b"\x80\x02.", "x/" + name: b"x"}
+    refusal = box.refusal(MAKERS[maker](files))
+    assert refusal.code == "not_safetensors"
+    assert words in refusal.message
+
+
 def test_zip64_and_streamed_zips(box: Box) -> None:
     out = io.BytesIO()
 
@@ -118,7 +187,7 @@ def test_many_gzip_members_and_zero_padding(box: Box) -> None:
         ({CONFIG: b"", TENSORS: b"x"}, "bad_archive"),
         ({CONFIG: b"{}", "adapter_model.bin": b"\x80\x04"}, "not_safetensors"),
         ({"x/" + CONFIG: b"{}", "x/adapter_model.pt": b"\x80\x04"}, "not_safetensors"),
-        ({"a/b/" + name: content for name, content in CONTENT.items()}, "bad_archive"),
+        ({f"a/{x}/{name}": content for x in "bc" for name, content in CONTENT.items()}, "bad_archive"),
         ({"a/" + CONFIG: b"{}", "b/" + TENSORS: b"x"}, "bad_archive"),
         ({CONFIG: b"{}", "b/" + TENSORS: b"x"}, "bad_archive"),
         (CONTENT | {"b/" + CONFIG: b"{}"}, "bad_archive"),
@@ -166,8 +235,10 @@ def test_cut_anywhere_it_is_refused(box: Box, maker: str) -> None:
 
 
 NOT_SAFETENSORS: dict[str, tuple[bytes, str, str]] = {
-    "zeros": (bytes(9), "not_safetensors", "does not begin with '{'"),
-    "text": (b"some text", "not_safetensors", "its header claims"),
+    "zeros": (bytes(9), "not_safetensors", "nothing but zeros"),
+    "text": (b"some text" * 100, "not_safetensors", "text that begins with 'some text"),
+    "a pickle": (b"\x80\x02}q\x00.", "not_safetensors", "a pickle"),
+    "a broken header": (struct.pack("<Q", 1 << 62) + b"{", "not_safetensors", "its header claims"),
     "no JSON": (struct.pack("<Q", 5) + b"[", "not_safetensors", "does not begin with '{'"),
     "a header of the whole file": (struct.pack("<Q", 3 << 20) + b"{", "too_large", "safetensors header"),
 }

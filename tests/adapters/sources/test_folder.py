@@ -12,7 +12,7 @@ import pytest
 
 from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.sources.errors import SourceNotAllowed, SourceNotFound, SourceUnavailable
-from loraplex.adapters.sources.folder import MAX_FOLDERS, copy_folder
+from loraplex.adapters.sources.folder import MAX_ENTRIES, MAX_FOLDERS, copy_folder
 from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.fault_points import FaultPoint
@@ -70,6 +70,48 @@ def place(tmp_path: Path) -> Place:
 def test_both_files_and_their_size_first(place: Place) -> None:
     assert place.copy() == {CONFIG_NAME: b"{}", TENSORS_NAME: b"tensors"}
     assert place.reserved == [len(b"{}tensors")]
+
+
+def test_the_one_adapter_of_a_folder_below(place: Place) -> None:
+    whole = place.write("out/checkpoint-500", b"{1}", b"checkpoint")
+    (place.root / "out" / "README.md").write_text("x")
+    (place.root / "out" / "best").symlink_to("checkpoint-500")
+    half = place.root / "out" / "checkpoint-100"
+    half.mkdir()
+    (half / CONFIG_NAME).write_bytes(b"{}")
+    assert place.copy("out") == {CONFIG_NAME: b"{1}", TENSORS_NAME: b"checkpoint"}
+    (whole / TENSORS_NAME).rename(whole / "adapters.safetensors")
+    assert place.copy("out") == {CONFIG_NAME: b"{1}", TENSORS_NAME: b"checkpoint"}
+
+
+def test_several_adapters_below_are_listed(place: Place) -> None:
+    for step in (100, 200):
+        place.write(f"out/checkpoint-{step}", b"{}", b"checkpoint")
+    message = place.refused("out")
+    assert "checkpoint-100" in message
+    assert "checkpoint-200" in message
+    place.write("out", b"{2}", b"final")
+    assert place.copy("out")[TENSORS_NAME] == b"final"
+
+
+def test_the_folder_s_own_adapter_is_found_among_many_files(place: Place) -> None:
+    for number in range(MAX_ENTRIES + 10):
+        (place.root / "run" / f"log-{number}").touch()
+    assert place.copy() == {CONFIG_NAME: b"{}", TENSORS_NAME: b"tensors"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("adapter_model.bin", "torch.load("), ("adapters.npz", "numpy.load(")]
+)
+def test_weights_of_another_format_are_named(place: Place, name: str, words: str) -> None:
+    (place.root / "run" / TENSORS_NAME).rename(place.root / "run" / name)
+    assert words in place.refused("run", AdapterRefused)
+
+
+def test_a_folder_below_that_is_a_link_out_is_not_entered(place: Place) -> None:
+    (place.root / "out").mkdir()
+    (place.root / "out" / "checkpoint-1").symlink_to(place.secret)
+    place.refused("out")
 
 
 def test_a_link_within_the_root_is_followed(place: Place) -> None:

@@ -8,6 +8,7 @@ before work is done for it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,11 +69,13 @@ def inspect_adapter(
     max_rank: int,
     deep: bool = True,
     digest: str | None = None,
+    earlier: Iterable[dict[str, Any]] = (),
 ) -> AdapterSpec:
     """Validate an adapter against the base. Used for an upload and again when the engine loads it from disk.
 
     `deep` also reads every value: finiteness, whether there is any effect, the norms of scaling·B·A, and that
-    copies of base weights equal the base's. `digest` spares hashing the files where the caller just did.
+    copies of base weights equal the base's. `digest` spares hashing the files where the caller just did. `earlier` are
+    entries of the report's `checks` on what was done to the files before.
     Memory stays below a few chunks of 1 MiB, the header, and one A matrix of max_rank rows.
 
     The spec's report has `modules_matched`, `modules_ignored` (copies of base weights that were dropped),
@@ -83,7 +86,7 @@ def inspect_adapter(
     Raises AdapterRefused, whose `report` holds what was found up to there; ArtifactMissing where a file does
     not exist; OSError.
     """
-    report = _Report()
+    report = _Report(checks=list(earlier))
     try:
         return _inspect(config_path, tensors_path, base, max_rank, deep, digest, report)
     except AdapterRefused as refusal:

@@ -22,6 +22,7 @@ import numpy as np
 from loraplex.adapters.admission.module_names import HEAD_NAMES, ModuleNames
 from loraplex.adapters.admission.peft_support import FIELD_RULES, READ_FIELDS, is_neutral, is_number, is_text
 from loraplex.adapters.admission.strict_json import parse_object
+from loraplex.adapters.contents.kinds import START_BYTES, identify_config
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.files import open_regular, read_into, shown
 
@@ -381,8 +382,12 @@ def _alpha(value: Any, where: str) -> float:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    raw = read_raw_config(path)
+    kind = identify_config(raw[:START_BYTES], len(raw))
+    if kind is not None:
+        raise AdapterRefused("config_invalid", f"adapter_config.json is {kind}")
     try:
-        return parse_object(read_raw_config(path))
+        return parse_object(raw)
     except ValueError as error:
         _invalid(f"it is not valid JSON: {error}")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from loraplex.adapters.admission.strict_json import parse_object
+from loraplex.adapters.contents.kinds import START_BYTES, identify
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import TensorSlice
 from loraplex.adapters.store.files import open_regular, read_into, shown
@@ -43,8 +44,6 @@ DTYPE_BITS = {
 }
 """Bits of one element, by the format's own names."""
 
-START_BYTES = 9
-"""The length of the header, and its first character."""
 _MAX_DIMS = 8
 _MAX_NAME = 512
 
@@ -95,8 +94,12 @@ def read_raw_header(path: Path, limits: HeaderLimits = ADAPTER_LIMITS) -> tuple[
 
 
 def check_start(start: bytes, size: int, limits: HeaderLimits = ADAPTER_LIMITS) -> int:
-    """The bytes of the header's JSON, by the first `START_BYTES` bytes of a file of `size` bytes (fewer of a shorter
-    file). Raises AdapterRefused as `read_header` does for what these bytes tell."""
+    """The bytes of the header's JSON, by the first START_BYTES bytes of a file of `size` bytes (all of a shorter file).
+    Raises AdapterRefused as `read_header` does for what these bytes tell: it names what they are, if they are of a
+    known kind."""
+    kind = identify(start, size)
+    if kind is not None:
+        _refuse(f"it is {kind}")
     if len(start) < 8:
         _refuse("it is shorter than the 8 bytes of a header length")
     length = int.from_bytes(start[:8], "little")
@@ -106,7 +109,7 @@ def check_start(start: bytes, size: int, limits: HeaderLimits = ADAPTER_LIMITS) 
         raise AdapterRefused(
             "too_large", f"the safetensors header has {length} bytes; at most {limits.max_bytes} are accepted"
         )
-    if not length or start[8:] != b"{":
+    if not length or start[8:9] != b"{":
         _refuse("its header does not begin with '{'")
     return length
 
@@ -115,8 +118,9 @@ def _read_raw(file: BinaryIO, size: int, limits: HeaderLimits) -> bytes:
     start = bytearray(START_BYTES)
     count = read_into(file, memoryview(start))
     raw = bytearray(check_start(bytes(start[:count]), size, limits))
-    raw[:1] = start[8:]
-    if read_into(file, memoryview(raw)[1:]) < len(raw) - 1:
+    known = start[8 : min(count, 8 + len(raw))]
+    raw[: len(known)] = known
+    if len(known) + read_into(file, memoryview(raw)[len(known) :]) < len(raw):
         _refuse("it ends inside its header")
     return bytes(raw)
 

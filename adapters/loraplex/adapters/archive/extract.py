@@ -7,6 +7,7 @@ headers in memory; zips are read by the standard library's after the checks that
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +16,19 @@ from typing import BinaryIO
 from loraplex.adapters.archive.sink import MemberSink, bad_archive
 from loraplex.adapters.archive.tar_reader import ByteStream, read_tar
 from loraplex.adapters.archive.zip_reader import read_zip
+from loraplex.adapters.contents.kinds import (
+    NPZ,
+    PICKLE,
+    SAFETENSORS,
+    START_BYTES,
+    TAR,
+    identify,
+    identify_config,
+)
+from loraplex.adapters.contents.places import Folder
+from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.fault_points import Fault, no_fault
-from loraplex.adapters.store.files import disk_failures_named, open_regular
+from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, disk_failures_named, open_regular
 
 _ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -38,28 +50,45 @@ def extract_upload(
     """Write adapter_config.json and adapter_model.safetensors from `archive` into the existing folder `dest`, and the
     files of `CHAT_FILE_BYTES` that lie beside them.
 
-    The kind is detected from the content. Both files lie at the top or in one folder; other files are skipped (in a
-    tar they count for `max_bytes`, which bounds what is unpacked). Streams in bounded memory, in time
-    proportional to the bytes read and written. `reserve` hears of each file's size before it is written, and may raise.
-    On failure nothing is left in `dest`.
+    The kind is detected from the content. Both files lie at the top or in one folder of it; where there are none, in
+    the one folder below that holds both (the archive is read again then). mlx-lm's adapters.safetensors stands for the
+    tensors too. Other files are skipped (in a tar they count for `max_bytes`, which bounds what is unpacked). Streams
+    in bounded memory, in time proportional to the bytes read and written. `reserve` hears of each file's size before it
+    is written, and may raise. On failure nothing is left in `dest`.
 
     Raises AdapterRefused: bad_archive (damaged, encrypted, ambiguous, links, devices, absolute or ".." names,
-    a file missing), not_safetensors (pickled weights instead, or a file of more than 1 MiB that does not begin as one;
-    it is unpacked no further), too_large. StoreFull, StoreFailed, OSError.
+    a file missing), not_safetensors (weights of another format instead, or a file of more than 1 MiB that does not
+    begin as one; it is unpacked no further), too_large. StoreFull, StoreFailed, OSError.
     """
-    with (
-        disk_failures_named(),
-        MemberSink(dest, max_bytes, fault, reserve) as sink,
-        open_regular(archive) as file,
-    ):
-        magic = file.read(4)
-        file.seek(0)
-        if magic in _ZIP_MAGIC:
-            read_zip(file, sink)
-        else:
-            chunks = _gunzip(file) if magic.startswith(_GZIP_MAGIC) else _chunks(file)
-            read_tar(ByteStream(chunks, max_bytes + _TAR_OVERHEAD, sink.too_large), sink)
-        sink.finish()
+    with disk_failures_named(), open_regular(archive) as file:
+        with MemberSink(dest, max_bytes, fault, reserve) as sink:
+            deeper = _read(file, sink, max_bytes)
+        if deeper is not None:
+            with MemberSink(dest, max_bytes, fault, reserve, only=deeper) as sink:
+                _read(file, sink, max_bytes)
+
+
+def _read(file: BinaryIO, sink: MemberSink, max_bytes: int) -> Folder | None:
+    """As `MemberSink.finish`."""
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    start = file.read(START_BYTES)
+    file.seek(0)
+    kind = identify(start, size)
+    if start.startswith(_ZIP_MAGIC):
+        read_zip(file, sink)
+        if sink.found_nothing and kind in (PICKLE, NPZ):
+            raise AdapterRefused("not_safetensors", f"the archive is {kind}")
+    elif start.startswith(_GZIP_MAGIC):
+        read_tar(ByteStream(_gunzip(file), max_bytes + _TAR_OVERHEAD, sink.too_large), sink)
+    else:
+        # A tar of before POSIX has no signature; its first bytes are the name of a file.
+        if identify_config(start, size) is SAFETENSORS:
+            bad_archive(f"it is a safetensors file; upload it as {TENSORS_NAME}, beside {CONFIG_NAME}")
+        if kind is not None and kind is not TAR:
+            bad_archive(f"it is {kind}")
+        read_tar(ByteStream(_chunks(file), max_bytes + _TAR_OVERHEAD, sink.too_large), sink)
+    return sink.finish()
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:

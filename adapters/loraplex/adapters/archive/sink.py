@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn, Self
 
-from loraplex.adapters.admission.safetensors_header import START_BYTES, check_start
+from loraplex.adapters.admission.safetensors_header import check_start
+from loraplex.adapters.contents.kinds import START_BYTES
+from loraplex.adapters.contents.places import Contents, Folder, folders_shown, weights_kind
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.fault_points import Fault, FaultPoint, no_fault
 from loraplex.adapters.store.files import (
     CHAT_FILE_BYTES,
     CONFIG_NAME,
     TENSORS_NAME,
+    TENSORS_NAMES,
     create_file,
     shown,
     write_all,
@@ -24,7 +27,6 @@ MAX_CHAT_FILES = 16
 """Kept until it is known in which folder the adapter lies."""
 _MAX_NAME = 4096
 _CHEAP_BYTES = 1 << 20
-_PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 
 
 def bad_archive(what: str) -> NoReturn:
@@ -32,7 +34,8 @@ def bad_archive(what: str) -> NoReturn:
 
 
 class MemberSink:
-    """Sorts the members of one archive and writes those that count into `dest`, under their fixed names.
+    """Sorts the members of one archive and writes those that count into `dest`, under their fixed names. They lie at
+    the top or in one folder of the top, or in `only`.
 
     A context manager: leaving it with an exception removes what was written.
     """
@@ -43,6 +46,7 @@ class MemberSink:
         max_bytes: int,
         fault: Fault = no_fault,
         reserve: Callable[[int], None] = lambda num_bytes: None,
+        only: Folder | None = None,
     ) -> None:
         self._dest = dest
         self._fault = fault
@@ -51,12 +55,14 @@ class MemberSink:
         self._expected = 0
         self._tensors_size = 0
         self._start = b""
-        self._seen: set[tuple[str, ...]] = set()
+        self._seen: set[Folder] = set()
         self._entries = 0
-        self._folder: tuple[str, ...] | None = None
+        self._only = only
+        self._folder = only
+        self._tensors_name: str | None = None
+        self._others: list[Folder] = []
         self._files: dict[str, BinaryIO] = {}
-        self._chat_files: dict[str, tuple[tuple[str, ...], str]] = {}
-        self._has_pickle = False
+        self._chat_files: dict[str, tuple[Folder, str]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +77,7 @@ class MemberSink:
         for _, leaf in self._chat_files.values() if error is not None else ():
             (self._dest / leaf).unlink(missing_ok=True)
 
-    def check_entry(self, raw_name: bytes) -> tuple[str, ...]:
+    def check_entry(self, raw_name: bytes) -> Folder:
         """Count any entry and check its name; its parts. Raises AdapterRefused("bad_archive")."""
         self._entries += 1
         if self._entries > MAX_ENTRIES:
@@ -94,19 +100,30 @@ class MemberSink:
             bad_archive(f"the entry {shown('/'.join(parts))} comes twice or has no name")
         self._seen.add(parts)
         leaf, folder = parts[-1], parts[:-1]
-        if len(folder) > 1:
-            return None
+        is_deeper = folder != self._only and (self._only is not None or len(folder) > 1)
         if leaf in CHAT_FILE_BYTES:
-            return self._claim_chat_file(leaf, folder)
-        if leaf not in (CONFIG_NAME, TENSORS_NAME):
-            self._has_pickle |= PurePosixPath(leaf).suffix in _PICKLES
+            return None if is_deeper else self._claim_chat_file(leaf, folder)
+        if leaf != CONFIG_NAME and leaf not in TENSORS_NAMES:
+            if weights_kind(leaf) is not None:
+                self._others.append(parts)
+            return None
+        if is_deeper:
+            self._others.append(parts)
             return None
         if self._folder not in (None, folder):
-            bad_archive("it holds more than one adapter; pack the two files of one")
+            both = folders_shown(sorted((self._folder or (), folder)))
+            bad_archive(
+                f"it holds files of an adapter in more than one folder, {both}; pack the two files of one"
+            )
         self._folder = folder
-        return leaf
+        if leaf == CONFIG_NAME:
+            return CONFIG_NAME
+        if self._tensors_name not in (None, leaf):
+            bad_archive(f"it holds {self._tensors_name} and {leaf}; pack one of them")
+        self._tensors_name = leaf
+        return TENSORS_NAME
 
-    def _claim_chat_file(self, leaf: str, folder: tuple[str, ...]) -> str | None:
+    def _claim_chat_file(self, leaf: str, folder: Folder) -> str | None:
         """It counts if it lies beside the adapter's two files, which may come later."""
         if self._folder not in (None, folder) or len(self._chat_files) == MAX_CHAT_FILES:
             return None
@@ -152,16 +169,33 @@ class MemberSink:
         self._fault(FaultPoint.UNPACK_WRITE, path)
         write_all(self._files[name], data)
 
-    def finish(self) -> None:
-        """Refuse an archive that did not bring both files."""
-        if TENSORS_NAME not in self._files and self._has_pickle:
-            raise AdapterRefused(
-                "not_safetensors",
-                f"the archive holds pickled weights but no {TENSORS_NAME}; save the adapter as safetensors",
-            )
-        for name in (CONFIG_NAME, TENSORS_NAME):
-            if name not in self._files:
-                bad_archive(f"it holds no {name} with content, at its top or in one folder")
+    @property
+    def found_nothing(self) -> bool:
+        """Whether no member had the name of an adapter's file or of other weights."""
+        return self._folder is None and not self._others
+
+    def finish(self) -> Folder | None:
+        """The deeper folder to unpack instead, where nothing lies higher and it alone holds an adapter. None: all is
+        done. Refuses an archive that did not bring both files."""
+        if CONFIG_NAME not in self._files or TENSORS_NAME not in self._files:
+            return self._look_deeper()
+        self._settle_chat_files()
+        return None
+
+    def _look_deeper(self) -> Folder:
+        contents = Contents.of(self._others)
+        if self._folder is None and (chosen := contents.chosen()) is not None:
+            self._settle_chat_files()
+            return chosen[0]
+        if self._folder is None and contents.adapters:
+            folders = folders_shown([folder for folder, _ in contents.adapters])
+            bad_archive(f"it holds several adapters, in {folders}; pack the files of one")
+        if TENSORS_NAME not in self._files:
+            contents.check_format()
+        lacking = CONFIG_NAME if CONFIG_NAME not in self._files else TENSORS_NAME
+        bad_archive(f"it holds no {lacking} with content, at its top or in one folder")
+
+    def _settle_chat_files(self) -> None:
         for name, (folder, leaf) in self._chat_files.items():
             path = self._dest / name
             if name in self._files and folder == self._folder:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Callable, Iterator
 
+from loraplex.adapters.contents.places import Contents, Folder, folders_shown
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.sources.errors import SourceNotAllowed, SourceNotFound, SourceUnavailable
 from loraplex.adapters.sources.urls import Source
@@ -23,6 +25,7 @@ from loraplex.adapters.store.files import (
     CHUNK_BYTES,
     CONFIG_NAME,
     TENSORS_NAME,
+    TENSORS_NAMES,
     create_file,
     disk_failures_named,
     shown,
@@ -31,6 +34,8 @@ from loraplex.adapters.store.files import (
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_LINKS = 16
+MAX_ENTRIES = 1000
+"""Names of a folder without an adapter that are looked at."""
 MAX_FOLDERS = 64
 """Folders that are opened for one adapter. They stay open until it is copied."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -41,17 +46,19 @@ _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, err
 def copy_folder(
     source: Source, staging: Staging, *, max_bytes: int, reserve: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Copy an adapter's two files and those of its chats into `staging`. All are opened and measured before a byte is
-    copied; `reserve` hears of their sizes and may raise. Files that change while they are copied are refused.
+    """Copy an adapter's two files and those of its chats into `staging`: of the folder that the source names or, where
+    that has none, of the one folder in it that does. All are opened and measured before a byte is copied; `reserve`
+    hears of their sizes and may raise. Files that change while they are copied are refused.
 
     Raises SourceNotAllowed (a link that leads out of the root), SourceNotFound, SourceUnavailable, AdapterRefused
-    (too_large), StoreFull, StoreFailed, and what `reserve` raises.
+    (too_large, not_safetensors for weights of another format), StoreFull, StoreFailed, and what `reserve` raises.
     """
     with contextlib.ExitStack() as stack:
         folder = _AdapterFolder(source, stack)
+        tensors_name = folder.find_adapter()
         opened = {
-            name: folder.open(name, MAX_CONFIG_BYTES if name == CONFIG_NAME else max_bytes)
-            for name in (CONFIG_NAME, TENSORS_NAME)
+            CONFIG_NAME: folder.open(CONFIG_NAME, MAX_CONFIG_BYTES),
+            TENSORS_NAME: folder.open(tensors_name, max_bytes),
         }
         for name, most in CHAT_FILE_BYTES.items():
             with contextlib.suppress(SourceNotFound):
@@ -99,6 +106,7 @@ class _AdapterFolder:
 
     def __init__(self, source: Source, descriptors: contextlib.ExitStack) -> None:
         self._source = source
+        self._below: Folder = ()
         self._descriptors = descriptors
         self._left_folders = MAX_FOLDERS
         self._left_links = MAX_LINKS
@@ -112,10 +120,31 @@ class _AdapterFolder:
             for part in source.parts:
                 self._walk(self._way, [part], to_file=False)
 
+    def find_adapter(self) -> str:
+        """The name of the tensors, after going into the one folder below that holds an adapter if this one holds none.
+        Raises SourceNotFound where several do, AdapterRefused (not_safetensors)."""
+        with self._failures_named("folder", self._source.parts):
+            here = Contents.of((name,) for name in _adapter_files(self._way[-1])).chosen()
+            if here is not None:
+                return here[1]
+            contents = Contents.of(_other_files(self._way[-1]))
+            contents.check_format()
+            chosen = contents.chosen()
+            if chosen is not None:
+                self._below = chosen[0]
+                self._walk(self._way, list(chosen[0]), to_file=False)
+                return chosen[1]
+        if contents.adapters:
+            folders = folders_shown([folder for folder, _ in contents.adapters])
+            raise SourceNotFound(
+                f"The source holds several adapters, in {folders}; name one of these folders."
+            )
+        return TENSORS_NAME
+
     def open(self, name: str, max_bytes: int) -> tuple[int, os.stat_result]:
         """One of its files, which is a regular one, and what it was when it was opened. Opening it never waits. Raises
         AdapterRefused (too_large) too."""
-        parts = (*self._source.parts, name)
+        parts = (*self._source.parts, *self._below, name)
         with self._failures_named("file", parts):
             file = self._walk(self._way.copy(), [name], to_file=True)
             found = os.fstat(file)
@@ -172,6 +201,33 @@ class _AdapterFolder:
             if error.errno in _ABSENT:
                 raise SourceNotFound(f"The source has no {kind} {what} that this server can read.") from None
             raise SourceUnavailable(f"{what} cannot be read: {error.strerror}.") from error
+
+
+def _adapter_files(folder: int) -> Iterator[str]:
+    """The names of an adapter's files that an open folder has, whatever they are: the caller opens what it takes."""
+    for name in (CONFIG_NAME, *TENSORS_NAMES):
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name, dir_fd=folder, follow_symlinks=False)
+            yield name
+
+
+def _other_files(folder: int) -> Iterator[Folder]:
+    """The names of an open folder's files, and those of an adapter's files in the folders in it, links left out."""
+    below: list[str] = []
+    with os.scandir(folder) as entries:
+        for entry in itertools.islice(entries, MAX_ENTRIES):
+            if entry.is_dir(follow_symlinks=False):
+                below.append(entry.name)
+            else:
+                yield (entry.name,)
+    for name in below:
+        # It may have been exchanged meanwhile, or not be readable.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            try:
+                yield from ((name, file) for file in _adapter_files(descriptor))
+            finally:
+                os.close(descriptor)
 
 
 def _written(parts: tuple[str, ...]) -> str:

@@ -22,7 +22,7 @@ class FaultPoint(StrEnum):
     STAGE = "stage"  # mkdir of a staging folder
     RECEIVE_CREATE = "receive: create"
     RECEIVE_WRITE = "receive: write"
-    UNPACK_CREATE = "unpack: create"
+    UNPACK_CREATE = "unpack: create"  # of an archive's member, or of a file that is converted
     UNPACK_WRITE = "unpack: write"
     FLUSH_STAGED = "flush staged"  # fsync of each file, before any lock is taken
     DROP_LEFTOVER = "drop leftover"  # unlink of what is not kept, such as the archive

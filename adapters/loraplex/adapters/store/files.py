@@ -16,6 +16,9 @@ from loraplex.adapters.errors import StoreFailed, StoreFull
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
+MLX_TENSORS_NAME = "adapters.safetensors"
+"""The name that mlx-lm gives the tensors. They are stored under TENSORS_NAME."""
+TENSORS_NAMES = (TENSORS_NAME, MLX_TENSORS_NAME)
 CHAT_FILE_BYTES: Mapping[str, int] = MappingProxyType(
     {
         "chat_template.jinja": 128 << 10,

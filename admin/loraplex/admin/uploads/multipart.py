@@ -13,7 +13,8 @@ from typing import Any
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME, shown
+from loraplex.adapters.contents.places import foreign_weights, weights_kind
+from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, MLX_TENSORS_NAME, TENSORS_NAME, shown
 from loraplex.admin.problem import Problem
 
 ARCHIVE_NAME = "archive"
@@ -39,6 +40,7 @@ class Part(Enum):
     GENERATION_CONFIG = "generation_config.json"
 
 
+_PARTS = {part.value: part for part in Part} | {MLX_TENSORS_NAME: Part.TENSORS}
 _SMALL = {
     Part.CONFIG: MAX_CONFIG_BYTES,
     Part.SERVING: MAX_SERVING_BYTES,
@@ -50,7 +52,8 @@ class UploadParser:
     """Feed it the body; it gives (part, bytes) pieces, in order, none of them kept.
 
     A part is known by its form name; a part named `file` or `files` by its file name, which must be one of
-    the files'. Each part comes once; an archive comes without them. `max_bytes` bounds the parts' contents together.
+    the files'. The tensors may have mlx-lm's name too. Each part comes once; an archive comes without them. `max_bytes`
+    bounds the parts' contents together.
     `serving` has the field of that name, which is no file.
     """
 
@@ -105,7 +108,7 @@ class UploadParser:
         return frozenset(self._seen)
 
     def feed(self, chunk: bytes) -> list[tuple[Part, bytes]]:
-        """The parts that `chunk` completes. Raises Problem."""
+        """The parts that `chunk` completes. Raises Problem, and AdapterRefused for weights of another format."""
         try:
             self._parser.write(chunk)
         except FormParserError:
@@ -194,14 +197,15 @@ class UploadParser:
             raise Problem("invalid_multipart", "A part has no Content-Disposition: form-data with a name.")
         name = options[b"name"].decode("latin-1")
         wanted = options.get(b"filename", b"").decode("latin-1") if name in ("file", "files") else name
-        known = {part.value: part for part in Part}
-        if wanted not in known or (wanted in (ARCHIVE_NAME, SERVING_NAME) and wanted != name):
+        if (kind := weights_kind(wanted)) is not None:
+            raise foreign_weights(wanted, kind)
+        if wanted not in _PARTS or (wanted in (ARCHIVE_NAME, SERVING_NAME) and wanted != name):
             raise Problem(
                 "invalid_multipart",
                 f"There is no part {shown(wanted)}. {_WHAT_IS_WANTED}",
                 param=name[:80],
             )
-        return known[wanted]
+        return _PARTS[wanted]
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         part = self._current

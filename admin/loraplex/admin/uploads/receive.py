@@ -54,8 +54,9 @@ async def receive_upload(
 ) -> AsyncIterator[Received]:
     """The request's body. Its staging folder is discarded on the way out unless it was committed.
 
-    Raises Problem (400, 413, 415), AdapterRefused where the tenant's quota does not allow it, BodyEncoded, BodyTooSlow,
-    ClientGone, StoreFull (507), StoreFailed (503), OSError. Nothing is written before the headers have been looked at.
+    Raises Problem (400, 413, 415), AdapterRefused for a part of another format and where the tenant's quota does not
+    allow it, BodyEncoded, BodyTooSlow, ClientGone, StoreFull (507), StoreFailed (503), OSError. Nothing is written
+    before the headers have been looked at.
     """
     refuse_encoding(request.scope)
     declared = declared_length(request.scope) or 0

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.errors import AdapterRefused, ArtifactUnreadable, LoraplexError
+from loraplex.adapters.mlx.convert import convert_mlx
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
@@ -104,10 +105,10 @@ class Catalog:
         check: bool = False,
         by: Actor = LOCAL,
     ) -> tuple[VersionInfo, bool]:
-        """Make a version of an upload's two files; whether it is new. The same bytes again within a name, to be served
-        alike, are the version that has them; where the stored ones are lost or damaged, they take their place. Bytes
-        that were rejected before are a new version, and are checked again. `chat` is what they bring for their chats;
-        `notes` are added to the checks of the report.
+        """Make a version of an upload's two files; whether it is new. mlx-lm's files are turned into PEFT's first. The
+        same bytes again within a name, to be served alike, are the version that has them; where the stored ones are
+        lost or damaged, they take their place. Bytes that were rejected before are a new version, and are checked
+        again. `chat` is what they bring for their chats; `notes` are added to the checks of the report.
         `source` is where an import came from, for the audit log. With `release` the version takes all the traffic of
         its name from the moment when it is ready on. With `check` that is when `Validation.accept` says so: until then
         a new version is `validating`.
@@ -118,7 +119,12 @@ class Catalog:
         """
         self.check_upload(tenant_id, name)
         spec = inspect_adapter(
-            staging.config_path, staging.tensors_path, self.base, max_rank=self.max_rank, deep=True
+            staging.config_path,
+            staging.tensors_path,
+            self.base,
+            max_rank=self.max_rank,
+            deep=True,
+            earlier=convert_mlx(staging, self.max_rank),
         )
         spec = with_chat(spec, chat, notes)
         fault = self._artifacts.store.fault

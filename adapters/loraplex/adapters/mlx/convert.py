@@ -1,0 +1,189 @@
+"""Turning mlx-lm's two files into PEFT's form of the same adapter, once, before they are validated and stored.
+
+Every value keeps its bits: lora_a and lora_b are transposed, m becomes DoRA's magnitude. The result depends on the two
+files alone, so equal uploads have equal digests. Memory: two tiles of `_TILE_BYTES` and the header, whatever the shapes
+are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from loraplex.adapters.admission.peft_config import read_raw_config
+from loraplex.adapters.admission.safetensors_header import read_header
+from loraplex.adapters.admission.strict_json import parse_object
+from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt
+from loraplex.adapters.mlx.modules import MlxModule, has_mlx_names, read_modules
+from loraplex.adapters.mlx.settings import MlxSettings, is_mlx_config, read_mlx_settings
+from loraplex.adapters.spec import TensorSlice
+from loraplex.adapters.store.artifact_store import Staging
+from loraplex.adapters.store.fault_points import FaultPoint
+from loraplex.adapters.store.files import (
+    create_file,
+    disk_failures_named,
+    open_regular,
+    read_into,
+    shown,
+    write_all,
+)
+from loraplex.adapters.store.tensors import NUMPY_DTYPES
+
+_TILE_BYTES = 4 << 20
+_PEFT_NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
+
+
+def convert_mlx(staging: Staging, max_rank: int) -> list[dict[str, Any]]:
+    """Replace mlx-lm's files in `staging` by PEFT's, and return what a report says of it: entries of its `checks`, as
+    `inspect_adapter` takes them. None of them where the files are not mlx-lm's, or cannot be read.
+
+    Raises AdapterRefused for what mlx-lm saves and is not served, StoreFull, StoreFailed, OSError.
+    """
+    try:
+        config = parse_object(read_raw_config(staging.config_path))
+        is_mlx = is_mlx_config(config)
+        # What cannot be read is left to the inspection, which says why.
+        if not is_mlx and not has_mlx_names(read_header(staging.tensors_path)):
+            return []
+    except (AdapterRefused, ValueError, FileNotFoundError):
+        return []
+    if not is_mlx:
+        raise AdapterRefused(
+            "config_invalid",
+            "the tensors are mlx-lm's (lora_a, lora_b), and adapter_config.json is not: upload the one that "
+            "mlx_lm.lora saved beside them",
+        )
+    settings = read_mlx_settings(config)
+    header = read_header(staging.tensors_path)
+    modules = read_modules(header, settings, max_rank)
+    alpha = alpha_of(settings.scale, settings.rank)
+    with disk_failures_named():
+        _write_tensors(staging, header)
+        _write_config(staging, settings, modules, alpha)
+    vectors = ", m is DoRA's magnitude" if settings.use_dora else ""
+    detail = (
+        f"mlx-lm's files were turned into PEFT's: lora_a and lora_b are transposed{vectors}, scale "
+        f"{settings.scale:g} is lora_alpha {alpha:g} at rank {settings.rank}; digest and bytes are those of the result"
+    )
+    checks: list[dict[str, Any]] = [{"name": "mlx", "ok": True, "detail": detail}]
+    unused = sorted((settings.keys or frozenset()) - {m.key for m in modules.values()} - modules.keys())
+    if unused:
+        names = ", ".join(map(shown, unused[:8]))
+        warning = f"warning: lora_parameters.keys names {names}, and no tensors came for it"
+        checks.append({"name": "mlx", "ok": False, "detail": warning})
+    return checks
+
+
+def alpha_of(scale: float, rank: int) -> float:
+    """The lora_alpha whose quotient by `rank`, in float64, is `scale`: at once for a rank that is a power of two, among
+    the neighbours of scale · rank for most others. For the rest the quotient differs by one unit of float64 and is the
+    same float32, in which mlx-lm and the engine multiply."""
+    first = scale * rank
+    near = [first]
+    for away in (math.inf, -math.inf):
+        value = first
+        for _ in range(2):
+            value = math.nextafter(value, away)
+            near.append(value)
+    exact = (alpha for alpha in near if alpha / rank == scale)
+    alike = (alpha for alpha in near if np.float32(alpha / rank) == np.float32(scale))
+    return next(exact, next(alike, first))
+
+
+def _write_config(
+    staging: Staging, settings: MlxSettings, modules: Mapping[str, MlxModule], alpha: float
+) -> None:
+    """The modules are those that have tensors: each named one must have them in every layer of the trained range."""
+    layers = {module.layer for module in modules.values() if module.layer is not None}
+    first = min(layers, default=0)
+    if layers and settings.num_layers is not None:
+        first = max(0, max(layers) + 1 - settings.num_layers)
+    config = {
+        "base_model_name_or_path": settings.base_name,
+        "bias": "none",
+        "inference_mode": True,
+        "layers_to_transform": list(range(first, max(layers) + 1)) if layers else None,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "target_modules": sorted({module.key for module in modules.values()}),
+        "task_type": "CAUSAL_LM",
+        "use_dora": settings.use_dora,
+    }
+    path = staging.directory / "converted-config"
+    with _create(staging, path) as file:
+        _write(staging, path, file, json.dumps(config, indent=2).encode() + b"\n")
+    path.replace(staging.config_path)
+
+
+def _write_tensors(staging: Staging, header: Mapping[str, TensorSlice]) -> None:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in header.items():
+        module, _, part = name.rpartition(".")
+        size = tensor.end - tensor.start
+        entries[f"base_model.model.{module}.{_PEFT_NAMES[part]}"] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape[::-1]),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path = staging.directory / "converted-tensors"
+    with open_regular(staging.tensors_path) as source, _create(staging, path) as file:
+        _write(staging, path, file, len(text).to_bytes(8, "little") + text)
+        start = 8 + len(text)
+        for tensor in header.values():
+            staging.fault(FaultPoint.UNPACK_WRITE, path)
+            _transpose(source, tensor, file, start)
+            start += tensor.end - tensor.start
+    path.replace(staging.tensors_path)
+
+
+def _transpose(source: BinaryIO, tensor: TensorSlice, into: BinaryIO, start: int) -> None:
+    """Write [n, m] of a tensor [m, n] at `start`, tile by tile. The smaller of the two is a rank, so no tile takes more
+    reads or writes than that."""
+    dtype = NUMPY_DTYPES[tensor.dtype]
+    rows, columns = tensor.shape if len(tensor.shape) == 2 else (1, math.prod(tensor.shape))
+    height, width = rows, columns
+    if rows >= columns:
+        height = max(1, min(rows, _TILE_BYTES // (dtype.itemsize * max(1, columns))))
+    else:
+        width = max(1, min(columns, _TILE_BYTES // (dtype.itemsize * max(1, rows))))
+    for top in range(0, rows, max(1, height)):
+        for left in range(0, columns, max(1, width)):
+            tile = np.empty((min(height, rows - top), min(width, columns - left)), dtype)
+            _read_tile(source, tensor.start, tile, top, left, columns)
+            _write_tile(into, start, np.ascontiguousarray(tile.T), left, top, rows)
+
+
+def _read_tile(source: BinaryIO, start: int, tile: np.ndarray, top: int, left: int, columns: int) -> None:
+    runs = [tile.reshape(-1)] if tile.shape[1] == columns else list(tile)
+    for number, run in enumerate(runs):
+        source.seek(start + ((top + number) * columns + left) * tile.itemsize)
+        if read_into(source, run.view(np.uint8).data) < run.nbytes:
+            raise ArtifactCorrupt("the tensor file became shorter while it was read")
+
+
+def _write_tile(into: BinaryIO, start: int, tile: np.ndarray, top: int, left: int, columns: int) -> None:
+    runs = [tile.reshape(-1)] if tile.shape[1] == columns else list(tile)
+    for number, run in enumerate(runs):
+        into.seek(start + ((top + number) * columns + left) * tile.itemsize)
+        write_all(into, run.view(np.uint8).data)
+
+
+def _create(staging: Staging, path: Path) -> BinaryIO:
+    staging.fault(FaultPoint.UNPACK_CREATE, path)
+    return create_file(path)
+
+
+def _write(staging: Staging, path: Path, file: BinaryIO, data: bytes) -> None:
+    staging.fault(FaultPoint.UNPACK_WRITE, path)
+    write_all(file, data)
