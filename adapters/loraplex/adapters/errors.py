@@ -35,7 +35,8 @@ class LoraplexError(Exception):
 
 class AdapterRefused(LoraplexError):
     """An upload that will not be served. `feature` names what is not supported (for unsupported_feature);
-    `report` is what the admission found up to then."""
+    `report` is what the admission found up to then. `faults` are all reasons, each a refusal of its own: itself where
+    there is one; code and feature are those of the first."""
 
     def __init__(
         self,
@@ -44,11 +45,17 @@ class AdapterRefused(LoraplexError):
         *,
         feature: str | None = None,
         report: dict[str, Any] | None = None,
+        faults: tuple[AdapterRefused, ...] = (),
     ) -> None:
         super().__init__(message)
-        self.code = code
+        self.code: RefusalCode = code
         self.feature = feature
         self.report = report
+        self._faults = faults
+
+    @property
+    def faults(self) -> tuple[AdapterRefused, ...]:
+        return self._faults or (self,)
 
 
 class ArtifactMissing(LoraplexError):

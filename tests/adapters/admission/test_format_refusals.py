@@ -84,14 +84,22 @@ REFUSALS: dict[str, tuple[str, str | None, Change]] = {
         None,
         _config(target_modules=["q_proj", "v_proj", "k_proj"]),
     ),
-    "a target unknown to the base": (
+    "a target that is another module of the base": (
         "missing_tensor",
         None,
-        _config(target_modules=["q_proj", "v_proj", "c_attn"]),
+        _config(target_modules=["q_proj", "v_proj", "embed_tokens"]),
     ),
     "a site not among the targets": ("unexpected_tensor", None, _config(target_modules=["q_proj"])),
     "a layer not to transform": ("unexpected_tensor", None, _config(layers_to_transform=[0])),
-    "a layer beyond the base": ("base_mismatch", None, _config(layers_to_transform=[0, 1, 2])),
+    "a layer without tensors, beside one beyond the base": (
+        "missing_tensor",
+        None,
+        lambda d: (
+            d.config.update(layers_to_transform=[0, 1, 2]),
+            d.tensors.update(draft_adapter(ARCH, layers=[0]).tensors),
+            [d.tensors.pop(name) for name in list(d.tensors) if "layers.1." in name],
+        ),
+    ),
     "a name without PEFT's prefix": ("unexpected_tensor", None, _set("model.x.lora_A.weight", halves(4, 32))),
     "a name that is none of LoRA's": ("unexpected_tensor", None, _set(f"{Q0}.lora_A.extra", halves(4, 32))),
     "a weight that the base lacks": (

@@ -198,6 +198,11 @@ def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
     return located
 
 
+def in_other_tower(name: str) -> bool:
+    """Whether a tensor or module belongs to another part of a multimodal checkpoint than the language model."""
+    return _OTHER_TOWERS.fullmatch(name) is not None
+
+
 def _module_name(stored: str) -> str:
     for old, new in _RENAMED:
         if stored.startswith(old):
@@ -251,7 +256,7 @@ def _find_sites(tensors: Mapping[str, BaseTensor], num_layers: int) -> dict[tupl
     found: list[SiteShape] = []
     for name, entry in tensors.items():
         match = _SITE_NAME.fullmatch(name)
-        if _OTHER_TOWERS.fullmatch(name):
+        if in_other_tower(name):
             continue
         if match and len(entry.tensor.shape) == 2 and int(match[1]) < num_layers:
             out_features, in_features = entry.tensor.shape

@@ -8,15 +8,18 @@ before work is done for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from loraplex.adapters.admission.base_model import locate_module_weights
 from loraplex.adapters.admission.base_names import names_base
+from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.module_names import ModuleNames, names_of
-from loraplex.adapters.admission.peft_config import LoraSettings, parse_peft_config, pattern_keys, suffixes
+from loraplex.adapters.admission.modules import check_coverage, check_modules, check_tying
+from loraplex.adapters.admission.peft_config import LoraSettings, parse_peft_config
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, weight_names
 from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site
@@ -42,12 +45,42 @@ class _Report:
     norm: dict[str, Any] | None = None
     checks: list[dict[str, Any]] = field(default_factory=list)
     step: str = ""
+    refused: list[tuple[str, AdapterRefused]] = field(default_factory=list)
 
     def begin_check(self, step: str) -> None:
         self.step = step
 
     def done(self, detail: str, *, ok: bool = True) -> None:
         self.checks.append({"name": self.step, "ok": ok, "detail": detail})
+
+    def warn(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            self.done(f"warning: {note}", ok=False)
+
+    @contextmanager
+    def check(self, step: str) -> Iterator[None]:
+        """Run a check, and keep its refusal until `end`. A feature is refused once."""
+        self.begin_check(step)
+        try:
+            yield
+        except AdapterRefused as refusal:
+            known = {fault.feature for _, fault in self.refused} - {None}
+            self.refused += [(step, fault) for fault in refusal.faults if fault.feature not in known]
+
+    def end(self) -> None:
+        """Raise one AdapterRefused for all checks that refused."""
+        if any(fault.feature == "experts" for _, fault in self.refused):
+            # PEFT writes target_parameters for experts alone; the tensors say so, and which.
+            self.refused = [entry for entry in self.refused if entry[1].feature != "target_parameters"]
+        self.refused.sort(key=lambda entry: entry[0] != "config")
+        for step, fault in self.refused:
+            self.begin_check(step)
+            self.done(fault.message, ok=False)
+        try:
+            Faults(fault for _, fault in self.refused).raise_any()
+        except AdapterRefused as refusal:
+            refusal.report = self.as_dict()
+            raise
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -83,16 +116,13 @@ def inspect_adapter(
     `checks` ([{name, ok, detail}], in order; ok is False on a warning and on the check that refused) and
     `reference_error` (None here).
 
-    Raises AdapterRefused, whose `report` holds what was found up to there; ArtifactMissing where a file does
-    not exist; OSError.
+    Raises AdapterRefused, which names all that the config and the header show to be wrong, and whose `report` holds
+    what was found up to there; ArtifactMissing where a file does not exist; OSError.
     """
-    report = _Report(checks=list(earlier))
     try:
-        return _inspect(config_path, tensors_path, base, max_rank, deep, digest, report)
-    except AdapterRefused as refusal:
-        report.done(refusal.message, ok=False)
-        refusal.report = report.as_dict()
-        raise
+        return _inspect(
+            config_path, tensors_path, base, max_rank, deep, digest, _Report(checks=list(earlier))
+        )
     except FileNotFoundError as error:
         raise ArtifactMissing(f"the adapter's file {Path(str(error.filename)).name} is missing") from error
 
@@ -106,58 +136,43 @@ def _inspect(
     digest: str | None,
     report: _Report,
 ) -> AdapterSpec:
+    header: dict[str, TensorSlice] | None = None
+    names: ModuleNames | None = None
+    settings: LoraSettings | None = None
+    tensors: AdapterTensors | None = None
     # First: what the config says of modules, it says by the names that the tensors have.
-    report.begin_check("header")
-    header = read_header(tensors_path)
-    names = names_of(weight_names(header), base)
-    by_path = {names.in_file(shape.module_path): shape for shape in base.sites.values()}
-
-    report.begin_check("config")
-    settings = parse_peft_config(config_path, by_path).with_names(names)
-    report.done(
-        ("DoRA" if settings.use_dora else "plain LoRA")
-        + (", rank-stabilised scaling" if settings.use_rslora else "")
-    )
-    for note in settings.notes:
-        report.done(f"warning: {note}", ok=False)
-
-    report.begin_check("header")
-    report.done(f"{len(header)} tensors")
-
-    report.begin_check("names")
-    tensors = sort_tensors(header)
-    _check_modules(tensors, by_path, base, names)
-    report.modules_matched = len(tensors.a)
-    report.done(f"{len(tensors.a)} modules of the base")
-
-    report.begin_check("alpha_pattern")
-    _note_overlapping_alphas(settings, list(tensors.a), report)
-
-    report.begin_check("shapes")
-    _check_magnitudes(tensors, by_path, settings)
-    sites = _check_shapes(tensors, by_path, settings, max_rank)
-    ranks = {base.sites[s.layer, s.site].module_path: s.rank for s in sites[:_MAX_REPORTED_MODULES]}
-    report.rank_by_module = ranks
-    stored = [tensor for s in sites for tensor in (s.a, s.b, s.magnitude) if tensor is not None]
-    report.parameters = sum(math.prod(tensor.shape) for tensor in stored)
-    least, most = min(s.rank for s in sites), max(s.rank for s in sites)
-    report.done(f"rank {most}" if least == most else f"ranks {least} to {most}")
-
-    report.begin_check("coverage")
-    _check_coverage(tensors, by_path, settings, base)
-    report.done("tensors came for every module that the config names")
-
+    with report.check("header"):
+        header = read_header(tensors_path)
+        names = names_of(weight_names(header), base)
+    named = names or names_of((), base)
+    by_path = {named.in_file(shape.module_path): shape for shape in base.sites.values()}
+    with report.check("config"):
+        settings = parse_peft_config(config_path, by_path).with_names(named)
+        scaling = ", rank-stabilised scaling" if settings.use_rslora else ""
+        report.done(("DoRA" if settings.use_dora else "plain LoRA") + scaling)
+        report.warn(settings.notes)
+    if header is not None and names is not None:
+        report.begin_check("header")
+        report.done(f"{len(header)} tensors")
+        with report.check("names"):
+            tensors = sort_tensors(header)
+            check_modules(tensors, by_path, base, names)
+            report.modules_matched = len(tensors.a)
+            report.done(f"{len(tensors.a)} modules of the base")
+    report.end()
+    assert settings is not None
+    assert tensors is not None
+    sites = _check_agreement(settings, tensors, by_path, base, named, max_rank, deep, report)
     if tensors.base_copies:
-        report.begin_check("base_weights")
-        _check_copies(tensors_path, tensors.base_copies, base, names, deep)
-        report.modules_ignored = len(tensors.base_copies)
-        report.done(f"{len(tensors.base_copies)} copies of the base's weights were dropped")
-
+        with report.check("base_weights"):
+            _check_copies(tensors_path, tensors.base_copies, base, named, deep)
+            report.modules_ignored = len(tensors.base_copies)
+            report.done(f"{len(tensors.base_copies)} copies of the base's weights were dropped")
     if deep:
-        report.begin_check("values")
-        report.norm = _measure(tensors_path, sites, base)
-        report.done("finite, and of effect")
-
+        with report.check("values"):
+            report.norm = _measure(tensors_path, sites, base)
+            report.done("finite, and of effect")
+    report.end()
     report.begin_check("base_name")
     _note_base_name(settings, base, report)
     return AdapterSpec(
@@ -170,24 +185,37 @@ def _inspect(
     )
 
 
-def _check_modules(
-    tensors: AdapterTensors, by_path: dict[str, SiteShape], base: BaseSpec, names: ModuleNames
-) -> None:
-    foreign = [module for module in tensors.a if module not in by_path]
-    if not foreign:
-        return
-    known = locate_module_weights(base)
-    for module in foreign:
-        if f"{names.in_base(module)}.weight" in known:
-            leaf = module.rpartition(".")[2]
-            _refuse(
-                "unsupported_feature",
-                f"LoRA on {shown(module)} is not served; only on {', '.join(SITES)}",
-                feature=leaf,
-            )
-    _refuse(
-        "base_mismatch", f"the base has no module {shown(foreign[0], 160)}: the adapter is for another model"
-    )
+def _check_agreement(
+    settings: LoraSettings,
+    tensors: AdapterTensors,
+    by_path: dict[str, SiteShape],
+    base: BaseSpec,
+    names: ModuleNames,
+    max_rank: int,
+    deep: bool,
+    report: _Report,
+) -> tuple[SiteWeights, ...]:
+    """What the config says of the tensors: ranks, scaling, magnitudes, and which modules there are."""
+    sites: tuple[SiteWeights, ...] = ()
+    report.begin_check("alpha_pattern")
+    _note_overlapping_alphas(settings, list(tensors.a), report)
+    with report.check("weight_tying"):
+        report.warn(check_tying(settings, tensors, base, names))
+    with report.check("shapes"):
+        _check_magnitudes(tensors, by_path, settings)
+        sites = _check_shapes(tensors, by_path, settings, max_rank)
+        ranks = {base.sites[s.layer, s.site].module_path: s.rank for s in sites[:_MAX_REPORTED_MODULES]}
+        report.rank_by_module = ranks
+        stored = [tensor for s in sites for tensor in (s.a, s.b, s.magnitude) if tensor is not None]
+        report.parameters = sum(math.prod(tensor.shape) for tensor in stored)
+        least, most = min(s.rank for s in sites), max(s.rank for s in sites)
+        report.done(f"rank {most}" if least == most else f"ranks {least} to {most}")
+    with report.check("coverage"):
+        notes = check_coverage(tensors, by_path, settings, base, names, thorough=deep)
+        report.done("tensors came for every module of the base that the config names")
+        report.warn(notes)
+    report.end()
+    return sites
 
 
 def _check_magnitudes(tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings) -> None:
@@ -260,31 +288,6 @@ def _check_dtype(module: str, matrix: str, tensor: TensorSlice) -> None:
         )
 
 
-def _check_coverage(
-    tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings, base: BaseSpec
-) -> None:
-    beyond = [index for index in sorted(settings.layers or ()) if index >= base.num_layers]
-    if beyond:
-        _refuse(
-            "base_mismatch", f"layers_to_transform names layer {beyond[0]}; the base has {base.num_layers}"
-        )
-    selected = {module for module in by_path if settings.selects(module)}
-    for module in tensors.a:
-        if module not in selected:
-            _refuse("unexpected_tensor", f"tensors came for {module}, which the config does not name")
-    for module in by_path:
-        if settings.exact and module in selected and module not in tensors.a:
-            _refuse("missing_tensor", f"the config names {module}, but no tensors came for it")
-    named = {suffix for module in by_path for suffix in suffixes(module)}
-    for target in sorted(settings.targets or ()):
-        if target not in named:
-            _refuse(
-                "missing_tensor",
-                f"target_modules names {shown(target)}, but no tensors came for it and the base has no such "
-                "module; take the name out of the list",
-            )
-
-
 def _measure(tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec) -> dict[str, Any]:
     norms: list[SiteNorm] = [
         measure_site(tensors_path, site, base.sites[site.layer, site.site].module_path) for site in sites
@@ -326,17 +329,13 @@ def _check_copies(
 def _note_overlapping_alphas(settings: LoraSettings, modules: list[str], report: _Report) -> None:
     """PEFT takes the first key that fits, and sorts the keys when it saves: an adapter can come back from disk
     with another scaling than it was trained with. What counts is what PEFT would load."""
-    if len(settings.alpha_pattern) < 2:
-        return
     for module in modules:
-        alphas = {
-            settings.alpha_pattern[key] for key in pattern_keys(module) if key in settings.alpha_pattern
-        }
-        if len(alphas) > 1:
-            report.done(
-                f"warning: several keys of alpha_pattern fit {module}; the first in the file counts, as it does "
-                "when PEFT loads the adapter",
-                ok=False,
+        if len(set(settings.alpha_pattern.values(module))) > 1:
+            report.warn(
+                [
+                    f"several keys of alpha_pattern fit {module}; the first in the file counts, as it does when PEFT "
+                    "loads the adapter"
+                ]
             )
             return
 
@@ -347,10 +346,7 @@ def _note_base_name(settings: LoraSettings, base: BaseSpec, report: _Report) -> 
     elif names_base(settings.base_name, base):
         report.done("the config names this base, or a copy of it in another form")
     else:
-        report.done(
-            f"warning: the config names the base {shown(settings.base_name)}; only its shapes were compared",
-            ok=False,
-        )
+        report.warn([f"the config names the base {shown(settings.base_name)}; only its shapes were compared"])
 
 
 def _refuse(code: RefusalCode, message: str, *, feature: str | None = None) -> NoReturn:

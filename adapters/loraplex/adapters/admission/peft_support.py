@@ -14,12 +14,13 @@ from typing import Any
 
 from loraplex.adapters.errors import RefusalCode
 
-_CONVERT = (
-    "it trains against weights that it changed itself: save with path_initial_model_for_weight_conversion, which makes "
-    "a plain LoRA of it"
-)
+_CONVERTED_BY_PEFT = ("pissa", "corda", "olora", "lora_ga")
+"""Initialisations whose trained adapters PEFT can convert to a plain LoRA for the unchanged base."""
 _UNCHANGED = ("gaussian", "orthogonal", "eva", "mica")
 """Initialisations by name that leave the base as it is, and that compute plain LoRA afterwards."""
+_SERVED_TASKS = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", "QUESTION_ANS")
+_HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS")
+"""PEFT's classes for them train a head in any case, and save it beside the LoRA."""
 
 
 def is_neutral(value: Any) -> bool:
@@ -51,19 +52,53 @@ def _is_plain_initialisation(value: Any) -> bool:
     return is_neutral(value) or value is True or value in _UNCHANGED
 
 
+def _is_served_task(value: Any) -> bool:
+    return is_neutral(value) or value in _SERVED_TASKS
+
+
+def _about_task(value: Any) -> str:
+    if value in _HEAD_TASKS:
+        return (
+            "such a training has a head of its own (score, classifier) that gives the answers; heads are not served, "
+            "and the LoRA without its head does not compute what was trained"
+        )
+    return "no task of PEFT has this name, so what was trained is not known"
+
+
+def _about_initialisation(value: Any) -> str:
+    started = "the training started from base weights that it had changed itself"
+    if isinstance(value, str) and value.startswith(_CONVERTED_BY_PEFT):
+        return (
+            f"{started}, so lora_A and lora_B fit those and not this base; PEFT's save_pretrained with "
+            "path_initial_model_for_weight_conversion makes a plain LoRA for this base of the trained model"
+        )
+    if value == "loftq":
+        return f"{started} (LoftQ quantises them), so lora_A and lora_B fit those and not this base"
+    return "what this initialisation does to the base is not known, so lora_A and lora_B may fit another base"
+
+
 @dataclass(frozen=True, slots=True)
 class ConfigField:
-    """A field of adapter_config.json. `accepts` None: `peft_config` reads the value itself. `accepted` and `refused`
-    are examples, which the tests give to the parser; `codes` is how it refuses. `note` is for the page, `advice` ends a
-    refusal."""
+    """A field of adapter_config.json. `accepted` and `refused` are examples, which the tests give to the parser;
+    `codes` is how it refuses. `note` is for the page.
+
+    `accepts` None: `peft_config` reads the value itself. `about` ends the refusal of a value that is not accepted: what
+    it means for the trained weights, and what makes an adapter that is served, if anything does. It never advises to
+    change the field: the weights stay what they are. `idle`: no value changes what the trained weights compute; all are
+    accepted, and one that `accepts` does not know draws a note in the report."""
 
     name: str
     accepts: Callable[[Any], bool] | None
     accepted: tuple[Any, ...]
     refused: tuple[Any, ...]
     note: str = ""
-    advice: str = ""
+    about: str | Callable[[Any], str] = ""
     codes: tuple[RefusalCode, ...] = ("unsupported_feature",)
+    idle: bool = False
+
+    def explain(self, value: Any) -> str:
+        """What a refused value means for the trained weights."""
+        return self.about if isinstance(self.about, str) else self.about(value)
 
 
 def _read(
@@ -76,17 +111,30 @@ def _read(
     return ConfigField(name, None, accepted, refused, note, codes=codes)
 
 
-def _neutral(name: str, refused: tuple[Any, ...], note: str = "", advice: str = "") -> ConfigField:
+def _neutral(name: str, refused: tuple[Any, ...], about: str) -> ConfigField:
     kinds: dict[type, tuple[Any, ...]] = {dict: (None, {}), bool: (False, None)}
     neutral = kinds.get(type(refused[0]), (None, []))
-    return ConfigField(name, is_neutral, neutral, refused, note, advice)
+    return ConfigField(name, is_neutral, neutral, refused, about=about)
+
+
+def _idle(
+    name: str, usual: Callable[[Any], bool], accepted: tuple[Any, ...], note: str = "without effect"
+) -> ConfigField:
+    return ConfigField(name, usual, accepted, (), note, idle=True)
 
 
 _INVALID_OR_NOT: tuple[RefusalCode, ...] = ("config_invalid", "unsupported_feature")
 _OF_INIT = "of effect only with its `init_lora_weights`, which decides"
+_REST = "is not served, and the rest of the adapter alone is not what was trained"
 
 CONFIG_FIELDS: tuple[ConfigField, ...] = (
-    ConfigField("peft_type", None, ("LORA",), ("ADALORA", "VERA", "LOHA"), advice="only LORA is served"),
+    ConfigField(
+        "peft_type",
+        None,
+        ("LORA",),
+        ("ADALORA", "VERA", "LOHA"),
+        about="such an adapter computes something else",
+    ),
     _read(
         "r",
         (1, 64),
@@ -101,20 +149,20 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         ({}, {"q_proj": 16}, {".*[qk]_proj": 16}),
         ({"q_proj": 0},),
         "regular expressions are not evaluated: the tensors tell the ranks",
-        codes=_INVALID_OR_NOT,
     ),
     _read(
         "alpha_pattern",
-        ({}, {"q_proj": 1.5}, {"^model.layers.0.mlp.up_proj$": 4}),
-        ({"q_proj": "16"}, {"[qk]_proj": 16}),
-        "literal names, which `^` and `$` may enclose",
+        ({}, {"q_proj": 1.5}, {"^model.layers.0.mlp.up_proj$": 4}, {r".*\.(0|1)\..*[qk]_proj": 16}),
+        ({"q_proj": "16"}, {"(?!q)._proj": 16}),
+        "names and regular expressions, which are matched in linear time: no look-around, references or flags",
         codes=_INVALID_OR_NOT,
     ),
     _read(
         "target_modules",
         (["q_proj"], "q_proj", "all-linear", "(q|v)_proj"),
         ([], 3),
-        "a list, one name, or all; a regular expression is not evaluated: the tensors tell the modules",
+        "a list, one name, or all; a name that the base lacks only warns; a regular expression is not evaluated: the "
+        "tensors tell the modules",
     ),
     _read(
         "exclude_modules",
@@ -122,13 +170,17 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         ([1], {"a": 1}),
         "a regular expression is not evaluated: the tensors tell the modules",
     ),
-    _read("layers_to_transform", (None, 3, [0, 3]), ("1", [-1]), "needs `target_modules` as a list"),
+    _read(
+        "layers_to_transform",
+        (None, 3, [0, 3]),
+        ("1", [-1]),
+        "for `target_modules` as a list; else the tensors tell the layers",
+    ),
     _read(
         "layers_pattern",
-        (None, []),
-        (["layers"], 7),
-        "a plain name, only with `layers_to_transform`",
-        codes=_INVALID_OR_NOT,
+        (None, [], ["layers"]),
+        (7,),
+        "without effect unless `layers_to_transform` names layers; with a regular expression the tensors tell them",
     ),
     _read(
         "fan_in_fan_out",
@@ -136,19 +188,28 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         ("yes",),
         "without effect on linears, as in PEFT, which warns and takes it for false; the report warns too",
     ),
+    _read(
+        "ensure_weight_tying",
+        (True, False, None),
+        ("yes",),
+        "without effect unless the head is trained and the base ties it to its embedding; refused there",
+        codes=_INVALID_OR_NOT,
+    ),
     ConfigField(
         "task_type",
-        lambda value: is_neutral(value) or value == "CAUSAL_LM",
-        (None, "CAUSAL_LM"),
-        ("SEQ_CLS",),
-        advice="only causal language models are served",
+        _is_served_task,
+        (None, *_SERVED_TASKS),
+        (*_HEAD_TASKS, "x"),
+        "chooses PEFT's Python class, and nothing that LoRA computes",
+        about=_about_task,
     ),
     ConfigField(
         "bias",
         lambda value: is_neutral(value) or value == "none",
         (None, "none"),
         ("all", "lora_only"),
-        advice="it trains the base's own biases: train with bias none",
+        about="biases of the base itself were trained beside the LoRA; they are not served, and the LoRA alone is not "
+        "what was trained",
     ),
     ConfigField(
         "init_lora_weights",
@@ -156,50 +217,99 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         (True, False, None, *_UNCHANGED),
         ("pissa", "pissa_niter_16", "olora", "corda", "lora_ga", "loftq"),
         "PiSSA, OLoRA, CorDA and LoRA-GA change the base: served once PEFT has converted them, not before",
-        advice=_CONVERT,
+        about=_about_initialisation,
     ),
-    ConfigField("lora_dropout", _is_number_or_null, (0.0, 0.1, None), ("0.1",), "of effect in training only"),
+    _idle("lora_dropout", _is_number_or_null, (0.0, 0.1, None, "0.1"), "of effect in training only"),
     _read(
         "base_model_name_or_path",
         (None, "org/name"),
         (7,),
         "another name than the base's, or a copy's, only warns",
     ),
-    ConfigField("inference_mode", _is_flag, (True, False), ("yes",), "without effect"),
-    ConfigField("auto_mapping", _is_object, (None, {}), ("x",), "without effect"),
-    ConfigField("peft_version", is_text, (None, "0.18.0"), (18,), "without effect"),
-    ConfigField("revision", is_text, (None, "main"), (1,), "without effect"),
-    ConfigField("runtime_config", _is_object, (None, {}), ("x",), "without effect"),
-    ConfigField("megatron_core", is_text, (None, "megatron.core"), (1,), "without effect"),
-    ConfigField(
-        "qalora_group_size", _is_number_or_null, (None, 16), ("16",), "counts only with `use_qalora`"
-    ),
-    ConfigField("eva_config", _is_object, (None, {"rho": 2.0}), ("x",), _OF_INIT),
-    ConfigField("corda_config", _is_object, (None, {"corda_method": "ipm"}), ("x",), _OF_INIT),
-    ConfigField("loftq_config", _is_object, (None, {"loftq_bits": 4}), ("x",), _OF_INIT),
-    ConfigField("lora_ga_config", _is_object, (None, {"scale": "stable"}), ("x",), _OF_INIT),
+    _idle("inference_mode", _is_flag, (True, False, "yes")),
+    _idle("auto_mapping", _is_object, (None, {}, "x")),
+    _idle("peft_version", is_text, (None, "0.18.0", 18)),
+    _idle("revision", is_text, (None, "main", 1)),
+    _idle("runtime_config", _is_object, (None, {}, "x")),
+    _idle("megatron_core", is_text, (None, "megatron.core", 1)),
+    _idle("qalora_group_size", _is_number_or_null, (None, 16, "16"), "of effect only with `use_qalora`"),
+    _idle("eva_config", _is_object, (None, {"rho": 2.0}, "x"), _OF_INIT),
+    _idle("corda_config", _is_object, (None, {"corda_method": "ipm"}, "x"), _OF_INIT),
+    _idle("loftq_config", _is_object, (None, {"loftq_bits": 4}, "x"), _OF_INIT),
+    _idle("lora_ga_config", _is_object, (None, {"scale": "stable"}, "x"), _OF_INIT),
     _neutral(
         "modules_to_save",
         (["lm_head"],),
-        "whole modules trained beside",
-        "train the module by LoRA instead (lm_head can be a target), or not at all",
+        "whole modules were trained and saved beside the LoRA; they are not served, and the LoRA alone is not what was "
+        "trained. LoRA on such a module is served where it is a linear of the table above (lm_head is one)",
     ),
-    _neutral("trainable_token_indices", ([1, 2], {"embed_tokens": [1]}), "rows of the embedding"),
-    _neutral("lora_bias", (True,), "a bias on lora_B"),
-    _neutral("ensure_weight_tying", (True,), "one adapter for head and embedding"),
-    _neutral("layer_replication", ([[0, 2], [1, 3]],), "another depth than the base's"),
-    _neutral("target_parameters", (["experts.gate_up_proj"],), "LoRA on bare parameters, as of experts"),
-    _neutral("megatron_config", ({"hidden_size": 1},), "layers of another library"),
-    _neutral("use_qalora", (True,), "for quantised bases"),
-    _neutral("use_bdlora", ({"nblocks": 2},), "block-diagonal A and B"),
-    _neutral("alora_invocation_tokens", ([1, 2],), "aLoRA: active from a token on"),
-    _neutral("arrow_config", ({"top_k": 3},), "Arrow: routes between adapters"),
-    _neutral("kasa_config", ({"gamma": 1},), "KaSA: changes the base"),
-    _neutral("monteclora_config", ({"num_samples": 8},), "MonteCLoRA: samples its weights"),
-    _neutral("velora_config", ({"num_groups": 64},), "VeLoRA: saves tensors of its own"),
+    _neutral(
+        "trainable_token_indices",
+        ([1, 2], {"embed_tokens": [1]}),
+        f"rows of the embedding were trained; that {_REST}",
+    ),
+    _neutral("lora_bias", (True,), f"a bias was trained beside each lora_B; it {_REST}"),
+    _neutral(
+        "layer_replication",
+        ([[0, 2], [1, 3]],),
+        "the training had a deeper model, made of layers of this base several times over; the adapter's layers are not "
+        "the base's",
+    ),
+    _neutral(
+        "target_parameters",
+        (["experts.gate_up_proj"],),
+        f"LoRA was trained on bare parameters, as the experts of a mixture have; it {_REST}",
+    ),
+    _neutral(
+        "megatron_config",
+        ({"hidden_size": 1},),
+        "the LoRA was trained on the parallel layers of Megatron, not on the linears of this base",
+    ),
+    _neutral(
+        "use_qalora",
+        (True,),
+        "the training summed the inputs of lora_A by groups of `qalora_group_size`, which a plain LoRA does not do",
+    ),
+    _neutral(
+        "use_bdlora",
+        ({"nblocks": 2},),
+        "lora_A or lora_B is a matrix of blocks along its diagonal; to a plain LoRA the same tensor is another matrix",
+    ),
+    _neutral(
+        "alora_invocation_tokens",
+        ([1, 2],),
+        "the adapter was trained to act from its invocation tokens on (aLoRA); the same tensors as a plain LoRA act on "
+        "every position, which is not what was trained",
+    ),
+    _neutral(
+        "arrow_config",
+        ({"top_k": 3},),
+        "Arrow routes each token to some of several adapters; this one alone is not what was set up",
+    ),
+    _neutral(
+        "kasa_config",
+        ({"gamma": 1},),
+        "KaSA cuts off a part of the base's weights and trains a diagonal between lora_A and lora_B; a plain LoRA has "
+        "neither",
+    ),
+    _neutral(
+        "monteclora_config",
+        ({"num_samples": 8},),
+        "MonteCLoRA saves samplers of its own beside lora_A and lora_B, which are not served",
+    ),
+    _neutral(
+        "velora_config",
+        ({"num_groups": 64},),
+        "VeLoRA saves tensors of its own beside lora_A and lora_B, which are not served",
+    ),
 )
 """Every field of PEFT's LoraConfig, and those that it writes beside. Any other one: see the module."""
 
+UNKNOWN_FIELD = (
+    "this server does not know the field, so not what it does to the trained weights; the adapter could compute "
+    "something else than was trained"
+)
+"""Ends the refusal of a field that is in no table."""
 FIELD_RULES: Mapping[str, ConfigField] = {field.name: field for field in CONFIG_FIELDS}
 READ_FIELDS = frozenset(field.name for field in CONFIG_FIELDS if field.accepts is None)
 """The fields whose values count."""
@@ -208,12 +318,26 @@ READ_FIELDS = frozenset(field.name for field in CONFIG_FIELDS if field.accepts i
 @dataclass(frozen=True, slots=True)
 class TensorKind:
     """Tensors of an adapter that are known by a part of their name. `feature` is what they belong to where they are
-    refused, None where they are served."""
+    refused, None where they are served. `about` ends a refusal, where no field of the config says it."""
 
     part: str
     feature: str | None
     note: str = ""
+    about: str = ""
 
+    def explain(self) -> str:
+        """What refused tensors mean for the others."""
+        rule = FIELD_RULES.get(self.feature or "")
+        return self.about or (rule.explain(None) if rule else "")
+
+
+_ON_EMBEDDING = f"LoRA was trained on the embedding; that {_REST}"
+
+_HEADS = ("score", "classifier", "qa_outputs", "v_head")
+_HEAD = (
+    "it is a head that was trained beside the LoRA; heads are not served, and the LoRA without its head does not "
+    "compute what was trained"
+)
 
 TENSOR_KINDS: tuple[TensorKind, ...] = (
     TensorKind("lora_A", None, "[r, in]"),
@@ -224,12 +348,13 @@ TENSOR_KINDS: tuple[TensorKind, ...] = (
         None,
         "a copy of the base's weight or bias, as PEFT saves of a targeted lm_head: dropped where it equals it",
     ),
-    TensorKind("lora_embedding_A", "lora_embedding", "LoRA on embeddings"),
-    TensorKind("lora_embedding_B", "lora_embedding", "LoRA on embeddings"),
+    TensorKind("lora_embedding_A", "lora_embedding", "LoRA on embeddings", _ON_EMBEDDING),
+    TensorKind("lora_embedding_B", "lora_embedding", "LoRA on embeddings", _ON_EMBEDDING),
     TensorKind("modules_to_save", "modules_to_save", "whole modules trained beside"),
     TensorKind("original_module", "modules_to_save", "whole modules trained beside"),
+    *(TensorKind(part, "modules_to_save", "a head that is trained beside", _HEAD) for part in _HEADS),
     TensorKind("token_adapter", "trainable_token_indices", "rows of the embedding"),
     TensorKind("lora_velora_embed", "velora_config", "VeLoRA"),
     TensorKind("lora_diag", "kasa_config", "KaSA"),
 )
-REFUSED_TENSORS: Mapping[str, str] = {kind.part: kind.feature for kind in TENSOR_KINDS if kind.feature}
+REFUSED_TENSORS: Mapping[str, TensorKind] = {kind.part: kind for kind in TENSOR_KINDS if kind.feature}

@@ -94,11 +94,14 @@ def _tensors() -> Iterable[tuple[str, ...]]:
 
 def _fields() -> Iterable[tuple[str, ...]]:
     for field in CONFIG_FIELDS:
-        notes = "; ".join(text for text in (field.note, field.advice) if text)
+        about = field.explain(field.refused[0]) if field.refused else ""
+        notes = "; ".join(text for text in (field.note, about) if text)
         yield _code(field.name), _examples(field.accepted), _examples(field.refused), _refusal(field), notes
 
 
 def _refusal(field: ConfigField) -> str:
+    if field.idle:
+        return "none"
     return ", ".join(_code(code) for code in field.codes)
 
 

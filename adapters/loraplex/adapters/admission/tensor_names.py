@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from loraplex.adapters.admission.peft_support import REFUSED_TENSORS
+from loraplex.adapters.admission.faults import Faults
+from loraplex.adapters.admission.peft_support import REFUSED_TENSORS, TensorKind
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import TensorSlice
 from loraplex.adapters.store.files import shown
@@ -14,6 +15,7 @@ from loraplex.adapters.store.files import shown
 _PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
 _REFUSED = frozenset(REFUSED_TENSORS)
+_BIAS = TensorKind("bias", "lora_bias")
 
 
 @dataclass(slots=True)
@@ -37,44 +39,53 @@ def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:
     "….lora_magnitude_vector[.<adapter>][.weight]", "….base_layer.weight" (or bias) and plain "….weight" by their
     purpose. One adapter name at most may stand inside the names of a file.
 
-    Raises AdapterRefused (unexpected_tensor, missing_tensor, unsupported_feature).
+    Raises AdapterRefused (unexpected_tensor, missing_tensor, unsupported_feature), once for each kind of tensors.
     """
     sorted_ = AdapterTensors()
     adapter_names: set[str] = set()
+    faults = Faults()
     for name, tensor in header.items():
-        if not name.startswith(_PREFIX):
-            _unexpected(name, f"its name does not begin with {_PREFIX!r}")
-        parts = name.removeprefix(_PREFIX).split(".")
-        if not _REFUSED.isdisjoint(parts):
-            _unsupported(name, next(REFUSED_TENSORS[part] for part in parts if part in REFUSED_TENSORS))
-        if _MAGNITUDE in parts[-3:]:
-            at = parts.index(_MAGNITUDE, max(0, len(parts) - 3))
-            rest = parts[at + 1 :]
-            infix = rest[:-1] if rest[-1:] == ["weight"] else rest
-            if len(infix) > 1:
-                _unexpected(name, "it is no LoRA weight")
-            adapter_names.add(infix[0] if infix else "")
-            _put(sorted_.magnitudes, ".".join(parts[:at]), name, tensor)
-            continue
-        if parts[-1] == "bias" and ("lora_B" in parts[-3:]):
-            _unsupported(name, "lora_bias")
-        if parts[-2:-1] == ["base_layer"] and parts[-1] in ("weight", "bias"):
-            _put(sorted_.base_copies, ".".join((*parts[:-2], parts[-1])), name, tensor)
-            continue
-        if parts[-1] != "weight":
-            _unexpected(name, "it is no LoRA weight")
-        kind = next((i for i in (-2, -3) if len(parts) >= 1 - i and parts[i] in ("lora_A", "lora_B")), None)
-        if kind is None:
-            _put(sorted_.base_copies, ".".join(parts), name, tensor)
-            continue
-        adapter_names.add("" if kind == -2 else parts[-2])
-        into = sorted_.a if parts[kind] == "lora_A" else sorted_.b
-        _put(into, ".".join(parts[:kind]), name, tensor)
+        try:
+            _sort(name, tensor, sorted_, adapter_names)
+        except AdapterRefused as refusal:
+            faults.add_kind(refusal)
+    faults.raise_any()
     if len(adapter_names) > 1:
         names = ", ".join(shown(name) for name in sorted(adapter_names)[:4])
         raise AdapterRefused("unexpected_tensor", f"the file holds tensors of several adapters: {names}")
     _check_pairs(sorted_)
     return sorted_
+
+
+def _sort(name: str, tensor: TensorSlice, sorted_: AdapterTensors, adapter_names: set[str]) -> None:
+    if not name.startswith(_PREFIX):
+        _unexpected(name, f"its name does not begin with {_PREFIX!r}")
+    parts = name.removeprefix(_PREFIX).split(".")
+    if not _REFUSED.isdisjoint(parts):
+        _unsupported(name, next(REFUSED_TENSORS[part] for part in parts if part in REFUSED_TENSORS))
+    if _MAGNITUDE in parts[-3:]:
+        at = parts.index(_MAGNITUDE, max(0, len(parts) - 3))
+        rest = parts[at + 1 :]
+        infix = rest[:-1] if rest[-1:] == ["weight"] else rest
+        if len(infix) > 1:
+            _unexpected(name, "it is no LoRA weight")
+        adapter_names.add(infix[0] if infix else "")
+        _put(sorted_.magnitudes, ".".join(parts[:at]), name, tensor)
+        return
+    if parts[-1] == "bias" and ("lora_B" in parts[-3:]):
+        _unsupported(name, _BIAS)
+    if parts[-2:-1] == ["base_layer"] and parts[-1] in ("weight", "bias"):
+        _put(sorted_.base_copies, ".".join((*parts[:-2], parts[-1])), name, tensor)
+        return
+    if parts[-1] != "weight":
+        _unexpected(name, "it is no LoRA weight")
+    kind = next((i for i in (-2, -3) if len(parts) >= 1 - i and parts[i] in ("lora_A", "lora_B")), None)
+    if kind is None:
+        _put(sorted_.base_copies, ".".join(parts), name, tensor)
+        return
+    adapter_names.add("" if kind == -2 else parts[-2])
+    into = sorted_.a if parts[kind] == "lora_A" else sorted_.b
+    _put(into, ".".join(parts[:kind]), name, tensor)
 
 
 def _check_pairs(tensors: AdapterTensors) -> None:
@@ -101,9 +112,9 @@ def _unexpected(name: str, why: str) -> NoReturn:
     raise AdapterRefused("unexpected_tensor", f"unexpected tensor {shown(name, 160)}: {why}")
 
 
-def _unsupported(name: str, feature: str) -> NoReturn:
+def _unsupported(name: str, kind: TensorKind) -> NoReturn:
     raise AdapterRefused(
         "unsupported_feature",
-        f"tensor {shown(name, 160)} belongs to {feature}, which is not served",
-        feature=feature,
+        f"tensor {shown(name, 160)} belongs to {kind.feature}: {kind.explain()}",
+        feature=kind.feature,
     )

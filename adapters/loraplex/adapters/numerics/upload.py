@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import string
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import re2
 from numpy.typing import NDArray
 
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMissing
@@ -30,6 +33,8 @@ _DTYPES: dict[str, Any] = {
 }
 _WRAPPERS = {"model", "language_model"}
 _HEADS = {"lm_head", "output", "embed_out"}
+_LETTERS = frozenset(string.ascii_letters + string.digits + "_-")
+_MAX_PROGRAM_BYTES = 1 << 18
 _KINDS = {"lora_A": "a", "lora_B": "b", "lora_magnitude_vector": "magnitude"}
 
 
@@ -67,6 +72,8 @@ class Upload:
         self._path = tensors_path
         outside = {word for shape in base.sites.values() for word in _outside(shape.module_path)}
         self._outside = outside | _WRAPPERS
+        pattern = self._config.get("alpha_pattern") or {}
+        self._alphas = [(self._test(key), alpha) for key, alpha in pattern.items()]
         modules = {self._inside(shape.module_path): key for key, shape in base.sites.items()}
         self._found: dict[tuple[int, str], tuple[str, dict[str, _Place]]] = {}
         for name, place in places.items():
@@ -96,12 +103,23 @@ class Upload:
         return UploadedSite(layer, site, module, a, b, self._scaling(module, len(a)), magnitude)
 
     def _scaling(self, module: str, rank: int) -> float:
-        alpha = self._config.get("lora_alpha", 8)
-        for key, value in (self._config.get("alpha_pattern") or {}).items():
-            if _names(key, module) or self._inside(_name(key)) == self._inside(module):
-                alpha = value
-                break
+        default = self._config.get("lora_alpha", 8)
+        alpha = next((alpha for names, alpha in self._alphas if names(module)), default)
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _test(self, key: str) -> Callable[[str], bool]:
+        """Whether the key stands for a module: for its whole path, under any of its names, or, without "^", for its end
+        behind a dot. Raises AdapterRefused."""
+        name, whole = key.removeprefix("^").removesuffix("$"), key.startswith("^")
+        if _LETTERS.issuperset(name.replace("\\.", "")):
+            name = name.replace("\\.", ".")
+            at_end = _end_test(name, whole, lambda wanted, found: wanted == found)
+        elif _LETTERS.issuperset(name.replace(".", "")):
+            at_end = _end_test(name, whole, _equal_but_for_dots)
+        else:
+            return _expression_test(key)
+        inside = self._inside(name)
+        return lambda module: at_end(module) or self._inside(module) == inside
 
     def _inside(self, module: str) -> str:
         """What a path says inside the decoder, where only words that name whole models stand before it: the same under
@@ -164,11 +182,30 @@ def _outside(module: str) -> list[str]:
     return words[: words.index("layers")] if "layers" in words else words[:-1]
 
 
-def _name(key: str) -> str:
-    return key.removeprefix("^").removesuffix("$").replace("\\.", ".")
+def _expression_test(key: str) -> Callable[[str], bool]:
+    options = re2.Options()
+    options.max_mem, options.log_errors = _MAX_PROGRAM_BYTES, False
+    try:
+        program = re2.compile(rf"(?:.*\.)?(?:{key})", options)
+    except re2.error as error:
+        raise AdapterRefused(
+            "unsupported_feature",
+            f"the key {key[:80]!a} of alpha_pattern is not served",
+            feature="alpha_pattern",
+        ) from error
+    return lambda module: program.fullmatch(module) is not None
 
 
-def _names(key: str, module: str) -> bool:
-    """Whether a key of alpha_pattern stands for this module: a whole path, or without "^" its end."""
-    name = _name(key)
-    return module == name or (not key.startswith("^") and module.endswith(f".{name}"))
+def _end_test(name: str, whole: bool, equal: Callable[[str, str], bool]) -> Callable[[str], bool]:
+    def test(module: str) -> bool:
+        before = len(module) - len(name)
+        if before < 0 or (before and (whole or module[before - 1] != ".")):
+            return False
+        return equal(name, module[before:])
+
+    return test
+
+
+def _equal_but_for_dots(name: str, text: str) -> bool:
+    """A dot that is not escaped stands for any character."""
+    return all(wanted in {found, "."} for wanted, found in zip(name, text, strict=True))

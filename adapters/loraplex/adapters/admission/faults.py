@@ -1,0 +1,73 @@
+"""What stands against an upload, collected, so that one refusal names all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from loraplex.adapters.errors import AdapterRefused, RefusalCode
+
+_MAX_TOLD = 16
+
+
+class Faults:
+    """The reasons against an upload in the order in which they were found, the first few of very many."""
+
+    def __init__(self, found: Iterable[AdapterRefused] = ()) -> None:
+        self._found: list[AdapterRefused] = []
+        self._more = False
+        for fault in found:
+            self._keep(fault)
+
+    def add(self, code: RefusalCode, message: str, *, feature: str | None = None) -> None:
+        self._keep(AdapterRefused(code, message, feature=feature))
+
+    def extend(self, refusal: AdapterRefused) -> None:
+        """Add all that a refusal names."""
+        for fault in refusal.faults:
+            self._keep(fault)
+
+    def add_kind(self, refusal: AdapterRefused) -> None:
+        """Add a refusal unless one with its code and feature is there."""
+        if all((fault.code, fault.feature) != (refusal.code, refusal.feature) for fault in self._found):
+            self._keep(refusal)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Catch the refusal of what runs inside, and add it."""
+        try:
+            yield
+        except AdapterRefused as refusal:
+            self.extend(refusal)
+
+    def raise_any(self) -> None:
+        """Raise one AdapterRefused with the code and the feature of the first fault and the messages of all."""
+        if not self._found:
+            return
+        first: AdapterRefused = self._found[0]
+        if len(self._found) == 1:
+            raise first
+        told = [f"({number}) {fault.message}" for number, fault in enumerate(self._found, 1)]
+        raise AdapterRefused(
+            first.code,
+            "; ".join(told) + ("; and others" if self._more else ""),
+            feature=first.feature,
+            faults=tuple(self._found),
+        )
+
+    def _keep(self, fault: AdapterRefused) -> None:
+        if len(self._found) < _MAX_TOLD:
+            self._found.append(fault)
+        else:
+            self._more = True
+
+
+def invalid(what: str) -> NoReturn:
+    """Raises AdapterRefused("config_invalid")."""
+    raise AdapterRefused("config_invalid", f"adapter_config.json: {what}")
+
+
+def unsupported(feature: str, what: str) -> NoReturn:
+    """Raises AdapterRefused("unsupported_feature")."""
+    raise AdapterRefused("unsupported_feature", f"adapter_config.json: {what}", feature=feature)

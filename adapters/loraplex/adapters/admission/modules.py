@@ -1,0 +1,172 @@
+"""Whether the modules of an adapter's tensors, those that its config names, and those of the base are the same.
+
+The tensors say what was trained. A name in the config that the base lacks only warns: PEFT matches names by their ends,
+asks that one of them fits, and saves the whole list. A name that the base has, but no tensors came for, is refused:
+something is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from loraplex.adapters.admission.base_model import BaseTensor, in_other_tower, locate_module_weights
+from loraplex.adapters.admission.faults import Faults
+from loraplex.adapters.admission.module_names import ModuleNames
+from loraplex.adapters.admission.patterns import suffixes
+from loraplex.adapters.admission.peft_config import LoraSettings
+from loraplex.adapters.admission.tensor_names import AdapterTensors
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.spec import BaseSpec, SiteShape
+from loraplex.adapters.store.files import shown
+from loraplex.kernels.lora.site_groups import HEAD, SITES
+
+_MAX_TOLD = 8
+
+
+def check_modules(
+    tensors: AdapterTensors, by_path: Mapping[str, SiteShape], base: BaseSpec, names: ModuleNames
+) -> None:
+    """Refuse modules that are not served, once for each kind of them. Raises AdapterRefused (unsupported_feature,
+    base_mismatch), BaseModelInvalid."""
+    foreign = [module for module in tensors.a if module not in by_path]
+    if not foreign:
+        return
+    known = locate_module_weights(base)
+    mixture = any(_in_experts(name) for name in known)
+    kinds: dict[str | None, list[str]] = {}
+    for module in foreign:
+        kinds.setdefault(_feature(names.in_base(module), known, mixture), []).append(module)
+    faults = Faults()
+    for feature, modules in kinds.items():
+        which = shown(modules[0], 160) + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
+        if feature is None:
+            faults.add("base_mismatch", f"the base has no module {which}: the adapter is for another model")
+        else:
+            faults.add("unsupported_feature", _not_served(feature, which, base), feature=feature)
+    faults.raise_any()
+
+
+def check_tying(
+    settings: LoraSettings, tensors: AdapterTensors, base: BaseSpec, names: ModuleNames
+) -> list[str]:
+    """What the report says of ensure_weight_tying. Raises AdapterRefused("unsupported_feature") where it makes one
+    adapter of the head's and the embedding's."""
+    if not settings.ties_weights:
+        return []
+    head = locate_module_weights(base).get(f"{HEAD}.weight") if names.in_file(HEAD) in tensors.a else None
+    if head is not None and head.stored_name != f"{HEAD}.weight":
+        raise AdapterRefused(
+            "unsupported_feature",
+            f"ensure_weight_tying: the base ties {HEAD} to its embedding, so the LoRA on {HEAD} was trained as one "
+            "with a LoRA on the embedding; on the head alone it does not compute what was trained",
+            feature="ensure_weight_tying",
+        )
+    return ["ensure_weight_tying is without effect: nothing that the base ties was trained"]
+
+
+def check_coverage(
+    tensors: AdapterTensors,
+    by_path: Mapping[str, SiteShape],
+    settings: LoraSettings,
+    base: BaseSpec,
+    names: ModuleNames,
+    *,
+    thorough: bool,
+) -> list[str]:
+    """Compare the modules that the config names with those that tensors came for. Returns warnings for the report.
+    `thorough` also looks for names among the base's other modules, for which its headers are read.
+
+    Raises AdapterRefused (unexpected_tensor, missing_tensor), BaseModelInvalid."""
+    selection = settings.selection
+    selected = {module for module in by_path if selection.selects(module)}
+    for module in tensors.a:
+        if module not in selected:
+            raise AdapterRefused(
+                "unexpected_tensor", f"tensors came for {module}, which the config does not name"
+            )
+    for module in by_path:
+        if selection.exact and module in selected and module not in tensors.a:
+            raise AdapterRefused("missing_tensor", f"the config names {module}, but no tensors came for it")
+    notes = []
+    beyond = [index for index in sorted(selection.layers or ()) if index >= base.num_layers]
+    if beyond:
+        notes.append(
+            f"layers_to_transform names layer {_list(str(index) for index in beyond)}, but the base has "
+            f"{base.num_layers}; tensors came for all of its own that are named"
+        )
+    named = {suffix for module in by_path for suffix in suffixes(module)}
+    unused = sorted(target for target in selection.targets or () if target not in named)
+    if unused and thorough:
+        _refuse_missing(unused, base, names)
+    if unused:
+        notes.append(
+            f"target_modules names {_list(map(shown, unused))}, which the base's language model has no "
+            "linear of; the tensors tell what was trained"
+        )
+    return notes
+
+
+def _refuse_missing(unused: list[str], base: BaseSpec, names: ModuleNames) -> None:
+    """Refuse names of modules of the base that are no linears with LoRA here. Experts are one tensor for PEFT with a
+    transformers of today, which has no modules of the names that the checkpoint gives them."""
+    others = {
+        suffix
+        for name in locate_module_weights(base)
+        if not in_other_tower(name) and not _in_experts(name)
+        for suffix in _ends(names.in_file(name).rpartition(".")[0])
+    }
+    for target in unused:
+        if target in others:
+            raise AdapterRefused(
+                "missing_tensor", f"target_modules names {shown(target)}, but no tensors came for it"
+            )
+
+
+def _feature(module: str, known: Mapping[str, BaseTensor], mixture: bool) -> str | None:
+    """What a module that is not served belongs to; None if the base has no such module."""
+    if mixture and _in_experts(module):
+        return "experts"
+    if f"{module}.weight" not in known:
+        return None
+    if in_other_tower(module):
+        return "other_towers"
+    return module.rpartition(".")[2]
+
+
+def _not_served(feature: str, which: str, base: BaseSpec) -> str:
+    sites = {site for _, site in base.sites}
+    served = ", ".join(name for name in SITES if name in sites)
+    if feature == "experts":
+        return (
+            f"LoRA on the experts of a mixture ({which}) is not served; on this base LoRA is served outside of the "
+            f"experts, on {served}"
+        )
+    if feature == "other_towers":
+        return (
+            f"LoRA on another tower than the language model ({which}) is not served; in the language model it is "
+            f"served on {served}"
+        )
+    if feature in SITES:
+        return (
+            f"LoRA on {which} is not served: its layer has several modules called {feature}, and LoRA is served where "
+            "a layer has one"
+        )
+    return f"LoRA on {which} is not served; on this base it is served on {served}"
+
+
+def _in_experts(name: str) -> bool:
+    return any(part == "experts" or part.startswith("shared_expert") for part in name.split("."))
+
+
+def _ends(path: str) -> Iterable[str]:
+    """`suffixes`, not remembered: a base has many modules."""
+    while path:
+        yield path
+        path = path.partition(".")[2]
+
+
+def _list(names: Iterable[str]) -> str:
+    told = list(names)
+    return ", ".join(told[:_MAX_TOLD]) + (
+        f" and {len(told) - _MAX_TOLD} more" if len(told) > _MAX_TOLD else ""
+    )
