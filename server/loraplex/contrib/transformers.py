@@ -133,7 +133,12 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         try:
             checkpoint = _Checkpoint(directory, state.global_step)
         except OSError as error:
-            self._fail(state.global_step, f"{error.filename}: {error.strerror}; is the model a PEFT model?")
+            hint = "is the model a PEFT model?"
+            if (directory / "adapter_model.bin").exists():
+                hint = (
+                    "adapter_model.bin is a pickle, which no server takes: train with save_safetensors=True"
+                )
+            self._fail(state.global_step, f"{error.filename}: {error.strerror}; {hint}")
             return
         with self._changed:
             if self._waiting is not None:

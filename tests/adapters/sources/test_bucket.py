@@ -68,6 +68,20 @@ def test_an_object_that_is_missing(tmp_path: Path, s3: S3Server) -> None:
     assert TENSORS_NAME in refused(tmp_path, SourceNotFound, "checkpoints/half")
 
 
+def test_the_tensors_under_the_name_that_mlx_gives_them(tmp_path: Path, s3: S3Server) -> None:
+    store = s3.store("checkpoints/mlx")
+    obstore.put(store, CONFIG_NAME, b"{}")
+    obstore.put(store, "adapters.safetensors", b"tensors")
+    assert copy(tmp_path, "checkpoints/mlx") == {CONFIG_NAME: b"{}", TENSORS_NAME: b"tensors"}
+
+
+def test_pickled_weights_alone_are_named_with_their_conversion(tmp_path: Path, s3: S3Server) -> None:
+    store = s3.store("checkpoints/pickled")
+    obstore.put(store, CONFIG_NAME, b"{}")
+    obstore.put(store, "adapter_model.bin", b"x")
+    assert "torch.load(" in refused(tmp_path, AdapterRefused, "checkpoints/pickled")
+
+
 def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
     refused(tmp_path, AdapterRefused, max_bytes=1 << 20)
 

@@ -101,6 +101,29 @@ def test_what_it_has_for_its_chats_comes_too(
     assert "chat_template.jinja is larger than 131072 bytes" in refused(hub, tmp_path, AdapterRefused)
 
 
+def under_another_name(hub: Hub, name: str) -> None:
+    """The repository has the tensors under this name."""
+
+    def answer(handler: _Handler, asked: str) -> bool:
+        if asked == TENSORS_NAME:
+            handler.send_error(404)
+        elif asked == name:
+            handler.send(FILES[TENSORS_NAME])
+        return asked in (TENSORS_NAME, name)
+
+    hub.answer = answer  # type: ignore[assignment]
+
+
+def test_the_tensors_under_the_name_that_mlx_gives_them(hub: Hub, tmp_path: Path) -> None:
+    under_another_name(hub, "adapters.safetensors")
+    assert copy(hub, tmp_path) == FILES
+
+
+def test_pickled_weights_alone_are_named_with_their_conversion(hub: Hub, tmp_path: Path) -> None:
+    under_another_name(hub, "adapter_model.bin")
+    assert "torch.load('adapter_model.bin'" in refused(hub, tmp_path, AdapterRefused)
+
+
 @pytest.mark.parametrize(
     "url",
     [

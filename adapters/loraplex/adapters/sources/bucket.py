@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from loraplex.adapters.sources.errors import SourceNotFound, SourceUnavailable
-from loraplex.adapters.sources.remote import RemoteFile, write_remote
+from loraplex.adapters.sources.remote import RemoteFile, find_remote, write_remote
 from loraplex.adapters.sources.urls import Source
 from loraplex.adapters.store.artifact_store import Staging
-from loraplex.adapters.store.files import CHAT_FILE_BYTES, CHUNK_BYTES, CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.files import CHUNK_BYTES
 from loraplex.adapters.store.s3 import s3_store
 
 RETRY_S = 20.0
@@ -21,15 +21,11 @@ RETRY_S = 20.0
 
 
 def copy_bucket(source: Source, staging: Staging, *, max_bytes: int, reserve: Callable[[int], None]) -> None:
-    """Copy the objects of an adapter into `staging`. Raises SourceNotFound, SourceUnavailable and what
-    `write_remote` raises."""
+    """Copy the objects of an adapter into `staging`. Raises SourceUnavailable, and what `find_remote` and
+    `write_remote` raise."""
     prefix = "/".join((*source.root, *source.parts))
     store = s3_store(source.authority, prefix, request_s=60, retries=5, retry_s=RETRY_S)
-    files = {name: _found(store, name) for name in (CONFIG_NAME, TENSORS_NAME)}
-    for name in CHAT_FILE_BYTES:
-        with contextlib.suppress(SourceNotFound):
-            files[name] = _found(store, name)
-    write_remote(files, staging, max_bytes=max_bytes, reserve=reserve)
+    write_remote(find_remote(partial(_found, store)), staging, max_bytes=max_bytes, reserve=reserve)
 
 
 def _found(store: S3Store, name: str) -> RemoteFile:

@@ -12,7 +12,7 @@ from loraplex.adapters.store.artifact_store import Staging
 def copy_source(source: Source, staging: Staging, *, max_bytes: int, reserve: Callable[[int], None]) -> None:
     """Copy the files of an adapter into `staging`. Sizes are known, and `reserve` has heard of them, before a byte
     is copied. Runs in a worker thread. Raises SourceNotAllowed, SourceNotFound, SourceUnavailable, AdapterRefused
-    (too_large), StoreFull, StoreFailed, and what `reserve` raises."""
+    (too_large, not_safetensors), StoreFull, StoreFailed, and what `reserve` raises."""
     if source.scheme == "file":
         copy_folder(source, staging, max_bytes=max_bytes, reserve=reserve)
     elif source.scheme == "s3":

@@ -9,10 +9,9 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 
 from loraplex.adapters.sources.errors import SourceNotAllowed, SourceNotFound, SourceUnavailable
-from loraplex.adapters.sources.remote import RemoteFile, write_remote
+from loraplex.adapters.sources.remote import RemoteFile, find_remote, write_remote
 from loraplex.adapters.sources.urls import Source
 from loraplex.adapters.store.artifact_store import Staging
-from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME
 
 MAX_REDIRECTS = 4
 TIMEOUT_S = 30.0
@@ -33,7 +32,8 @@ def copy_from_hub(
     redirect leads to the hub or, from the public one, to the hosts of its files. `endpoint` is another hub's than the
     settings'.
 
-    Raises SourceNotAllowed for a redirect elsewhere, SourceNotFound, SourceUnavailable and what `write_remote` raises.
+    Raises SourceNotAllowed for a redirect elsewhere, SourceUnavailable, and what `find_remote` and `write_remote`
+    raise.
     """
     from huggingface_hub import constants, get_token
 
@@ -48,11 +48,7 @@ def copy_from_hub(
             url = f"{hub}/{name}/resolve/{source.revision}/{file}"
             return _found(stack, client, url, hub, token, is_public, source)
 
-        files = {file: found(file) for file in (CONFIG_NAME, TENSORS_NAME)}
-        for file in CHAT_FILE_BYTES:
-            with contextlib.suppress(SourceNotFound):
-                files[file] = found(file)
-        write_remote(files, staging, max_bytes=max_bytes, reserve=reserve)
+        write_remote(find_remote(found), staging, max_bytes=max_bytes, reserve=reserve)
 
 
 def _found(

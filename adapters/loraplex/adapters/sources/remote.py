@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from loraplex.adapters.contents.kinds import PICKLE
+from loraplex.adapters.contents.places import foreign_weights
 from loraplex.adapters.errors import AdapterRefused
-from loraplex.adapters.sources.errors import SourceUnavailable
+from loraplex.adapters.sources.errors import SourceNotFound, SourceUnavailable
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.adapters.store.files import (
     CHAT_FILE_BYTES,
     CONFIG_NAME,
+    MLX_TENSORS_NAME,
+    TENSORS_NAME,
     create_file,
     disk_failures_named,
     write_all,
@@ -21,6 +26,8 @@ from loraplex.adapters.store.files import (
 DEADLINE_S = 600.0
 """Seconds that all bytes of an adapter may take to come."""
 MAX_CONFIG_BYTES = 1 << 20
+_PICKLED_NAME = "adapter_model.bin"
+"""The name that PEFT gives weights that it pickles."""
 _MOST_BYTES = {CONFIG_NAME: MAX_CONFIG_BYTES, **CHAT_FILE_BYTES}
 
 
@@ -30,6 +37,32 @@ class RemoteFile:
 
     size: int
     chunks: Iterator[bytes]
+
+
+def find_remote(find: Callable[[str], RemoteFile]) -> dict[str, RemoteFile]:
+    """An adapter's files by the names that they are stored under. `find` looks one up by its name and raises
+    SourceNotFound; mlx-lm's tensors are looked for where PEFT's are missing.
+
+    Raises SourceNotFound where one of the two is missing, AdapterRefused (not_safetensors) where there are pickled
+    weights instead, and what `find` raises.
+    """
+    files = {CONFIG_NAME: find(CONFIG_NAME), TENSORS_NAME: _find_tensors(find)}
+    for name in CHAT_FILE_BYTES:
+        with contextlib.suppress(SourceNotFound):
+            files[name] = find(name)
+    return files
+
+
+def _find_tensors(find: Callable[[str], RemoteFile]) -> RemoteFile:
+    try:
+        return find(TENSORS_NAME)
+    except SourceNotFound:
+        with contextlib.suppress(SourceNotFound):
+            return find(MLX_TENSORS_NAME)
+        with contextlib.suppress(SourceNotFound):
+            find(_PICKLED_NAME)
+            raise foreign_weights(_PICKLED_NAME, PICKLE) from None
+        raise
 
 
 def write_remote(

@@ -10,9 +10,9 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from loraplex.adapters.store.files import CHAT_FILE_BYTES
 from loraplex.app.commands.pull import pull
 from loraplex.app.commands.release import targets_text
+from loraplex.app.commands.shared.adapter_folder import open_adapter
 from loraplex.app.commands.shared.client import AdminClient
 from loraplex.app.commands.shared.confirm import YesOption, confirm
 from loraplex.app.commands.shared.errors import CommandFailed
@@ -94,21 +94,12 @@ def push(
     _check_directory(name, directory)
     given = _serving(tool_format, reasoning_format)
     with contextlib.ExitStack() as stack:
-        files = {}
-        for part in FILES:
-            try:
-                files[part] = stack.enter_context(open(directory / part, "rb"))
-            except OSError as error:
-                raise CommandFailed(
-                    f"{directory / part}: {error.strerror}. DIR must hold {FILES[0]} and {FILES[1]}, as PEFT's "
-                    "save_pretrained writes them."
-                ) from error
-        for part in CHAT_FILE_BYTES:
-            with contextlib.suppress(OSError):
-                files[part] = stack.enter_context(open(directory / part, "rb"))
+        folder, files = open_adapter(directory, stack)
         shown = stack.enter_context(upload_progress(files, is_quiet=out.as_json))
         data = {"serving": json.dumps(given)} if given else None
         status, made = admin.send("POST", _versions(tenant, name, wait), files=shown, data=data)
+    if folder != directory and not out.as_json:
+        out.line(f"{name}: of {directory}, {folder.name} was pushed")
     _show_made(admin, out, tenant, status, made)
 
 
