@@ -45,6 +45,9 @@ class ScriptedServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: ScriptedServer
 
+    def do_GET(self) -> None:
+        self.do_POST()
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         if "multipart" in self.headers.get("content-type", ""):
@@ -101,6 +104,108 @@ def uploaded(body: bytes) -> dict[str | None, bytes]:
 
 def callback_for(server: ScriptedServer, **options: object) -> PushCallback:
     return PushCallback("support", tenant="acme", url=server.url, api_key="lpx_key", **options)
+
+
+KEY = {"id": "0123", "scopes": ["adapters:write", "inference"]}
+SERVED = {"name": "tiny", "num_layers": 2, "hidden_size": 64, "max_adapter_rank": 16}
+CALLER: Answer = (200, {}, {"kind": "key", "tenant": "acme", "key": KEY, "base": SERVED})
+
+
+def begin(callback: PushCallback, model: object = None, *, is_world_process_zero: bool = True) -> None:
+    state = SimpleNamespace(is_world_process_zero=is_world_process_zero)
+    callback.on_train_begin(None, state, None, model=model)
+
+
+def model_of(rank: int = 8, **config: int) -> SimpleNamespace:
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, **config}
+    return SimpleNamespace(config=SimpleNamespace(**shape), peft_config={"default": SimpleNamespace(r=rank)})
+
+
+class TestBeforeATraining:
+    def test_the_server_is_asked_whose_the_key_is(self, server: ScriptedServer, tmp_path: Path) -> None:
+        server.answers = [CALLER, CREATED, RELEASED]
+        callback = PushCallback("support", url=server.url, api_key="lpx_key")
+        begin(callback, model_of())
+        save(tmp_path, 10)
+        on_save(callback, tmp_path, 10)
+        callback.wait()
+        asked = [path for path, _, _ in server.asked]
+        assert asked[0] == "/admin/v1/caller"
+        assert asked[1] == "/admin/v1/tenants/acme/adapters/support/versions"
+
+    def test_without_a_beginning_the_tenant_is_asked_for_later(
+        self, server: ScriptedServer, tmp_path: Path
+    ) -> None:
+        server.answers = [CALLER, CREATED, RELEASED]
+        callback = PushCallback("support", url=server.url, api_key="lpx_key")
+        save(tmp_path, 10)
+        on_save(callback, tmp_path, 10)
+        callback.wait()
+        assert [pushed.version for pushed in callback.pushed] == ["v7"]
+
+    def refused(self, server: ScriptedServer, answer: Answer, model: object = None, **options: object) -> str:
+        server.answers = [answer]
+        callback = PushCallback("support", url=server.url, api_key="lpx_key", **{"timeout_s": 0.5, **options})
+        with pytest.raises(PushFailed) as caught:
+            begin(callback, model)
+        return str(caught.value)
+
+    def test_a_wrong_key(self, server: ScriptedServer) -> None:
+        wrong: Answer = (401, {}, {"code": "invalid_api_key", "detail": "Incorrect API key provided"})
+        said = self.refused(server, wrong)
+        assert (
+            "refuses the key of LORAPLEX_API_KEY, or api_key: 401 invalid_api_key: Incorrect API key" in said
+        )
+
+    def test_a_key_that_may_not_push(self, server: ScriptedServer) -> None:
+        poor = (
+            200,
+            {},
+            {"kind": "key", "tenant": "acme", "key": KEY | {"scopes": ["inference"]}, "base": SERVED},
+        )
+        assert "the key 0123 lacks the scope adapters:write" in self.refused(server, poor)
+
+    def test_another_tenants_key(self, server: ScriptedServer) -> None:
+        said = self.refused(server, CALLER, tenant="rival")
+        assert "the key is of the tenant 'acme', not 'rival'" in said
+
+    def test_another_base(self, server: ScriptedServer) -> None:
+        said = self.refused(server, CALLER, model_of(hidden_size=96))
+        assert "the model has 2 layers of width 96, and the server's base 'tiny' has 2 of 64" in said
+        assert "rank 32 is above the server's 16" in self.refused(server, CALLER, model_of(rank=32))
+
+    def test_no_server_and_another_ones(self, server: ScriptedServer) -> None:
+        callback = PushCallback("support", url="http://127.0.0.1:9", api_key="lpx_key", timeout_s=0.5)
+        with pytest.raises(PushFailed, match=r"127\.0\.0\.1:9 cannot be reached .*LORAPLEX_URL"):
+            begin(callback)
+        assert "is it a Loraplex server?" in self.refused(server, (404, {}, {"detail": "Not Found"}))
+        assert "is no Loraplex server" in self.refused(server, (200, {}, {"object": "list"}))
+
+    def test_a_busy_server_is_asked_again(self, server: ScriptedServer) -> None:
+        server.answers = [(503, {}, {"code": "engine_restarting", "detail": "starting"}), CALLER]
+        callback = PushCallback("support", url=server.url, api_key="lpx_key")
+        begin(callback)
+        assert len(server.asked) == 2
+
+    def test_other_ranks_ask_nothing(self, server: ScriptedServer) -> None:
+        begin(callback_for(server), is_world_process_zero=False)
+        assert not server.asked
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_each_push_is_logged(
+    server: ScriptedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, release: bool
+) -> None:
+    caplog.set_level("INFO")
+    server.answers = [CREATED, RELEASED]
+    callback = callback_for(server, release=release)
+    save(tmp_path, 10)
+    on_save(callback, tmp_path, 10)
+    callback.wait()
+    (line,) = [record.getMessage() for record in caplog.records if "step 10" in record.getMessage()]
+    words = "released" if release else "not released: loraplex release promote support v7"
+    assert line.startswith(f"step 10 is 'support@v7' (sha256:00), {words}, ")
+    assert callback.pushed[0].released is release
 
 
 def test_a_checkpoint_is_uploaded_and_takes_the_traffic(server: ScriptedServer, tmp_path: Path) -> None:

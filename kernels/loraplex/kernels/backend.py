@@ -36,7 +36,7 @@ def resolve_backend(choice: str, device: torch.device) -> Backend:
         if obstacle is None:
             return asked
         raise BackendUnavailable(f"the {choice} kernels can't run here: {obstacle}; choose auto or torch")
-    raise BackendUnavailable(f"there are no {choice!r} kernels; choose auto, torch, numba or triton")
+    raise BackendUnavailable(f"there are no '{choice}' kernels; choose auto, torch, numba or triton")
 
 
 def best_backend(device: torch.device) -> Backend:
@@ -53,7 +53,7 @@ def obstacle_to(backend: Backend, device: torch.device) -> str | None:
 
 def _obstacle_to_numba(device: torch.device) -> str | None:
     if device.type != "cpu":
-        return f"they are for CPUs, and the device is {device.type!r}"
+        return f"they are for CPUs, and the device is '{device.type}'"
     if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed"
     return _numba_failure()
@@ -87,7 +87,7 @@ def _obstacle_to_triton(device: torch.device) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device.type != "cuda":
-        return f"the device is {device.type!r}"
+        return f"the device is '{device.type}'"
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, and 8.0 is needed"

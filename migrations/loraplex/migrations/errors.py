@@ -12,6 +12,6 @@ class DatabaseTooNew(LoraplexError):
 
     def __init__(self, found: str, known: str) -> None:
         super().__init__(
-            f"the database has the schema {found[:40]!r}, and this version knows none above {known!r}: a newer version "
+            f"the database has the schema '{found[:40]}', and this version knows none above '{known}': a newer version "
             "has used it. Install that version, or restore a back-up from before"
         )

@@ -1,6 +1,6 @@
 """Push each checkpoint of a PEFT training to a Loraplex server.
 
-    trainer = Trainer(..., callbacks=[PushCallback("support", tenant="acme")])
+    trainer = Trainer(..., callbacks=[PushCallback("support")])
 
 The server's address and the key come from LORAPLEX_URL and LORAPLEX_API_KEY. The key needs the scope `adapters:write`.
 This file needs transformers and httpx. It may be copied to a machine where Loraplex is not installed.
@@ -32,6 +32,8 @@ CHAT_FILES = (
 """Sent where a checkpoint has them: how its chats are written, and how its answers end."""
 RETRIED = (408, 429, 502, 503, 504, 507)
 """Statuses after which a push is tried again."""
+PATIENCE_S = 15.0
+"""At most for so long an absent server is asked again before a training."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,12 +45,13 @@ class PushFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class PushedCheckpoint:
     """A checkpoint on the server. `seconds`: from the end of its save until it was released (or, without a release,
-    until the server answered)."""
+    until the server answered). `released`: whether it takes the traffic."""
 
     step: int
     version: str
     digest: str
     seconds: float
+    released: bool
 
 
 class _Checkpoint:
@@ -78,10 +81,12 @@ class _Checkpoint:
 class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Pushes each checkpoint as the next version of `name`, and gives it all the traffic of the name.
 
-    A thread pushes, so training goes on meanwhile. Of the checkpoints that wait for it, only the newest is kept. A push
-    is repeated while the server is busy or cannot be reached, for up to `timeout_s` seconds. A checkpoint that is
-    refused is logged, and training goes on; with `strict` the next save, or the end of the training, raises PushFailed.
-    The end of the training waits for the last push. Only the process of rank 0 pushes.
+    The training does not begin where the server cannot be reached, the key is not valid or may not push, or the server
+    serves another base: PushFailed says why. A thread pushes, so training goes on meanwhile. Of the checkpoints that
+    wait for it, only the newest is kept. A push is repeated while the server is busy or cannot be reached, for up to
+    `timeout_s` seconds. A checkpoint that is refused is logged, and training goes on; with `strict` the next save, or
+    the end of the training, raises PushFailed. The end of the training waits for the last push. Only the process of
+    rank 0 pushes.
 
     `pushed` and `failures` list what came of each checkpoint that was sent.
     """
@@ -90,7 +95,7 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self,
         name: str,
         *,
-        tenant: str,
+        tenant: str | None = None,
         url: str | None = None,
         api_key: str | None = None,
         release: bool = True,
@@ -98,9 +103,10 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         timeout_s: float = 300.0,
         strict: bool = False,
     ) -> None:
-        """`url`: the server's data port, or its admin port. `release`: whether the new version takes all the traffic
-        of the name at once; otherwise it waits for `loraplex release`. `subfolder`: where in a checkpoint PEFT saves
-        the adapter, if it is not called "default". Raises ValueError where no key is given."""
+        """`tenant`: the key's own if it is not given. `url`: the server's data port, or its admin port. `release`:
+        whether the new version takes all the traffic of the name at once; otherwise it waits for `loraplex release`.
+        `subfolder`: where in a checkpoint PEFT saves the adapter, if it is not called "default". Raises ValueError
+        where no key is given."""
         super().__init__()
         self._name = name
         self._release = release
@@ -114,7 +120,7 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._client = httpx.Client(
             base_url=base_url, headers={"authorization": f"Bearer {api_key}"}, timeout=60.0
         )
-        self._adapter = f"/admin/v1/tenants/{quote(tenant, safe='')}/adapters/{quote(name, safe='')}"
+        self._tenant = tenant
         self.pushed: list[PushedCheckpoint] = []
         self.failures: list[PushFailed] = []
         self._raised = 0
@@ -123,7 +129,29 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._busy = False
         self._thread: threading.Thread | None = None
 
+        if not _log.hasHandlers():
+            # Python shows warnings alone where a training sets up no logging.
+            _log.addHandler(logging.StreamHandler())
+            _log.setLevel(logging.INFO)
+
     # What the trainer calls.
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        end = time.monotonic() + min(PATIENCE_S, self._timeout_s)
+        caller = self._ask(end)
+        base = caller["base"]
+        if reason := _obstacle(caller, self._tenant) or _misfit(kwargs.get("model"), base):
+            raise PushFailed(f"checkpoints cannot be pushed to {self._client.base_url}: {reason}")
+        self._tenant = self._tenant or caller["tenant"]
+        _log.info(
+            "checkpoints are pushed as '%s' of tenant '%s' to %s, which serves %s",
+            self._name,
+            self._tenant,
+            self._client.base_url,
+            base["name"],
+        )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -183,18 +211,60 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     self._fail(checkpoint.step, f"{type(error).__name__}: {error}")
 
     def _fail(self, step: int, reason: str) -> None:
-        failure = PushFailed(f"the checkpoint of step {step} was not pushed to {self._name!r}: {reason}")
+        failure = PushFailed(f"the checkpoint of step {step} was not pushed to '{self._name}': {reason}")
         self.failures.append(failure)
         _log.warning("%s", failure)
 
     def _push(self, checkpoint: _Checkpoint) -> None:
         end = time.monotonic() + self._timeout_s
-        made = self._send(end, f"{self._adapter}/versions", checkpoint).json()
+        if self._tenant is None:  # a loop of one's own need not call on_train_begin
+            self._tenant = str(self._ask(end)["tenant"])
+        adapter = f"/admin/v1/tenants/{quote(self._tenant, safe='')}/adapters/{quote(self._name, safe='')}"
+        made = self._send(end, f"{adapter}/versions", checkpoint).json()
+        version, digest = made["version"], made["digest"]
         if self._release:
-            self._send(end, f"{self._adapter}/release/promote", None, {"version": made["version"]})
+            self._send(end, f"{adapter}/release/promote", None, {"version": version})
         seconds = time.monotonic() - checkpoint.saved_at
-        self.pushed.append(PushedCheckpoint(checkpoint.step, made["version"], made["digest"], seconds))
-        _log.info("step %d is %s of %r, after %.2f s", checkpoint.step, made["version"], self._name, seconds)
+        self.pushed.append(PushedCheckpoint(checkpoint.step, version, digest, seconds, self._release))
+        _log.info(
+            "step %d is '%s@%s' (%s), %s, %.2f s after its save",
+            checkpoint.step,
+            self._name,
+            version,
+            digest[:19],
+            "released" if self._release else f"not released: loraplex release promote {self._name} {version}",
+            seconds,
+        )
+
+    def _ask(self, end: float) -> dict[str, Any]:
+        """Whose the key is, and the server's base. Raises PushFailed."""
+        where = self._client.base_url
+        while True:
+            try:
+                answer = self._client.get("/admin/v1/caller")
+            except httpx.HTTPError as error:
+                reason = (
+                    f"{where} cannot be reached ({error}): is LORAPLEX_URL, or url, the server's address?"
+                )
+            else:
+                if answer.is_success:
+                    try:
+                        found: dict[str, Any] = answer.json()
+                        return {name: found[name] for name in ("kind", "tenant", "key", "base")}
+                    except (ValueError, KeyError, TypeError):
+                        raise PushFailed(
+                            f"{where} is no Loraplex server: its answer is another one's"
+                        ) from None
+                reason = _reason(answer)
+                if answer.status_code == 401:
+                    raise PushFailed(f"{where} refuses the key of LORAPLEX_API_KEY, or api_key: {reason}")
+                if answer.status_code not in RETRIED:
+                    raise PushFailed(
+                        f"{where} does not say whose the key is, is it a Loraplex server? {reason}"
+                    )
+            if time.monotonic() + 1 > end:
+                raise PushFailed(reason)
+            time.sleep(1)
 
     def _send(
         self, end: float, path: str, checkpoint: _Checkpoint | None, body: dict[str, str] | None = None
@@ -222,6 +292,37 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             if time.monotonic() + delay > end:
                 raise PushFailed(f"{reason} (tried for {self._timeout_s:g} s)")
             time.sleep(delay)
+
+
+def _obstacle(caller: dict[str, Any], tenant: str | None) -> str | None:
+    """Why this key may not push for this tenant."""
+    key = caller["key"]
+    if key is None:
+        return None if tenant is not None else "an admin token is no tenant's: give tenant"
+    if tenant not in (None, caller["tenant"]):
+        return f"the key is of the tenant '{caller['tenant']}', not '{tenant}'"
+    if "adapters:write" not in key["scopes"]:
+        return f"the key {key['id']} lacks the scope adapters:write"
+    return None
+
+
+def _misfit(model: Any, base: dict[str, Any]) -> str | None:
+    """Why an adapter of this model would be refused, as far as its config tells."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    ours = [getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size")]
+    theirs = [base["num_layers"], base["hidden_size"]]
+    if any(None not in pair and pair[0] != pair[1] for pair in zip(ours, theirs, strict=True)):
+        return (
+            f"the model has {ours[0]} layers of width {ours[1]}, and the server's base '{base['name']}' has "
+            f"{theirs[0]} of {theirs[1]}: train on the model that is served"
+        )
+    configs = getattr(model, "peft_config", None)
+    ranks = [getattr(found, "r", 0) for found in configs.values()] if isinstance(configs, dict) else []
+    if ranks and max(ranks) > base["max_adapter_rank"]:
+        return f"rank {max(ranks)} is above the server's {base['max_adapter_rank']} (--max-adapter-rank)"
+    return None
 
 
 def _reason(answer: httpx.Response) -> str:

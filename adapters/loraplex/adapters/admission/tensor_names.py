@@ -59,7 +59,7 @@ def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:
 
 def _sort(name: str, tensor: TensorSlice, sorted_: AdapterTensors, adapter_names: set[str]) -> None:
     if not name.startswith(_PREFIX):
-        _unexpected(name, f"its name does not begin with {_PREFIX!r}")
+        _unexpected(name, f"its name does not begin with '{_PREFIX}'")
     parts = name.removeprefix(_PREFIX).split(".")
     if not _REFUSED.isdisjoint(parts):
         _unsupported(name, next(REFUSED_TENSORS[part] for part in parts if part in REFUSED_TENSORS))

@@ -153,7 +153,7 @@ class ArtifactStore:
             with disk_failures_named():
                 target = self._folder(digest)
                 if target is None:
-                    raise ValueError(f"not a digest: {digest!r}")
+                    raise ValueError(f"not a digest: '{digest}'")
                 self._drop_leftovers(staging)
                 self._flush_files(staging)
                 self._make_shelf(target.parent)
@@ -168,7 +168,7 @@ class ArtifactStore:
         """The folder of a stored artifact. Raises ArtifactMissing, also for what is no digest."""
         folder = self._folder(digest)
         if folder is None or not folder.is_dir():
-            raise ArtifactMissing(f"the store holds no artifact {digest[:12]!r}")
+            raise ArtifactMissing(f"the store holds no artifact '{digest[:12]}'")
         return folder
 
     def verify(self, digest: str) -> None:
@@ -178,7 +178,7 @@ class ArtifactStore:
             found = digest_upload(folder / CONFIG_NAME, folder / TENSORS_NAME)
         except OSError as error:
             if not folder.is_dir():  # deleted meanwhile
-                raise ArtifactMissing(f"the store holds no artifact {digest[:12]!r}") from error
+                raise ArtifactMissing(f"the store holds no artifact '{digest[:12]}'") from error
             if names_damage(error):
                 raise ArtifactCorrupt(f"artifact {digest[:12]} is damaged: {error.strerror}") from error
             raise ArtifactUnreadable(f"artifact {digest[:12]} cannot be read: {error.strerror}") from error

@@ -148,7 +148,7 @@ class BucketStore:
         only where they are damaged."""
         try:
             if not _is_digest(digest):
-                raise ValueError(f"not a digest: {digest!r}")
+                raise ValueError(f"not a digest: '{digest}'")
             found = examined or self.examine(digest)
             if found.damage is not None:
                 self._changing(lambda: self._upload(staging, digest))
@@ -219,7 +219,7 @@ class BucketStore:
                     create_file(path).close()
                 is_whole = self._reading(partial(self._client.get_file, found.key, found.size, path))
                 if not is_whole:
-                    raise ArtifactMissing(f"the store holds no artifact {digest[:12]!r}")
+                    raise ArtifactMissing(f"the store holds no artifact '{digest[:12]}'")
             check_digest(digest, digest_upload(*paths))
             return self._keep(staging, digest)
 
@@ -251,7 +251,7 @@ class BucketStore:
         """Config and tensors. Raises ArtifactMissing, ArtifactCorrupt."""
         config = self._client.find(_key(digest, CONFIG_NAME)) if _is_digest(digest) else None
         if config is None:
-            raise ArtifactMissing(f"the store holds no artifact {digest[:12]!r}")
+            raise ArtifactMissing(f"the store holds no artifact '{digest[:12]}'")
         tensors = self._client.find(_key(digest, TENSORS_NAME))
         if tensors is None:
             raise ArtifactCorrupt(f"artifact {digest[:12]} is damaged: the bucket lacks {TENSORS_NAME}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -43,9 +44,15 @@ _DAMAGED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, er
 
 
 def shown(text: object, limit: int = 80) -> str:
-    """An uploader's own words made safe for messages, logs and JSON: ASCII, quoted, cut to `limit`."""
-    raw = text if isinstance(text, str) else str(text)[: limit + 1]
-    return ascii(raw if len(raw) <= limit else raw[:limit] + "...")
+    """An uploader's own words made safe for messages, logs and JSON: ASCII, quoted, cut to `limit`. What is no text is
+    written as JSON has it (null, true, [1, 2]), without quotes."""
+    if isinstance(text, str):
+        return ascii(text if len(text) <= limit else text[:limit] + "...")
+    try:
+        raw = json.dumps(text)
+    except (TypeError, ValueError, RecursionError):
+        raw = ascii(str(text))
+    return raw if len(raw) <= limit else raw[:limit] + "..."
 
 
 def names_damage(error: OSError) -> bool:

@@ -102,4 +102,4 @@ def _why_triton(obstacles: dict[str, str | None]) -> str:
 
 
 def _unknown(choice: str) -> str:
-    return f"there is no {choice!r} attention; choose auto, triton, torch or flash-attn-3"
+    return f"there is no '{choice}' attention; choose auto, triton, torch or flash-attn-3"

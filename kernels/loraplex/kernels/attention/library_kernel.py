@@ -295,7 +295,7 @@ def obstacle_to_flash_attn_3(
         return f"the package flash-attn-3 (module {_FLASH_ATTN_3}) is not installed"
     if not _is_interpreted():
         if device.type != "cuda":
-            return f"the device is {device.type!r}"
+            return f"the device is '{device.type}'"
         major, minor = torch.cuda.get_device_capability(device)
         if major != _HOPPER:
             return f"the GPU has compute capability {major}.{minor}, and 9.0 is needed"

@@ -97,7 +97,7 @@ class NumbaLoraPass:
             return
         if x.shape != found.x_shape or y.shape != found.y_shape:
             raise ValueError(
-                f"group {group!r} of a pass over {found.x_shape[0]} rows got x {tuple(x.shape)}, "
+                f"group '{group}' of a pass over {found.x_shape[0]} rows got x {tuple(x.shape)}, "
                 f"y {tuple(y.shape)}"
             )
         if x.stride(1) != 1 or x.dtype not in LIKE:

@@ -70,7 +70,7 @@ class OverlappedLora:
     def start_shrink(self, layer: int, group: str, x: torch.Tensor) -> None:
         """Start the A side. Raises ValueError where another one was begun and never applied."""
         if self._begun is not None:
-            raise ValueError(f"layer {layer}, {group!r} is begun before {self._begun} was applied")
+            raise ValueError(f"layer {layer}, '{group}' is begun before {self._begun} was applied")
         self._lane.fork(lambda: self._launcher.shrink(layer, group, x))
         self._begun = (layer, group)
 
@@ -87,6 +87,6 @@ class OverlappedLora:
             self._launcher.shrink(layer, group, x)
             return
         if self._begun != (layer, group):
-            raise ValueError(f"layer {layer}, {group!r} is applied where {self._begun} was begun")
+            raise ValueError(f"layer {layer}, '{group}' is applied where {self._begun} was begun")
         self._begun = None
         self._lane.join()

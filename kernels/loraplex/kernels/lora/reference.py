@@ -80,7 +80,7 @@ class TorchLoraPass:
             return
         if x.shape != (self._num_rows, plan.in_features) or y.shape[0] != self._num_rows:
             raise ValueError(
-                f"group {group!r} of a pass over {self._num_rows} rows got x {tuple(x.shape)}, y {tuple(y.shape)}"
+                f"group '{group}' of a pass over {self._num_rows} rows got x {tuple(x.shape)}, y {tuple(y.shape)}"
             )
         height, width, num_sites = self._height, self._width, len(plan.sites)
         ranks = width * CHUNK

@@ -142,7 +142,7 @@ class LoraLauncher:
         rows = tensor.shape[0] if self._step is None else self._step.num_rows
         if tensor.shape != (rows, columns) or tensor.stride(1) != 1:
             raise ValueError(
-                f"group {group!r} of a pass over {rows} rows got {name} {tuple(tensor.shape)} with strides "
+                f"group '{group}' of a pass over {rows} rows got {name} {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()}; it takes {columns} adjacent columns"
             )
 

@@ -33,6 +33,7 @@ from loraplex.api.openai.tools import (
 )
 from loraplex.engine.logprobs import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
 from loraplex.engine.pooling import Pooling
+from loraplex.http.text import printable
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 16
@@ -88,7 +89,7 @@ def _logit_bias(value: object) -> object:
         raise must(f"must have at most {MAX_LOGIT_BIAS} entries")
     wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= 10)]
     if wrong:
-        shown = ", ".join(repr(key[:MAX_SHOWN_KEY_LENGTH]) for key in wrong[:MAX_SHOWN_KEYS])
+        shown = ", ".join(f"'{printable(key, MAX_SHOWN_KEY_LENGTH)}'" for key in wrong[:MAX_SHOWN_KEYS])
         raise must(f'each key must be a token id, such as "50256", and not {shown}')
     bias: dict[int, float] = {}
     for key, number in value.items():

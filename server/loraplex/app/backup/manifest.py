@@ -107,7 +107,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise BackupRefused(f"{directory / MANIFEST} is damaged: it is no JSON.") from error
     if isinstance(found, dict) and found.get("format") != FORMAT:
         raise BackupRefused(
-            f"{directory / MANIFEST} has the format {str(found.get('format'))[:20]!r}, and this version reads "
+            f"{directory / MANIFEST} has the format '{str(found.get('format'))[:20]}', and this version reads "
             f"{FORMAT}: restore it with the version of Loraplex that made it."
         )
     try:
@@ -120,7 +120,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise BackupRefused(f"{directory / MANIFEST} was altered: its own digest does not match.")
     for name in manifest.files:
         if not _OWN_NAME.fullmatch(name):
-            raise BackupRefused(f"{directory / MANIFEST} names the file {name[:80]!r}, which no backup has.")
+            raise BackupRefused(f"{directory / MANIFEST} names the file '{name[:80]}', which no backup has.")
     if manifest.database.file is not None and manifest.database.file not in manifest.files:
         raise BackupRefused(f"{directory / MANIFEST} names no digest for {manifest.database.file}.")
     return manifest

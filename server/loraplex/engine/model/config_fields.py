@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import ModelUnsupported
 
 _NO_EFFECT = frozenset(
@@ -86,7 +87,7 @@ def check_fields(config: Any, raw: Mapping[str, Any], handled: frozenset[str]) -
             continue
         if name in _NEUTRAL:
             if value not in _NEUTRAL[name]:
-                raise ModelUnsupported(f"the config's {name} is {value!r}, which is not supported")
+                raise ModelUnsupported(f"the config's {name} is {shown(value)}, which is not supported")
         elif name in declared:
             raise ModelUnsupported(
                 f"the config's {name} is not known here, though transformers defines it for {config.model_type}"

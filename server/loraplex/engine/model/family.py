@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.config_fields import check_fields
 from loraplex.engine.model.rope import RopePlan, plan_rope
@@ -104,7 +105,7 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
     activation = getattr(config, field)
     if activation not in allowed:
         raise ModelUnsupported(
-            f"{field} is {activation!r}; {config.model_type} is served with {allowed[0]!r}"
+            f"{field} is {shown(activation)}; {config.model_type} is served with '{allowed[0]}'"
         )
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
@@ -164,7 +165,7 @@ def _softcap(config: Any, family: _Family, name: str) -> float | None:
 def _positive(config: Any, name: str) -> float:
     value = getattr(config, name, None)
     if not isinstance(value, int | float) or not value > 0:
-        raise ModelUnsupported(f"the config's {name} is {value!r}; it must be a number above 0")
+        raise ModelUnsupported(f"the config's {name} is {shown(value)}; it must be a number above 0")
     return float(value)
 
 
@@ -177,7 +178,9 @@ def _windows(config: Any, family: _Family, max_positions: int) -> tuple[int | No
         return (None,) * layers
     if window is not None:
         if type(window) is not int or window < 1:
-            raise ModelUnsupported(f"the config's sliding_window is {window!r}; it must be a number above 0")
+            raise ModelUnsupported(
+                f"the config's sliding_window is {shown(window)}; it must be a number above 0"
+            )
         if window >= max_positions:
             window = None  # nothing is ever outside of it
     types = getattr(config, "layer_types", None)

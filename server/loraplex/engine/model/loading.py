@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from loraplex.adapters.admission.base_families import obstacle_of, text_fields
+from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
@@ -367,5 +368,5 @@ def _rope_limits(config: Any) -> list[int]:
                 raise ModelUnsupported("rope_type 'longrope' without original_max_position_embeddings")
             limits.append(limit)
         elif rope_type not in STATIC_ROPE_TYPES | {"proportional", "dynamic"}:
-            raise ModelUnsupported(f"rope_type {rope_type!r} is not supported")
+            raise ModelUnsupported(f"rope_type {shown(rope_type)} is not supported")
     return limits

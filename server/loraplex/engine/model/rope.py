@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import ModelUnsupported
 
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -113,14 +114,18 @@ def _rope(
                 config, torch.device("cpu"), seq_len=length, **extra
             )
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise ModelUnsupported(f"the RoPE parameters of {rope_type!r} are not valid: {error!r}") from error
+        raise ModelUnsupported(
+            f"the RoPE parameters of {shown(rope_type)} are not valid: {type(error).__name__}: {error}"
+        ) from error
     for name in ("short_factor", "long_factor"):
         if name in parameters and len(parameters[name]) != len(inv_freq):
             raise ModelUnsupported(
                 f"the RoPE parameters have {len(parameters[name])} numbers in {name}, not {len(inv_freq)}"
             )
     if not 0 < 2 * len(inv_freq) <= head_dim or not inv_freq.isfinite().all():
-        raise ModelUnsupported(f"the RoPE parameters of {rope_type!r} do not fit heads of size {head_dim}")
+        raise ModelUnsupported(
+            f"the RoPE parameters of {shown(rope_type)} do not fit heads of size {head_dim}"
+        )
     return Rope(tuple(inv_freq.float().tolist()), float(factor)), limit
 
 
@@ -143,14 +148,18 @@ def _length(
 def _check(parameters: Mapping[str, Any], rope_type: str, partial: bool) -> None:
     if rope_type not in _FIELDS:
         raise ModelUnsupported(
-            f"rope_type {rope_type!r} is not supported; supported are {', '.join(sorted(_FIELDS))}"
+            f"rope_type {shown(rope_type)} is not supported; supported are {', '.join(sorted(_FIELDS))}"
         )
     known = _FIELDS[rope_type] | _COMMON_FIELDS
     if rope_type in _NO_ORIGINAL_LENGTH:
         known |= {"original_max_position_embeddings"}
     unknown = sorted(name for name, value in parameters.items() if value is not None and name not in known)
     if unknown:
-        raise ModelUnsupported(f"the RoPE parameters {', '.join(unknown)} are not known for {rope_type!r}")
+        raise ModelUnsupported(
+            f"the RoPE parameters {', '.join(unknown)} are not known for {shown(rope_type)}"
+        )
     share = parameters.get("partial_rotary_factor")
     if share is not None and share != 1 and not partial:
-        raise ModelUnsupported(f"the config's partial_rotary_factor is {share!r}, which is not supported")
+        raise ModelUnsupported(
+            f"the config's partial_rotary_factor is {shown(share)}, which is not supported"
+        )

@@ -46,7 +46,8 @@ def find_sites(model: Any, num_layers: int) -> Sites:
     for site in LAYER_SITES:
         sizes = {(m.in_features, m.out_features) for (_, leaf), m in modules.items() if leaf == site}
         if len(sizes) > 1:
-            raise ModelUnsupported(f"{site} has not the same size in all layers: {sorted(sizes)}")
+            listed = ", ".join(f"{inputs} to {outputs}" for inputs, outputs in sorted(sizes))
+            raise ModelUnsupported(f"{site} has not the same size in all layers: {listed}")
         for in_features, out_features in sizes:
             groups.append(SiteGroup(site, (site,), in_features, (out_features,)))
     head = getattr(model, HEAD, None)

@@ -229,7 +229,7 @@ class SocketEngineClient(EngineSession):
         """Report a restarter that failed by a bug of ours: nothing else starts the engine again."""
         if restarter.cancelled() or (error := restarter.exception()) is None:
             return
-        reason = f"the engine stays down: its restart failed: {error!r}"
+        reason = f"the engine stays down: its restart failed: {type(error).__name__}: {error}"
         self._log("engine_gave_up", reason=reason, error="".join(traceback.format_exception(error)))
         if self._phase == "restarting":
             self._phase, self._reason, self._back_at = "failed", reason, None
@@ -262,7 +262,7 @@ class SocketEngineClient(EngineSession):
             except EngineStartError as error:
                 cause = error.message
             except Exception as error:  # our own bug: nothing else would start again
-                cause = f"the start failed: {error!r}"
+                cause = f"the start failed: {type(error).__name__}: {error}"
                 self._log("engine_restart_failed", error="".join(traceback.format_exception(error)))
                 if self.healthy:  # it failed when the engine ran again
                     return

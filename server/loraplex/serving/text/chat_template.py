@@ -54,7 +54,7 @@ class _TemplateNamespace(Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a template may not set {name!r} on a namespace")
+        raise jinja2.exceptions.SecurityError(f"a template may not set '{name}' on a namespace")
 
 
 def _raise_exception(message: str) -> None:
