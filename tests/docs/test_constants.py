@@ -18,6 +18,7 @@ from loraplex.admin.routes.usage import DEFAULT_PERIOD
 from loraplex.admin.services import ReportGate, UploadGate
 from loraplex.admin.uploads import receive
 from loraplex.api import deps, millisecond_headers
+from loraplex.api.embeddings.schemas import MAX_ANSWER_BYTES, most_inputs
 from loraplex.api.generation import planning
 from loraplex.api.metrics import Scraper, api_metrics, engine_metrics, label_sets
 from loraplex.api.openai import schemas
@@ -203,6 +204,14 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("configuration.md", "may be {:g} KiB larger", (receive._FRAMING_BYTES / KIB,)),
     ("configuration.md", "beyond the usual {:g} s", (TTL_S,)),
     ("fairness.md", "An output token costs two", (CHARGES.decode == 2 * CHARGES.prefill,)),
+    ("fairness.md", "costs {} units at least", (BLOCK_SIZE,)),
+    ("embeddings.md", "counts as {} tokens at least", (BLOCK_SIZE,)),
+    ("embeddings.md", "have {:g} MiB at most", (MAX_ANSWER_BYTES / MIB,)),
+    (
+        "embeddings.md",
+        "{:,} inputs of a model with 576 numbers, or {:,}.",
+        (most_inputs("float", 576), most_inputs("base64", 576)),
+    ),
     ("fairness.md", "found in the prefix cache a tenth", (CHARGES.cached == 0.1 * CHARGES.prefill,)),
     ("fairness.md", "costs half a percent more for each of its ranks", (CHARGES.per_rank == 0.005,)),
     ("fairness.md", "three quarters of a unit for each", (CHARGES.load_per_rank == 0.75,)),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from loraplex.api.embeddings.answers import EmbeddingsAnswer, normalised
-from loraplex.api.embeddings.schemas import MAX_INPUTS
+from loraplex.api.embeddings.schemas import MAX_ANSWER_BYTES, MAX_INPUTS, EmbeddingsRequest, most_inputs
 from loraplex.engine.pooling import Pooling
 from loraplex.engine.types import EngineRequest, SamplingParams
 from support.engine.fake_engine import HIDDEN_SIZE, Reply, fake_engine_info, fake_pooled
@@ -141,14 +141,24 @@ def test_neutral_values_ask_for_nothing(plane: DataPlane) -> None:
     assert post(plane, body).status_code == 200
 
 
-def test_an_answer_holds_a_bounded_number_of_numbers(
-    plane: DataPlane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_has_a_bounded_number_of_bytes(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plane.engine, "_info", fake_engine_info(hidden_size=1 << 20))
-    answer = post(plane, {"model": BASE, "input": ["x"] * 3})
+    answer = post(plane, {"model": BASE, "input": ["x"] * 2})
     assert answer.status_code == 400
-    assert "may have 2, or 8 with encoding_format base64" in answer.json()["error"]["message"]
-    assert post(plane, {"model": BASE, "input": ["x"] * 9, "encoding_format": "base64"}).status_code == 400
+    told = "may have 1, or 4 with encoding_format base64: an answer has 24 MiB at most."
+    assert told in answer.json()["error"]["message"]
+    assert post(plane, {"model": BASE, "input": ["x"] * 5, "encoding_format": "base64"}).status_code == 400
+    assert plane.engine.live == [], "it was refused before any work"
+
+
+@pytest.mark.parametrize("how", ["float", "base64"])
+def test_the_longest_numbers_fit(how: str) -> None:
+    size = 1 << 16
+    most = most_inputs(how, size)
+    asked = EmbeddingsRequest(model="m", input=["x"], encoding_format=how, normalize=False)
+    written = EmbeddingsAnswer(asked)._written(struct.pack("<f", -(2.0**-126)) * size)
+    assert most * len(written) <= MAX_ANSWER_BYTES + 6 * most  # brackets, quotes, padding
+    assert (most + 1) * len(written) > MAX_ANSWER_BYTES
 
 
 def test_a_model_without_hidden_states_is_refused(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import Charges
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence
+from support.engine.scheduler_bench import Bench
 from support.work import lines_run
 
 _orders = count()
@@ -275,3 +276,15 @@ def test_a_rank_costs_what_it_is_said_to() -> None:
     charges = Charges(per_rank=0.01)
     assert charges.price(0) == 1.0
     assert charges.price(64) == pytest.approx(1.64)
+
+
+@pytest.mark.parametrize(("num_prompt", "charged"), [(1, 16), (15, 16), (16, 16), (40, 40)])
+def test_a_short_input_is_charged_a_block(num_prompt: int, charged: int) -> None:
+    """Thousands of one token each take a place and a block each."""
+    bench = Bench()
+    request = EngineRequest("r", "acme", tuple(range(num_prompt)), SamplingParams(0), pooling="mean")
+    seq = Sequence(request, 0.0, 0, list(request.prompt_ids))
+    bench.scheduler.add_sequence(seq)
+    bench.live["r"] = seq
+    bench.plan()
+    assert bench.scheduler.queue.counter("acme") == charged

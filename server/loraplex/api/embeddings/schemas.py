@@ -17,8 +17,10 @@ MAX_INPUTS = 2048
 """As OpenAI's. The queue of the engine may hold fewer."""
 NUMBERS_A_LOGPROB: dict[str, int] = {"float": 4, "base64": 16}
 """Numbers that take the room of a log probability in an answer."""
-MAX_NUMBERS: dict[str, int] = {how: count << 19 for how, count in NUMBERS_A_LOGPROB.items()}
-"""In one answer: some 40 MB of JSON."""
+MAX_ANSWER_BYTES = 24 << 20
+"""Of the vectors in one answer."""
+_TRIPLE_BYTES: dict[str, int] = {"float": 72, "base64": 16}
+"""Of three numbers in an answer, at most: the longest float32 is -1.1754943508222875e-38, and a comma."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "cache_salt": (),
@@ -97,15 +99,18 @@ def check_model(asked: EmbeddingsRequest, info: EngineInfo) -> None:
             "unsupported_field",
         )
     how = asked.encoding_format or "float"
-    if len(asked.input) * size > MAX_NUMBERS[how]:
-        most = MAX_NUMBERS[how] // size
-        shorter = (
-            "" if how == "base64" else f", or {MAX_NUMBERS['base64'] // size} with encoding_format base64"
-        )
+    if len(asked.input) > (most := most_inputs(how, size)):
+        shorter = "" if how == "base64" else f", or {most_inputs('base64', size)} with encoding_format base64"
         raise invalid(
             "input",
-            f"'input' has {len(asked.input)} inputs; with this model a request may have {most}{shorter}.",
+            f"'input' has {len(asked.input)} inputs; with this model a request may have {most}{shorter}: an answer "
+            f"has {MAX_ANSWER_BYTES >> 20} MiB at most.",
         )
+
+
+def most_inputs(how: str, size: int) -> int:
+    """Inputs of a request whose vectors have `size` numbers."""
+    return min(MAX_INPUTS, MAX_ANSWER_BYTES * 3 // (_TRIPLE_BYTES[how] * size))
 
 
 def room_of(asked: EmbeddingsRequest, info: EngineInfo) -> int:

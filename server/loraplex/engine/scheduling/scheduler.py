@@ -396,6 +396,9 @@ class Scheduler:
             seq.num_cached = seq.num_computed
             self.prefix_queries += seq.num_prompt
             self.prefix_hits += seq.num_cached
+            if seq.pooled is not None and seq.num_prompt < BLOCK_SIZE:
+                # However short, it takes a place, a block and a vector.
+                self._charge(seq, (BLOCK_SIZE - seq.num_prompt) * self._charges.prefill)
         self._charge_prompt(seq, seq.num_computed, self._charges.cached)
         self._schedule(draft, seq)
         return True
