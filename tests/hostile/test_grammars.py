@@ -11,9 +11,9 @@ import httpx
 import psutil
 import pytest
 
+from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.process import ForkProcess
 from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
-from loraplex.serving.grammar.messages import Checked
-from loraplex.serving.grammar.process import GrammarProcess
 from support.http.data_plane import BASE, DataPlane, running_data_plane
 from support.models.byte_tokenizer import write_byte_tokenizer
 from support.waiting import eventually
@@ -135,7 +135,7 @@ def test_hostile_schema_is_answered_within_its_costs(plane: DataPlane, name: str
     """With 200, where it can be built in time, or a 400 that names the field; and the next request is served."""
     checker = plane.services.grammars
     assert isinstance(checker, GrammarChecker)
-    process = psutil.Process(checker._process.pid)  # type: ignore[union-attr]
+    process = psutil.Process(checker.pool.process.pid)  # type: ignore[union-attr]
     before = process.memory_info().rss
     answer = ask(plane, KEY, HOSTILE[name])
     assert answer.status_code in (200, 400), answer.text
@@ -153,7 +153,7 @@ def test_hostile_schema_is_answered_within_its_costs(plane: DataPlane, name: str
 def test_no_fork_is_left(plane: DataPlane) -> None:
     checker = plane.services.grammars
     assert isinstance(checker, GrammarChecker)
-    process = psutil.Process(checker._process.pid)  # type: ignore[union-attr]
+    process = psutil.Process(checker.pool.process.pid)  # type: ignore[union-attr]
     ask(
         plane,
         KEY,
@@ -170,15 +170,15 @@ def test_client_that_goes_away_leaves_nothing_behind(
     slow = HOSTILE["22 patterns at once"]["response_format"]["json_schema"]["schema"]
     checker = plane.services.grammars
     assert isinstance(checker, GrammarChecker)
-    check, all_left = GrammarProcess.check, asyncio.Event()
+    check, all_left = ForkProcess.run, asyncio.Event()
 
-    async def slower(process: GrammarProcess, text: str, *, gbnf: bool) -> Checked:
-        checked = await check(process, text, gbnf=gbnf)
-        if "left " in text:  # a busy machine may hold up the client for longer than the check takes
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
+        done = await check(process, body, owner=owner)
+        if b"left " in body:  # a busy machine may hold up the client for longer than the check takes
             await all_left.wait()
-        return checked
+        return done
 
-    monkeypatch.setattr(GrammarProcess, "check", slower)
+    monkeypatch.setattr(ForkProcess, "run", slower)
 
     async def leave() -> None:
         async with httpx.AsyncClient(timeout=120) as client:

@@ -77,8 +77,8 @@ class GrammarRefused(ServingError):
         self.path = path
 
 
-class GrammarTimeSpent(ServingError):
-    """This tenant's grammars have taken more processing time than it may use (429)."""
+class WorkTimeSpent(ServingError):
+    """This tenant's jobs have taken more processing time than it may use (429)."""
 
     code = "rate_limit_exceeded"
     is_own = True
@@ -88,13 +88,30 @@ class GrammarTimeSpent(ServingError):
         self.retry_after_s = retry_after_s
 
 
-class GrammarsUnavailable(ServingError):
-    """No grammar can be checked now: too many wait, or the process that checks them was lost (503). `is_own`: the
+class WorkUnavailable(ServingError):
+    """No job can be done now: too many wait (`is_full`), or the process that does them was lost (503). `is_own`: the
     caller's own requests wait, as many as its share."""
 
     code = "server_overloaded"
     retry_after_s = 1.0
 
-    def __init__(self, message: str, *, is_own: bool = False) -> None:
+    def __init__(self, message: str, *, is_own: bool = False, is_full: bool = False) -> None:
         super().__init__(message)
         self.is_own = is_own
+        self.is_full = is_full
+
+
+class GrammarTimeSpent(WorkTimeSpent):
+    """Of grammars."""
+
+
+class GrammarsUnavailable(WorkUnavailable):
+    """No grammar can be checked now."""
+
+
+class TemplateTimeSpent(WorkTimeSpent):
+    """Of versions' own chat templates."""
+
+
+class TemplatesUnavailable(WorkUnavailable):
+    """No version's own chat template can be rendered now."""

@@ -15,10 +15,10 @@ import pytest
 from pydantic import BaseModel
 
 from loraplex.serving.errors import GrammarRefused, GrammarsUnavailable, GrammarTimeSpent
+from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.process import ForkProcess
 from loraplex.serving.grammar import builders
 from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
-from loraplex.serving.grammar.messages import Checked
-from loraplex.serving.grammar.process import GrammarProcess
 from support.engine.fake_engine import Reply
 from support.http.data_plane import BASE, DataPlane, running_data_plane
 from support.models.byte_tokenizer import write_byte_tokenizer
@@ -325,15 +325,15 @@ def test_others_are_answered_while_hostile_schemas_are_checked(
     checked_plane: DataPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = {"type": "string", "allOf": [{"pattern": f"x{chr(97 + i) * 2}"} for i in range(22)]}
-    check, others_answered = GrammarProcess.check, asyncio.Event()
+    check, others_answered = ForkProcess.run, asyncio.Event()
 
-    async def slower(process: GrammarProcess, text: str, *, gbnf: bool) -> Checked:
-        checked = await check(process, text, gbnf=gbnf)
-        if "allOf" in text:  # whatever the machine does meanwhile, it takes longer than all of the others
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
+        done = await check(process, body, owner=owner)
+        if b"allOf" in body:  # whatever the machine does meanwhile, it takes longer than all of the others
             await others_answered.wait()
-        return checked
+        return done
 
-    monkeypatch.setattr(GrammarProcess, "check", slower)
+    monkeypatch.setattr(ForkProcess, "run", slower)
 
     async def both() -> list[str]:
         ended: list[str] = []

@@ -10,19 +10,21 @@ from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
 
 from loraplex.serving.errors import GrammarRefused, GrammarsUnavailable, GrammarTimeSpent
+from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.process import ForkProcess
 from loraplex.serving.grammar import builders
 from loraplex.serving.grammar.checker import (
     CPU_SHARE,
     GrammarChecker,
     GrammarLimits,
 )
-from loraplex.serving.grammar.messages import Checked
-from loraplex.serving.grammar.process import GrammarProcess
+from loraplex.serving.grammar.messages import Check
 from support.models.byte_tokenizer import EOS_ID, write_byte_tokenizer
 from support.models.matching import takes
 
@@ -60,8 +62,8 @@ class Watched:
 
     @property
     def pid(self) -> int:
-        assert self.checker._process is not None
-        return self.checker._process.pid
+        assert self.checker.pool.process is not None
+        return self.checker.pool.process.pid
 
     @property
     def forks(self) -> set[int]:
@@ -173,13 +175,13 @@ async def test_slow_grammars_of_one_tenant_do_not_hold_up_another(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
-    check = GrammarProcess.check
+    check = ForkProcess.run
 
-    async def note(process: GrammarProcess, text: str, *, gbnf: bool) -> Checked:
-        begun.append(text)
-        return await check(process, text, gbnf=gbnf)
+    async def note(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
+        begun.append(msgspec.msgpack.decode(body, type=Check).text)
+        return await check(process, body, owner=owner)
 
-    monkeypatch.setattr(GrammarProcess, "check", note)
+    monkeypatch.setattr(ForkProcess, "run", note)
     hostile = [asyncio.create_task(watched.checker.check("hostile", slow(number))) for number in range(4)]
     await asyncio.sleep(0)
     await watched.checker.check("other", builders.json_object())
@@ -241,7 +243,7 @@ async def test_lost_process_fails_what_waits_and_is_started_again(model: Path) -
         watched.now = 100.0
         await watched.checker.check("a", builders.json_object())
         waiting = asyncio.create_task(watched.checker.check("a", slow(1)))
-        while not watched.checker._process._waiting:  # type: ignore[union-attr]
+        while not watched.checker.pool.process.num_waiting:  # type: ignore[union-attr]
             await asyncio.sleep(0)
         os.kill(watched.pid, signal.SIGKILL)
         with pytest.raises(GrammarsUnavailable, match="try again"):
@@ -280,7 +282,7 @@ async def test_fork_that_ends_while_it_is_idle_is_not_missed(watched: Watched) -
 
 async def test_process_ends_with_its_server(watched: Watched) -> None:
     await watched.checker.check("a", builders.json_object())
-    process = watched.checker._process
+    process = watched.checker.pool.process
     assert process is not None
     process._writer.close()
     async with asyncio.timeout(10):

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
-from weakref import WeakValueDictionary
+
+import msgspec
 
 from loraplex.engine.ipc.loop import Log
 from loraplex.serving.errors import GrammarRefused, GrammarsUnavailable, GrammarTimeSpent
-from loraplex.serving.fair_share import FairShare
-from loraplex.serving.grammar.messages import Checked, Start
-from loraplex.serving.grammar.process import WORKER_COMMAND, GrammarProcess
+from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.pool import MIN_WALL_S, WALL_FACTOR, ForkPool, PoolLimits, PoolWords
+from loraplex.serving.grammar.messages import Check, Checked, Setup
 from loraplex.serving.grammar.verdicts import Verdict, VerdictCache, verdict_key
 
+WORKER_COMMAND = (sys.executable, "-m", "loraplex.serving.grammar.worker")
 CACHE_BYTES = 8 << 20
 CPU_SHARE = 0.01
 """Of one core: the part of it that a tenant's checks may take over time, beside `burst_s`."""
-WALL_FACTOR, MIN_WALL_S = 60.0, 30.0
-"""A check has its CPU time multiplied by this to end, and no less than that, where the machine is busy."""
-RESTART_PAUSE_S = 1.0
 
 CheckOutcome = Literal["accepted", "refused", "too_costly", "rejected", "unavailable"]
+_WORDS = PoolWords(
+    many="Too many grammars are being checked",
+    process="The process that checks grammars",
+    spent="Your schemas and grammars have taken too much processing time to build. Use simpler ones, or ones that were "
+    "used before.",
+    failed="grammar_process_failed",
+    unavailable=GrammarsUnavailable,
+    time_spent=GrammarTimeSpent,
+    unsupported=lambda: GrammarRefused(
+        "this model's tokenizer cannot be used for structured output; the log says why"
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +50,11 @@ class GrammarLimits:
     max_waiting: int = 512
     burst_s: float = 5.0
 
-
-@dataclass(slots=True)
-class _Spent:
-    """A tenant's CPU time that has not been paid back yet."""
-
-    cpu_s: float
-    at: float
+    def of_pool(self) -> PoolLimits:
+        wall_s = max(MIN_WALL_S, WALL_FACTOR * self.cpu_s)
+        return PoolLimits(
+            self.cpu_s, wall_s, self.memory, self.at_once, self.max_waiting, self.burst_s, CPU_SHARE
+        )
 
 
 class GrammarChecker:
@@ -63,33 +73,27 @@ class GrammarChecker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits or GrammarLimits()
-        wall_s = max(MIN_WALL_S, WALL_FACTOR * self._limits.cpu_s)
-        self._start = Start(model_dir, tuple(eos_ids), self._limits.cpu_s, wall_s, memory=self._limits.memory)
-        self._command = command
+        self.pool = ForkPool(
+            msgspec.msgpack.encode(Setup(model_dir, tuple(eos_ids))),
+            command,
+            self._limits.of_pool(),
+            _WORDS,
+            log=log,
+            clock=clock,
+        )
         self._on_check = on_check
-        self._log = log
         self._clock = clock
         self._cache = VerdictCache(CACHE_BYTES)
-        self._waiting = FairShare()
-        self._turns = asyncio.Semaphore(self._limits.at_once)
-        self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._spent: dict[str, _Spent] = {}
         self._checks: dict[tuple[str, bytes], asyncio.Task[Verdict]] = {}
-        self._process: GrammarProcess | None = None
-        self._starting: asyncio.Task[GrammarProcess] | None = None
-        self._failed_at: float | None = None
 
     def start(self) -> None:
         """Begin to start the process; the first check waits for it."""
-        self._begin_start()
+        self.pool.start()
 
     async def close(self) -> None:
-        if self._starting is not None:
-            await asyncio.wait({self._starting})
         for task in self._checks.values():
             task.cancel()
-        if self._process is not None:
-            await self._process.close()
+        await self.pool.close()
 
     async def check(self, tenant: str, text: str) -> None:
         """Returns where the grammar can be used. Raises GrammarRefused with the library's reason, GrammarTimeSpent and
@@ -119,29 +123,18 @@ class GrammarChecker:
         began = self._clock()
         outcome: CheckOutcome = "unavailable"
         try:
-            self._check_spent(tenant)
-            if not self._waiting.acquire(tenant, self._limits.max_waiting):
-                outcome = "rejected"
-                held = self._waiting.held(tenant)
-                raise GrammarsUnavailable(
-                    f"Too many grammars are being checked, {held} of them yours. Please try again.",
-                    is_own=self._waiting.is_beyond_share(tenant, self._limits.max_waiting),
-                )
-            try:
-                async with self._turn_of(tenant), self._turns:
-                    self._check_spent(tenant)
-                    checked = await (await self._running()).check(text, gbnf=gbnf)
-            finally:
-                self._waiting.release(tenant)
-            self._charge(tenant, checked.cpu_s)
-            verdict = self._verdict_of(checked)
+            done = await self.pool.run(tenant, msgspec.msgpack.encode(Check(text, gbnf)))
+            verdict = self._verdict_of(done)
             outcome = "accepted" if verdict.reason is None else "refused"
-            if checked.outcome in ("too_slow", "too_large"):
+            if done.outcome in ("too_slow", "too_large"):
                 outcome = "too_costly"
             self._cache.put(tenant, key, verdict)
             return verdict
         except GrammarTimeSpent:
             outcome = "rejected"
+            raise
+        except GrammarsUnavailable as error:
+            outcome = "rejected" if error.is_full else "unavailable"
             raise
         finally:
             self._on_check(outcome, self._clock() - began)
@@ -151,12 +144,11 @@ class GrammarChecker:
         if not task.cancelled():
             task.exception()  # its callers may all have gone
 
-    def _verdict_of(self, checked: Checked) -> Verdict:
-        match checked.outcome:
-            case "accepted":
-                return Verdict(lark=checked.text)
-            case "refused":
-                return Verdict(checked.text)
+    def _verdict_of(self, done: Done) -> Verdict:
+        match done.outcome:
+            case "done":
+                checked = msgspec.msgpack.decode(done.body, type=Checked)
+                return Verdict(checked.reason, checked.lark)
             case "too_slow":
                 return Verdict(
                     f"it takes more than {self._limits.cpu_s:g} s of processing time to build or to follow; use fewer "
@@ -168,70 +160,3 @@ class GrammarChecker:
                 )
             case _:
                 raise GrammarsUnavailable("The machine is too busy to check this grammar. Please try again.")
-
-    def _turn_of(self, tenant: str) -> asyncio.Semaphore:
-        turns = self._turns_of.get(tenant)
-        if turns is None:
-            turns = self._turns_of[tenant] = asyncio.Semaphore(max(1, self._limits.at_once // 2))
-        return turns
-
-    # What a tenant has spent.
-
-    def _left(self, tenant: str) -> float:
-        """Seconds that are not paid back yet."""
-        spent = self._spent.get(tenant)
-        if spent is None:
-            return 0.0
-        left = spent.cpu_s - (self._clock() - spent.at) * CPU_SHARE
-        if left <= 0:
-            del self._spent[tenant]
-            return 0.0
-        return left
-
-    def _check_spent(self, tenant: str) -> None:
-        if (beyond := self._left(tenant) - self._limits.burst_s) > 0:
-            raise GrammarTimeSpent(
-                "Your schemas and grammars have taken too much processing time to build. Use simpler ones, or ones "
-                "that were used before.",
-                beyond / CPU_SHARE,
-            )
-
-    def _charge(self, tenant: str, cpu_s: float) -> None:
-        self._spent[tenant] = _Spent(self._left(tenant) + cpu_s, self._clock())
-
-    # The process.
-
-    async def _running(self) -> GrammarProcess:
-        """Raises GrammarsUnavailable, and GrammarRefused where the model's tokenizer is not supported."""
-        process = self._process
-        if process is None or not process.alive:
-            process = await asyncio.shield(self._begin_start())
-        if process.error is not None:
-            raise GrammarRefused(
-                "this model's tokenizer cannot be used for structured output; the log says why"
-            )
-        return process
-
-    def _begin_start(self) -> asyncio.Task[GrammarProcess]:
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._started(), name="grammar-process-start")
-            self._starting.add_done_callback(self._start_ended)
-        return self._starting
-
-    def _start_ended(self, task: asyncio.Task[GrammarProcess]) -> None:
-        self._starting = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failed_at = self._clock()
-            self._log("grammar_process_failed", reason=str(error.__cause__ or error))
-
-    async def _started(self) -> GrammarProcess:
-        if self._process is not None:
-            self._log("grammar_process_failed", reason="the process was lost; starting another")
-            await self._process.close()
-            self._process = None
-        if self._failed_at is not None and self._clock() - self._failed_at < RESTART_PAUSE_S:
-            raise GrammarsUnavailable("The process that checks grammars is being started again.")
-        self._process = await GrammarProcess.start(self._start, self._command)
-        if self._process.error is not None:
-            self._log("grammar_process_failed", reason=self._process.error)
-        return self._process

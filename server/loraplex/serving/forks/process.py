@@ -1,4 +1,4 @@
-"""One life of the process that checks grammars, as the server sees it."""
+"""One life of a process that works in forks, as the server sees it."""
 
 from __future__ import annotations
 
@@ -6,39 +6,40 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import sys
 from collections.abc import Sequence
 
 import msgspec
 
-from loraplex.serving.errors import GrammarsUnavailable
-from loraplex.serving.grammar.messages import HEADER, Check, Checked, Start, Started, frame
+from loraplex.serving.forks.messages import HEADER, Done, Job, Start, Started, frame
 from loraplex.serving.supervision.child import Child
 
-WORKER_COMMAND = (sys.executable, "-m", "loraplex.serving.grammar.worker")
 START_TIMEOUT_S = 60.0
 KILL_WAIT_S = 5.0
 
 
-class GrammarProcess:
+class ProcessFailed(Exception):
+    """It did not start, or was lost meanwhile."""
+
+
+class ForkProcess:
     """Made by `start`. It never ends by itself: `alive` is False once it was lost. Call from one event loop only."""
 
     def __init__(
         self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: str | None
     ) -> None:
         self.error = error
-        """Why it cannot check any grammar: its library does not take the model's tokenizer."""
+        """Why it cannot do any job."""
         self._child = child
         self._reader = reader
         self._writer = writer
         self._ids = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Checked]] = {}
+        self._waiting: dict[int, asyncio.Future[Done]] = {}
         self.alive = True
-        self._reading = asyncio.create_task(self._read(), name="grammar-process")
+        self._reading = asyncio.create_task(self._read(), name="fork-process")
 
     @classmethod
-    async def start(cls, start: Start, command: Sequence[str] = WORKER_COMMAND) -> GrammarProcess:
-        """Returns when its tokenizer is loaded. Raises GrammarsUnavailable."""
+    async def start(cls, start: Start, command: Sequence[str]) -> ForkProcess:
+        """Returns when it has loaded what it needs. Raises ProcessFailed."""
         ours, theirs = socket.socketpair()
         child: Child | None = None
         writer: asyncio.StreamWriter | None = None
@@ -52,7 +53,7 @@ class GrammarProcess:
                 started = msgspec.msgpack.decode(await _next(reader), type=Started)
             return cls(child, reader, writer, started.error)
         except (OSError, EOFError, TimeoutError, msgspec.MsgspecError) as error:
-            raise GrammarsUnavailable("The process that checks grammars did not start.") from error
+            raise ProcessFailed("did not start") from error
         finally:
             if started is None:
                 ours.close() if writer is None else writer.close()
@@ -63,14 +64,19 @@ class GrammarProcess:
     def pid(self) -> int:
         return self._child.pid
 
-    async def check(self, text: str, *, gbnf: bool) -> Checked:
-        """Raises GrammarsUnavailable where the process is lost meanwhile."""
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that it has."""
+        return len(self._waiting)
+
+    async def run(self, body: bytes, *, owner: str = "") -> Done:
+        """Raises ProcessFailed where the process is lost meanwhile."""
         if not self.alive:
-            raise _lost()
+            raise ProcessFailed("was lost")
         number = next(self._ids)
-        answer: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
-        self._writer.write(frame(Check(number, text, gbnf)))
+        self._writer.write(frame(Job(number, owner, body)))
         try:
             return await answer
         finally:
@@ -86,17 +92,17 @@ class GrammarProcess:
     async def _read(self) -> None:
         try:
             while True:
-                checked = msgspec.msgpack.decode(await _next(self._reader), type=Checked)
-                answer = self._waiting.get(checked.id)
+                done = msgspec.msgpack.decode(await _next(self._reader), type=Done)
+                answer = self._waiting.get(done.id)
                 if answer is not None and not answer.done():
-                    answer.set_result(checked)
+                    answer.set_result(done)
         except (OSError, EOFError, msgspec.MsgspecError):
             await self._child.kill(KILL_WAIT_S)
         finally:
             self.alive = False
             for answer in self._waiting.values():
                 if not answer.done():
-                    answer.set_exception(_lost())
+                    answer.set_exception(ProcessFailed("was lost"))
 
 
 async def _next(reader: asyncio.StreamReader) -> bytes:
@@ -105,7 +111,3 @@ async def _next(reader: asyncio.StreamReader) -> bytes:
         (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
         return await reader.readexactly(length)
     raise EOFError
-
-
-def _lost() -> GrammarsUnavailable:
-    return GrammarsUnavailable("The process that checks grammars was lost. Please try again.")
