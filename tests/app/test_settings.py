@@ -38,6 +38,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "default_max_tokens": ("17", 17),
     "grammar_processes": ("3", 3),
     "grammar_time_limit": ("0.25", 0.25),
+    "adapter_templates": ("own", "own"),
     "max_body": ("1MiB", 1 << 20),
     "server_requests_per_minute": ("600", 600),
     "server_tokens_per_minute": ("100000", 100_000),

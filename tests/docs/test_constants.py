@@ -12,6 +12,7 @@ import pytest
 from loraplex.adapters.admission.peft_config import MAX_CONFIG_BYTES
 from loraplex.adapters.cache import failures
 from loraplex.adapters.device import layout
+from loraplex.adapters.store.files import CHAT_FILE_BYTES
 from loraplex.admin import change_rate_limit
 from loraplex.admin.framework import strict_request
 from loraplex.admin.routes.usage import DEFAULT_PERIOD
@@ -44,6 +45,7 @@ from loraplex.kernels.numba_runtime import cache as numba_cache
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.grammar import builders, checker, schema_rules
 from loraplex.serving.supervision import supervisor, watchdog
+from loraplex.serving.templates import renderer
 from support import markdown
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -98,6 +100,7 @@ SLICE_S = default(budget_store.BudgetStore, "slice_s")
 STALENESS = setting("database_staleness")
 COMPLETION = schemas.CompletionRequest
 GRAMMARS = checker.GrammarLimits()
+TEMPLATES = renderer.TemplateLimits()
 
 CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("admin.md", "A body is at most {:g} KiB of JSON", (strict_request.MAX_JSON_BYTES / KIB,)),
@@ -329,6 +332,22 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         (GRAMMARS.burst_s, checker.CPU_SHARE * 100),
     ),
     ("structured-output.md", "(`--grammar-processes`, {})", (setting("grammar_processes"),)),
+    (
+        "adapters.md",
+        "A conversation may take {:g} s of processing time, {:g} s, and {:g} MiB",
+        (TEMPLATES.cpu_s, TEMPLATES.wall_s, TEMPLATES.memory / MIB),
+    ),
+    (
+        "adapters.md",
+        "may use {:g} s of processing time at once and {:g} % of a core over time",
+        (TEMPLATES.burst_s, renderer.CPU_SHARE * 100),
+    ),
+    (
+        "admin.md",
+        "`chat_template.jinja` ({:g} KiB at most), `tokenizer_config.json` ({:g} MiB), `special_tokens_map.json` "
+        "({:g} KiB) and `generation_config.json` ({:g} KiB)",
+        tuple(most / (MIB if most >= MIB else KIB) for most in CHAT_FILE_BYTES.values()),
+    ),
     ("usage.md", "# the last {} days", (DEFAULT_PERIOD.days,)),
     ("usage.md", "| {} days before `end`; now", (DEFAULT_PERIOD.days,)),
     ("usage.md", "`limit`, `cursor` | {} ", (rules.DEFAULT_PAGE,)),

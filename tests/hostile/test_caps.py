@@ -22,7 +22,8 @@ from loraplex.api.routes import models
 from loraplex.app.ports.connections import Bounds
 from loraplex.control.rules import MAX_PAGE
 from loraplex.http.bearer import MAX_SECRET_CHARS
-from loraplex.serving.text.processor import MAX_CHARS_PER_TOKEN, TextProcessor
+from loraplex.serving.text.chat_encoder import MAX_CHARS_PER_TOKEN
+from loraplex.serving.text.processor import TextProcessor
 from support.http import multipart
 from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
 from support.http.data_plane import BASE, MAX_MODEL_LEN, running_data_plane

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.serving.errors import TemplateError, TextTooLong, TokenizerUnsupported
-from loraplex.serving.text.processor import MAX_CHARS_PER_TOKEN, TextProcessor
+from loraplex.serving.text.chat_encoder import MAX_CHARS_PER_TOKEN
+from loraplex.serving.text.processor import TextProcessor
 from support.models.byte_tokenizer import (
     CHAT_TEMPLATE,
     EOS_ID,
@@ -158,11 +159,11 @@ def test_text_that_normalises_to_a_control_token_is_refused(tmp_path: Path) -> N
 def test_content_parts_nulls_and_developer(tmp_path: Path) -> None:
     text = processor(tmp_path)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert text.render_chat(
+    assert text.chat.render(
         [{"role": "developer", "content": "rules", "name": None}, *user(parts)], add_generation_prompt=False
     ) == ("<|start|>system\nrules<|end|>\n<|start|>user\none\ntwo<|end|>\n")
     knows = processor(tmp_path / "other", "{{ 'developer' }}|{% for m in messages %}{{ m.role }}{% endfor %}")
-    assert knows.render_chat([{"role": "developer", "content": "rules"}]) == "developer|developer"
+    assert knows.chat.render([{"role": "developer", "content": "rules"}]) == "developer|developer"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_too_long_a_text_is_refused_before_it_costs_anything(tmp_path: Path) -> 
     for refuse in (
         lambda: text.encode(huge),
         lambda: text.encode_chat(user(huge)),
-        lambda: text.render_chat(user(huge)),
+        lambda: text.chat.render(user(huge)),
     ):
         with pytest.raises(TextTooLong, match="100 tokens"):
             refuse()
@@ -273,7 +274,7 @@ def test_rendering_equals_transformers_for_a_template_of_many_features(tmp_path:
                 expected = theirs.apply_chat_template(
                     conversation, tools=given_tools, tokenize=False, add_generation_prompt=prompt
                 )
-                got = text.render_chat(conversation, given_tools, add_generation_prompt=prompt)
+                got = text.chat.render(conversation, given_tools, add_generation_prompt=prompt)
                 assert got == expected
                 ids = theirs(expected, add_special_tokens=False)["input_ids"]
                 assert text.encode_chat(conversation, given_tools, add_generation_prompt=prompt) == ids
@@ -306,7 +307,7 @@ def test_the_real_models_prompts_equal_those_of_transformers(real_model_dir: Pat
             sanitize_control_tokens=True,
         )
         assert ours.encode_chat(messages, add_generation_prompt=prompt) == expected
-        assert ours.render_chat(messages, add_generation_prompt=prompt) == theirs.apply_chat_template(
+        assert ours.chat.render(messages, add_generation_prompt=prompt) == theirs.apply_chat_template(
             messages, add_generation_prompt=prompt, tokenize=False
         )
 

@@ -101,7 +101,7 @@ def shown(text: TextProcessor, ids: list[int], tool_format: ToolFormat) -> str:
 )
 def test_the_format_of_a_template(tmp_path: Path, template: str, detected: str | None) -> None:
     text = processor(tmp_path, template)
-    assert (text.tool_format and text.tool_format.name) == detected
+    assert (text.chat.tool_format and text.chat.tool_format.name) == detected
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_format_of_a_template(tmp_path: Path, template: str, detected: str |
 )
 def test_the_reasoning_of_a_template(tmp_path: Path, template: str, detected: str | None) -> None:
     text = processor(tmp_path, template)
-    assert (text.reasoning_format and text.reasoning_format.name) == detected
+    assert (text.chat.reasoning_format and text.chat.reasoning_format.name) == detected
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))

@@ -65,7 +65,9 @@ async def admit_version(
     with _slot(gate, tenant), gate.staged.upload(tenant, name, room) as staged:
         async with receive(threads=gate.writers, staged=staged) as received:
             files = await gate.validators.run(tenant, _unpack, services, staged, received)
-            chat = ChatFound() if files is None else await services.examine_chat(tenant, files)
+            chat = (
+                ChatFound() if files is None else await services.examine_chat(tenant, files, received.serving)
+            )
             admitted = partial(_admit, services, staged, received, chat, by, source, release)
             info, is_new = await gate.validators.run(tenant, admitted)
     await _pin_again(services, info.digest)

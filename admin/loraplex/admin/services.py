@@ -24,6 +24,7 @@ from loraplex.control.db.database import Database
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
+from loraplex.control.types import Serving
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.fair_share import FairShare
 from loraplex.serving.tenant_threads import TenantThreads
@@ -31,11 +32,11 @@ from loraplex.serving.text.own_chat import ChatFound
 
 T = TypeVar("T")
 
-ExamineChat = Callable[[str, ChatFiles], Awaitable[ChatFound]]
+ExamineChat = Callable[[str, ChatFiles, Serving], Awaitable[ChatFound]]
 """Compares what a tenant's upload brings for its chats with the base's. Raises AdapterRefused, ServingError."""
 
 
-async def _nothing_differs(tenant_id: str, files: ChatFiles) -> ChatFound:
+async def _nothing_differs(tenant_id: str, files: ChatFiles, serving: Serving) -> ChatFound:
     return ChatFound()
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
+from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.deadline import NO_DEADLINE, Deadline
 from loraplex.http.context import RequestContext
@@ -21,7 +22,8 @@ if TYPE_CHECKING:  # it imports OpenTelemetry
 @dataclass
 class DataContext(RequestContext):
     """Accounting and the engine use `internal_id`. `resolved`: `adapter` is known, None for the base model. `trace` is
-    None of a request that is not recorded. `formats` are those of the version, once it is known."""
+    None of a request that is not recorded. `formats` are those of the version, once it is known; `own` is what it
+    brings for its chats, where that is used."""
 
     model: str | None = None
     adapter: AdapterRef | None = None
@@ -37,6 +39,7 @@ class DataContext(RequestContext):
     told: Callable[[str], str] = str
     """What the client calls a field of the request that its own became."""
     formats: OutputFormats = NO_FORMATS
+    own: OwnChat | None = None
 
     @property
     def tenant_id(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
 from loraplex.control.audit.recorder import Actor
@@ -22,6 +23,7 @@ from loraplex.control.usage.records import Accepted, Ended
 from loraplex.http.edge import AccessLog, access_log
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.output.formats import NO_FORMATS, Notation, OutputFormats, ReasoningFormat, ToolFormat
+from loraplex.serving.templates.messages import Conversation, Encoded
 from loraplex.serving.text.detokenize import TextStream
 from loraplex.serving.text.processor import Spelling, TokenText
 
@@ -67,6 +69,18 @@ class Grammars(Protocol):
 
     async def check(self, tenant: str, text: str) -> None: ...
     async def lark_of_gbnf(self, tenant: str, text: str) -> str: ...
+
+
+class OwnChats(Protocol):
+    """What versions bring for their chats, and its use."""
+
+    async def of(self, model: ResolvedModel) -> OwnChat | None:
+        """None of the base model, and of a version that brings nothing. Raises what reading the database does."""
+        ...
+
+    async def encode(self, tenant: str, conversation: Conversation) -> Encoded:
+        """Raises TemplateError, TextTooLong, TemplateTimeSpent, TemplatesUnavailable."""
+        ...
 
 
 class Authenticator(Protocol):
@@ -141,7 +155,8 @@ class ApiServices:
     """`max_model_len` in tokens, `max_body` in bytes, times in seconds. `stall_timeout`: a client that reads
     nothing for so long is cut, and one that sends nothing of its body for so long is answered 408.
     `max_kept_logprobs`: in all answers together that are sent when they are whole; some 80 bytes of JSON each.
-    `formats` are the base model's. `text_build` is of `loraplex.serving.text.text_build`."""
+    `formats` are the base model's. `text_build` is of `loraplex.serving.text.text_build`. `own_chats` None: every chat
+    is rendered by the base's template, and ends as the base's do."""
 
     engine: EngineClient
     text: Text
@@ -169,3 +184,4 @@ class ApiServices:
     tracing: RequestTracing | None = None
     formats: OutputFormats = NO_FORMATS
     text_build: str = ""
+    own_chats: OwnChats | None = None

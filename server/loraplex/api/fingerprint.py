@@ -15,9 +15,16 @@ from loraplex.serving.output.formats import OutputFormats
 HEADER = "x-loraplex-fingerprint"
 
 
-def fingerprint(info: EngineInfo, text_build: str, adapter: AdapterRef | None, formats: OutputFormats) -> str:
+def fingerprint(
+    info: EngineInfo,
+    text_build: str,
+    adapter: AdapterRef | None,
+    formats: OutputFormats,
+    chat_digest: str | None = None,
+) -> str:
     """Of the base's weights, the version's, the dtype, the engine's numerical build, the build that makes tokens of
-    text, the ids that end an answer, and the formats that calls and reasoning are written in."""
+    text, the ids that end an answer, the formats that calls and reasoning are written in, and what the version brings
+    for its chats, where that is used (`chat_digest`)."""
     return _digest(
         info.base_fingerprint,
         "" if adapter is None else adapter.digest,
@@ -27,6 +34,7 @@ def fingerprint(info: EngineInfo, text_build: str, adapter: AdapterRef | None, f
         info.eos_ids,
         None if formats.tools is None else formats.tools.name,
         None if formats.reasoning is None else formats.reasoning.name,
+        *(() if chat_digest is None else (chat_digest,)),
     )
 
 

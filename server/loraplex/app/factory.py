@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal, cast
-from urllib.parse import unquote, urlsplit
 
 import structlog
 from starlette.routing import BaseRoute, Mount
@@ -19,7 +18,6 @@ from starlette.types import ASGIApp
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.adapters.store.interface import Store
-from loraplex.adapters.store.open_store import BUCKET_SCHEME, open_store
 from loraplex.admin.app import (
     admin_routes,
     create_admin_app,
@@ -38,9 +36,10 @@ from loraplex.api.metrics import Metrics, Scraper
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.api.routes.probes import probe_routes
 from loraplex.app.base_model.output_formats import base_formats, check_named_formats
-from loraplex.app.base_model.own_chats import chat_examiner
+from loraplex.app.base_model.own_chats import ChatExaminer, OwnChatsOfVersions
 from loraplex.app.base_model.source import cache_dir, default_served_name, ensure_model, plan_dir
 from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
+from loraplex.app.storage.artifacts import artifact_dir, artifact_store
 from loraplex.app.storage.database import upgrade_database
 from loraplex.app.storage.redis import check_redis, make_limiter
 from loraplex.app.storage.restore_mark import refuse_unfinished_restore
@@ -72,6 +71,7 @@ from loraplex.engine.config import EngineConfig
 from loraplex.http.routing import exact
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
+from loraplex.serving.templates.renderer import TemplateRenderer
 from loraplex.serving.text.processor import TextProcessor
 from loraplex.serving.text.text_build import text_build
 
@@ -125,40 +125,9 @@ class Apps:
     metrics: Metrics
     limits: RequestLimits
     grammars: GrammarChecker
+    templates: TemplateRenderer
     checks: VersionChecks
     tracing: Tracing | None
-
-
-def artifact_dir(settings: Settings) -> Path:
-    """The folder of the artifact store, `artifacts` in the data directory by default; with a bucket that of its cache.
-    Raises SettingsInvalid."""
-    if not settings.artifact_url:
-        return settings.data_dir.resolve() / "artifacts"
-    if is_bucket(settings):
-        return settings.data_dir.resolve() / "artifact-cache"
-    url = urlsplit(settings.artifact_url)
-    if url.scheme != "file" or url.netloc not in ("", "localhost") or not url.path:
-        raise SettingsInvalid(
-            f"--artifact-url: file:///DIR or s3://BUCKET/PREFIX is expected (got '{settings.artifact_url[:80]}')."
-        )
-    return Path(unquote(url.path))
-
-
-def is_bucket(settings: Settings) -> bool:
-    """Whether artifacts are kept in a bucket. Raises SettingsInvalid for a URL that names none."""
-    if not settings.artifact_url.startswith(BUCKET_SCHEME):
-        return False
-    try:
-        AllowedSources([settings.artifact_url])
-    except ValueError as error:
-        raise SettingsInvalid(f"--artifact-url: {error} (got '{settings.artifact_url[:80]}').") from None
-    return True
-
-
-def artifact_store(settings: Settings) -> Store:
-    """Raises SettingsInvalid, StoreFull, StoreFailed, OSError."""
-    folder = artifact_dir(settings)
-    return open_store(settings.artifact_url, folder, cache_bytes=settings.artifact_cache_size)
 
 
 def _image_dir(settings: Settings) -> Path:
@@ -356,6 +325,12 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
     limiter = make_limiter(settings, metrics.limiter, tasks)
     limits = RequestLimits(limiter, budgets, server=_server_limits(settings), background=tasks)
     text = TextProcessor(installation.model_dir, max_model_len=info.max_model_len)
+    templates = TemplateRenderer(
+        str(installation.model_dir),
+        max_model_len=info.max_model_len,
+        log=structlog.get_logger("loraplex").warning,
+    )
+    owns_serve = settings.adapter_templates == "own"
     retention = Retention(installation.database, installation.artifacts, settings.keep_versions)
     checks = VersionChecks(
         database=installation.database,
@@ -383,7 +358,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         max_upload_bytes=settings.max_adapter_upload,
         on_change=metrics.admin_changed,
         check_formats=partial(check_named_formats, text),
-        examine_chat=chat_examiner(text, info.eos_ids),
+        examine_chat=ChatExaminer(text, info.eos_ids, templates, own_serves=owns_serve),
     )
     tracing = None
     if settings.otlp_endpoint:
@@ -403,6 +378,9 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         engine=engine,
         text=text,
         formats=base_formats(settings, text),
+        own_chats=OwnChatsOfVersions(installation.database, installation.catalog, templates)
+        if owns_serve
+        else None,
         grammars=grammars,
         authenticator=installation.key_cache,
         resolver=installation.resolver,
@@ -438,6 +416,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
         metrics=metrics,
         limits=limits,
         grammars=grammars,
+        templates=templates,
         checks=checks,
         tracing=tracing,
     )

@@ -201,6 +201,9 @@ async def _start(
         at_end.push_async_callback(apps.tracing.close)
     at_end.push_async_callback(apps.limits.close)
     await apps.limits.start()
+    at_end.push_async_callback(apps.templates.close)
+    if installation.settings.adapter_templates == "own":
+        apps.templates.start()
     at_end.push_async_callback(apps.grammars.close)
     apps.grammars.start()
     await warming.begin(engine)

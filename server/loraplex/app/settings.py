@@ -179,6 +179,11 @@ class Settings(BaseSettings):
     max_adapter_upload: Bytes = Field(
         1 << 30, ge=1 << 10, description="Largest upload of an adapter in bytes"
     )
+    adapter_templates: Literal["base", "own"] = Field(
+        "base",
+        description="Whose chat template renders the chats of a version that brings one, and whose tokens end its "
+        "answers: the base's alone (base), or the version's (own)",
+    )
     default_max_tokens: int = Field(
         256, ge=1, le=1 << 20, description="Answer length where a request asks for none"
     )

@@ -8,8 +8,8 @@ import obstore
 import pytest
 
 from loraplex.app.doctor import services
-from loraplex.app.factory import artifact_dir, is_bucket
 from loraplex.app.settings import Settings, SettingsInvalid
+from loraplex.app.storage.artifacts import artifact_dir, is_bucket
 from support.servers.s3_server import BUCKET, s3_server
 
 

@@ -117,6 +117,7 @@ def whole_server(root: Path, *, budget_answer_s: float = 60.0, **settings: Any) 
                 await stop.wait()
             finally:
                 assert await listening.close(), listening.failure
+                await apps.templates.close()
                 await apps.grammars.close()
                 await apps.limits.close()
                 if apps.tracing is not None:

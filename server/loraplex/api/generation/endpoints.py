@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import anyio
 import structlog
 from starlette.types import Receive, Scope, Send
 
+from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.api.auth import authenticate
 from loraplex.api.context import DataContext, context_of
@@ -22,7 +24,14 @@ from loraplex.api.generation.charge import Charge, admitted
 from loraplex.api.generation.client_watch import ClientWatch, watch_client
 from loraplex.api.generation.constraints import checked_grammar
 from loraplex.api.generation.generation import Generation
-from loraplex.api.generation.kinds import AnswerTo, Kind, Prompts, Request, StreamedAnswer
+from loraplex.api.generation.kinds import (
+    AnswerTo,
+    Kind,
+    Prompts,
+    Request,
+    StreamedAnswer,
+    own_chat_tokens,
+)
 from loraplex.api.generation.planning import GenerationPlan, engine_requests, make_plan
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.generation.usage_entry import UsageEntry, outcome_of
@@ -34,9 +43,10 @@ from loraplex.api.openai.delta import Delta
 from loraplex.api.openai.formats import WholeChoice
 from loraplex.api.openai.logprobs import PromptLogprobs
 from loraplex.api.openai.parsing import parse_request
+from loraplex.api.openai.schemas import ChatRequest
 from loraplex.control.types import Limits, Principal, Reservation, ResolvedModel
 from loraplex.http.errors import ClientGone
-from loraplex.serving.errors import ServingError
+from loraplex.serving.errors import ServingError, WorkTimeSpent, WorkUnavailable
 from loraplex.serving.output.formats import OutputFormats
 
 PIECE_BYTES = 256 << 10
@@ -96,7 +106,8 @@ class GenerationEndpoint:
                 self._kind.check_model(request, services.engine.info)
                 model = await services.resolver.resolve(principal, request.model, user=request.user)
                 context.adapter, context.resolved = model.adapter, True
-                prompts = await self._tokenise(request, self._formats(model), principal)
+                own = None if services.own_chats is None else await services.own_chats.of(model)
+                prompts = await self._tokenise(request, self._formats(model), principal, own)
             plan = make_plan(
                 request,
                 prompts.token_ids,
@@ -111,7 +122,7 @@ class GenerationEndpoint:
                 grammar = await checked_grammar(
                     request, prompts.reading, principal.tenant_id or "", services.grammars, self._capacity
                 )
-            plan = replace(plan, grammar=grammar)
+            plan = replace(plan, grammar=grammar, end_ids=() if own is None else own.eos_ids)
             kept = self._kind.kept(plan, services.engine.info)
             with self._capacity.kept_logprobs(principal.tenant_id or "", kept):
                 await self._reserved(client, context, charge, model, plan)
@@ -128,12 +139,20 @@ class GenerationEndpoint:
             return parse()
         return await self._capacity.in_thread(principal.tenant_id or "", parse)
 
-    async def _tokenise(self, request: Request, formats: OutputFormats, principal: Principal) -> Prompts:
-        text, most = self._services.text, self._services.max_model_len
+    async def _tokenise(
+        self, request: Request, formats: OutputFormats, principal: Principal, own: OwnChat | None
+    ) -> Prompts:
+        services, tenant = self._services, principal.tenant_id or ""
+        text, in_thread = services.text, partial(self._capacity.in_thread, tenant)
         try:
-            return await self._capacity.in_thread(
-                principal.tenant_id or "", self._kind.tokenise, text, request, most, formats
-            )
+            if isinstance(request, ChatRequest) and own is not None and own.templates:
+                assert services.own_chats is not None
+                return await own_chat_tokens(
+                    services.own_chats, in_thread, tenant, text, request, formats, own
+                )
+            return await in_thread(self._kind.tokenise, text, request, services.max_model_len, formats)
+        except (WorkUnavailable, WorkTimeSpent):
+            raise
         except ServingError as error:  # too long, or not what the template takes
             raise invalid(self._kind.source, error.message, error.code) from error
 
@@ -143,7 +162,10 @@ class GenerationEndpoint:
 
     def _fingerprint(self, model: ResolvedModel) -> str:
         services = self._services
-        return fingerprint(services.engine.info, services.text_build, model.adapter, self._formats(model))
+        chat_digest = None if services.own_chats is None else model.serving.chat_digest
+        return fingerprint(
+            services.engine.info, services.text_build, model.adapter, self._formats(model), chat_digest
+        )
 
     def _check_choices(self, plan: GenerationPlan) -> None:
         """They are sent together, before the engine runs any of them: all must fit into an empty queue."""

@@ -9,11 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import BaseModel
 from starlette.types import Scope
 
+from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.api.anthropic.answers import MessagesAnswer
 from loraplex.api.anthropic.headers import KEY_HEADER, check_version
 from loraplex.api.anthropic.schemas import MessagesChat, MessagesRequest
 from loraplex.api.anthropic.schemas import to_chat as messages_to_chat
-from loraplex.api.deps import Text
+from loraplex.api.deps import OwnChats, Text
 from loraplex.api.embeddings.answers import EmbeddingsAnswer
 from loraplex.api.embeddings.schemas import (
     EmbeddingsRequest,
@@ -23,6 +24,7 @@ from loraplex.api.embeddings.schemas import (
     to_prompts,
 )
 from loraplex.api.errors import ApiError
+from loraplex.api.generation.own_chat import InThread, own_tokens
 from loraplex.api.generation.planning import GenerationPlan
 from loraplex.api.generation.tool_use import (
     PLAIN,
@@ -160,13 +162,44 @@ class Kind:
 def chat_tokens(text: Text, request: Request, _: int, formats: OutputFormats) -> Prompts:
     assert isinstance(request, ChatRequest)
     check_format(request, formats, text)
-    messages = [message.for_template() for message in request.messages]
-    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    messages, tools = conversation_of(request)
     effort = request.asked_effort[1]
     if effort is not None and not text.knows_effort(with_tools=bool(tools)):
         check_effort(request)
         effort = None
     token_ids = text.encode_chat(messages, tools or None, tool_format=formats.tools, effort=effort)
+    return _read_prompt(text, request, formats, token_ids)
+
+
+async def own_chat_tokens(
+    chats: OwnChats,
+    in_thread: InThread,
+    tenant: str,
+    text: Text,
+    request: ChatRequest,
+    formats: OutputFormats,
+    own: OwnChat,
+) -> Prompts:
+    """As `chat_tokens`, by a version's own template. Raises as `OwnChats.encode`, and ApiError (400)."""
+    check_format(request, formats, text)
+    messages, tools = conversation_of(request)
+    effort = request.asked_effort[1]
+    encoded = await own_tokens(chats, in_thread, tenant, own, messages, tools, formats, effort=effort)
+    if effort is not None and not encoded.effort_counts:
+        check_effort(request)
+    prompts: Prompts = await in_thread(_read_prompt, text, request, formats, encoded.token_ids)
+    return prompts
+
+
+def conversation_of(request: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Its messages and tools, as templates get them."""
+    messages = [message.for_template() for message in request.messages]
+    return messages, [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+
+
+def _read_prompt(
+    text: Text, request: ChatRequest, formats: OutputFormats, token_ids: Sequence[int]
+) -> Prompts:
     opened = formats.reasoning is not None and text.opens_reasoning(token_ids, formats.reasoning)
     return Prompts([token_ids], reading=read_chat(request, formats, text, in_reasoning=opened))
 

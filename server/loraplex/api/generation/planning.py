@@ -28,7 +28,8 @@ class GenerationPlan:
     """Prompts as tokens, each with the most tokens that its answers may have. `asked` is the answer's length
     that the client asks for (None: the default), which alone can be refused for never fitting a limit; `asked_field` is
     where it stands. `echoes` are the prompts as texts, where they are to be repeated at the head of each choice.
-    `reading` says how each choice's text is read. `grammar`: what each choice must follow, checked."""
+    `reading` says how each choice's text is read. `grammar`: what each choice must follow, checked. `end_ids` end an
+    answer beside the model's own, as those do."""
 
     request: ChatRequest | CompletionRequest
     prompts: tuple[tuple[int, ...], ...]
@@ -38,6 +39,7 @@ class GenerationPlan:
     echoes: tuple[Spelling, ...] = ()
     reading: Reading = PLAIN
     grammar: str | None = None
+    end_ids: tuple[int, ...] = ()
 
     @property
     def n(self) -> int:
@@ -174,6 +176,7 @@ def engine_requests(
     fields = plan.request
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     temperature = 1.0 if fields.temperature is None else fields.temperature
+    ends = () if fields.ignore_eos or fields.pooling is not None else plan.end_ids
     requests = []
     for index in range(plan.num_choices):
         of_prompt, choice = divmod(index, plan.n)
@@ -192,7 +195,7 @@ def engine_requests(
             seed=seed & SEED_MASK,
             choice=choice,
             logit_bias=fields.logit_bias,
-            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            stop_token_ids=tuple(dict.fromkeys((*(fields.stop_token_ids or ()), *ends))),
             min_tokens=min(fields.min_tokens or 0, max_tokens),
             ignore_eos=bool(fields.ignore_eos),
             logprobs=fields.wanted_logprobs,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -15,17 +16,18 @@ from starlette.types import Scope
 
 from loraplex.api.anthropic.schemas import CountRequest
 from loraplex.api.auth import authenticate
-from loraplex.api.context import context_of
+from loraplex.api.context import DataContext, context_of
 from loraplex.api.deps import ApiServices
 from loraplex.api.errors import invalid
 from loraplex.api.generation.charge import admitted
+from loraplex.api.generation.own_chat import InThread, own_tokens
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.openai.body import parse_json, read_json
 from loraplex.api.openai.parsing import parse_request
 from loraplex.api.openai.strict import is_empty
 from loraplex.api.openai.tokenizing import Detokenize, Detokenized, TokenizeChat, Tokenized, TokenizeText
 from loraplex.api.route import Caller, DataRoute, Services
-from loraplex.serving.errors import ServingError
+from loraplex.serving.errors import ServingError, WorkTimeSpent, WorkUnavailable
 from loraplex.serving.output.formats import OutputFormats
 
 REFUSALS = (400, 404, 408, 413, 415, 429, 500, 503)
@@ -95,6 +97,8 @@ class TokenizerRoute(DataRoute):
                 context.formats = services.formats.of_version(
                     model.serving.tool_format, model.serving.reasoning_format
                 )
+                if services.own_chats is not None:
+                    context.own = await services.own_chats.of(model)
                 yield parsed
 
 
@@ -106,16 +110,24 @@ def tokenizer_routes(capacity: TenantCapacity) -> list[TokenizerRoute]:
     ) -> Response:
         """The tokens of a text, or of a conversation as its chat template writes it."""
 
-        def encode() -> bytes:
-            ids = _encoded(services, request, context_of(http.scope).formats)
+        context = context_of(http.scope)
+
+        def answer_with(ids: list[int]) -> bytes:
             names = services.text.names(ids) if request.return_token_strs else None
             answer = Tokenized(
                 count=len(ids), max_model_len=services.max_model_len, tokens=ids, token_strs=names
             )
             return answer.model_dump_json().encode()
 
+        in_thread = partial(capacity.in_thread, caller.tenant_id or "")
         try:
-            content = await capacity.in_thread(caller.tenant_id or "", encode)
+            if isinstance(request, TokenizeChat) and context.own is not None and context.own.templates:
+                ids = await _own_encoded(services, request, context, in_thread)
+                content = await in_thread(answer_with, ids)
+            else:
+                content = await in_thread(lambda: answer_with(_encoded(services, request, context.formats)))
+        except (WorkUnavailable, WorkTimeSpent):
+            raise
         except ServingError as error:  # too long, or not what the template takes
             source = "prompt" if isinstance(request, TokenizeText) else "messages"
             raise invalid(source, error.message, error.code) from error
@@ -157,9 +169,32 @@ def _encoded(
     text = services.text
     if isinstance(request, TokenizeText):
         return text.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
-    messages = [message.for_template() for message in request.messages]
-    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    messages, tools = _conversation(request)
     opens_answer = request.add_generation_prompt is not False
     return text.encode_chat(
         messages, tools or None, add_generation_prompt=opens_answer, tool_format=formats.tools
     )
+
+
+async def _own_encoded(
+    services: ApiServices, request: TokenizeChat, context: DataContext, in_thread: InThread
+) -> list[int]:
+    assert services.own_chats is not None
+    assert context.own is not None
+    messages, tools = _conversation(request)
+    encoded = await own_tokens(
+        services.own_chats,
+        in_thread,
+        context.tenant_id,
+        context.own,
+        messages,
+        tools,
+        context.formats,
+        add_generation_prompt=request.add_generation_prompt is not False,
+    )
+    return encoded.token_ids
+
+
+def _conversation(request: TokenizeChat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    messages = [message.for_template() for message in request.messages]
+    return messages, [tool.model_dump(exclude_none=True) for tool in request.tools or ()]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.app.factory import is_bucket
 from loraplex.app.settings import Settings
+from loraplex.app.storage.artifacts import is_bucket
 
 
 class BackupFailed(LoraplexError):

@@ -28,8 +28,8 @@ from loraplex.app.backup.databases import PostgresSource, Snapshot, Source, Sqli
 from loraplex.app.backup.errors import BackupFailed, BackupIncomplete, refuse_bucket
 from loraplex.app.backup.journal import copy_journals
 from loraplex.app.backup.manifest import FORMAT, PEPPER, TOKEN, describe_file, write_manifest
-from loraplex.app.factory import artifact_dir
 from loraplex.app.settings import Settings
+from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.database import database_url, shown_database
 from loraplex.control.tenancy.pepper import pepper_mark
 from loraplex.migrations.run import SchemaState, examine_schema

@@ -17,7 +17,7 @@ def base_formats(settings: Settings, text: TextProcessor) -> OutputFormats:
             check_named_formats(text, *formats)
         except ServingError as error:
             raise SettingsInvalid(f"{option} {formats[0] or formats[1]}: {error.message}.") from error
-    return OutputFormats(text.tool_format, text.reasoning_format).of_version(tools, reasoning)
+    return OutputFormats(text.chat.tool_format, text.chat.reasoning_format).of_version(tools, reasoning)
 
 
 def check_named_formats(text: TextProcessor, tool_format: str | None, reasoning_format: str | None) -> None:

@@ -1,17 +1,90 @@
-"""The comparison of what uploads bring for their chats with the served base."""
+"""What versions bring for their chats: compared with the served base at an upload, and used if the server does so."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from dataclasses import replace
 
-from loraplex.adapters.admission.chat_files import ChatFiles
-from loraplex.admin.services import ExamineChat
-from loraplex.serving.text.own_chat import ChatFound, compare_chat
+from loraplex.adapters.admission.chat_files import ChatFiles, OwnChat
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.control.catalog.adapters import Catalog
+from loraplex.control.db.database import Database
+from loraplex.control.db.read_through import ReadThrough
+from loraplex.control.types import ResolvedModel, Serving
+from loraplex.serving.errors import TemplateError, TextTooLong
+from loraplex.serving.templates.messages import Conversation, Encoded, Trial
+from loraplex.serving.templates.renderer import TemplateRenderer
+from loraplex.serving.text.own_chat import TEMPLATE_CHECK, ChatFound, compare_chat
 from loraplex.serving.text.processor import TextProcessor
 
+KEPT_CHATS = 256
+"""Of at most 128 KiB each, and usually of 5."""
 
-def chat_examiner(text: TextProcessor, eos_ids: Collection[int]) -> ExamineChat:
-    async def examine(tenant_id: str, files: ChatFiles) -> ChatFound:
-        return compare_chat(files, text, eos_ids, own_serves=False)
 
-    return examine
+class OwnChatsOfVersions:
+    """Reads them from the database once, as they never change, and renders with them."""
+
+    def __init__(self, database: Database, catalog: Catalog, renderer: TemplateRenderer) -> None:
+        self._catalog = catalog
+        self._renderer = renderer
+        self._read: ReadThrough[tuple[str, str, int], OwnChat] = ReadThrough(
+            database, ttl_s=math.inf, capacity=KEPT_CHATS, aged_by=lambda _: ()
+        )
+
+    async def of(self, model: ResolvedModel) -> OwnChat | None:
+        ref = model.adapter
+        if ref is None or model.serving.chat_digest is None:
+            return None
+        key = (ref.tenant_id, ref.name, ref.version)
+        get = self._catalog.get_chat
+        return await self._read.get(key, get, ref.tenant_id, ref.name, f"v{ref.version}")
+
+    async def encode(self, tenant: str, conversation: Conversation) -> Encoded:
+        return await self._renderer.encode(tenant, conversation)
+
+
+class ChatExaminer:
+    """`own_serves`: the server renders chats with versions' own templates."""
+
+    def __init__(
+        self, text: TextProcessor, eos_ids: Collection[int], renderer: TemplateRenderer, *, own_serves: bool
+    ) -> None:
+        self._text = text
+        self._eos_ids = eos_ids
+        self._renderer = renderer
+        self._own_serves = own_serves
+
+    async def __call__(self, tenant: str, files: ChatFiles, serving: Serving) -> ChatFound:
+        """Raises AdapterRefused for a template that does not compile, and for formats that it does not keep, where it
+        renders the version's chats; TemplateTimeSpent and TemplatesUnavailable."""
+        found = self._compared(files)
+        if found.own is None or not found.own.templates:
+            return found
+        trial = Trial(found.own)
+        if self._own_serves:
+            trial = Trial(found.own, serving.tool_format, serving.reasoning_format)
+        try:
+            tried = await self._renderer.try_out(tenant, trial)
+        except (TemplateError, TextTooLong) as error:
+            if self._own_serves:
+                raise AdapterRefused(
+                    "config_invalid",
+                    f"{error.message}. Mend it, or leave it out, and the base's template serves.",
+                ) from error
+            note = {"name": TEMPLATE_CHECK, "ok": False, "detail": f"warning: {error.message}"}
+            return replace(self._compared(replace(files, templates={})), checks=(*found.checks, note))
+        if tried.format_reason:
+            raise AdapterRefused(
+                "unsupported_feature",
+                f"The version's chat template cannot be served with its formats: {tried.format_reason}.",
+                feature="tool_format",
+            )
+        if not tried.is_base:
+            return found
+        note = {"name": TEMPLATE_CHECK, "ok": True, "detail": "it renders conversations as the base's does"}
+        without = self._compared(replace(files, templates={}))
+        return replace(without, checks=(note, *without.checks))
+
+    def _compared(self, files: ChatFiles) -> ChatFound:
+        return compare_chat(files, self._text, self._eos_ids, own_serves=self._own_serves)

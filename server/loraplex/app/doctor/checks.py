@@ -16,9 +16,9 @@ from loraplex.app.doctor import production, services
 from loraplex.app.doctor.findings import Finding, fail, ok
 from loraplex.app.doctor.machine import Device, Machine, Port, read_machine
 from loraplex.app.doctor.torch_checks import Answers, Questions
-from loraplex.app.factory import is_bucket
 from loraplex.app.output import Output
 from loraplex.app.settings import Settings
+from loraplex.app.storage.artifacts import is_bucket
 
 _MARKS = {"ok": "[green]ok[/]   ", "warn": "[yellow]warn[/] ", "fail": "[red]wrong[/]"}
 

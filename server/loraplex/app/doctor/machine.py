@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from loraplex.app.factory import artifact_dir
 from loraplex.app.settings import Settings
+from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.engine.control_groups import ControlGroups
 
 _TIME_ERROR = 5

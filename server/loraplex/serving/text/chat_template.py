@@ -88,10 +88,10 @@ def _effort_variables(effort: str | None) -> dict[str, Any]:
 
 
 class ChatTemplate:
-    """One compiled template. `variables` are the special tokens by name ("bos_token", …). Safe to use from several
-    threads. Raises TemplateError at construction where the template does not compile."""
+    """One compiled template. `variables` are the special tokens by name ("bos_token", …); `whose` it is, for messages.
+    Safe to use from several threads. Raises TemplateError at construction where the template does not compile."""
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, source: str, variables: Mapping[str, str], whose: str = "the model's") -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -103,7 +103,9 @@ class ChatTemplate:
             parsed = environment.parse(source)
             self._template = environment.from_string(source)
         except jinja2.exceptions.TemplateError as error:
-            raise TemplateError(f"the model's chat template does not compile: {error}") from error
+            line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise TemplateError(f"{whose} chat template does not compile: {line}{error.message}") from error
+        self._whose = whose
         self._variables = dict(variables)
         literals = [node.data for node in parsed.find_all(jinja2.nodes.TemplateData)]
         literals += [
@@ -135,9 +137,11 @@ class ChatTemplate:
                 **self._variables,
             )
         except jinja2.exceptions.TemplateError as error:
-            raise TemplateError(f"the model's chat template refuses these messages: {error}") from error
+            raise TemplateError(f"{self._whose} chat template refuses these messages: {error}") from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
-            raise TemplateError(f"the model's chat template cannot render these messages: {error}") from error
+            raise TemplateError(
+                f"{self._whose} chat template cannot render these messages: {error}"
+            ) from error
 
     def normalize_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages as templates expect them: no null fields, text parts joined by a newline to one text, and

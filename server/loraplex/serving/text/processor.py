@@ -8,36 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from loraplex.adapters.admission.chat_files import NAMED_TOKENS
-from loraplex.serving.errors import TemplateError, TextTooLong, TokenizerUnsupported
+from loraplex.adapters.admission.chat_files import NAMED_TOKENS, OwnChat
+from loraplex.serving.errors import TemplateError, TokenizerUnsupported
 from loraplex.serving.output.format_parser import FormatParser
-from loraplex.serving.output.formats import TOOL_FORMATS, Notation, ReasoningFormat, ToolFormat
+from loraplex.serving.output.formats import Notation, ReasoningFormat, ToolFormat
 from loraplex.serving.output.parts import ReasoningPart, TextPart, merge_parts
 from loraplex.serving.output.writing import written_notation
+from loraplex.serving.text.chat_encoder import MAX_CHARS_PER_TOKEN, ChatEncoder, check_length, encodable
 from loraplex.serving.text.chat_template import ChatTemplate
-from loraplex.serving.text.controls import Controls, Marker, token_ids_of
+from loraplex.serving.text.controls import token_ids_of
 from loraplex.serving.text.detokenize import IncrementalDetokenizer, TextStream, TokenTable, build_token_table
-from loraplex.serving.text.tool_rendering import (
-    PROBE_TOOLS,
-    ToolRendering,
-    detect_reasoning_format,
-    detect_tool_format,
-    parsed_arguments,
-    probes,
-    reads_probe,
-    tool_rendering,
-    with_tools,
-)
+from loraplex.serving.text.tool_rendering import PROBE_TOOLS, probes, reads_probe
 
-MAX_CHARS_PER_TOKEN = 32
-"""A generous mean: prose has about 4 characters a token, indented code up to 10."""
-MAX_DEPTH = 64
 _OPENING_TOKENS = 16
 """At the end of a prompt, in which the opening of the reasoning stands if it does."""
 
@@ -90,13 +78,10 @@ class TextProcessor:
         config = _read_json(path / "tokenizer_config.json")
         self.template_sources: Mapping[str, str] = _template_sources(path, config)
         """The chat templates by name."""
-        self._templates = {
-            name: ChatTemplate(source, _special_tokens(path, config))
-            for name, source in self.template_sources.items()
-        }
+        self._named_tokens = _special_tokens(path, config)
         self._added = frozenset(self._special_ids) | frozenset(self._written.values())
-        self._renderings: dict[tuple[str, str | None], ToolRendering] = {}
-        self._controls = {name: Controls(self._tokenizer, t) for name, t in self._templates.items()}
+        self.chat = self._chat(self.template_sources, self._named_tokens, "the model's")
+        """By the model's own templates."""
 
     @property
     def vocab_size(self) -> int:
@@ -111,21 +96,8 @@ class TextProcessor:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A raw prompt's tokens. Control tokens written in it are control tokens: a client that sends a raw prompt
         writes the template himself. Raises TextTooLong."""
-        self._check_length(len(text))
-        return token_ids_of(self._tokenizer, _encodable(text), add_special_tokens=add_special_tokens)
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """The conversation as the template alone writes it. Raises TemplateError, TextTooLong."""
-        template = self._templates[self._template_for(tools)]
-        self._check_length(_text_length(messages) + _text_length(tools))
-        normal = template.normalize_messages(messages)
-        return template.render(normal, tools, add_generation_prompt=add_generation_prompt)
+        check_length(len(text), self._max_chars)
+        return token_ids_of(self._tokenizer, encodable(text), add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
@@ -136,89 +108,27 @@ class TextProcessor:
         tool_format: ToolFormat | None = None,
         effort: str | None = None,
     ) -> list[int]:
-        """The conversation's tokens: those of the rendered text, but that no message can forge a control token.
-
-        What a message says may look like the template's own marks ("<|im_end|>") and would then end its turn and
-        begin another in the name of the system. So each control token in a string of the input is put between two
-        markers with an unguessable number before it is rendered. The rendered text is cut at them; what stands
-        between a pair is encoded as plain text, the rest as usual. A conversation without these strings is rendered
-        without a marker and encoded in one piece, exactly as transformers does it (whose
-        `sanitize_control_tokens` is the same idea, with fixed markers).
-
-        Calls, their results and tools are written in `tool_format` where the template does not write them itself;
-        without it the template alone decides what becomes of the tools. `effort` says how much the model is to think,
-        "none" not to; a template that `knows_effort` shows it. Raises TemplateError, TextTooLong.
-        """
-        name = self._template_for(tools)
-        template, controls = self._templates[name], self._controls[name]
-        self._check_length(_text_length(messages) + _text_length(tools))
-        normal = template.normalize_messages(messages)
-        marker = Marker()
-        marked_tools = None if tools is None else [controls.mark(dict(tool), marker) for tool in tools]
-
-        def render(rendering: ToolRendering | None) -> str:
-            given = normal
-            if rendering is not None and rendering.calls == "object":
-                given = parsed_arguments(normal)
-            told: list[dict[str, Any]] = [
-                {key: value if key == "role" else controls.mark(value, marker) for key, value in m.items()}
-                for m in given
-            ]
-            told_tools: Sequence[Mapping[str, Any]] | None = marked_tools
-            if rendering is not None:
-                chosen = tool_format or self._default_format(name)
-                told, told_tools = with_tools(told, marked_tools, chosen, rendering, self._added)
-            return template.render(
-                told, told_tools, add_generation_prompt=add_generation_prompt, effort=effort
-            )
-
-        rendering = None
-        calls = any(message.get("tool_calls") or message["role"] == "tool" for message in normal)
-        if calls or (tools and tool_format is not None):
-            rendering = self._rendering(name, tool_format)
-        try:
-            text = render(rendering)
-        except TemplateError:
-            if rendering is None or rendering.calls == "written" or not calls:
-                raise
-            text = render(replace(rendering, calls="written"))  # it may write only one call a turn
-        self._check_length(len(text) - marker.length_in(text))
-        if not marker.used:
-            return token_ids_of(self._tokenizer, _encodable(text))
-        return controls.encode(_encodable(text), marker)
-
-    def knows_effort(self, *, with_tools: bool) -> bool:
-        """Whether the chat template says how much the model is to think."""
-        return self._templates[self._template_for(PROBE_TOOLS if with_tools else None)].knows_effort
-
-    def _default_format(self, name: str) -> ToolFormat:
-        """In which calls of earlier turns are written for a model that makes none."""
-        return detect_tool_format(self._templates[name]) or TOOL_FORMATS["json"]
-
-    def _rendering(self, name: str, tool_format: ToolFormat | None) -> ToolRendering:
-        key = (name, None if tool_format is None else tool_format.name)
-        found = self._renderings.get(key)
-        if found is None:
-            found = tool_rendering(self._templates[name], tool_format or self._default_format(name))
-            if tool_format is None:
-                found = replace(found, lists_tools=True)
-            self._renderings[key] = found
-        return found
-
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        """The one that the chat template writes, if it is clear."""
-        return (
-            detect_tool_format(self._templates[self._template_for(PROBE_TOOLS)]) if self._templates else None
+        """As `ChatEncoder.encode`, by the model's own templates."""
+        return self.chat.encode(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            tool_format=tool_format,
+            effort=effort,
         )
 
-    @property
-    def reasoning_format(self) -> ReasoningFormat | None:
-        """The one that the chat template knows, if it is clear."""
-        return detect_reasoning_format(self._templates[self._template_for(None)]) if self._templates else None
+    def knows_effort(self, *, with_tools: bool) -> bool:
+        """Whether the model's chat template says how much the model is to think."""
+        return self.chat.knows_effort(with_tools=with_tools)
 
-    def check_formats(self, tool_format: ToolFormat | None, reasoning: ReasoningFormat | None) -> None:
-        """Whether a call comes back as it was after a round trip: through the chat template, the tokenizer, the text of
+    def check_formats(
+        self,
+        tool_format: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        chat: ChatEncoder | None = None,
+    ) -> None:
+        """Whether a call comes back as it was after a round trip: through the chat template (the model's, without
+        `chat`), the tokenizer, the text of
         the tokens and the format's parser; and so for reasoning, without the template. Raises TemplateError."""
         if reasoning is not None:
             ids = self.encode(f"{reasoning.opens}x{reasoning.closes}y", add_special_tokens=False)
@@ -230,7 +140,9 @@ class TextProcessor:
                 )
         if tool_format is not None:
             turns = (
-                self.encode_chat(turn, PROBE_TOOLS, add_generation_prompt=False, tool_format=tool_format)
+                (chat or self.chat).encode(
+                    turn, PROBE_TOOLS, add_generation_prompt=False, tool_format=tool_format
+                )
                 for turn in probes("text")
             )
             plain, text = (self._read(ids, tool_format.markers) for ids in turns)
@@ -296,7 +208,7 @@ class TextProcessor:
     def spell(self, token_ids: Sequence[int], written: str | None = None) -> Spelling:
         """A prompt as its tokens have it. Control tokens are written out, except those that are not in the text that
         they were made from, `written`: the tokenizer added them."""
-        written = None if written is None else _encodable(written)
+        written = None if written is None else encodable(written)
         detokenizer = IncrementalDetokenizer(self.table)
         spans: list[tuple[int, int]] = []
         parts: list[str] = []
@@ -313,41 +225,14 @@ class TextProcessor:
             length += len(text)
         return Spelling("".join(parts) + detokenizer.finish(), tuple(spans))
 
-    def _template_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
-        if not self._templates:
-            raise TemplateError("this model has no chat template; use /v1/completions")
-        if tools and "tool_use" in self._templates:
-            return "tool_use"
-        return "default" if "default" in self._templates else next(iter(self._templates))
+    def _chat(self, sources: Mapping[str, str], named_tokens: Mapping[str, str], whose: str) -> ChatEncoder:
+        templates = {name: ChatTemplate(source, named_tokens, whose) for name, source in sources.items()}
+        return ChatEncoder(self._tokenizer, templates, added=self._added, max_chars=self._max_chars)
 
-    def _check_length(self, num_chars: int) -> None:
-        if num_chars > self._max_chars:
-            raise TextTooLong(
-                f"This model's maximum context length is {self._max_chars // MAX_CHARS_PER_TOKEN} tokens. However, "
-                f"your prompt is too long: {num_chars} characters, more than the context can hold. Please shorten it."
-            )
-
-
-def _encodable(text: str) -> str:
-    """Lone surrogates (from "\\ud800" in JSON) are no characters and cannot be encoded: they read as U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-def _text_length(value: Any, depth: int = 0) -> int:
-    """Characters in all strings of a JSON value. Raises TemplateError for one that is nested too deeply."""
-    if depth > MAX_DEPTH:
-        raise TemplateError(f"messages are nested more than {MAX_DEPTH} levels deep")
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(str(key)) + _text_length(item, depth + 1) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return sum(_text_length(item, depth + 1) for item in value)
-    return 0
+    def own_chat(self, own: OwnChat) -> ChatEncoder:
+        """By a version's templates. To be called where their cost is bounded. Raises TemplateError, and what Jinja and
+        Python's compiler raise for what is too large."""
+        return self._chat(own.templates, {**self._named_tokens, **own.special_tokens}, "this version's")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from sqlalchemy import select
 from loraplex.adapters.admission.chat_files import ChatFiles
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
 from loraplex.control.db.tables import AdapterVersion
+from loraplex.control.types import Serving
 from loraplex.serving.text.own_chat import ChatFound, compare_chat
 from loraplex.serving.text.processor import TextProcessor
 from support.adapters.archives import MAKERS, make_tar
@@ -42,7 +43,7 @@ def plane(tmp_path: Path) -> Iterator[AdminPlane]:
     """Its base has the byte tokenizer."""
     text = TextProcessor(write_byte_tokenizer(tmp_path / "base"), max_model_len=4096)
 
-    async def examine(tenant_id: str, files: ChatFiles) -> ChatFound:
+    async def examine(tenant_id: str, files: ChatFiles, serving: Serving) -> ChatFound:
         return compare_chat(files, text, {EOS_ID}, own_serves=False)
 
     made = AdminPlane(tmp_path, examine_chat=examine)

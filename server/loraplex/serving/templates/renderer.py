@@ -1,0 +1,138 @@
+"""Conversations by versions' own chat templates, in a process that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from loraplex.engine.ipc.loop import Log
+from loraplex.serving.errors import TemplateError, TemplatesUnavailable, TemplateTimeSpent, TextTooLong
+from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.pool import ForkPool, PoolLimits, PoolWords
+from loraplex.serving.templates.messages import (
+    Answer,
+    Body,
+    Conversation,
+    Encoded,
+    Refused,
+    Setup,
+    Trial,
+    Tried,
+)
+
+WORKER_COMMAND = (sys.executable, "-m", "loraplex.serving.templates.worker")
+CPU_SHARE = 0.25
+"""Of one core: the part of it that a tenant's templates may take over time, beside `burst_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """`cpu_s` and `wall_s`: CPU time and time to render a conversation and to make its tokens; `memory`: bytes for
+    it. The rest as `PoolLimits` has it."""
+
+    cpu_s: float = 1.0
+    wall_s: float = 10.0
+    memory: int = 256 << 20
+    at_once: int = 4
+    max_waiting: int = 512
+    burst_s: float = 10.0
+
+
+class TemplateRenderer:
+    """For one event loop. `model_dir` has the base's tokenizer."""
+
+    def __init__(
+        self,
+        model_dir: str,
+        *,
+        max_model_len: int,
+        limits: TemplateLimits | None = None,
+        command: Sequence[str] = WORKER_COMMAND,
+        log: Log = lambda event, **fields: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits = limits or TemplateLimits()
+        self.pool = ForkPool(
+            msgspec.msgpack.encode(Setup(model_dir, max_model_len)),
+            command,
+            PoolLimits(
+                limits.cpu_s,
+                limits.wall_s,
+                limits.memory,
+                limits.at_once,
+                limits.max_waiting,
+                limits.burst_s,
+                CPU_SHARE,
+            ),
+            PoolWords(
+                many="Too many chat templates are being rendered",
+                process="The process that renders chat templates",
+                spent="The chat templates of your versions have taken too much processing time. Use simpler ones.",
+                failed="template_process_failed",
+                unavailable=TemplatesUnavailable,
+                time_spent=TemplateTimeSpent,
+                unsupported=lambda: TemplatesUnavailable(
+                    "The process that renders chat templates cannot load the tokenizer; the log says why."
+                ),
+            ),
+            log=log,
+            clock=clock,
+        )
+        self._running: set[asyncio.Task[Done]] = set()
+
+    def start(self) -> None:
+        """Begin to start the process; the first conversation waits for it."""
+        self.pool.start()
+
+    async def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await self.pool.close()
+
+    async def encode(self, tenant: str, conversation: Conversation) -> Encoded:
+        """Raises TemplateError and TextTooLong with the template's own words, TemplateTimeSpent,
+        TemplatesUnavailable."""
+        encoded = await self._answer(tenant, conversation, owner=f"{tenant} {conversation.digest}")
+        assert isinstance(encoded, Encoded)
+        return encoded
+
+    async def try_out(self, tenant: str, trial: Trial) -> Tried:
+        """Compile a version's templates and render a few conversations. Raises as `encode`."""
+        tried = await self._answer(tenant, trial, owner=f"{tenant} {trial.own.digest}")
+        assert isinstance(tried, Tried)
+        return tried
+
+    async def _answer(self, tenant: str, body: Body, *, owner: str) -> Answer:
+        task = asyncio.create_task(self.pool.run(tenant, msgspec.msgpack.encode(body), owner=owner))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        # A caller that goes away leaves it to its end, so that its tenant's turn ends with the work.
+        done = await asyncio.shield(task)
+        if done.outcome != "done":
+            raise self._killed(done)
+        answer: Answer = msgspec.msgpack.decode(done.body, type=Answer)
+        if isinstance(answer, Refused):
+            raise (TextTooLong if answer.is_length else TemplateError)(answer.reason)
+        return answer
+
+    def _ended(self, task: asyncio.Task[Done]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may have gone
+
+    def _killed(self, done: Done) -> TemplateError:
+        limits = self._limits
+        return TemplateError(
+            {
+                "too_slow": f"this version's chat template takes more than {limits.cpu_s:g} s of processing time",
+                "timed_out": f"this version's chat template takes more than {limits.wall_s:g} s",
+            }.get(
+                done.outcome,
+                f"this version's chat template takes more than {limits.memory >> 20} MiB of memory, or of nesting",
+            )
+        )
