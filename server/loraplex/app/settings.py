@@ -133,7 +133,7 @@ class Settings(BaseSettings):
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "phi", "json", "none"] = Field(
         "auto",
         description="How the base model writes calls of tools; its adapters too, unless they say another (auto: as its "
-        "chat template does, or none)",
+        "chat template does, or json)",
     )
     reasoning_format: Literal["auto", "think_tags", "think_brackets", "none"] = Field(
         "auto",

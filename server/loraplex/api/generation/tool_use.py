@@ -43,7 +43,8 @@ def check_format(request: ChatRequest, formats: OutputFormats, text: Text) -> No
         raise invalid(
             "tools",
             f'\'{printable(request.model)}\' has no format for calls of tools. Ask with "tool_choice": "none", or '
-            "serve it with a tool format.",
+            "push the adapter with the format that it writes: loraplex adapter push NAME DIR --tool-format json (or "
+            "hermes, llama3, mistral, phi). The base model's is the operator's --tool-format.",
             "unsupported_field",
         )
     if Shape.NAMED not in text.notation(formats.tools).shapes:
