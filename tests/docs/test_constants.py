@@ -334,8 +334,9 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("structured-output.md", "(`--grammar-processes`, {})", (setting("grammar_processes"),)),
     (
         "adapters.md",
-        "A conversation may take {:g} s of processing time, {:g} s, and {:g} MiB",
-        (TEMPLATES.cpu_s, TEMPLATES.wall_s, TEMPLATES.memory / MIB),
+        "A conversation may take {:g} s of processing time (and {:g} µs more for each token of the context) "
+        "and {:g} MiB",
+        (TEMPLATES.cpu_s, renderer.TOKEN_S * 1e6, TEMPLATES.memory / MIB),
     ),
     (
         "adapters.md",

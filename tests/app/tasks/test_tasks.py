@@ -19,6 +19,7 @@ NOT_SUPERVISED = {
     "SocketEngineClient._on_lost": "supervises the engine by rules of its own; its end is logged",
     "ForkPool._begin_start": "requests wait for it; it gives each of them the failure",
     "GrammarChecker._verdict": "waited for, by every request with the same text",
+    "TemplateRenderer._answer": "waited for, unless its caller has gone; its work is bounded",
     "ForkProcess.__init__": "its end is the loss of the process, which every request that waits is told",
     "Listening.__init__": "the server waits for it, and ends with an error where it ends",
     "_serve_on": "waited for",

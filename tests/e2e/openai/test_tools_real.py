@@ -95,10 +95,10 @@ def ask_trained(
         return events.get_final_completion().choices[0]
 
 
-def ask_required(client: openai.OpenAI, number: int) -> str:
+def ask_required(client: openai.OpenAI, number: int, model: str | None = None) -> str:
     """What became of a call that must be made: "right", or what is wrong with it. The schemas bound its length."""
     answer = client.chat.completions.create(
-        model=[*FORMATS][number % len(FORMATS)],
+        model=model or [*FORMATS][number % len(FORMATS)],
         messages=[{"role": "user", "content": f"Do something, number {number}."}],
         tools=[PLACE, WAIT],  # type: ignore[list-item]
         tool_choice="required",
@@ -136,6 +136,11 @@ def test_the_trained_adapter_answers_in_words_where_no_tool_is_asked_for(caller:
     choice = ask_trained(caller, "Tell me about cats.", [TIMER, WEATHER])
     assert choice.message.tool_calls is None
     assert "cat" in choice.message.content.lower()
+
+
+def test_the_base_model_which_was_not_trained_to_call_does_so_by_the_schema(caller: openai.OpenAI) -> None:
+    (base,) = [model.id for model in caller.models.list() if getattr(model, "parent", None) is None]
+    assert {ask_required(caller, number, base) for number in range(1, 5)} == {"right"}
 
 
 @pytest.mark.parametrize("number", [8, pytest.param(1000, marks=pytest.mark.soak)])

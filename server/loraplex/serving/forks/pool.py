@@ -19,6 +19,11 @@ WALL_FACTOR, MIN_WALL_S = 60.0, 30.0
 RESTART_PAUSE_S = 1.0
 
 
+def wall_s(cpu_s: float) -> float:
+    """Seconds that a job with so much CPU time has."""
+    return max(MIN_WALL_S, WALL_FACTOR * cpu_s)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
     """`cpu_s` and `wall_s`: CPU time and time of a job. `memory`: bytes for it. `at_once`: jobs that run at a time; a

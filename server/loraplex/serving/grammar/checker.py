@@ -14,7 +14,7 @@ import msgspec
 from loraplex.engine.ipc.loop import Log
 from loraplex.serving.errors import GrammarRefused, GrammarsUnavailable, GrammarTimeSpent
 from loraplex.serving.forks.messages import Done
-from loraplex.serving.forks.pool import MIN_WALL_S, WALL_FACTOR, ForkPool, PoolLimits, PoolWords
+from loraplex.serving.forks.pool import ForkPool, PoolLimits, PoolWords, wall_s
 from loraplex.serving.grammar.messages import Check, Checked, Setup
 from loraplex.serving.grammar.verdicts import Verdict, VerdictCache, verdict_key
 
@@ -51,9 +51,14 @@ class GrammarLimits:
     burst_s: float = 5.0
 
     def of_pool(self) -> PoolLimits:
-        wall_s = max(MIN_WALL_S, WALL_FACTOR * self.cpu_s)
         return PoolLimits(
-            self.cpu_s, wall_s, self.memory, self.at_once, self.max_waiting, self.burst_s, CPU_SHARE
+            self.cpu_s,
+            wall_s(self.cpu_s),
+            self.memory,
+            self.at_once,
+            self.max_waiting,
+            self.burst_s,
+            CPU_SHARE,
         )
 
 

@@ -11,9 +11,15 @@ from dataclasses import dataclass
 import msgspec
 
 from loraplex.engine.ipc.loop import Log
-from loraplex.serving.errors import TemplateError, TemplatesUnavailable, TemplateTimeSpent, TextTooLong
+from loraplex.serving.errors import (
+    ServingError,
+    TemplateError,
+    TemplatesUnavailable,
+    TemplateTimeSpent,
+    TextTooLong,
+)
 from loraplex.serving.forks.messages import Done
-from loraplex.serving.forks.pool import ForkPool, PoolLimits, PoolWords
+from loraplex.serving.forks.pool import ForkPool, PoolLimits, PoolWords, wall_s
 from loraplex.serving.templates.messages import (
     Answer,
     Body,
@@ -26,17 +32,18 @@ from loraplex.serving.templates.messages import (
 )
 
 WORKER_COMMAND = (sys.executable, "-m", "loraplex.serving.templates.worker")
+TOKEN_S = 2e-5
+"""CPU time of a job for each token that the context has: some tokenizers take that for long prompts."""
 CPU_SHARE = 0.25
 """Of one core: the part of it that a tenant's templates may take over time, beside `burst_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """`cpu_s` and `wall_s`: CPU time and time to render a conversation and to make its tokens; `memory`: bytes for
-    it. The rest as `PoolLimits` has it."""
+    """`cpu_s`: CPU time to render a conversation and to make its tokens, beside `TOKEN_S`; `memory`: bytes for it. The
+    rest as `PoolLimits` has it."""
 
     cpu_s: float = 1.0
-    wall_s: float = 10.0
     memory: int = 256 << 20
     at_once: int = 4
     max_waiting: int = 512
@@ -57,12 +64,13 @@ class TemplateRenderer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits = limits or TemplateLimits()
+        self._cpu_s = limits.cpu_s + TOKEN_S * max_model_len
         self.pool = ForkPool(
             msgspec.msgpack.encode(Setup(model_dir, max_model_len)),
             command,
             PoolLimits(
-                limits.cpu_s,
-                limits.wall_s,
+                self._cpu_s,
+                wall_s(self._cpu_s),
                 limits.memory,
                 limits.at_once,
                 limits.max_waiting,
@@ -125,14 +133,13 @@ class TemplateRenderer:
         if not task.cancelled():
             task.exception()  # its caller may have gone
 
-    def _killed(self, done: Done) -> TemplateError:
-        limits = self._limits
-        return TemplateError(
-            {
-                "too_slow": f"this version's chat template takes more than {limits.cpu_s:g} s of processing time",
-                "timed_out": f"this version's chat template takes more than {limits.wall_s:g} s",
-            }.get(
-                done.outcome,
-                f"this version's chat template takes more than {limits.memory >> 20} MiB of memory, or of nesting",
+    def _killed(self, done: Done) -> ServingError:
+        """A template has nothing to wait for: where it was only time that ran out, the machine was busy."""
+        if done.outcome == "timed_out":
+            return TemplatesUnavailable(
+                "The machine is too busy to render this version's chat template. Please try again."
             )
-        )
+        limit = f"{self._limits.memory >> 20} MiB of memory, or of nesting"
+        if done.outcome == "too_slow":
+            limit = f"{self._cpu_s:.3g} s of processing time"
+        return TemplateError(f"this version's chat template takes more than {limit}")
