@@ -152,8 +152,10 @@ def main(arguments: Sequence[str]) -> int:
         name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         wrong += [f"{name}:{found.line}: {found.text!r}: write {found.instead}" for found in check_file(path)]
     if not arguments:
-        # Without BASE, as in a shallow clone, there is no history to check.
-        for commit in git("log", "--no-merges", "--format=%h %s", f"{BASE}..HEAD") or ():
+        commits = git("log", "--no-merges", "--format=%h %s", f"{BASE}..HEAD")
+        if commits is None:  # a shallow clone, or a copy without its history
+            print(f"prose: {BASE} is not here, so no commit's subject was checked")
+        for commit in commits or ():
             short, _, subject = commit.partition(" ")
             wrong += [f"commit {short}: {subject!r}: {reason}" for reason in check_subject(subject)]
     print("\n".join(wrong) or "prose: nothing found")
