@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loraplex.adapters.admission.base_model import load_base_spec
-from loraplex.adapters.admission.expressions import MAX_EXPRESSIONS, ExpressionRefused, match_paths
+from loraplex.adapters.admission.config.expressions import MAX_EXPRESSIONS, ExpressionRefused, match_paths
 from loraplex.adapters.admission.peft_config import LoraSettings, parse_peft_config
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.numerics.upload import Upload

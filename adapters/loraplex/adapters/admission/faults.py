@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
 
 _MAX_TOLD = 16
+_MAX_SHOWN = 80
 
 
 class Faults:
@@ -16,7 +18,6 @@ class Faults:
 
     def __init__(self, found: Iterable[AdapterRefused] = ()) -> None:
         self._found: list[AdapterRefused] = []
-        self._more = False
         for fault in found:
             self._keep(fault)
 
@@ -48,19 +49,26 @@ class Faults:
         first: AdapterRefused = self._found[0]
         if len(self._found) == 1:
             raise first
-        told = [f"({number}) {fault.message}" for number, fault in enumerate(self._found, 1)]
+        told = [f"({number}) {fault.message}" for number, fault in enumerate(self._found[:_MAX_TOLD], 1)]
         raise AdapterRefused(
             first.code,
-            "; ".join(told) + ("; and others" if self._more else ""),
+            "; ".join(told) + ("; and others" if len(self._found) > _MAX_TOLD else ""),
             feature=first.feature,
             faults=tuple(self._found),
         )
 
     def _keep(self, fault: AdapterRefused) -> None:
-        if len(self._found) < _MAX_TOLD:
+        if len(self._found) <= _MAX_TOLD:
             self._found.append(fault)
-        else:
-            self._more = True
+
+
+def as_json(value: Any) -> str:
+    """A value of a config as its file has it, made safe for messages: ASCII, and cut."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "a value of very many levels"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def invalid(what: str) -> NoReturn:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from loraplex.adapters.admission.base_model import BaseTensor, in_other_tower, locate_module_weights
+from loraplex.adapters.admission.config.patterns import suffixes
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.module_names import ModuleNames
-from loraplex.adapters.admission.patterns import suffixes
 from loraplex.adapters.admission.peft_config import LoraSettings
 from loraplex.adapters.admission.tensor_names import AdapterTensors
 from loraplex.adapters.errors import AdapterRefused

@@ -1,8 +1,8 @@
 """Our own reading of PEFT's adapter_config.json: LoRA and DoRA as PEFT >= 0.18 compute them, nothing else. What is
-accepted of each field is in `peft_support`; `selection` and `patterns` read the fields that name modules.
+accepted of each field is in `peft_support`; `config` reads the fields that name modules.
 
 Nothing from an upload is ever given to Python's `re`: literal names mean what PEFT makes of them. An expression for
-modules or ranks is replaced by what the tensors show; one for alphas is matched in linear time (`expressions`).
+modules or ranks is replaced by what the tensors show; one for alphas is matched in linear time (`config.expressions`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loraplex.adapters.admission.faults import Faults, invalid, unsupported
+from loraplex.adapters.admission.config.patterns import Pattern, RankPattern, parse_alphas, parse_ranks
+from loraplex.adapters.admission.config.selection import Selection, parse_selection
+from loraplex.adapters.admission.faults import Faults, as_json, invalid, unsupported
 from loraplex.adapters.admission.module_names import ModuleNames
-from loraplex.adapters.admission.patterns import Pattern, RankPattern, parse_alphas, parse_ranks
 from loraplex.adapters.admission.peft_support import (
     FIELD_RULES,
     READ_FIELDS,
@@ -25,7 +26,6 @@ from loraplex.adapters.admission.peft_support import (
     is_neutral,
     is_number,
 )
-from loraplex.adapters.admission.selection import Selection, parse_selection
 from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.contents.kinds import START_BYTES, identify_config
 from loraplex.adapters.errors import AdapterRefused
@@ -82,7 +82,7 @@ def parse_peft_config(path: Path, module_paths: Iterable[str]) -> LoraSettings:
         invalid("peft_type is missing; an adapter saved by PEFT has it")
     if peft_type != "LORA":
         about = FIELD_RULES["peft_type"].explain(peft_type)
-        unsupported("peft_type", f"{shown(peft_type)} adapters are not served, only LORA: {about}")
+        unsupported("peft_type", f"{as_json(peft_type)} adapters are not served, only LORA: {about}")
     settings = {name: config.pop(name) for name in sorted(READ_FIELDS) if name in config}
     notes: list[str] = []
     faults = Faults()
@@ -124,11 +124,11 @@ def _check_other(name: str, value: Any, notes: list[str]) -> None:
     if accepts(value):
         return
     if rule is not None and rule.idle:
-        notes.append(f"{name} = {shown(value)} is nothing that PEFT writes; it is not read ({rule.note})")
+        notes.append(f"{name} = {as_json(value)} is nothing that PEFT writes; it is not read ({rule.note})")
         return
     feature = name if _FIELD_NAME.fullmatch(name) else shown(name, 64)
     about = rule.explain(value) if rule else UNKNOWN_FIELD
-    unsupported(feature, f"{feature} = {shown(value)} is not served: {about}")
+    unsupported(feature, f"{feature} = {as_json(value)} is not served: {about}")
 
 
 def _parse_settings(
@@ -167,7 +167,7 @@ def _parse_settings(
 def _flag(settings: Mapping[str, Any], name: str) -> bool:
     value = settings.get(name, False)
     if value is not None and not isinstance(value, bool):
-        invalid(f"{name} must be true or false, as PEFT saves it, not {shown(value)}")
+        invalid(f"{name} must be true or false, as PEFT saves it, not {as_json(value)}")
     return bool(value)
 
 
@@ -180,13 +180,13 @@ def _text(settings: Mapping[str, Any], name: str) -> str | None:
 
 def _positive(value: Any, where: str) -> int:
     if type(value) is not int or value < 1:
-        invalid(f"{where} must be a positive integer, as PEFT saves it, not {shown(value)}")
+        invalid(f"{where} must be a positive integer, as PEFT saves it, not {as_json(value)}")
     return value
 
 
 def _alpha(value: Any, where: str) -> float:
     if isinstance(value, bool) or not is_number(value) or abs(value) > _MAX_ALPHA:
-        invalid(f"{where} must be a number of at most {_MAX_ALPHA:g} in size, not {shown(value)}")
+        invalid(f"{where} must be a number of at most {_MAX_ALPHA:g} in size, not {as_json(value)}")
     return float(value)
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loraplex.adapters.admission.faults import Faults, invalid
+from loraplex.adapters.admission.config.patterns import MAX_ENTRIES, MODULE_NAME, suffixes
+from loraplex.adapters.admission.faults import Faults, as_json, invalid
 from loraplex.adapters.admission.module_names import HEAD_NAMES, ModuleNames
-from loraplex.adapters.admission.patterns import MAX_ENTRIES, MODULE_NAME, suffixes
 from loraplex.adapters.admission.peft_support import is_neutral
 from loraplex.adapters.store.files import shown
 
@@ -90,7 +90,7 @@ def _parse_targets(value: Any, notes: list[str]) -> tuple[frozenset[str] | None,
         if value.lower() == "all-linear":
             return None, False, True
         if not MODULE_NAME.fullmatch(value):
-            notes.append(f"target_modules {shown(value)} is a regular expression, {_NOT_EVALUATED}")
+            notes.append(f"target_modules {as_json(value)} is a regular expression, {_NOT_EVALUATED}")
             return None, False, False
         return frozenset((value,)), False, True
     names = _names("target_modules", value)
@@ -102,7 +102,7 @@ def _parse_targets(value: Any, notes: list[str]) -> tuple[frozenset[str] | None,
 def _parse_excluded(value: Any, notes: list[str]) -> tuple[frozenset[str], bool]:
     """The names, and whether they are all: False for an expression."""
     if isinstance(value, str) and value:
-        notes.append(f"exclude_modules {shown(value)} is a regular expression, {_NOT_EVALUATED}")
+        notes.append(f"exclude_modules {as_json(value)} is a regular expression, {_NOT_EVALUATED}")
         return frozenset(), False
     return (frozenset() if is_neutral(value) else _names("exclude_modules", value)), True
 

@@ -16,10 +16,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from loraplex.adapters.admission.expressions import ExpressionRefused, match_paths
-from loraplex.adapters.admission.faults import invalid, unsupported
+from loraplex.adapters.admission.config.expressions import ExpressionRefused, match_paths
+from loraplex.adapters.admission.faults import as_json, invalid, unsupported
 from loraplex.adapters.admission.module_names import ModuleNames
-from loraplex.adapters.store.files import shown
 
 MAX_ENTRIES = 4096
 MODULE_NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
@@ -84,7 +83,7 @@ def parse_alphas(
     try:
         matches = match_paths([key for _, key, _ in expressions], module_paths)
     except ExpressionRefused as refusal:
-        which = f"the key {shown(refusal.expression)}" if refusal.expression is not None else "keys"
+        which = f"the key {as_json(refusal.expression)}" if refusal.expression is not None else "keys"
         unsupported(
             "alpha_pattern",
             f"{which} of alpha_pattern cannot be evaluated as a regular expression: {refusal}. A key that is a "
@@ -120,7 +119,7 @@ def _entries(field_name: str, value: Any, parse: Callable[[Any, str], _T]) -> di
         invalid(f"{field_name} must be an object, as PEFT saves it")
     if len(value) > MAX_ENTRIES:
         invalid(f"{field_name} has {len(value)} entries; at most {MAX_ENTRIES} are accepted")
-    return {key: parse(entry, f"{field_name}[{shown(key)}]") for key, entry in value.items()}
+    return {key: parse(entry, f"{field_name}[{as_json(key)}]") for key, entry in value.items()}
 
 
 def _split(
