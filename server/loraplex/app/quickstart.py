@@ -137,7 +137,7 @@ def _require_free(options: QuickstartOptions) -> None:
         arguments.append("--port {} --admin-port {}".format(*_free_ports(options.host)))
     if is_held:
         found.append(f"a server uses the data directory {options.data_dir}")
-        arguments.append(f"--data-dir {options.data_dir}-2")
+        arguments.append(f"--data-dir {shlex.quote(str(options.data_dir) + '-2')}")
     raise QuickstartFailed(
         f"{', and '.join(found)}: stop what runs there, or say: {_again(' '.join(arguments))}"
     )

@@ -142,6 +142,7 @@ class TestWithBoth:
         assert "This one is from LORAPLEX_API_KEY." in engineer.fails(
             "adapter", "list", "--tenant", "acme", LORAPLEX_API_KEY="lpx_0_x"
         )
+        assert "[invalid_api_key]" in engineer.fails("adapter", "list", LORAPLEX_API_KEY="no key")
         assert "give --url" in engineer.fails("adapter", "list", LORAPLEX_URL="http://127.0.0.1:9")
 
 

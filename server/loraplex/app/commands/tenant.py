@@ -47,7 +47,8 @@ def create(
         out.json(made)
     else:
         out.line(
-            f"tenant {made['id']} created; make it a key with: loraplex key create --tenant {made['id']}"
+            f"tenant {made['id']} created; make it a key with: loraplex key create --tenant {made['id']} "
+            "(with --scope all for one that pushes adapters too)"
         )
 
 

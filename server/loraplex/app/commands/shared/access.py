@@ -23,8 +23,8 @@ class Access:
 
     @property
     def is_key(self) -> bool:
-        """Whether the secret is a tenant's key, by its form. A key may be given as --admin-token too."""
-        return self.key_id is not None
+        """Whether the secret is a tenant's key: given as one, or as an admin token and of a key's form."""
+        return self.url_option == "--url" or self.key_id is not None
 
     @property
     def key_id(self) -> str | None:
