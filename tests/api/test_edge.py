@@ -38,7 +38,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/nothing", "/v1/chat/completions/", "/docs", "/metrics", "/%00%ff"]
+    "path", ["/", "/v1", "/v1/nothing", "/v1/chat/completions/", "/docs/", "/metrics", "/%00%ff"]
 )
 def test_unknown_paths(plane: DataPlane, path: str) -> None:
     answer = plane.http.get(plane.url + path, headers=KEY)

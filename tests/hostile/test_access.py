@@ -59,6 +59,7 @@ DATA: dict[str, str] = {
     "GET /v1/models/{id}": INFER,
     "GET /metrics": OPEN,
     "GET /openapi.json": OPEN,
+    "GET /docs": OPEN,
     "GET /version": OPEN,
     **PROBES,
     **TENANT_ROUTES,

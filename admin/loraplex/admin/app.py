@@ -23,15 +23,12 @@ from loraplex.admin.services import AdminServices
 from loraplex.control.errors import InvalidKey
 from loraplex.control.types import Principal
 from loraplex.http.application import START_RETRY_S, create_app, refused_until_started
+from loraplex.http.document_page import PAGE_HEADERS
 from loraplex.http.edge import Edge
 from loraplex.http.routing import exact
 
 PREFIX = "/admin/v1"
 TITLE = "Loraplex admin API"
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 class AdminEdge(Edge):
@@ -84,7 +81,7 @@ def create_admin_app(services: AdminServices, extra_routes: Iterable[BaseRoute] 
         return Response(documents()[0], media_type="application/json")
 
     def show_page(_: Request) -> Response:
-        return HTMLResponse(documents()[1], headers=_PAGE_HEADERS)
+        return HTMLResponse(documents()[1], headers=PAGE_HEADERS)
 
     routes = [
         *admin_routes(),

@@ -22,6 +22,7 @@ from loraplex.api.responses.answer_schemas import RESPONSE_SCHEMAS
 from loraplex.api.responses.compaction import CompactRequest
 from loraplex.api.responses.schemas import ResponsesRequest
 from loraplex.http.document import REF, describe, refusals
+from loraplex.http.document_page import render_page
 
 DESCRIPTION = (
     "OpenAI's API for the base model and the adapters of the key's tenant, and what a tenant administers itself. "
@@ -115,20 +116,28 @@ def _behind_ours(operations: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Document:
-    """The text of an application's document. It is made when it is first asked for, in a worker thread: that takes
-    longer than other requests should wait. `extra` makes the document of what else is served."""
+    """An application's document, as JSON and as a page. Both are made when one is first asked for, in a worker thread:
+    that takes longer than other requests should wait. `extra` makes the document of what else is served."""
 
     def __init__(self, app: FastAPI, extra: Callable[[], Mapping[str, Any]] | None = None) -> None:
         self._app = app
         self._extra = extra
-        self._text: bytes | None = None
+        self._made: tuple[bytes, str] | None = None
         self._making = asyncio.Lock()
 
     async def text(self) -> bytes:
-        async with self._making:
-            if self._text is None:
-                self._text = await asyncio.to_thread(self._make)
-            return self._text
+        return (await self._get())[0]
 
-    def _make(self) -> bytes:
-        return dumps(openapi_document(self._app, None if self._extra is None else self._extra()))
+    async def page(self) -> str:
+        return (await self._get())[1]
+
+    async def _get(self) -> tuple[bytes, str]:
+        async with self._making:
+            if self._made is None:
+                self._made = await asyncio.to_thread(self._make)
+            return self._made
+
+    def _make(self) -> tuple[bytes, str]:
+        document = openapi_document(self._app, None if self._extra is None else self._extra())
+        errors = ((status, code, kind) for code, (status, kind) in ANSWERS.items())
+        return dumps(document), render_page(document, errors)
