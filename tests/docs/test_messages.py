@@ -24,7 +24,9 @@ def reprs(source: str) -> list[int]:
 
 
 def is_of_python(value: ast.expr) -> bool:
-    """A tuple or a set, with Python's brackets and quotes; or what `repr` makes."""
+    """A tuple, as a shape is, or a set, with Python's brackets and quotes; or what `repr` makes."""
+    if isinstance(value, ast.Attribute) and value.attr == "shape":
+        return True
     return (
         isinstance(value, ast.Call)
         and isinstance(value.func, ast.Name)
@@ -34,6 +36,7 @@ def is_of_python(value: ast.expr) -> bool:
 
 def test_the_check_finds_what_it_is_for() -> None:
     assert reprs("f'{x!r}'") == reprs("f'{tuple(x)}'") == reprs("f'{repr(x)}'") == [1]
+    assert reprs("f'{a.shape}'") == [1]
     assert reprs("f'{x} {x.y!s}'") == []
 
 

@@ -231,7 +231,7 @@ def _check_magnitudes(tensors: AdapterTensors, by_path: dict[str, SiteShape], se
         if magnitude.shape != (by_path[module].out_features,):
             _refuse(
                 "shape_mismatch",
-                f"{module}: lora_magnitude_vector is {magnitude.shape}, not one for each of the "
+                f"{module}: lora_magnitude_vector is {list(magnitude.shape)}, not one for each of the "
                 f"{by_path[module].out_features} outputs",
             )
 
@@ -248,7 +248,8 @@ def _check_shapes(
         _check_dtype(module, "lora_B", b)
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             _refuse(
-                "shape_mismatch", f"{module}: lora_A {a.shape} and lora_B {b.shape} do not make a product"
+                "shape_mismatch",
+                f"{module}: lora_A {list(a.shape)} and lora_B {list(b.shape)} do not make a product",
             )
         rank = a.shape[0]
         if rank > max_rank:

@@ -242,10 +242,10 @@ def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
         in_features, out_features = shape
         if site.a.shape != (site.rank, in_features) or site.b.shape != (out_features, site.rank):
             raise ArtifactCorrupt(
-                f"{where}: A {site.a.shape} and B {site.b.shape} do not fit rank {site.rank} of a linear from "
-                f"{in_features} to {out_features} features"
+                f"{where}: A {list(site.a.shape)} and B {list(site.b.shape)} do not fit rank {site.rank} of a linear "
+                f"from {in_features} to {out_features} features"
             )
         if site.magnitude is not None and site.magnitude.shape != (out_features,):
             raise ArtifactCorrupt(
-                f"{where}: the magnitudes {site.magnitude.shape} do not fit {out_features} features"
+                f"{where}: the magnitudes {list(site.magnitude.shape)} do not fit {out_features} features"
             )

@@ -111,7 +111,9 @@ def _check_shapes(path: str, tensors: Mapping[str, TensorSlice], settings: MlxSe
             "lora_parameters",
         )
     if "m" in tensors and tensors["m"].shape != (b[1],):
-        _refuse("shape_mismatch", f"{module}: m is {tensors['m'].shape}, not one for each of {b[1]} outputs")
+        _refuse(
+            "shape_mismatch", f"{module}: m is {list(tensors['m'].shape)}, not one for each of {b[1]} outputs"
+        )
 
 
 def _check_config(modules: Mapping[str, MlxModule], settings: MlxSettings) -> None:
