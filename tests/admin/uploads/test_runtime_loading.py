@@ -15,6 +15,7 @@ import pytest
 from loraplex.adapters.store.files import TENSORS_NAME
 from loraplex.control.audit.log import AuditFilter
 from support.adapters.drafts import make_adapter
+from support.adapters.mlx_adapters import MLX_TENSORS, mlx_config, mlx_tensors, write_mlx
 from support.http.admin_plane import ADMIN_TOKEN, ARCH
 from support.http.whole_server import WholeServer, bearer, whole_server
 from support.waiting import eventually
@@ -125,6 +126,19 @@ def test_what_is_wrong_is_said_in_vllms_statuses(loop: Loop) -> None:
     (path / TENSORS_NAME).write_bytes(b"not safetensors")
     assert loop.error(loop.load("wrong", path)) == (400, "not_safetensors", "lora_path")
     assert loop.server.plane.leftovers() == []
+
+
+def test_checkpoints_of_mlx_and_pointers_of_git_lfs(loop: Loop) -> None:
+    path = loop.checkpoint("other", seed=32)
+    for file in path.iterdir():
+        file.unlink()
+    write_mlx(path, mlx_config(), mlx_tensors(ARCH))
+    assert loop.load("other", path).status_code == 200
+    assert loop.released("other") == [("v1", 100)]
+    (path / MLX_TENSORS).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    refused = loop.load("pointer", path)
+    assert loop.error(refused) == (400, "not_safetensors", "lora_path")
+    assert "git lfs pull" in refused.json()["error"]["message"]
 
 
 def test_no_database_sees_what_no_name_has(loop: Loop) -> None:

@@ -20,8 +20,11 @@ from loraplex.adapters.admission.peft_config import parse_peft_config
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.archive.extract import extract_upload
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
+from loraplex.adapters.mlx.convert import convert_mlx
+from loraplex.adapters.store.artifact_store import ArtifactStore
 from support.adapters.archives import CONFIG, CONTENT, LIMIT, MAKERS, TENSORS, Box, make_tar, make_zip, tar_of
 from support.adapters.drafts import TinyBase, make_adapter, peft_config, write_base
+from support.adapters.mlx_adapters import mlx_config, mlx_files, mlx_tensors
 from support.fuzz.fuzzing import Target
 
 READ_BUFFERS = 8 << 20
@@ -169,4 +172,35 @@ def adapters(directory: Path) -> Target:
     return Target("an adapter", corpus, run, 4 * READ_BUFFERS)
 
 
-TARGETS = {"archive": archives, "header": headers, "config": configs, "adapter": adapters}
+def mlx_adapters(directory: Path) -> Target:
+    """The two files of mlx-lm, as `adapters` has those of PEFT: they become PEFT's, which the inspection takes or
+    refuses; or they stay as they were."""
+    base = load_base_spec(write_base(directory / "base", TinyBase()))
+    store = ArtifactStore(directory / "store")
+    corpus = []
+    for dora in (False, True):
+        config = mlx_config(fine_tune_type="dora" if dora else "lora")
+        text, tensors = mlx_files(config, mlx_tensors(TinyBase(), dora=dora)).values()
+        corpus.append(struct.pack("<H", len(text)) + text + tensors)
+
+    def run(data: bytes) -> None:
+        size = int.from_bytes(data[:2], "little")
+        with store.begin_staging() as staging, _refusals():
+            staging.config_path.write_bytes(data[2 : 2 + size])
+            staging.tensors_path.write_bytes(data[2 + size :])
+            converted = convert_mlx(staging, 64)
+            if converted:
+                read_header(staging.tensors_path)
+                assert json.loads(staging.config_path.read_bytes())["peft_type"] == "LORA"
+            inspect_adapter(staging.config_path, staging.tensors_path, base, max_rank=64, earlier=converted)
+
+    return Target("an adapter of mlx-lm", corpus, run, 4 * READ_BUFFERS)
+
+
+TARGETS = {
+    "archive": archives,
+    "header": headers,
+    "config": configs,
+    "adapter": adapters,
+    "mlx": mlx_adapters,
+}

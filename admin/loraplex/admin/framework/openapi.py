@@ -7,7 +7,7 @@ from typing import Any, get_args
 from fastapi import FastAPI
 
 from loraplex.adapters.sources.urls import MAX_URL_CHARS
-from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME, TENSORS_NAMES
 from loraplex.admin.problem import ANSWERS, MEDIA_TYPE
 from loraplex.admin.uploads.multipart import ARCHIVE_NAME, MAX_SERVING_BYTES, SERVING_NAME
 from loraplex.http.document import REF, describe, refusals
@@ -70,7 +70,7 @@ UPLOAD: dict[str, Any] = {
                             "additionalProperties": False,
                         }
                         for names, others in (
-                            ((CONFIG_NAME, TENSORS_NAME), tuple(CHAT_FILE_BYTES)),
+                            *(((CONFIG_NAME, tensors), tuple(CHAT_FILE_BYTES)) for tensors in TENSORS_NAMES),
                             ((ARCHIVE_NAME,), ()),
                         )
                     ],
