@@ -145,7 +145,7 @@ def configs(directory: Path) -> Target:
                 rank, scaling = settings.rank_and_scaling(module)
                 assert rank >= 1
                 assert abs(scaling) < 1e9
-                settings.selects(module)
+                settings.selection.selects(module)
 
     return Target("the adapter config", corpus, run, READ_BUFFERS)
 
