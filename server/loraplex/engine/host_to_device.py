@@ -17,7 +17,7 @@ class HostToDevice(Protocol):
         """[n] int64"""
         ...
 
-    def floats(self, values: Sequence[float]) -> torch.Tensor:
+    def floats(self, values: Sequence[float] | NDArray[np.float32]) -> torch.Tensor:
         """[n] float32"""
         ...
 

@@ -20,6 +20,7 @@ from loraplex.engine.sampling.sampler import NumbaSampler, make_sampler, sample
 from loraplex.engine.types import SamplingParams, ScheduledSequence
 from support.engine.sampling import EOS, cuts, reference_weights, row
 from support.engine.sampling_options import sampling_params, token_lists
+from support.work import lines_run
 
 CPU = torch.device("cpu")
 
@@ -234,3 +235,21 @@ def test_all_samplers_give_a_growing_sequence_the_same_tokens():
         answers.append((found, values.ids.tolist(), values.values.numpy().round(4).tolist()))
     assert answers[0] == answers[1] == answers[2]
     assert len({tuple(tokens) for tokens in answers[0][0]}) > 3
+
+
+def test_a_step_does_not_read_the_biases_of_its_rows_one_by_one() -> None:
+    """60 rows with 1,024 biases each took 23 ms of the thread that plans, at each step."""
+    history = TokenHistory()
+
+    def planned(count: int) -> int:
+        params = SamplingParams(9, logit_bias=tuple((token, 1.0) for token in range(count)))
+        rows = [row(f"{count}-{place}", params) for place in range(4)]
+
+        def plan() -> None:
+            upload = PlainInputs(torch.device("cpu"))
+            build_sampling_batch(rows, vocab_size=2000, eos_ids=EOS, history=history, upload=upload)
+
+        plan()
+        return lines_run(plan)
+
+    assert planned(1024) <= planned(1) + 8

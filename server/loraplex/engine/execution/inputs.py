@@ -136,7 +136,7 @@ class PlainInputs:
     def ints(self, values: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
         return self._tensor(values, torch.int64)
 
-    def floats(self, values: Sequence[float]) -> torch.Tensor:
+    def floats(self, values: Sequence[float] | NDArray[np.float32]) -> torch.Tensor:
         return self._tensor(values, torch.float32)
 
     def doubles(self, values: Sequence[float]) -> torch.Tensor:

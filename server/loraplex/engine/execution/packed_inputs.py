@@ -207,7 +207,7 @@ class PackedInputs:
     def ints(self, values: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
         return self._put(np.asarray(values, dtype=np.int64))
 
-    def floats(self, values: Sequence[float]) -> torch.Tensor:
+    def floats(self, values: Sequence[float] | NDArray[np.float32]) -> torch.Tensor:
         return self._put(np.asarray(values, dtype=np.float32))
 
     def doubles(self, values: Sequence[float]) -> torch.Tensor:

@@ -86,11 +86,12 @@ class SamplingBatch:
 
 
 class TokenHistory:
-    """The tokens of sequences as integer arrays, grown from step to step instead of converted again. For the
-    planning thread alone."""
+    """The tokens of sequences as integer arrays, grown from step to step instead of converted again, and their biases.
+    For the planning thread alone."""
 
     def __init__(self) -> None:
         self._known: dict[str, array[int]] = {}
+        self._biases: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
 
     def tokens(self, seq: EngineSequence) -> NDArray[np.int64]:
         """[len(seq.token_ids)]: a copy. A sequence only ever grows."""
@@ -100,9 +101,21 @@ class TokenHistory:
 
     def retain_requests(self, request_ids: Iterable[str]) -> None:
         """Forget all others."""
-        if self._known:
+        if self._known or self._biases:
             keep = set(request_ids)
             self._known = {k: v for k, v in self._known.items() if k in keep}
+            self._biases = {k: v for k, v in self._biases.items() if k in keep}
+
+    def bias(self, seq: EngineSequence, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens of `logit_bias` and what is added to each, those beyond the vocabulary left out."""
+        known = self._biases.get(seq.request_id)
+        if known is None:
+            given = seq.request.sampling.logit_bias
+            tokens = np.array([token for token, _ in given], dtype=np.int64)
+            values = np.array([value for _, value in given], dtype=np.float32)
+            fits = (tokens >= 0) & (tokens < vocab_size)
+            known = self._biases[seq.request_id] = tokens[fits], values[fits]
+        return known
 
 
 def build_sampling_batch(
@@ -119,7 +132,7 @@ def build_sampling_batch(
     return SamplingBatch(
         num_rows=len(rows),
         penalties=_penalties(rows, vocab_size, history, upload),
-        bias=_bias(rows, vocab_size, upload),
+        bias=_bias(rows, vocab_size, history, upload),
         banned=_banned(rows, vocab_size, eos_ids, upload),
         draws=_draws(rows, vocab_size, upload),
         scores=asked_scores(rows, vocab_size, upload),
@@ -158,18 +171,17 @@ def _penalties(
 
 
 def _bias(
-    rows: Sequence[ScheduledSequence], vocab_size: int, upload: HostToDevice
+    rows: Sequence[ScheduledSequence], vocab_size: int, history: TokenHistory, upload: HostToDevice
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    indices: list[int] = []
-    values: list[float] = []
-    for s, row in enumerate(rows):
-        for token, value in row.seq.request.sampling.logit_bias:
-            if 0 <= token < vocab_size:
-                indices.append(s * vocab_size + token)
-                values.append(value)
-    if not indices:
+    found = [
+        (s, *history.bias(row.seq, vocab_size))
+        for s, row in enumerate(rows)
+        if row.seq.request.sampling.logit_bias
+    ]
+    if not any(len(tokens) for _, tokens, _ in found):
         return None
-    return upload.ints(indices), upload.floats(values)
+    indices = np.concatenate([tokens + s * vocab_size for s, tokens, _ in found])
+    return upload.ints(indices), upload.floats(np.concatenate([values for _, _, values in found]))
 
 
 def _banned(

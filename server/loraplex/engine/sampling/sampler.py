@@ -254,19 +254,26 @@ def _bar_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor) -> None:
-    x = logits.index_select(0, penalties.rows)
-    flat_pending = penalties.pending * x.shape[1] + last_tokens.index_select(
+    """Changes the logits of the tokens that occurred, and no others: a vocabulary has many more."""
+    shape = (penalties.rows.shape[0], logits.shape[1])
+    flat_pending = penalties.pending * shape[1] + last_tokens.index_select(
         0, penalties.rows.index_select(0, penalties.pending)
     )
-    occurs = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+    occurs = torch.zeros(shape, dtype=torch.bool, device=logits.device)
     occurs.view(-1).index_fill_(0, torch.cat((penalties.context, flat_pending)), True)
+    places, tokens = occurs.nonzero(as_tuple=True)
     outputs = torch.cat((penalties.outputs, flat_pending))
-    counts = torch.zeros_like(x)
-    counts.view(-1).scatter_add_(0, outputs, torch.ones_like(outputs, dtype=x.dtype))
-    scaled = torch.where(x > 0, x / penalties.repetition, x * penalties.repetition)
-    x = torch.where(occurs, scaled, x)
-    x = x - counts * penalties.frequency - (counts > 0) * penalties.presence
-    logits.index_copy_(0, penalties.rows, x)
+    counts = torch.zeros(shape, dtype=logits.dtype, device=logits.device)
+    counts.view(-1).scatter_add_(0, outputs, torch.ones_like(outputs, dtype=logits.dtype))
+    count = counts[places, tokens]
+    rows = penalties.rows.index_select(0, places)
+    repetition, frequency, presence = (
+        each.view(-1).index_select(0, places)
+        for each in (penalties.repetition, penalties.frequency, penalties.presence)
+    )
+    x = logits[rows, tokens]
+    x = torch.where(x > 0, x / repetition, x * repetition)
+    logits[rows, tokens] = x - count * frequency - (count > 0) * presence
 
 
 def _draw(x: torch.Tensor, best: torch.Tensor, draws: Draws) -> torch.Tensor:
