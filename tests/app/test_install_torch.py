@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import subprocess
 import sys
 import zipfile
@@ -139,3 +141,30 @@ def test_other_failures_are_shown_and_end_it(bench: Bench, tmp_path: Path) -> No
     assert done.returncode == 1
     assert "invalid" in done.stderr
     assert not bench.installed()
+
+
+@pytest.mark.parametrize("at_a_terminal", [True, False])
+def test_pip_shows_what_it_fetches_at_a_terminal_only(at_a_terminal: bool) -> None:
+    """Elsewhere make's own lines are enough. Nothing is installed: `--dry-run`."""
+    make = ["make", "--dry-run", "--always-make", ".venv/.installed"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        make,
+        cwd=SCRIPT.parents[1],
+        env=environment,
+        stdout=theirs if at_a_terminal else subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        os.close(theirs)
+        said = b""
+        if process.stdout is not None:
+            said = process.stdout.read()
+        else:
+            with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
+                while piece := os.read(ours, 1 << 16):
+                    said += piece
+        assert process.wait() == 0
+    os.close(ours)
+    (line,) = [line for line in said.decode().splitlines() if "pip install" in line]
+    assert ("--quiet" in line) is not at_a_terminal
