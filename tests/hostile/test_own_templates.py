@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.process import ForkProcess
 from support.engine.fake_engine import Reply
 from support.http.admin_plane import ADMIN_TOKEN, adapter_files
 from support.http.whole_server import WholeServer, bearer, whole_server
@@ -174,7 +179,30 @@ def test_a_template_that_fails_is_the_tenants_400(own: Server, template: str, wo
     own.server.settle()
 
 
-def test_no_fork_and_no_text_outlives_a_deleted_adapter(own: Server) -> None:
+def test_a_neighbours_chats_are_served_meanwhile(own: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.template("busy", "{% if messages[0].content == 'hi' %}" + BUSY + "{% endif %}y")
+    own.push("alpaca", tenant="rival", **{"chat_template.jinja": ALPACA.encode()})
+    run, answered = ForkProcess.run, threading.Event()
+
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
+        done = await run(process, body, owner=owner)
+        while owner.startswith("acme") and not answered.is_set():  # however fast the machine is
+            await asyncio.sleep(0.01)
+        return done
+
+    monkeypatch.setattr(ForkProcess, "run", slower)
+    with ThreadPoolExecutor(4) as pool:
+        slow = [pool.submit(own.chat, "busy") for _ in range(4)]
+        try:
+            assert own.chat("plain", "rival").status_code == 200
+            assert own.chat("alpaca", "rival").status_code == 200
+            assert not any(future.done() for future in slow)
+        finally:
+            answered.set()
+    assert {future.result().status_code for future in slow} == {400}
+
+
+def test_a_deleted_version_renders_no_more(own: Server) -> None:
     own.template("gone", ALPACA + "gone")
     own.tokens("gone")
     own.server.http.delete(
