@@ -17,7 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from loraplex.contrib.transformers import FILES, PushCallback, PushFailed
+from loraplex.adapters.store.files import CHAT_FILE_BYTES
+from loraplex.contrib.transformers import CHAT_FILES, FILES, PushCallback, PushFailed
 
 Answer = tuple[int, dict[str, str], object]
 CREATED: Answer = (201, {}, {"version": "v7", "digest": "sha256:00"})
@@ -341,3 +342,14 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_checkpoint_has_for_its_chats_is_sent_too(server: ScriptedServer, tmp_path: Path) -> None:
+    assert tuple(CHAT_FILE_BYTES) == CHAT_FILES  # it may be copied to where Loraplex is not installed
+    server.answers = [CREATED, RELEASED]
+    callback = callback_for(server)
+    save(tmp_path, 10)
+    (tmp_path / "checkpoint-10" / "chat_template.jinja").write_text("{{ messages }}")
+    on_save(callback, tmp_path, 10)
+    callback.wait()
+    assert uploaded(server.asked[0][2])["chat_template.jinja"] == b"{{ messages }}"

@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.admission.chat_files import ChatFiles
 from loraplex.adapters.archive.stored_archive import StoredArchive
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
+from loraplex.control.types import Serving
+from loraplex.serving.text.own_chat import ChatFound, compare_chat
+from loraplex.serving.text.processor import TextProcessor
+from support.models.byte_tokenizer import EOS_ID, write_byte_tokenizer
 from support.servers.shell import Shell, shell_in
 
 TENANT = ("-t", "acme")
@@ -117,3 +122,30 @@ def test_another_adapters_files_are_not_taken_for_it(shell: Shell, monkeypatch: 
     said = shell.fails("adapter", "pull", "support@v2", str(shell.root / "none"), *TENANT)
     assert "its digest is another" in said
     assert not (shell.root / "none").exists()
+
+
+def test_what_a_version_brings_for_its_chats_is_pushed_and_pulled(tmp_path: Path) -> None:
+    text = TextProcessor(write_byte_tokenizer(tmp_path / "base"), max_model_len=4096)
+
+    async def examine(tenant_id: str, files: ChatFiles, serving: Serving) -> ChatFound:
+        return compare_chat(files, text, {EOS_ID}, own_serves=False)
+
+    with shell_in(tmp_path, examine_chat=examine) as shell:
+        shell.plane.make_tenant()
+        plain = Path(shell.adapter("plain"))
+        chatty = Path(shell.adapter("chatty"))
+        (chatty / "chat_template.jinja").write_text("{{ messages[0].content }}")
+        (chatty / "tokenizer_config.json").write_text('{"padding_side": "left"}')
+        said = shell.ok("adapter", "push", "support", str(chatty), *TENANT)
+        assert "!  chat template: warning: it differs from the base's" in said
+        assert "accepted as v2" in shell.ok("adapter", "push", "support", str(plain), *TENANT)
+        target = shell.root / "copy"
+        shell.ok("adapter", "pull", "support@v1", str(target), *TENANT)
+        wanted = files(plain) | {"chat_template.jinja": b"{{ messages[0].content }}"}
+        assert files(target) == wanted
+        assert "already" in shell.ok("adapter", "pull", "support@v1", str(target), *TENANT)
+        assert "already, as v1" in shell.ok("adapter", "push", "support", str(target), *TENANT)
+        (target / "chat_template.jinja").write_text("mine")
+        assert "--force" in shell.fails("adapter", "pull", "support@v1", str(target), *TENANT)
+        shell.ok("adapter", "pull", "support@v1", str(target), "--force", *TENANT)
+        assert files(target) == wanted

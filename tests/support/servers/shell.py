@@ -55,10 +55,10 @@ class Shell:
 
 
 @contextmanager
-def shell_in(root: Path) -> Iterator[Shell]:
+def shell_in(root: Path, **options: Any) -> Iterator[Shell]:
     """A server with an admin plane in `root`. It shares this process: its log lines must not land in what a command
-    prints."""
-    plane = AdminPlane(root)
+    prints. `options` are of `AdminPlane`."""
+    plane = AdminPlane(root, **options)
     with capture_logs(), serve_app(plane.app) as server:
         yield Shell(plane, server, root)
     plane.close()
