@@ -82,6 +82,8 @@ RECIPES: dict[str, Recipe] = {
     "`ensure_weight_tying` where nothing is tied": Recipe(
         {"target_modules": TWO, "ensure_weight_tying": True}
     ),
+    "VeLoRA": Recipe({"target_modules": TWO, "velora_config": {"num_groups": 8}}),
+    "MonteCLoRA": Recipe({"target_modules": TWO, "monteclora_config": {"num_samples": 2}}),
     "PiSSA, converted by PEFT": Recipe({"target_modules": TWO, "init_lora_weights": "pissa"}, convert=True),
     "PiSSA, not converted": Recipe({"target_modules": TWO, "init_lora_weights": "pissa"}),
     "a classifier with its head": Recipe(
@@ -181,6 +183,11 @@ def check_equal(spec: AdapterSpec, base: BaseSpec, directory: Path, layers: dict
         if site.magnitude is not None:
             expected = magnitudes["default"].weight.detach().numpy()
             np.testing.assert_array_equal(read_tensor(tensors_path, site.magnitude), expected)
+            continue
+        x = torch.randn(3, a.shape[1], generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            change = (layer.eval()(x) - layer.base_layer(x)).numpy()
+        np.testing.assert_allclose(site.scaling * (x.numpy() @ a.T) @ b.T, change, atol=2e-5, rtol=1e-4)
 
 
 def test_each_kind_of_the_page_is_built() -> None:

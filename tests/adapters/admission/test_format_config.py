@@ -62,7 +62,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "megatron_config": ([None, {}], [{"hidden_size": 1}]),
     "megatron_core": ([None, "megatron.core", 1], []),
     "modules_to_save": ([None, []], [["lm_head"]]),
-    "monteclora_config": ([None], [{"num_samples": 8}]),
+    "monteclora_config": ([None, {"num_samples": 8}, "x"], []),
     "peft_type": (["LORA"], [None, "ADALORA", "VERA", 3]),
     "peft_version": ([None, "0.18.0", 18], []),
     "qalora_group_size": ([16, None, "16"], []),
@@ -84,7 +84,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "use_dora": ([False, True, None], [1, "true"]),
     "use_qalora": ([False], [True]),
     "use_rslora": ([False, True, None], ["yes", 1]),
-    "velora_config": ([None], [{"num_groups": 64}]),
+    "velora_config": ([None, {"num_groups": 64}, "x"], []),
 }
 _READ = ("alpha_pattern", "base_model_name_or_path", "layers_pattern", "layers_to_transform", "lora_alpha")
 _READ += (

@@ -125,6 +125,7 @@ def _idle(
 
 _INVALID_OR_NOT: tuple[RefusalCode, ...] = ("config_invalid", "unsupported_feature")
 _OF_INIT = "of effect only with its `init_lora_weights`, which decides"
+_IN_TRAINING = "of effect in training only; the tensors that it leaves are dropped"
 _REST = "is not served, and the rest of the adapter alone is not what was trained"
 
 CONFIG_FIELDS: tuple[ConfigField, ...] = (
@@ -292,16 +293,8 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         "KaSA cuts off a part of the base's weights and trains a diagonal between lora_A and lora_B; a plain LoRA has "
         "neither",
     ),
-    _neutral(
-        "monteclora_config",
-        ({"num_samples": 8},),
-        "MonteCLoRA saves samplers of its own beside lora_A and lora_B, which are not served",
-    ),
-    _neutral(
-        "velora_config",
-        ({"num_groups": 64},),
-        "VeLoRA saves tensors of its own beside lora_A and lora_B, which are not served",
-    ),
+    _idle("monteclora_config", _is_object, (None, {"num_samples": 8}), _IN_TRAINING),
+    _idle("velora_config", _is_object, (None, {"num_groups": 64}), _IN_TRAINING),
 )
 """Every field of PEFT's LoraConfig, and those that it writes beside. Any other one: see the module."""
 
@@ -354,7 +347,10 @@ TENSOR_KINDS: tuple[TensorKind, ...] = (
     TensorKind("original_module", "modules_to_save", "whole modules trained beside"),
     *(TensorKind(part, "modules_to_save", "a head that is trained beside", _HEAD) for part in _HEADS),
     TensorKind("token_adapter", "trainable_token_indices", "rows of the embedding"),
-    TensorKind("lora_velora_embed", "velora_config", "VeLoRA"),
+    TensorKind("lora_velora_embed", None, "VeLoRA's, of use in training only: dropped"),
+    TensorKind("lora_monteclora_sampler", None, "MonteCLoRA's, of use in training only: dropped"),
     TensorKind("lora_diag", "kasa_config", "KaSA"),
 )
+OF_TRAINING = frozenset({"lora_velora_embed", "lora_monteclora_sampler"})
+"""Parts of the names of tensors that PEFT computes with in training alone."""
 REFUSED_TENSORS: Mapping[str, TensorKind] = {kind.part: kind for kind in TENSOR_KINDS if kind.feature}

@@ -44,8 +44,8 @@ Public adapters as they were found, before the last of these kinds were served:
 | weights in MLX's form | 11 of 106 | refused then; converted now |
 | weights that are pointers of Git LFS | 24 of 64 | refused |
 
-A test builds each kind below with PEFT. For a kind that is served it compares A, B, magnitudes and scaling with those
-of the layers that PEFT loads from the same files.
+A test builds each kind below with PEFT. For a kind that is served it compares A, B, magnitudes, scaling and the change
+that they make with those of the layers that PEFT loads from the same files.
 """
 
 _NAMES = """\
@@ -103,6 +103,8 @@ ADAPTER_KINDS: tuple[AdapterKind, ...] = (
         warns=True,
     ),
     AdapterKind("`ensure_weight_tying` where nothing is tied", None, "without effect", warns=True),
+    AdapterKind("VeLoRA", None, "differs in training only"),
+    AdapterKind("MonteCLoRA", None, "differs in training only"),
     AdapterKind("PiSSA, converted by PEFT", None, "a plain LoRA of twice the rank"),
     AdapterKind("PiSSA, not converted", "init_lora_weights", "A and B fit another base"),
     AdapterKind("a classifier with its head", "modules_to_save", "heads are not served"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from loraplex.adapters.admission.faults import Faults
-from loraplex.adapters.admission.peft_support import REFUSED_TENSORS, TensorKind
+from loraplex.adapters.admission.peft_support import OF_TRAINING, REFUSED_TENSORS, TensorKind
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import TensorSlice
 from loraplex.adapters.store.files import shown
@@ -61,6 +61,8 @@ def _sort(name: str, tensor: TensorSlice, sorted_: AdapterTensors, adapter_names
     if not name.startswith(_PREFIX):
         _unexpected(name, f"its name does not begin with '{_PREFIX}'")
     parts = name.removeprefix(_PREFIX).split(".")
+    if not OF_TRAINING.isdisjoint(parts):
+        return
     if not _REFUSED.isdisjoint(parts):
         _unsupported(name, next(REFUSED_TENSORS[part] for part in parts if part in REFUSED_TENSORS))
     if _MAGNITUDE in parts[-3:]:
