@@ -12,6 +12,7 @@ import pytest
 
 from loraplex.app.doctor import torch_checks
 from loraplex.migrations.run import upgrade
+from support.models.checkpoints import edit_config
 from support.servers.live_server import Outcome, free_ports, run_command, write_tiny_model
 from support.servers.run_here import run_here
 
@@ -129,6 +130,25 @@ def test_whether_bits_depend_on_the_batch(tmp_path: Path) -> None:
     assert "bits that may depend on the batch (torch's kernels " in doctor(tmp_path, *model).stdout
     refused = doctor(tmp_path, *model, "--batch-invariant")
     assert "wrong base model: --batch-invariant: torch's kernels" in refused.stdout
+
+
+@pytest.mark.usefixtures("torch_here")
+def test_what_is_served_for_certain_is_told_from_what_the_start_decides(tmp_path: Path) -> None:
+    """A family that is known to be refused is wrong here too, in the words of the start."""
+    untested = write_tiny_model(tmp_path / "untested")
+    edit_config(untested, model_type="stablelm", architectures=["StableLmForCausalLM"])
+    outcome = doctor(tmp_path, "--model", str(untested), "--device", "cpu", "--kernels", "torch")
+    assert lines(outcome)["base model"] == "warn"
+    assert "stablelm is not on the list of tested architectures: the start compares" in outcome.stdout
+    refused = write_tiny_model(tmp_path / "refused")
+    edit_config(refused, model_type="gpt_oss")
+    outcome = doctor(tmp_path, "--model", str(refused))
+    assert outcome.code == 1
+    said = "gpt-oss is not served: its attention has sinks"
+    assert f"wrong base model: {said}" in outcome.stdout
+    served = run_here("serve", *options(tmp_path), "--model", str(refused))
+    assert served.code == 1
+    assert f"loraplex: {said}" in served.stderr
 
 
 @pytest.mark.usefixtures("torch_here")

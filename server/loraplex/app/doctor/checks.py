@@ -13,7 +13,7 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.base_model.source import ensure_model
 from loraplex.app.doctor import production, services
-from loraplex.app.doctor.findings import Finding, fail, ok
+from loraplex.app.doctor.findings import Finding, fail, ok, warn
 from loraplex.app.doctor.machine import Device, Machine, Port, read_machine
 from loraplex.app.doctor.torch_checks import Answers, Questions
 from loraplex.app.output import Output
@@ -24,7 +24,7 @@ _MARKS = {"ok": "[green]ok[/]   ", "warn": "[yellow]warn[/] ", "fail": "[red]wro
 
 
 class TorchAnswers(Protocol):
-    """The results for "torch", "device", "kernels" and "model". Raises OSError with what is wrong."""
+    """The results for "torch", "device", "kernels", "model" and "untested". Raises OSError with what is wrong."""
 
     def __getitem__(self, name: str) -> str: ...
 
@@ -48,7 +48,7 @@ def examine(settings: Settings, out: Output) -> int:
     )
     checks = checks_of(settings, read_machine(settings), torch)
     if settings.model:
-        checks.append(("base model", lambda: ok(model.describe(torch))))
+        checks.append(("base model", lambda: model.examine(torch)))
     return report(checks, out)
 
 
@@ -122,7 +122,7 @@ def report(checks: list[Check], out: Output) -> int:
 
 
 class _Model:
-    """The base model of the settings, fetched if need be; `describe` says why it cannot be had."""
+    """The base model of the settings, fetched if need be; `examine` says why it cannot be had."""
 
     def __init__(self, settings: Settings) -> None:
         self._data_dir = settings.data_dir
@@ -134,13 +134,20 @@ class _Model:
             except (LoraplexError, OSError) as error:
                 self._failure = error
 
-    def describe(self, torch: TorchAnswers) -> str:
+    def examine(self, torch: TorchAnswers) -> Finding:
         if self._failure is not None:
             raise self._failure
         assert self.directory is not None
         how = torch["model"]
         base = load_base_spec(self.directory, cache_dir=self._data_dir)
-        return f"{how}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
+        found = f"{how}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
+        if untested := torch["untested"]:
+            return warn(
+                found,
+                f"{untested} is not on the list of tested architectures: the start compares it with transformers "
+                "on its own weights, and refuses it if they differ. Start the server once before you rely on it",
+            )
+        return ok(found)
 
 
 def _port(port: Port, machine: Machine) -> Finding:

@@ -28,7 +28,7 @@ class Questions:
 
 
 class Answers:
-    """The results for "torch", "device", "kernels" and "model". The process runs at the first call."""
+    """The results for "torch", "device", "kernels", "model" and "untested". The process runs at the first call."""
 
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
@@ -49,7 +49,7 @@ def _ask(questions: Questions) -> dict[str, dict[str, str]]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - a module of ours
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["torch cannot be imported"])[-1]
-        return {name: {"wrong": reason} for name in ("torch", "device", "kernels", "model")}
+        return {name: {"wrong": reason} for name in ("torch", "device", "kernels", "model", "untested")}
     found: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -60,6 +60,7 @@ def _answer(questions: Questions) -> dict[str, dict[str, str]]:
         "device": lambda: _device(questions),
         "kernels": lambda: _kernels(questions),
         "model": lambda: _model(questions),
+        "untested": lambda: _untested(questions),
     }
     return {name: _told(check) for name, check in checks.items()}
 
@@ -140,6 +141,13 @@ def _model(questions: Questions) -> str:
         batch_invariant=questions.batch_invariant,
     )
     return f"{kind}, {attention}, {bits}, {examine_dtype(model_dir, questions.dtype, device)}"
+
+
+def _untested(questions: Questions) -> str:
+    """The model type, where only the start can tell whether it is served."""
+    from loraplex.engine.model.loading import untested_type
+
+    return "" if questions.model_dir is None else untested_type(Path(questions.model_dir))
 
 
 if __name__ == "__main__":

@@ -153,6 +153,14 @@ def examine_model(model_dir: Path, max_model_len: int = 0) -> str:
     return f"{config.model_type} through transformers, {how}"
 
 
+def untested_type(model_dir: Path) -> str:
+    """The model type of a checkpoint that a start compares with transformers, and may refuse; empty for any other.
+    Raises ModelUnsupported."""
+    config, part = read_model_config(model_dir)
+    known = is_fused(part.config.model_type) or config.model_type in TESTED
+    return "" if known else str(config.model_type)
+
+
 def examine_same_bits(model_dir: Path, asked: bool) -> str | None:
     """Why a checkpoint cannot promise the same bits in every step, from its config alone; None where it can. Raises
     ModelUnsupported where that was asked for."""
