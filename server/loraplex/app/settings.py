@@ -6,11 +6,9 @@ default. A key that does not exist stops the start, wherever it stands.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -26,6 +24,7 @@ from pydantic_settings import (
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.sources.urls import AllowedSources
+from loraplex.app.suggestions import did_you_mean
 from loraplex.engine.config import MAX_RECORDED_ROWS
 
 OTHER_ENVIRONMENT = frozenset(
@@ -368,14 +367,6 @@ def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Set
         raise SettingsInvalid(
             "; ".join(_say(problem, chosen, from_environment) for problem in error.errors())
         ) from error
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The words that name the known one that is most like `name`; empty where none is."""
-    # The prefix that all have makes none alike.
-    by_rest = {other.removeprefix("LORAPLEX_"): other for other in known}
-    found = difflib.get_close_matches(name.removeprefix("LORAPLEX_"), by_rest, n=1, cutoff=0.7)
-    return f", did you mean '{by_rest[found[0]]}'?" if found else ""
 
 
 def _shown(value: object) -> str:

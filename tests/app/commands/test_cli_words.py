@@ -99,6 +99,14 @@ class TestSecrets:
         ("tenant create B", "A tenant's id is 1 to 63 of"),
         ("tenant show ../x", "'../x' is no name: it has a '/'."),
         ("adapter show ../../x -t acme", "'../../x' is no name: it has a '/'."),
+        (
+            "key create -t acme --limit max_concurency=3",
+            "'max_concurency', did you mean 'max_concurrency'?; there are",
+        ),
+        (
+            "key create -t acme --scope adapter:read",
+            "no such scope, did you mean 'adapters:read'?; there are",
+        ),
         ("key create -t acme --limit rpm=3", f"there is no limit 'rpm'; there are {', '.join(OF_KEY)}."),
         ("key create -t acme --limit max_adapters=3", "a key has no limit 'max_adapters', only a tenant has"),
         (

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from loraplex.app.commands.shared.errors import CommandFailed
+from loraplex.app.suggestions import did_you_mean
 from loraplex.control.types import ADAPTER_LIMITS, BUDGET_PERIODS, MAX_RELEASE_WEIGHT, SCOPES, Limits
 
 LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
@@ -28,7 +29,7 @@ def parse_limits(given: list[str] | None, *, of_key: bool = False) -> dict[str, 
             reason = (
                 f"a key has no limit '{name}', only a tenant has"
                 if name in LIMITS
-                else f"there is no limit '{name}'"
+                else f"there is no limit '{name}'{did_you_mean(name, known)}"
             )
             raise CommandFailed(f"--limit '{item}': {reason}; there are {', '.join(known)}.")
         limits[name] = _limit(item, name, value)
@@ -55,7 +56,8 @@ def check_scopes(given: list[str] | None) -> list[str] | None:
     for scope in given or []:
         if scope not in (*SCOPES, ALL_SCOPES):
             raise CommandFailed(
-                f"--scope '{scope}': there is no such scope; there are {', '.join(SCOPES)}, and {ALL_SCOPES}."
+                f"--scope '{scope}': there is no such scope{did_you_mean(scope, SCOPES)}; "
+                f"there are {', '.join(SCOPES)}, and {ALL_SCOPES}."
             )
     return list(SCOPES) if ALL_SCOPES in (given or []) else given
 
