@@ -117,7 +117,8 @@ async def test_archives_bring_what_lies_beside_the_adapter(
 ) -> None:
     """Whatever comes first, and whatever else has such names in another folder."""
     others = {f"model/{name}": b"{" for name in OWN}
-    files = others | {f"a/{name}": data for name, data in (OWN | two).items()}
+    own, adapter = ({f"a/{name}": data for name, data in files.items()} for files in (OWN, two))
+    files = own | others | adapter
     by_archive = (await admin.post(VERSIONS, files={"archive": MAKERS[kind](files)})).json()
     by_form = (await admin.post(VERSIONS, files=form(two | OWN))).json()
     assert (by_archive["version"], by_form["version"]) == ("v1", "v1")
