@@ -316,6 +316,19 @@ def test_a_model_without_adapter_files_is_named(server: ScriptedServer, tmp_path
     assert not server.asked
 
 
+def test_pickled_weights_are_named_with_the_setting_that_saves_safetensors(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
+    callback = callback_for(server)
+    save(tmp_path, 3)
+    weights = tmp_path / "checkpoint-3" / "adapter_model.safetensors"
+    weights.rename(weights.with_name("adapter_model.bin"))
+    on_save(callback, tmp_path, 3)
+    callback.wait()
+    assert "save_safetensors=True" in str(callback.failures[0])
+    assert server.asked == []
+
+
 def test_other_ranks_push_nothing(server: ScriptedServer, tmp_path: Path) -> None:
     callback = callback_for(server)
     save(tmp_path, 3)
