@@ -98,7 +98,7 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
                 f"no answer from {', '.join(failed)}; the server's log is {_log_path(options)}"
             )
         if not options.exit_after:
-            _show_next(console, options)
+            _show_next(console, options, list(adapters))
             console.print("\nThe server stays up; Ctrl-C stops it.")
             stop.check()
             _wait(server)
@@ -376,7 +376,7 @@ def _show(console: Console, options: QuickstartOptions, key: str, answers: dict[
     )
 
 
-def _show_next(console: Console, options: QuickstartOptions) -> None:
+def _show_next(console: Console, options: QuickstartOptions, adapters: list[str]) -> None:
     """What to do in a second terminal, and where the ports come from."""
     key_file = shlex.quote(str((options.data_dir / "quickstart-key").absolute()))
     program = shlex.quote(_program())
@@ -384,7 +384,7 @@ def _show_next(console: Console, options: QuickstartOptions) -> None:
         "",
         f"In a second terminal, as the tenant '{TENANT}':",
         f"  export LORAPLEX_URL=http://{options.host}:{options.port} LORAPLEX_API_KEY=$(cat {key_file})",
-        f'  {program} chat -m pirate "Who are you?"',
+        f'  {program} chat -m {"pirate" if "pirate" in adapters else adapters[0]} "Who are you?"',
         f"  {program} adapter push NAME DIR    # a folder that PEFT's save_pretrained wrote",
         "As the operator:",
         f"  export LORAPLEX_ADMIN_URL=http://{options.host}:{options.admin_port} "
