@@ -83,6 +83,22 @@ def test_a_decoder_under_any_name_is_the_same(
     assert_equal(read_both(draft_named(decoder, dora=dora), tmp_path / "named", base), plain)
 
 
+@pytest.mark.parametrize("decoder", ["model.decoder.", "decoder.", "gpt_neox.", "model.", ""])
+@pytest.mark.parametrize("own", ["model.decoder.", "gpt_neox."])
+def test_decoders_that_their_family_calls_by_a_word_of_its_own(own: str, decoder: str, tmp_path: Path) -> None:
+    directory = write_base(tmp_path / "base", ARCH)
+    tensors = {
+        f"{own}{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor
+        for name, tensor in base_tensors(ARCH).items()
+    }
+    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    base = load_base_spec(directory)
+    if decoder in (own, own.partition(".")[2], "model.", ""):
+        assert len(read_both(draft_named(decoder), tmp_path / "adapter", base)) == 5
+    else:
+        assert refusal(draft_named(decoder), tmp_path / "adapter", base).code == "base_mismatch"
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_under_any_name_is_the_same(head: str, base: BaseSpec, tmp_path: Path) -> None:
     for number, target in enumerate(("lm_head", head)):
@@ -120,6 +136,18 @@ def test_a_config_may_name_paths_by_any_name(
         (1, "up_proj"): 5 / 6,
         (0, "lm_head"): 2.0,
     }
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_an_expression_for_alphas_is_matched_with_the_names_of_the_tensors(
+    decoder: str, base: BaseSpec, tmp_path: Path
+) -> None:
+    expression = rf"{decoder}layers\.1\..*_proj".replace("model.", r"model\.")
+    draft = draft_named(decoder, targets=["q_proj", "up_proj"], alpha_pattern={f"^{expression}": 2})
+    found = read_both(draft, tmp_path, base)
+    assert {key: parts[0] for key, parts in found.items()} == {
+        (0, "q_proj"): 2.0, (0, "up_proj"): 2.0, (1, "q_proj"): 0.5, (1, "up_proj"): 0.5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
