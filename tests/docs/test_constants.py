@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.admission.config import token_indices
 from loraplex.adapters.admission.peft_config import MAX_CONFIG_BYTES
 from loraplex.adapters.cache import failures
 from loraplex.adapters.device import layout
@@ -117,6 +118,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("admin.md", "slower than {:,} bytes a second", (body.MIN_BYTES_PER_S,)),
     ("admin.md", "more than {} things in a minute on this server", (change_rate_limit.MAX_CHANGES,)),
     ("adapters.md", "The last {} of a name are kept", (releases.MAX_REVISIONS,)),
+    ("adapters.md", "rows, up to {:,} of each module", (token_indices.MAX_TOKEN_ROWS,)),
     ("adapters.md", "`support@sha256:<{} or more hex digits>`", (resolver.MIN_DIGEST_CHARS,)),
     ("api.md", "by at least {} hex digits", (resolver.MIN_DIGEST_CHARS,)),
     ("api.md", "`model` | 1 to {} characters", (bound("model", "maxLength"),)),

@@ -10,7 +10,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class SiteShape:
     """One linear of the base. `module_path` is its name in the checkpoint without ".weight", such as
-    "model.layers.3.self_attn.q_proj", or "lm_head", whose layer is 0."""
+    "model.layers.3.self_attn.q_proj", or "lm_head", whose layer is 0. The embedding, whose layer is 0 too, is a linear
+    from the vocabulary to the hidden states."""
 
     layer: int
     site: str
@@ -22,13 +23,15 @@ class SiteShape:
 @dataclass(frozen=True, slots=True)
 class BaseSpec:
     """The base model as admission sees it. `fingerprint` (64 hex characters) is a SHA-256 over its
-    architecture and weights. `sites` is keyed by (layer, site)."""
+    architecture and weights. `sites` is keyed by (layer, site). `tied_head`: the config ties the head to the
+    embedding."""
 
     fingerprint: str
     model_type: str
     num_layers: int
     sites: Mapping[tuple[int, str], SiteShape]
     model_dir: str
+    tied_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class TensorSlice:
 class SiteWeights:
     """The two matrices of one site: a is [rank, in_features], b is [out_features, rank]. `scaling` is
     alpha/rank (alpha/sqrt(rank) under rsLoRA) with the site's own alpha and rank. `magnitude` [out_features] is
-    DoRA's, None for plain LoRA."""
+    DoRA's, None for plain LoRA. On the embedding in_features is the vocabulary."""
 
     layer: int
     site: str
@@ -58,6 +61,18 @@ class SiteWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Rows of the embedding, of the head, or of both where they are tied, that an adapter replaces: `rows` [n, hidden
+    size] are those of the token ids `ids` [n], in their order."""
+
+    module_path: str
+    ids: tuple[int, ...]
+    rows: TensorSlice
+    in_embedding: bool
+    in_head: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSpec:
     """A validated adapter. `rank` is the largest of any site, `num_bytes` the size of the upload's files."""
 
@@ -66,4 +81,5 @@ class AdapterSpec:
     sites: tuple[SiteWeights, ...]
     num_bytes: int
     targets: tuple[str, ...]
+    tokens: tuple[TokenRows, ...] = ()
     report: dict[str, Any] = field(default_factory=dict)

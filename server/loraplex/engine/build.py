@@ -188,6 +188,7 @@ def _build(
         model.dtype,
         max_rank=config.max_adapter_rank,
         head=model.head_group,
+        embedding=model.embedding_shape,
     )
     num_pages, num_slots = arena_size(
         config.adapter_memory or adapter_budget(available_memory(device), device.type), layout

@@ -9,7 +9,7 @@ from loraplex.adapters.device.layout import ArenaLayout, SiteKey, place_tiles
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import DEFAULT_SEQUENCES, MAX_RECORDED_ROWS
 from loraplex.kernels.lora.dispatch import CHUNK
-from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SiteGroup
 
 MAX_SLOTS = 1024
 MAX_ADAPTER_CPU_MEMORY = 4 << 30
@@ -92,7 +92,7 @@ def adapter_pages(layout: ArenaLayout, rank: int, sites: tuple[str, ...]) -> int
     keys = [
         SiteKey(layer, site, rank, False)
         for site in sites
-        for layer in range(1 if site == HEAD else layout.num_layers)
+        for layer in range(1 if site in (HEAD, EMBEDDING) else layout.num_layers)
     ]
     return place_tiles([tile.num_bytes for tile in layout.tiles(keys)], layout.page_bytes)[1]
 

@@ -39,7 +39,7 @@ def test_sites_of_the_families(tmp_path: Path, model_type: str, shards: int) -> 
     base = load_base_spec(write_base(tmp_path, arch, shards=shards))
     assert (base.model_type, base.num_layers) == (model_type, 2)
     layers = [(layer, site) for layer in range(2) for site in ALL_SITES]
-    assert list(base.sites) == [*layers, (0, "lm_head")]
+    assert list(base.sites) == [*layers, (0, "lm_head"), (0, "embed_tokens")]
     for (layer, site), shape in base.sites.items():
         assert shape.module_path == site_module(layer, site)
         assert (shape.out_features, shape.in_features) == arch.out_in(site)
@@ -65,7 +65,7 @@ def test_ambiguous_sites_and_layers_beyond_the_model_are_left_out(tmp_path: Path
     tensors["model.layers.2.mlp.up_proj.weight"] = expert
     write_safetensors(tmp_path / "model.safetensors", tensors)
     sites = load_base_spec(tmp_path).sites
-    assert len(sites) == 2 * len(ALL_SITES)  # and the head
+    assert len(sites) == 2 * len(ALL_SITES) + 1  # and the head and the embedding
     assert (1, "gate_proj") not in sites
 
 
@@ -172,6 +172,6 @@ def test_the_real_model(real_model_dir: Path, tmp_path: Path) -> None:
     assert (base.model_type, base.num_layers, len(base.sites)) == (
         "llama",
         30,
-        211,
-    )  # seven a layer and lm_head
+        212,
+    )  # seven a layer, lm_head and embed_tokens
     assert read_base_weight(base, 29, "k_proj").shape == (192, 576)

@@ -18,7 +18,7 @@ def of_layer(base: Any, layer: int) -> dict[str, tuple[int, int]]:
     return {
         s.site: (s.out_features, s.in_features)
         for (i, _), s in base.sites.items()
-        if i == layer and s.site != "lm_head"
+        if i == layer and s.site not in ("lm_head", "embed_tokens")
     }
 
 

@@ -79,7 +79,13 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
         [None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", "QUESTION_ANS"],
         ["SEQ_CLS", "TOKEN_CLS", "x"],
     ),
-    "trainable_token_indices": ([None, []], [[1, 2], {"embed_tokens": [1]}]),
+    "trainable_token_indices": (
+        [None, [], [1, 2], {"embed_tokens": [1]}, {"embed_tokens": [1], "lm_head": [2]}],
+        [
+            *([1, 1], [-1], [1.0], [True], ["1"], 7),
+            *({"embed_tokens": []}, {"embed_tokens": 1}, {"a": [1], "b": [1], "c": [1]}),
+        ],
+    ),
     "use_bdlora": ([None], [{"nblocks": 2}]),
     "use_dora": ([False, True, None], [1, "true"]),
     "use_qalora": ([False], [True]),
@@ -96,6 +102,7 @@ _READ += (
     "exclude_modules",
     "target_modules",
     "ensure_weight_tying",
+    "trainable_token_indices",
 )
 
 

@@ -186,9 +186,9 @@ REFUSALS: dict[str, tuple[str, str | None, Change]] = {
         None,
         _config(r=8, rank_pattern={".*q_proj": 16, ".*v_proj": 3}),
     ),
-    "trainable tokens": (
-        "unsupported_feature",
-        "trainable_token_indices",
+    "rows that the config does not name": (
+        "unexpected_tensor",
+        None,
         _set("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", halves(2, 32)),
     ),
     "64-bit floats beyond 32 bits": (
@@ -202,9 +202,9 @@ REFUSALS: dict[str, tuple[str, str | None, Change]] = {
         _config(init_lora_weights="pissa_niter_4"),
     ),
     "a bias of B": ("unsupported_feature", "lora_bias", _set(f"{Q0}.lora_B.bias", halves(32))),
-    "an embedding adapter": (
-        "unsupported_feature",
-        "lora_embedding",
+    "half of an embedding adapter": (
+        "missing_tensor",
+        None,
         _set("base_model.model.model.embed_tokens.lora_embedding_A", halves(4, 64)),
     ),
     "a rank above the maximum": (

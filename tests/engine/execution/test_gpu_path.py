@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.adapters.tiny_adapters import save_adapters
+from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
 from support.engine.repeater import Repeater
@@ -13,6 +13,8 @@ from support.kernels.fake_flash_attn import install_fake
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
+PROMPT = [40, 5, 41, 99, 42, 6, 50]
+"""Among them are tokens whose rows are replaced."""
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,45 @@ def test_adapters_of_a_model_through_transformers_travel_with_the_step(family, r
     assert engine.built.info.decoder == "transformers"
     assert not recorder.replays
     check_answers(answered, base, adapters)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gemma2", "rows-and-head"),
+        pytest.param("gemma2", "embedding-rslora-and-layers", marks=pytest.mark.slow),
+        pytest.param("llama-biases", "other-rows-of-head", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_that_change_by_token_are_not_replayed(family, name, tmp_path):
+    """Those with other adapters alone are."""
+    base = save_tiny(tmp_path / "base", FAMILIES[family])
+    adapters = save_adapters(base, tmp_path, {"all": ADAPTERS["all"], "by token": BY_TOKEN[name]})
+    recorder = Repeater()
+    engine = cramped_engine(
+        base,
+        tmp_path / "work",
+        FAMILIES[family],
+        recorder=recorder,
+        kernels="triton",
+        lookahead=1,
+        max_num_seqs=4,
+    )
+    refs = {None: None, **{kind: engine.publish(folder, name=kind) for kind, folder in adapters.items()}}
+    replays = []
+    for chosen in ((None, "all"), ("by token",), (None, "all", "by token")):
+        before = recorder.replays.total()
+        for kind in chosen:
+            engine.add(f"{chosen} {kind}", PROMPT, refs[kind], max_tokens=3)
+        engine.run()
+        replays.append(recorder.replays.total() - before)
+        for kind in chosen:
+            answer = kind, PROMPT, engine.tokens(f"{chosen} {kind}")
+            check_answers([answer], base, {kind or "all": adapters[kind or "all"]})
+    engine.close()
+    assert replays[0] > 0
+    # The adapters are there by now, so that all three of the last steps are one sequence of each.
+    assert replays[1:] == [0, 0]
 
 
 @pytest.mark.slow

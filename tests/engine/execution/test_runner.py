@@ -195,6 +195,9 @@ def test_adapters_come_to_their_own_rows(make_runner, greedy):
         def head_pass(self, segments, num_rows):
             return None
 
+        def token_pass(self, segments, logits_segments, upload):
+            return None
+
     asked = prompts(3, 6)
     slots = [2, -1, 0, 2, -1, 1]
     alone = {}
@@ -216,6 +219,9 @@ def test_a_bad_token_or_broken_row_fails_alone(make_runner, greedy):
             return self
 
         def head_pass(self, segments, num_rows):
+            return None
+
+        def token_pass(self, segments, logits_segments, upload):
             return None
 
         segments = ()

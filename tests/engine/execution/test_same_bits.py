@@ -20,7 +20,7 @@ import torch
 from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.model.base import ModelShape
 from loraplex.kernels.layers import numba_dense
-from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
+from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, KINDS, save_adapters
 from support.engine.same_bits import Answer, Asked, Question
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
 
@@ -29,6 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 LONGEST = 1100
 """Tokens of a sequence: more than two spans of attention."""
 CHOSEN = {name: (ADAPTERS | KINDS)[name] for name in ("all", "some", "many-ranks", "dora", "head")}
+CHOSEN |= {
+    name: BY_TOKEN[name] for name in ("embedding-rslora-and-layers", "rows-and-head", "other-rows-of-head")
+}
 FAMILIES_ASKED = {
     # Groups of three heads, as in SmolLM2; sums over more inputs than a tile has rows.
     "llama": {

@@ -67,8 +67,8 @@ def write_safetensors(
 
 
 def site_module(layer: int, site: str) -> str:
-    if site == "lm_head":
-        return site
+    if site in ("lm_head", "embed_tokens"):
+        return site if site == "lm_head" else f"model.{site}"
     block = "self_attn" if site in ATTENTION else "mlp"
     return f"model.layers.{layer}.{block}.{site}"
 
@@ -98,6 +98,7 @@ class TinyBase:
             "up_proj": (self.intermediate, self.hidden),
             "down_proj": (self.hidden, self.intermediate),
             "lm_head": (self.vocab, self.hidden),
+            "embed_tokens": (self.hidden, self.vocab),
         }[site]
 
     def config(self, dtype: str = "BF16") -> dict[str, Any]:

@@ -103,6 +103,49 @@ def transposed_b(layer: int, site: str) -> Plant:
     return plant
 
 
+def _changed_image(change: Callable[[HostImage], HostImage]) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = host_image.build_image
+        patch.setattr(transport, "build_image", lambda *given, **options: change(right(*given, **options)))
+
+    return plant
+
+
+def token_ids_off_by_one(token: int) -> Plant:
+    """The row of a token that an adapter replaces is another token's."""
+
+    def change(image: HostImage) -> HostImage:
+        tokens = image.tokens.copy()
+        assert (tokens[:, 0] == token).any()
+        tokens[tokens[:, 0] == token, 0] += 1
+        return replace(image, tokens=tokens)
+
+    return _changed_image(change)
+
+
+def token_tiles_off_by_one(kind: int) -> Plant:
+    """Tiles of this kind of `HostImage.rows` begin a granule late."""
+
+    def change(image: HostImage) -> HostImage:
+        rows = image.rows.copy()
+        assert (rows[:, 0] == kind).any()
+        rows[rows[:, 0] == kind, 2] += 1
+        return replace(image, rows=rows)
+
+    return _changed_image(change)
+
+
+def rows_of_the_head_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Rows are replaced in the embedding alone."""
+
+    def change(image: HostImage) -> HostImage:
+        tokens = image.tokens.copy()
+        tokens[:, 1] &= host_image.IN_EMBEDDING
+        return replace(image, tokens=tokens)
+
+    _changed_image(change)(patch)
+
+
 def ignored_magnitudes(patch: pytest.MonkeyPatch) -> None:
     """DoRA is served as plain LoRA."""
 

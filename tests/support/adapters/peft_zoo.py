@@ -133,6 +133,9 @@ def train(model: Any, seed: int, std: float) -> None:
     for key, weight in model.named_parameters():
         if "lora_magnitude_vector" in key:
             weight.data.mul_(1 + 0.2 * torch.randn(weight.shape, generator=generator))
+        elif "trainable_tokens_delta" in key:
+            # Rows of the base, moved by as much as they are large.
+            weight.data.add_(float(weight.data.std()) * torch.randn(weight.shape, generator=generator))
         elif "lora_" in key:
             weight.data.normal_(0, std, generator=generator)
 

@@ -31,6 +31,37 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What adapters may be beside plain LoRA in the layers."""
 
+BY_TOKEN: dict[str, dict[str, Any]] = {
+    "embedding": {"r": 5, "lora_alpha": 9, "target_modules": ["embed_tokens"]},
+    "embedding-rslora-and-layers": {
+        "r": 12, "lora_alpha": 8, "use_rslora": True, "target_modules": [*ALL_SITES, "embed_tokens"],
+        "rank_pattern": {"q_proj": 3, "embed_tokens": 20}, "alpha_pattern": {"embed_tokens": 30},
+    },
+    "embedding-and-head": {"r": 3, "lora_alpha": 6, "target_modules": ["embed_tokens", "lm_head"]},
+    "embedding-tied": {"r": 4, "lora_alpha": 6, "target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    "rows": {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "trainable_token_indices": [9, 5, 130, 77, 6]},
+    "rows-and-head": {
+        "r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "lm_head"], "trainable_token_indices": [40, 41, 42],
+    },
+    "rows-of-embedding": {
+        "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"],
+        "trainable_token_indices": {"model.embed_tokens": [3, 100, 4, 7]},
+    },
+    "rows-of-head": {
+        "r": 2, "lora_alpha": 4, "target_modules": ["embed_tokens", "k_proj"],
+        "trainable_token_indices": {"lm_head": list(range(120, 10, -1))},
+    },
+    "rows-of-both": {
+        "r": 2, "lora_alpha": 4, "target_modules": ["o_proj"],
+        "trainable_token_indices": {"embed_tokens": [30, 20], "lm_head": [30, 20]},
+    },
+    "other-rows-of-head": {
+        "r": 2, "lora_alpha": 4, "target_modules": ["o_proj"],
+        "trainable_token_indices": {"embed_tokens": [30, 20, 50], "lm_head": [50, 60]},
+    },
+}  # fmt: skip
+"""What adapters may change by token: the embedding by LoRA, and rows of it and of the head."""
+
 _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
 

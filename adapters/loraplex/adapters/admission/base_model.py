@@ -22,7 +22,7 @@ from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.files import CHUNK_BYTES, open_regular, read_into
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
-from loraplex.kernels.lora.site_groups import HEAD, LAYER_SITES, SITES
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, SITES
 
 _SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})\.weight")
 _HEAD_NAME = f"{HEAD}.weight"
@@ -94,10 +94,10 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpe
     """Read `config.json` and the safetensors headers (one file, or shards with their index) of a checkpoint.
 
     A site is a 2-D tensor "<prefix>layers.<i>.<path>.<leaf>.weight" ([out_features, in_features]) whose leaf is
-    one of LAYER_SITES, with i below num_hidden_layers, or the head: "lm_head.weight", or the embedding where the base
-    ties the head to it. Where several tensors of a layer share a leaf (experts), the
-    site is left out: an adapter for it is refused. The fingerprint hashes every weight byte; with `cache_dir`
-    it is kept there, keyed by the files' paths, sizes and times of change.
+    one of LAYER_SITES, with i below num_hidden_layers; or the head: "lm_head.weight", or the embedding where the base
+    ties the head to it; or the embedding itself, "<prefix>embed_tokens.weight" of the language part. Where several
+    tensors of a layer share a leaf (experts), the site is left out: an adapter for it is refused. The fingerprint
+    hashes every weight byte; with `cache_dir` it is kept there, keyed by the files' paths, sizes and times of change.
     Raises BaseModelInvalid.
     """
     config = _read_config(model_dir)
@@ -117,6 +117,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpe
             f"({', '.join(LAYER_SITES)})"
         )
     sites |= _find_head(_with_tied_head(tensors, config))
+    sites |= _find_embedding(tensors)
     try:
         fingerprint = _fingerprint(model_dir, config, tensors, cache_dir)
     except OSError as error:
@@ -127,6 +128,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpe
         num_layers=num_layers,
         sites=sites,
         model_dir=str(model_dir),
+        tied_head=_is_tied(tensors, config),
     )
 
 
@@ -212,12 +214,17 @@ def _module_name(stored: str) -> str:
 
 def _with_tied_head(tensors: Mapping[str, BaseTensor], config: Mapping[str, Any]) -> dict[str, BaseTensor]:
     located = dict(tensors)
-    # Some families tie it unless the config says no.
-    if _HEAD_NAME not in located and config.get("tie_word_embeddings") is not False:
+    if _HEAD_NAME not in located and _is_tied(located, config):
         tied = next((name for name in located if name.endswith("embed_tokens.weight")), None)
         if tied is not None:
             located[_HEAD_NAME] = located[tied]
     return located
+
+
+def _is_tied(tensors: Mapping[str, BaseTensor], config: Mapping[str, Any]) -> bool:
+    # Some families tie it unless the config says no.
+    tie = config.get("tie_word_embeddings")
+    return tie is True or (tie is not False and _HEAD_NAME not in tensors)
 
 
 def _weight_of(base: BaseSpec, tensors: Mapping[str, BaseTensor], layer: int, site: str) -> BaseTensor:
@@ -274,6 +281,22 @@ def _find_head(tensors: Mapping[str, BaseTensor]) -> dict[tuple[int, str], SiteS
         return {}
     out_features, in_features = entry.tensor.shape
     return {(0, HEAD): SiteShape(0, HEAD, in_features, out_features, HEAD)}
+
+
+def _find_embedding(tensors: Mapping[str, BaseTensor]) -> dict[tuple[int, str], SiteShape]:
+    found = [
+        name
+        for name in tensors
+        if f".{name}".endswith(f".{EMBEDDING}.weight")
+        and len(tensors[name].tensor.shape) == 2
+        and not _OTHER_TOWERS.fullmatch(name)
+    ]
+    if len(found) != 1:
+        return {}
+    (name,) = found
+    vocab_size, hidden_size = tensors[name].tensor.shape
+    path = name.removesuffix(".weight")
+    return {(0, EMBEDDING): SiteShape(0, EMBEDDING, vocab_size, hidden_size, path)}
 
 
 def _read_config(model_dir: Path) -> dict[str, Any]:

@@ -16,15 +16,26 @@ from typing import Any, NoReturn
 
 from loraplex.adapters.admission.base_model import locate_module_weights
 from loraplex.adapters.admission.base_names import names_base
+from loraplex.adapters.admission.config.token_indices import (
+    check_finite_rows,
+    check_tied_head,
+    find_token_rows,
+)
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.module_names import ModuleNames, names_of
-from loraplex.adapters.admission.modules import check_coverage, check_modules, check_tying
+from loraplex.adapters.admission.modules import (
+    check_coverage,
+    check_embedding,
+    check_modules,
+    check_tying,
+    has_tied_head,
+)
 from loraplex.adapters.admission.peft_config import LoraSettings, parse_peft_config
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, weight_names
 from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site
 from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
-from loraplex.adapters.spec import AdapterSpec, BaseSpec, SiteShape, SiteWeights, TensorSlice
+from loraplex.adapters.spec import AdapterSpec, BaseSpec, SiteShape, SiteWeights, TensorSlice, TokenRows
 from loraplex.adapters.store.files import digest_upload, shown
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
 from loraplex.kernels.lora.site_groups import SITES
@@ -162,7 +173,7 @@ def _inspect(
     report.end()
     assert settings is not None
     assert tensors is not None
-    sites = _check_agreement(settings, tensors, by_path, base, named, max_rank, deep, report)
+    sites, tokens = _check_agreement(settings, tensors, by_path, base, named, max_rank, deep, report)
     if tensors.base_copies:
         with report.check("base_weights"):
             _check_copies(tensors_path, tensors.base_copies, base, named, deep)
@@ -170,7 +181,10 @@ def _inspect(
             report.done(f"{len(tensors.base_copies)} copies of the base's weights were dropped")
     if deep:
         with report.check("values"):
-            report.norm = _measure(tensors_path, sites, base)
+            report.norm = _measure(tensors_path, sites, base, replaces_rows=bool(tokens))
+            check_finite_rows(tensors_path, tokens)
+            if has_tied_head(settings, tensors, base):
+                check_tied_head(tensors_path, sites)
             report.done("finite, and of effect")
     report.end()
     report.begin_check("base_name")
@@ -181,6 +195,7 @@ def _inspect(
         sites=sites,
         num_bytes=config_path.stat().st_size + tensors_path.stat().st_size,
         targets=tuple(name for name in SITES if any(site.site == name for site in sites)),
+        tokens=tokens,
         report=report.as_dict(),
     )
 
@@ -194,14 +209,16 @@ def _check_agreement(
     max_rank: int,
     deep: bool,
     report: _Report,
-) -> tuple[SiteWeights, ...]:
-    """What the config says of the tensors: ranks, scaling, magnitudes, and which modules there are."""
+) -> tuple[tuple[SiteWeights, ...], tuple[TokenRows, ...]]:
+    """What the config says of the tensors: ranks, scaling, magnitudes, tokens, and which modules there are."""
     sites: tuple[SiteWeights, ...] = ()
+    tokens: tuple[TokenRows, ...] = ()
     report.begin_check("alpha_pattern")
     _note_overlapping_alphas(settings, list(tensors.a), report)
     with report.check("weight_tying"):
         report.warn(check_tying(settings, tensors, base, names))
     with report.check("shapes"):
+        check_embedding(tensors, by_path, settings)
         _check_magnitudes(tensors, by_path, settings)
         sites = _check_shapes(tensors, by_path, settings, max_rank)
         ranks = {base.sites[s.layer, s.site].module_path: s.rank for s in sites[:_MAX_REPORTED_MODULES]}
@@ -210,12 +227,17 @@ def _check_agreement(
         report.parameters = sum(math.prod(tensor.shape) for tensor in stored)
         least, most = min(s.rank for s in sites), max(s.rank for s in sites)
         report.done(f"rank {most}" if least == most else f"ranks {least} to {most}")
+    with report.check("token_rows"):
+        tokens = find_token_rows(tensors, settings.token_indices, base, names, tie=settings.ties_weights)
+        report.parameters += sum(math.prod(table.rows.shape) for table in tokens)
+        for table in tokens:
+            report.done(f"{len(table.ids)} rows of {table.module_path}")
     with report.check("coverage"):
         notes = check_coverage(tensors, by_path, settings, base, names, thorough=deep)
         report.done("tensors came for every module of the base that the config names")
         report.warn(notes)
     report.end()
-    return sites
+    return sites, tokens
 
 
 def _check_magnitudes(tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings) -> None:
@@ -289,13 +311,15 @@ def _check_dtype(module: str, matrix: str, tensor: TensorSlice) -> None:
         )
 
 
-def _measure(tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec) -> dict[str, Any]:
+def _measure(
+    tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec, *, replaces_rows: bool
+) -> dict[str, Any]:
     norms: list[SiteNorm] = [
         measure_site(tensors_path, site, base.sites[site.layer, site.site].module_path) for site in sites
     ]
     largest, smallest = max(norms, key=lambda n: n.norm), min(norms, key=lambda n: n.norm)
-    # A magnitude has an effect of its own.
-    if largest.norm < _LEAST_NORM and not any(site.magnitude for site in sites):
+    # A magnitude and a row that replaces another have an effect of their own.
+    if largest.norm < _LEAST_NORM and not replaces_rows and not any(site.magnitude for site in sites):
         size = "zero" if largest.norm == 0.0 else f"zero or smaller than {_LEAST_NORM:.2g}"
         _refuse(
             "no_effect",
@@ -321,6 +345,13 @@ def _check_copies(
             )
         module, _, kind = name.rpartition(".")
         _check_dtype(module, kind, saved)
+        rows, own = saved.shape[:1], weight.tensor.shape[:1]
+        if rows != own and saved.shape[1:] == weight.tensor.shape[1:]:
+            _refuse(
+                "base_mismatch",
+                f"the copy of {name} that was saved along has {rows[0]} rows, the base's has {own[0]}: the vocabulary "
+                "was resized for the training, and an adapter for it needs a base that was resized in the same way",
+            )
         if deep and not equals_base(tensors_path, saved, weight):
             _refuse(
                 "base_mismatch", f"the copy of {name} that was saved along differs from the base's own weight"

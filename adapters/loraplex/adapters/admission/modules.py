@@ -18,7 +18,7 @@ from loraplex.adapters.admission.tensor_names import AdapterTensors
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import BaseSpec, SiteShape
 from loraplex.adapters.store.files import shown
-from loraplex.kernels.lora.site_groups import HEAD, SITES
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SITES
 
 _MAX_TOLD = 8
 
@@ -51,7 +51,7 @@ def check_tying(
 ) -> list[str]:
     """What the report says of ensure_weight_tying. Raises AdapterRefused("unsupported_feature") where it makes one
     adapter of the head's and the embedding's."""
-    if not settings.ties_weights:
+    if not settings.ties_weights or has_tied_head(settings, tensors, base):
         return []
     head = locate_module_weights(base).get(f"{HEAD}.weight") if names.in_file(HEAD) in tensors.a else None
     if head is not None and head.stored_name != f"{HEAD}.weight":
@@ -62,6 +62,32 @@ def check_tying(
             feature="ensure_weight_tying",
         )
     return ["ensure_weight_tying is without effect: nothing that the base ties was trained"]
+
+
+def has_tied_head(settings: LoraSettings, tensors: AdapterTensors, base: BaseSpec) -> bool:
+    """Whether PEFT puts the embedding's adapter on the head too."""
+    return settings.ties_weights and base.tied_head and bool(tensors.looked_up)
+
+
+def check_embedding(
+    tensors: AdapterTensors, by_path: Mapping[str, SiteShape], settings: LoraSettings
+) -> None:
+    """Raises AdapterRefused for an embedding's tensors on a linear, a linear's on the embedding, and DoRA on it."""
+    for module in tensors.a:
+        is_embedding = by_path[module].site == EMBEDDING
+        if is_embedding != (module in tensors.looked_up):
+            kind = "lora_A and lora_B" if is_embedding else "lora_embedding_A and lora_embedding_B"
+            raise AdapterRefused(
+                "unexpected_tensor",
+                f"{module} has {kind}, which PEFT gives to {'linears' if is_embedding else 'embeddings'} alone",
+            )
+        if is_embedding and settings.use_dora:
+            raise AdapterRefused(
+                "unsupported_feature",
+                f"DoRA on {module} is not served: it scales the base's embedding by norms over the whole vocabulary, "
+                "and the rest of the adapter alone is not what was trained",
+                feature="use_dora",
+            )
 
 
 def check_coverage(
@@ -79,6 +105,8 @@ def check_coverage(
     Raises AdapterRefused (unexpected_tensor, missing_tensor), BaseModelInvalid."""
     selection = settings.selection
     selected = {module for module in by_path if selection.selects(module)}
+    if has_tied_head(settings, tensors, base):
+        selected |= {path for path, shape in by_path.items() if shape.site == HEAD}
     for module in tensors.a:
         if module not in selected:
             raise AdapterRefused(

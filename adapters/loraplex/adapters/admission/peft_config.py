@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from loraplex.adapters.admission.config.patterns import Pattern, RankPattern, parse_alphas, parse_ranks
 from loraplex.adapters.admission.config.selection import Selection, parse_selection
+from loraplex.adapters.admission.config.token_indices import parse_token_indices
 from loraplex.adapters.admission.faults import Faults, as_json, invalid, unsupported
 from loraplex.adapters.admission.module_names import ModuleNames
 from loraplex.adapters.admission.peft_support import (
@@ -39,8 +40,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """Ranks, scaling and changed modules from an adapter's config. `ties_weights` is ensure_weight_tying. `notes` are
-    warnings for the report."""
+    """Ranks, scaling and changed modules from an adapter's config. `ties_weights` is ensure_weight_tying.
+    `token_indices` are the tokens whose rows are replaced, by the name of their module. `notes` are warnings for the
+    report."""
 
     rank: int
     alpha: float
@@ -50,6 +52,7 @@ class LoraSettings:
     rank_pattern: RankPattern
     alpha_pattern: Pattern[float]
     selection: Selection
+    token_indices: Mapping[str, tuple[int, ...]]
     base_name: str | None
     notes: tuple[str, ...]
 
@@ -154,6 +157,7 @@ def _parse_settings(
         rank_pattern=parse(RankPattern(), parse_ranks, rank_pattern, _positive, module_paths),
         alpha_pattern=parse(no_alphas, parse_alphas, alpha_pattern, _alpha, module_paths),
         selection=parse_selection(settings, notes, faults),
+        token_indices=parse({}, parse_token_indices, settings.get("trainable_token_indices")),
         base_name=parse(None, _text, settings, "base_model_name_or_path"),
         notes=(),
     )

@@ -193,7 +193,8 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         "ensure_weight_tying",
         (True, False, None),
         ("yes",),
-        "without effect unless the head is trained and the base ties it to its embedding; refused there",
+        "a tied head has the embedding's adapter too; without effect where nothing is tied; refused where the head was "
+        "a target and the embedding was not",
         codes=_INVALID_OR_NOT,
     ),
     ConfigField(
@@ -244,10 +245,11 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         "whole modules were trained and saved beside the LoRA; they are not served, and the LoRA alone is not what was "
         "trained. LoRA on such a module is served where it is a linear of the table above (lm_head is one)",
     ),
-    _neutral(
+    _read(
         "trainable_token_indices",
-        ([1, 2], {"embed_tokens": [1]}),
-        f"rows of the embedding were trained; that {_REST}",
+        (None, [], [1, 2], {"embed_tokens": [1]}, {"lm_head": [3, 1]}),
+        ([1, 1], [-1], {"embed_tokens": "1"}, "1"),
+        "rows of the embedding, of the head where it is tied to it, or of `lm_head`; up to 1024 of each",
     ),
     _neutral("lora_bias", (True,), f"a bias was trained beside each lora_B; it {_REST}"),
     _neutral(
@@ -324,8 +326,6 @@ class TensorKind:
         return self.about or (rule.explain(None) if rule else "")
 
 
-_ON_EMBEDDING = f"LoRA was trained on the embedding; that {_REST}"
-
 _HEADS = ("score", "classifier", "qa_outputs", "v_head")
 _HEAD = (
     "it is a head that was trained beside the LoRA; heads are not served, and the LoRA without its head does not "
@@ -341,12 +341,12 @@ TENSOR_KINDS: tuple[TensorKind, ...] = (
         None,
         "a copy of the base's weight or bias, as PEFT saves of a targeted lm_head: dropped where it equals it",
     ),
-    TensorKind("lora_embedding_A", "lora_embedding", "LoRA on embeddings", _ON_EMBEDDING),
-    TensorKind("lora_embedding_B", "lora_embedding", "LoRA on embeddings", _ON_EMBEDDING),
+    TensorKind("lora_embedding_A", None, "[r, vocabulary]; of `embed_tokens`"),
+    TensorKind("lora_embedding_B", None, "[hidden size, r]"),
+    TensorKind("trainable_tokens_delta", None, "[tokens, hidden size]; of `trainable_token_indices`"),
     TensorKind("modules_to_save", "modules_to_save", "whole modules trained beside"),
     TensorKind("original_module", "modules_to_save", "whole modules trained beside"),
     *(TensorKind(part, "modules_to_save", "a head that is trained beside", _HEAD) for part in _HEADS),
-    TensorKind("token_adapter", "trainable_token_indices", "rows of the embedding"),
     TensorKind("lora_velora_embed", None, "VeLoRA's, of use in training only: dropped"),
     TensorKind("lora_monteclora_sampler", None, "MonteCLoRA's, of use in training only: dropped"),
     TensorKind("lora_diag", "kasa_config", "KaSA"),

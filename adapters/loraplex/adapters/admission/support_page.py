@@ -11,7 +11,7 @@ from typing import Any
 from loraplex.adapters.admission.module_names import DECODERS, HEADS
 from loraplex.adapters.admission.peft_support import CONFIG_FIELDS, TENSOR_KINDS, ConfigField
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
-from loraplex.kernels.lora.site_groups import HEAD, LAYER_SITES
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES
 
 _INTRODUCTION = """\
 # What of PEFT is served
@@ -156,6 +156,10 @@ def _modules() -> Iterable[tuple[str, ...]]:
     yield (
         _code(HEAD),
         "behind the last layer; where the base ties it to its embedding, the head alone changes",
+    )
+    yield (
+        _code(EMBEDDING),
+        "before the first layer, without DoRA; a tied head changes with it only by `ensure_weight_tying`, as in PEFT",
     )
 
 

@@ -14,6 +14,8 @@ from loraplex.adapters.store.files import shown
 
 _PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
+_TOKEN_ADAPTER, _TOKEN_ROWS = "token_adapter", "trainable_tokens_delta"
+_BARE = frozenset(("lora_embedding_A", "lora_embedding_B", _TOKEN_ROWS))
 _REFUSED = frozenset(REFUSED_TENSORS)
 _BIAS = TensorKind("bias", "lora_bias")
 
@@ -21,12 +23,15 @@ _BIAS = TensorKind("bias", "lora_bias")
 @dataclass(slots=True)
 class AdapterTensors:
     """A file's tensors by what they are for. `a`, `b` and `magnitudes` are keyed by module path; `base_copies` by the
-    name of the base's tensor that PEFT saved along."""
+    name of the base's tensor that PEFT saved along. `looked_up` are the modules among them whose A is an embedding's.
+    `token_rows` are the rows that a module has for some tokens, by its path."""
 
     a: dict[str, TensorSlice] = field(default_factory=dict)
     b: dict[str, TensorSlice] = field(default_factory=dict)
     magnitudes: dict[str, TensorSlice] = field(default_factory=dict)
     base_copies: dict[str, TensorSlice] = field(default_factory=dict)
+    looked_up: set[str] = field(default_factory=set)
+    token_rows: dict[str, TensorSlice] = field(default_factory=dict)
 
 
 def weight_names(header: Mapping[str, TensorSlice]) -> Iterator[str]:
@@ -74,10 +79,15 @@ def _sort(name: str, tensor: TensorSlice, sorted_: AdapterTensors, adapter_names
         adapter_names.add(infix[0] if infix else "")
         _put(sorted_.magnitudes, ".".join(parts[:at]), name, tensor)
         return
+    if (bare := _bare_kind(parts)) is not None:
+        adapter_names.add(parts[-1] if bare == -2 else "")
+        _put_bare(sorted_, parts, bare, name, tensor)
+        return
     if parts[-1] == "bias" and ("lora_B" in parts[-3:]):
         _unsupported(name, _BIAS)
     if parts[-2:-1] == ["base_layer"] and parts[-1] in ("weight", "bias"):
-        _put(sorted_.base_copies, ".".join((*parts[:-2], parts[-1])), name, tensor)
+        module = parts[:-3] if parts[-3:-2] == [_TOKEN_ADAPTER] else parts[:-2]
+        _put(sorted_.base_copies, ".".join((*module, parts[-1])), name, tensor)
         return
     if parts[-1] != "weight":
         _unexpected(name, "it is no LoRA weight")
@@ -88,6 +98,23 @@ def _sort(name: str, tensor: TensorSlice, sorted_: AdapterTensors, adapter_names
     adapter_names.add("" if kind == -2 else parts[-2])
     into = sorted_.a if parts[kind] == "lora_A" else sorted_.b
     _put(into, ".".join(parts[:kind]), name, tensor)
+
+
+def _bare_kind(parts: list[str]) -> int | None:
+    """The place from the end of a name that no ".weight" follows, but perhaps the adapter's name."""
+    return next((i for i in (-1, -2) if len(parts) > -i and parts[i] in _BARE), None)
+
+
+def _put_bare(into: AdapterTensors, parts: list[str], at: int, name: str, tensor: TensorSlice) -> None:
+    module = parts[:at]
+    if parts[at] == _TOKEN_ROWS:
+        if module[-1:] != [_TOKEN_ADAPTER]:
+            _unexpected(name, f"it stands in no {_TOKEN_ADAPTER}")
+        _put(into.token_rows, ".".join(module[:-1]), name, tensor)
+        return
+    path = ".".join(module)
+    into.looked_up.add(path)
+    _put(into.a if parts[at] == "lora_embedding_A" else into.b, path, name, tensor)
 
 
 def _check_pairs(tensors: AdapterTensors) -> None:

@@ -14,10 +14,12 @@ from loraplex.adapters.device.host_image import HostImage
 from loraplex.adapters.device.host_slab import adjacent_runs
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.placement import HEAD_LAYER
+from loraplex.adapters.device.token_tables import describe_tokens
 from loraplex.kernels.backend import resolve_backend
 from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora.dispatch import GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment, begin_pass
 from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.lora.token_rows import TokenRowPass, TokenTables, Upload, begin_token_rows
 from loraplex.kernels.lora.triton_tiling import LoraTiling
 
 _TILING = LoraTiling()
@@ -62,6 +64,7 @@ class AdapterArena:
         if self._pages.numel() // GRANULE_BYTES >= 2**31:
             raise ValueError("an adapter arena can't be larger than 128 GiB")
         self._scratch = Scratch(device)
+        self._tokens: dict[int, TokenTables] = {}
         self._writes = [0] * num_slots
         self._last: tuple[object, LoraPass | None] = (None, None)
         self._last_head: tuple[object, LoraPass | None] = (None, None)
@@ -111,6 +114,25 @@ class AdapterArena:
         """From now on a step that names `slot` is refused."""
         self._writes[slot] += 1
         self._filled[slot] = False
+        self._tokens.pop(slot, None)
+
+    def token_pass(
+        self, segments: Sequence[Segment], logits_segments: Sequence[Segment], upload: Upload
+    ) -> TokenRowPass | None:
+        """Prepare what a step's adapters change of its embeddings, and of the logits of their own tokens: `segments`
+        are over its rows, `logits_segments` over the rows of its logits. For every backend. None if no row has an
+        adapter that does. Raises nothing: `lora_pass` finds empty slots."""
+        if not self._tokens or self.layout.embedding is None:
+            return None
+        vocab_size, hidden_size = self.layout.embedding
+        storage = self._layers.storage
+        return begin_token_rows(
+            storage, hidden_size, vocab_size, self._tokens, segments, logits_segments, upload
+        )
+
+    def token_tables(self, slot: int) -> TokenTables | None:
+        """Where the rows lie that the adapter in a slot is looked up in by token. None where it has none."""
+        return self._tokens.get(slot)
 
     def lora_pass(self, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
         """Prepare the layers of a step of `num_rows` rows: `segments` are (slot, first_row, num_rows), slot -1 for
@@ -156,6 +178,8 @@ class AdapterArena:
             self._layers,
             self._head,
             self._filled,
+            self._tokens,
+            self.token_pass,
             self._scratch,
             max_rows=max_rows,
             max_sequences=max_sequences,
@@ -209,6 +233,11 @@ class AdapterArena:
             layers, numbers, tile = vectors.T
             weights.vectors[slot] = 0
             weights.vectors[slot, np.zeros_like(layers) if of_head else layers, numbers] = place(tile)
+        found = describe_tokens(image, self.layout, place)
+        if found is None:
+            self._tokens.pop(slot, None)
+        else:
+            self._tokens[slot] = found
         self._filled[slot] = True
         if self._device_lora is not None:
             self._device_lora.write(slot)

@@ -3,7 +3,7 @@ step brings along."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.kernels.lora.dispatch import LoraPass, LoraWeights, Scratch, Segment
+from loraplex.kernels.lora.token_rows import TokenRowPass, TokenTables, Upload
 
 if TYPE_CHECKING:
     from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
@@ -32,13 +33,16 @@ def effective_segments(
 
 
 class DeviceLora:
-    """Made by `AdapterArena.device_lora`. `layers` and `head` are None where adapters cannot change them."""
+    """Made by `AdapterArena.device_lora`. `layers` and `head` are None where adapters cannot change them. `tokens` are
+    by slot the tables of adapters that change anything by token, and `token_pass` is the arena's."""
 
     def __init__(
         self,
         layers: LoraWeights,
         head: LoraWeights | None,
         filled: NDArray[np.bool_],
+        tokens: Mapping[int, TokenTables],
+        token_pass: Callable[[Sequence[Segment], Sequence[Segment], Upload], TokenRowPass | None],
         scratch: Scratch,
         *,
         max_rows: int,
@@ -59,6 +63,8 @@ class DeviceLora:
 
         self._weights = (layers, head)
         self._filled = filled
+        self.tokens = tokens
+        self.token_pass = token_pass
         self.layers = device_lora(layers)
         # Layers and head run one after the other, so that they may compute in the same memory.
         self.head = None if head is None else device_lora(head)

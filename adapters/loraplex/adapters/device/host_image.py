@@ -17,11 +17,12 @@ from loraplex.adapters.device.host_slab import HostPages, loose_pages
 from loraplex.adapters.device.layout import ArenaLayout, TileKind
 from loraplex.adapters.device.placement import HEAD_LAYER, Placement, place
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, LoadAbandoned
-from loraplex.adapters.spec import AdapterSpec, TensorSlice
+from loraplex.adapters.spec import AdapterSpec, TensorSlice, TokenRows
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, read_tensor, scan_tensors
 from loraplex.kernels.lora.dispatch import CHUNK
-from loraplex.kernels.lora.site_groups import HEAD
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 
+IN_EMBEDDING, IN_HEAD = 1, 2
 _DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -35,6 +36,10 @@ class HostImage:
     number, and where they begin. The head's blocks stand in both as sites of layer HEAD_LAYER, numbered by
     themselves; their A tile is the same.
 
+    `rows` int32 [k, 3] has one for each tile of the embedding: kind, number, and where it begins. Kind 0 is A, from
+    token `number` on; 1 is B, of chunk `number`; 2 are replaced rows, from row `number` on. `tokens` int32 [n, 2] has
+    the token id of each replaced row, and what it replaces a row of: IN_EMBEDDING, IN_HEAD or both.
+
     Vectors are made from the base's weights too, so an image belongs to a digest, a layout and a base together. It
     never outlives its process, which has one of each base and layout.
     """
@@ -44,6 +49,8 @@ class HostImage:
     memory: HostPages
     sites: NDArray[np.int32]
     vectors: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    rows: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 2), np.int32))
 
     @property
     def num_pages(self) -> int:
@@ -88,7 +95,25 @@ def build_image(
     except BaseException:
         pages.release()
         raise
-    return HostImage(spec.digest, spec.rank, pages, placement.sites, placement.vectors)
+    return HostImage(
+        spec.digest,
+        spec.rank,
+        pages,
+        placement.sites,
+        placement.vectors,
+        placement.rows,
+        _token_table(spec.tokens),
+    )
+
+
+def _token_table(tables: Sequence[TokenRows]) -> NDArray[np.int32]:
+    """See `HostImage.tokens`."""
+    rows = [
+        (token, IN_EMBEDDING * table.in_embedding + IN_HEAD * table.in_head)
+        for table in tables
+        for token in table.ids
+    ]
+    return np.array(rows, np.int32).reshape(-1, 2)
 
 
 def _fill(
@@ -99,17 +124,24 @@ def _fill(
     wanted: Callable[[], bool],
     feed: Callable[[memoryview], object],
 ) -> None:
-    plain: dict[int, tuple[TensorSlice, int, Literal["a", "b"]]] = {}
+    plain: dict[int, tuple[TensorSlice, int, Literal["a", "b", "token_rows"]]] = {}
     for index, site in enumerate(spec.sites):
         if site.magnitude is None:
             plain[site.a.start] = site.a, index, "a"
             plain[site.b.start] = site.b, index, "b"
+    first = 0
+    for table in spec.tokens:
+        plain[table.rows.start] = table.rows, first, "token_rows"
+        first += len(table.ids)
     # What is not finite is found and refused at the end.
     with np.errstate(over="ignore", invalid="ignore"):
         for tensor, values in scan_tensors(tensors_path, [entry[0] for entry in plain.values()], feed):
             _check_wanted(wanted)
             _, index, kind = plain[tensor.start]
-            image.put(index, kind, values)
+            if kind == "token_rows":
+                image.put_token_rows(index, values)
+            else:
+                image.put(index, kind, values)
         for index, site in enumerate(spec.sites):
             if site.magnitude is not None:
                 _check_wanted(wanted)
@@ -138,10 +170,32 @@ class _Image:
         """A [rank, in_features] or B [out_features, rank] of the site with this index, in any dtype."""
         if kind == "a":
             same = values.dtype == self._dtype
-            self._cut(index, "a", values if same else values.astype(np.float32, copy=False), self._rounded)
+            exact = values if same else values.astype(np.float32, copy=False)
+            if self._spec.sites[index].site == EMBEDDING:
+                self._put_token_ranks(index, exact)
+            else:
+                self._cut(index, "a", exact, self._rounded)
         else:
             scaled = values.astype(np.float32, copy=False) * np.float32(self._spec.sites[index].scaling)
             self._put_b(index, scaled)
+
+    def put_token_rows(self, first: int, values: NDArray[Any]) -> None:
+        """Rows [n, C] that replace the base's, from number `first` on."""
+        exact = values if values.dtype == self._dtype else values.astype(np.float32, copy=False)
+        for piece in self._pieces[len(self._spec.sites), "token_rows"]:
+            start, end = max(piece.rows.start, first), min(piece.rows.stop, first + len(exact))
+            if start < end:
+                tile = self._rounded[piece.elements].reshape(-1, piece.stride)
+                own = tile[start - piece.rows.start : end - piece.rows.start]
+                own[:, : exact.shape[1]] = exact[start - first : end - first]
+                own[:, exact.shape[1] :] = 0
+
+    def _put_token_ranks(self, index: int, a: NDArray[Any]) -> None:
+        """A [rank, V] of the embedding."""
+        for piece in self._pieces[index, "token_ranks"]:
+            tile = self._rounded[piece.elements].reshape(-1, piece.stride)
+            tile[:, : len(a)] = a[:, piece.columns].T
+            tile[:, len(a) :] = 0
 
     def put_dora(
         self, index: int, magnitude: TensorSlice, tensors_path: Path, base: BaseWeights | None
@@ -166,12 +220,17 @@ class _Image:
         for (index, kind), pieces in self._pieces.items():
             into = self._exact if kind == "vectors" else self._rounded
             if not all(_all_finite(into[piece.elements]) for piece in pieces):
-                site = self._spec.sites[index]
                 raise AdapterRefused(
                     "non_finite",
-                    f"{site.site} of layer {site.layer} has values that are not finite once they are scaled and in "
+                    f"{self._name(index)} has values that are not finite once they are scaled and in "
                     f"{self._dtype}",
                 )
+
+    def _name(self, index: int) -> str:
+        if index == len(self._spec.sites):
+            return "a row that trainable_token_indices names"
+        site = self._spec.sites[index]
+        return site.site if site.site in (HEAD, EMBEDDING) else f"{site.site} of layer {site.layer}"
 
     def _put_b(self, index: int, scaled: NDArray[np.float32]) -> None:
         # Rounded before it is transposed: half as much to move.
@@ -231,7 +290,7 @@ def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
     for site in spec.sites:
         where = f"{site.site} of layer {site.layer}"
         shape = layout.shape(site.site)
-        num_layers = 1 if site.site == HEAD else layout.num_layers
+        num_layers = 1 if site.site in (HEAD, EMBEDDING) else layout.num_layers
         if shape is None or not 0 <= site.layer < num_layers or (site.layer, site.site) in seen:
             raise ArtifactCorrupt(f"{where} is not a place for an adapter in this model, or is there twice")
         seen.add((site.layer, site.site))
@@ -249,3 +308,8 @@ def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
             raise ArtifactCorrupt(
                 f"{where}: the magnitudes {list(site.magnitude.shape)} do not fit {out_features} features"
             )
+    for table in spec.tokens:
+        if layout.embedding is None or table.rows.shape != (len(table.ids), layout.embedding[1]):
+            raise ArtifactCorrupt(f"the rows {table.rows.shape} of {table.module_path} do not fit this model")
+        if not all(0 <= token < layout.embedding[0] for token in table.ids):
+            raise ArtifactCorrupt(f"{table.module_path} has rows of tokens that the model does not have")

@@ -37,8 +37,10 @@ _SPAN_BYTES = 1 << 19
 """Bytes that are read and hashed at a time: they stay in the processor's own cache."""
 _STALE_S = 3600.0
 _SUM_BYTES = hashlib.sha256().digest_size
-_HEAD = struct.Struct("<64sIIIII")
-"""Digest, rank, pages, bytes of a page, rows of `sites` and of `vectors`."""
+_HEAD = struct.Struct("<64sIIIIIII")
+"""Digest, rank, pages, bytes of a page, rows of `sites`, `vectors`, `rows` and `tokens`."""
+_WIDTHS = (5, 3, 3, 2)
+"""Columns of these tables."""
 
 
 class ImageFiles:
@@ -87,15 +89,15 @@ class ImageFiles:
         disk = os.statvfs(self._folder)
         if disk.f_bavail * disk.f_frsize < num_bytes + MIN_FREE_BYTES:
             return False
-        tables = image.sites.tobytes() + image.vectors.tobytes()
+        listed = (image.sites, image.vectors, image.rows, image.tokens)
+        tables = b"".join(table.tobytes() for table in listed)
         num_pages = sum(run.shape[0] for run in runs)
         head = _HEAD.pack(
             image.digest.encode(),
             image.rank,
             num_pages,
             num_bytes // num_pages,
-            len(image.sites),
-            len(image.vectors),
+            *map(len, listed),
         )
         sha = hashlib.sha256(head + tables)
         descriptor, scratch = tempfile.mkstemp(prefix=".", dir=self._folder)
@@ -162,7 +164,7 @@ def image_key(layout: ArenaLayout, base_fingerprint: str) -> str:
     package = Path(__file__).parent.parent
     for source in sorted(package.rglob("*.py")):
         sha.update(hashlib.sha256(source.read_bytes()).digest())
-    shape = (layout.groups, layout.num_layers, layout.dtype, layout.page_bytes, layout.head)
+    shape = (layout.groups, layout.num_layers, layout.dtype, layout.page_bytes, layout.head, layout.embedding)
     sha.update(f"{shape} {base_fingerprint}".encode())
     return sha.hexdigest()[:32]
 
@@ -175,8 +177,9 @@ def _read(
     if read_into(file, memoryview(start)) < len(start):
         raise ValueError("it is cut short")
     head = bytes(start[_SUM_BYTES:])
-    name, rank, num_pages, page_bytes, num_sites, num_vectors = _HEAD.unpack(head)
-    table_bytes = 4 * (5 * num_sites + 3 * num_vectors)
+    name, rank, num_pages, page_bytes, *lengths = _HEAD.unpack(head)
+    sizes = [length * width for length, width in zip(lengths, _WIDTHS, strict=True)]
+    table_bytes = 4 * sum(sizes)
     size = len(start) + table_bytes + num_pages * page_bytes
     if name != digest.encode() or os.fstat(file.fileno()).st_size != size or not num_pages:
         raise ValueError("it is another adapter's, or has another length")
@@ -201,5 +204,6 @@ def _read(
         pages.release()
         raise
     numbers = np.frombuffer(bytes(tables), np.int32)
-    sites, vectors = numbers[: 5 * num_sites].reshape(-1, 5), numbers[5 * num_sites :].reshape(-1, 3)
-    return HostImage(digest, rank, pages, sites, vectors)
+    parts = np.split(numbers, np.cumsum(sizes)[:-1])
+    found = [part.reshape(-1, width) for part, width in zip(parts, _WIDTHS, strict=True)]
+    return HostImage(digest, rank, pages, *found)

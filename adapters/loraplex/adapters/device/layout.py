@@ -10,13 +10,16 @@ from typing import Literal, NamedTuple
 import torch
 
 from loraplex.kernels.lora.dispatch import CHUNK, GRANULE_BYTES
-from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SiteGroup
 
 MIN_PAGE_BYTES = 256 << 10
 MAX_PAGE_BYTES = 2 << 20
 
 
-TileKind = Literal["a", "b", "vectors"]
+REPLACED = "replaced rows"
+"""What stands for a site where an adapter replaces rows of the embedding or the head: its rank is their number."""
+
+TileKind = Literal["a", "b", "vectors", "token_ranks", "token_rows"]
 
 
 class SiteKey(NamedTuple):
@@ -31,7 +34,8 @@ class SiteKey(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One tile of an adapter: its site (index among the adapter's), its chunk of ranks (0 for vectors), and its
-    columns [start, end) of the output (of the input for A)."""
+    columns [start, end) of the output (of the input for A). Of "token_ranks", which is A of the embedding, [start, end)
+    are tokens of the vocabulary; of "token_rows", they are rows that the adapter replaces."""
 
     index: int
     kind: TileKind
@@ -50,6 +54,10 @@ class ArenaLayout:
     vocabulary: its columns are cut into blocks whose B tiles take half a page at most; `head` is its group with a
     site for each block.
 
+    The embedding is looked up by token, so its A lies transposed: the ranks of a token, in whole chunks, are adjacent,
+    and a tile has the tokens that fit a page. Rows that an adapter replaces lie in the same way, each at a granule.
+    `embedding` is (vocabulary, hidden size), None where adapters can't change it.
+
     The page size is a power of two chosen by the model, unless given: 256 KiB to 2 MiB, at least the largest tile,
     growing with the size of the model's adapters so that those have tens of pages.
     """
@@ -63,6 +71,7 @@ class ArenaLayout:
         max_rank: int,
         page_bytes: int | None = None,
         head: SiteGroup | None = None,
+        embedding: tuple[int, int] | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.num_layers = num_layers
@@ -88,18 +97,23 @@ class ArenaLayout:
             )
         self.page_bytes = page_bytes
         self.head = None if head is None else self._cut(head)
+        fits = embedding is not None and self.tile_bytes(embedding[1]) <= page_bytes
+        self.embedding = embedding if fits else None
 
     def shape(self, site: str) -> tuple[int, int] | None:
         """(in, out) of a site; None where adapters can't change it."""
         if site == HEAD:
             return None if self.head is None else (self.head.in_features, sum(self.head.out_features))
+        if site == EMBEDDING:
+            return self.embedding
         number = self.sites.get(site)
         return None if number is None else self.features[number]
 
     @property
     def site_names(self) -> tuple[str, ...]:
         """Every site that adapters can change."""
-        return (*self.sites, *(() if self.head is None else (HEAD,)))
+        head = () if self.head is None else (HEAD,)
+        return (*self.sites, *head, *(() if self.embedding is None else (EMBEDDING,)))
 
     @property
     def smallest_full_bytes(self) -> int:
@@ -127,8 +141,17 @@ class ArenaLayout:
         """Every tile of an adapter for these sites, in the order in which they are placed."""
         listed = []
         for index, site in enumerate(sites):
+            if site.site == REPLACED:
+                listed += self._row_tiles(index, "token_rows", site.rank, self.replaced_row_bytes)
+                continue
             shape = self.shape(site.site)
             assert shape is not None
+            if site.site == EMBEDDING:
+                chunks = -(-site.rank // CHUNK)
+                listed += self._row_tiles(index, "token_ranks", shape[0], self.token_rank_bytes(chunks))
+                size = self.tile_bytes(shape[1])
+                listed += [Tile(index, "b", chunk, 0, shape[1], size) for chunk in range(chunks)]
+                continue
             columns = self.columns(site.site)
             for chunk in range(-(-site.rank // CHUNK)):
                 listed.append(Tile(index, "a", chunk, 0, shape[0], self.tile_bytes(shape[0])))
@@ -141,6 +164,24 @@ class ArenaLayout:
                     for part in columns
                 ]
         return listed
+
+    @property
+    def replaced_row_bytes(self) -> int:
+        """One replaced row of the embedding or the head."""
+        assert self.embedding is not None
+        return _whole_granules(self.embedding[1] * self.dtype.itemsize)
+
+    def token_rank_bytes(self, chunks: int) -> int:
+        """The ranks of one token in A of the embedding."""
+        return chunks * CHUNK * self.dtype.itemsize
+
+    def _row_tiles(self, index: int, kind: TileKind, count: int, row_bytes: int) -> list[Tile]:
+        step = self.page_bytes // row_bytes
+        return [
+            Tile(index, kind, 0, first, last, _whole_granules((last - first) * row_bytes))
+            for first in range(0, count, step)
+            for last in (min(first + step, count),)
+        ]
 
     def _cut(self, head: SiteGroup) -> SiteGroup:
         if head.sites != (HEAD,):

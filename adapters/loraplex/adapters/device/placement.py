@@ -10,42 +10,56 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.adapters.device.layout import ArenaLayout, SiteKey, Tile, TileKind, place_tiles
+from loraplex.adapters.device.layout import (
+    REPLACED,
+    ArenaLayout,
+    SiteKey,
+    Tile,
+    TileKind,
+    place_tiles,
+)
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.kernels.lora.dispatch import CHUNK, GRANULE_BYTES
-from loraplex.kernels.lora.site_groups import HEAD
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 
 HEAD_LAYER = -1
 """The layer by which an image's tables name the head."""
+_ROW_KINDS: dict[TileKind, int] = {"token_ranks": 0, "b": 1, "token_rows": 2}
+"""How `HostImage.rows` names the tiles of the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The part of a site's matrix that belongs into a tile, and which elements of the image it takes: in the layout's
-    dtype, and in float32 for vectors. Of the last chunk, the rows that there are."""
+    dtype, and in float32 for vectors. Of the last chunk, the rows that there are. What is looked up by token lies
+    transposed in the tile, a token's `stride` elements behind the one before it."""
 
     rows: slice
     columns: slice
     elements: slice
+    stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """`pieces` by the index of a site in `spec.sites` and the kind of tile; `fillers` are the bytes between and within
-    tiles that belong to no piece. `sites` int32 [n, 5] and `vectors` int32
-    [m, 3] are those of `HostImage`; images share them, so they can't be written to."""
+    tiles that belong to no piece. `sites` int32 [n, 5], `vectors` int32 [m, 3] and `rows` int32 [k, 3] are those of
+    `HostImage`; images share them, so they can't be written to."""
 
     num_pages: int
     pieces: Mapping[tuple[int, TileKind], tuple[Piece, ...]]
     fillers: tuple[slice, ...]
     sites: NDArray[np.int32]
     vectors: NDArray[np.int32]
+    rows: NDArray[np.int32]
 
 
 def place(spec: AdapterSpec, layout: ArenaLayout) -> Placement:
     """Adapters of one recipe differ in values alone: the placements of the last few recipes are kept."""
-    keys = tuple(SiteKey(s.layer, s.site, s.rank, s.magnitude is not None) for s in spec.sites)
-    return _place(layout, keys)
+    keys = [SiteKey(s.layer, s.site, s.rank, s.magnitude is not None) for s in spec.sites]
+    if spec.tokens:
+        keys.append(SiteKey(0, REPLACED, sum(len(table.ids) for table in spec.tokens), False))
+    return _place(layout, tuple(keys))
 
 
 @lru_cache(maxsize=32)
@@ -57,7 +71,11 @@ def _place(layout: ArenaLayout, keys: tuple[SiteKey, ...]) -> Placement:
     tables = _Tables(layout, keys)
     for tile, offset in zip(tiles, offsets, strict=True):
         itemsize = 4 if tile.kind == "vectors" else layout.dtype.itemsize
-        piece = _piece(tile, offset // itemsize, keys[tile.index].rank)
+        first = offset // itemsize
+        if tile.kind in ("token_ranks", "token_rows"):
+            piece = _row_piece(layout, tile, first, keys[tile.index].rank)
+        else:
+            piece = _piece(tile, first, keys[tile.index].rank)
         pieces[tile.index, tile.kind].append(piece)
         spans.append((offset, piece.elements.stop * itemsize))
         tables.put(tile, offset // GRANULE_BYTES)
@@ -67,6 +85,7 @@ def _place(layout: ArenaLayout, keys: tuple[SiteKey, ...]) -> Placement:
         _gaps(spans, num_pages * layout.page_bytes),
         tables.sites(),
         tables.vectors(),
+        tables.rows(),
     )
 
 
@@ -85,17 +104,34 @@ def _piece(tile: Tile, first: int, rank: int) -> Piece:
     return Piece(rows, slice(tile.start, tile.end), slice(first, first + size))
 
 
+def _row_piece(layout: ArenaLayout, tile: Tile, first: int, rank: int) -> Piece:
+    tokens = slice(tile.start, tile.end)
+    if tile.kind == "token_ranks":
+        stride = layout.token_rank_bytes(-(-rank // CHUNK)) // layout.dtype.itemsize
+        rows, columns = slice(0, rank), tokens
+    else:
+        stride = layout.replaced_row_bytes // layout.dtype.itemsize
+        rows, columns = tokens, slice(None)
+    size = (tile.end - tile.start) * stride
+    return Piece(rows, columns, slice(first, first + size), stride)
+
+
 class _Tables:
-    """The rows of `HostImage.sites` and `HostImage.vectors`, tile by tile."""
+    """The rows of `HostImage.sites`, `HostImage.vectors` and `HostImage.rows`, tile by tile."""
 
     def __init__(self, layout: ArenaLayout, keys: tuple[SiteKey, ...]) -> None:
         self._layout = layout
         self._keys = keys
         self._sites: dict[tuple[int, int, int], list[int]] = {}
         self._vectors: list[tuple[int, int, int]] = []
+        self._rows: list[tuple[int, int, int]] = []
 
     def put(self, tile: Tile, start: int) -> None:
         key = self._keys[tile.index]
+        if key.site in (EMBEDDING, REPLACED):
+            number = tile.chunk if tile.kind == "b" else tile.start
+            self._rows.append((_ROW_KINDS[tile.kind], number, start))
+            return
         columns = self._layout.columns(key.site)
         layer = HEAD_LAYER if key.site == HEAD else key.layer
         first = 0 if key.site == HEAD else self._layout.sites[key.site]
@@ -114,6 +150,9 @@ class _Tables:
 
     def vectors(self) -> NDArray[np.int32]:
         return _table(self._vectors, 3)
+
+    def rows(self) -> NDArray[np.int32]:
+        return _table(self._rows, 3)
 
 
 def _table(rows: list[tuple[int, ...]] | list[tuple[int, int, int]], width: int) -> NDArray[np.int32]:

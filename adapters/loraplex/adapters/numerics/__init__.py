@@ -6,9 +6,11 @@
 
 from loraplex.adapters.numerics.check import MAX_ERROR, TOLERANCE, NumbersCheck, NumbersVerdict, check_numbers
 from loraplex.adapters.numerics.outputs import SiteOutputs, join_outputs
-from loraplex.adapters.numerics.probes import INPUT_ROWS, PROBE_ROWS, SKETCH_SUMS
+from loraplex.adapters.numerics.probes import EMBEDDING_ROWS, HEAD_ROWS, INPUT_ROWS, PROBE_ROWS, SKETCH_SUMS
 
 __all__ = [
+    "EMBEDDING_ROWS",
+    "HEAD_ROWS",
     "INPUT_ROWS",
     "MAX_ERROR",
     "PROBE_ROWS",

@@ -16,8 +16,8 @@ from loraplex.adapters.admission.base_model import BaseWeights
 from loraplex.adapters.errors import ArtifactUnreadable
 from loraplex.adapters.numerics.outputs import SiteOutputs
 from loraplex.adapters.numerics.probes import INPUT_ROWS
-from loraplex.adapters.numerics.reference import SERVED_DTYPES, ExpectedSite, expect_site
-from loraplex.adapters.numerics.upload import Upload, UploadedSite
+from loraplex.adapters.numerics.reference import SERVED_DTYPES, ExpectedSite, expect_rows, expect_site
+from loraplex.adapters.numerics.upload import Upload, UploadedRows, UploadedSite
 from loraplex.adapters.spec import BaseSpec
 
 TOLERANCE = 3.0
@@ -80,7 +80,9 @@ class NumbersCheck:
                 break
         return None if self._left else self._verdict()
 
-    def _expect(self, site: UploadedSite) -> ExpectedSite:
+    def _expect(self, site: UploadedSite | UploadedRows) -> ExpectedSite:
+        if isinstance(site, UploadedRows):
+            return expect_rows(site, self._outputs.dtype)
         if site.magnitude is not None and self._weights is None:
             self._weights = BaseWeights(self._base)
         return expect_site(site, self._outputs.dtype, self._weights)
@@ -123,7 +125,7 @@ def _check_site(
     upload: Upload,
     key: tuple[int, str],
     measured: Mapping[tuple[int, str], NDArray[np.float32] | None],
-    expect: Callable[[UploadedSite], ExpectedSite],
+    expect: Callable[[UploadedSite | UploadedRows], ExpectedSite],
 ) -> _Site:
     site = upload.read(*key)
     expected = expect(site)

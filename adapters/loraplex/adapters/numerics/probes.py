@@ -8,6 +8,11 @@ An output row [N] becomes SKETCH_SUMS sums: column j is added to sum j mod SKETC
 signs are random, so the squares of a row's sums add up to the square of its norm on average, also for a difference of
 two rows.
 
+The embedding is looked up by token, and is measured as the linear that it is: each of the x has a sign for every
+token of the vocabulary. Rows of it that an adapter replaces are summed with their tokens' signs; the last row is what
+the embedding gives for the tokens behind them, which are the base's, with 1 for its numbers.
+Rows of the head are measured as a linear whose other columns are 0 in the first rows and 1 in the last.
+
 Everything follows from numbers of rows and columns by a hash, and is the same on every machine.
 """
 
@@ -22,6 +27,9 @@ PROBE_ROWS = 5
 INPUT_ROWS = PROBE_ROWS - 1
 """Rows in which x is +1 or -1; the last row follows."""
 SKETCH_SUMS = 64
+
+EMBEDDING_ROWS, HEAD_ROWS = "embed_tokens.rows", "lm_head.rows"
+"""What is measured of the rows that an adapter replaces, named like sites. Their layer is 0."""
 
 _INPUTS, _COLUMNS = 0x9E3779B9, 0x7F4A7C15
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.adapters.admission.base_model import BaseWeights
-from loraplex.adapters.numerics.probes import INPUT_ROWS, column_signs, fold, probe_inputs, sketch
-from loraplex.adapters.numerics.upload import UploadedSite
+from loraplex.adapters.numerics.probes import HEAD_ROWS, INPUT_ROWS, column_signs, fold, probe_inputs, sketch
+from loraplex.adapters.numerics.upload import UploadedRows, UploadedSite
 
 _Doubles = NDArray[np.float64]
 
@@ -64,6 +64,48 @@ def expect_site(site: UploadedSite, dtype: str, base: BaseWeights | None) -> Exp
     served, bits = SERVED_DTYPES[dtype]
     with np.errstate(all="ignore"):
         return _expect(site, dtype, served, bits, base)
+
+
+def expect_rows(table: UploadedRows, dtype: str) -> ExpectedSite:
+    """The same of rows that replace the base's: see `probes`."""
+    served, bits = SERVED_DTYPES[dtype]
+    with np.errstate(all="ignore"):
+        rows = table.rows.astype(served).astype(np.float64)
+        if table.site == HEAD_ROWS:
+            out, exact = _head_columns(table, rows), _head_columns(table, table.rows.astype(np.float64))
+            spread = np.zeros_like(out)
+            spread[:INPUT_ROWS, table.ids] = rows.shape[1] * np.square(rows).sum(axis=1)
+        else:
+            out, exact = _signed_sum(table, rows), _signed_sum(table, table.rows.astype(np.float64))
+            spread = np.zeros_like(out)
+            spread[:INPUT_ROWS] = len(rows) * np.square(rows).sum(axis=0)
+        each = np.square(ROUNDING * 2.0**-bits * out) + _SMALLEST[dtype] ** 2 + _SINGLE**2 * spread
+        largest = float(ml_dtypes.finfo(served).max)
+        overflow = None if np.abs(rows).max() <= largest else "trainable_tokens_delta"
+        if overflow is None and not np.abs(out).max() <= largest:
+            overflow = "the output"
+        return ExpectedSite(
+            sums=sketch(out),
+            variance=fold(each),
+            unrounded=sketch(exact)[:INPUT_ROWS],
+            effect=float(np.sqrt(np.mean(np.square(out[:INPUT_ROWS])))),
+            norm=float(np.linalg.norm(rows)),
+            overflow=overflow,
+        )
+
+
+def _signed_sum(table: UploadedRows, rows: _Doubles) -> _Doubles:
+    x = probe_inputs(0, table.vocab_size)[:INPUT_ROWS, table.ids].astype(np.float64)
+    return np.concatenate((_product(x, rows), np.ones((1, rows.shape[1]))))
+
+
+def _head_columns(table: UploadedRows, rows: _Doubles) -> _Doubles:
+    x = probe_inputs(0, rows.shape[1])[:INPUT_ROWS].astype(np.float64)
+    out = np.zeros((INPUT_ROWS + 1, table.vocab_size))
+    out[INPUT_ROWS] = 1
+    out[:, table.ids] = 0
+    out[:INPUT_ROWS, table.ids] = _product(x, rows.T)
+    return out
 
 
 def _expect(

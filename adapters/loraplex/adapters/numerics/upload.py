@@ -20,6 +20,7 @@ import re2
 from numpy.typing import NDArray
 
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMissing
+from loraplex.adapters.numerics.probes import EMBEDDING_ROWS, HEAD_ROWS
 from loraplex.adapters.spec import BaseSpec
 
 _PREFIX = "base_model.model."
@@ -35,7 +36,14 @@ _WRAPPERS = {"model", "language_model"}
 _HEADS = {"lm_head", "output", "embed_out"}
 _LETTERS = frozenset(string.ascii_letters + string.digits + "_-")
 _MAX_PROGRAM_BYTES = 1 << 18
-_KINDS = {"lora_A": "a", "lora_B": "b", "lora_magnitude_vector": "magnitude"}
+_KINDS = {
+    "lora_A": "a",
+    "lora_B": "b",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
+    "lora_magnitude_vector": "magnitude",
+    "trainable_tokens_delta": "rows",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +68,21 @@ class UploadedSite:
     magnitude: NDArray[np.float32] | None
 
 
+@dataclass(frozen=True, slots=True)
+class UploadedRows:
+    """Rows [n, C] in float32 that replace those of the tokens `ids` [n], ascending. `vocab_size`: rows that there are
+    in all."""
+
+    site: str
+    module_path: str
+    ids: NDArray[np.int64]
+    rows: NDArray[np.float32]
+    vocab_size: int
+
+
 class Upload:
-    """The sites of an upload. Raises ArtifactMissing, ArtifactCorrupt, AdapterRefused, OSError."""
+    """The sites of an upload, and the rows that it replaces. Raises ArtifactMissing, ArtifactCorrupt, AdapterRefused,
+    OSError."""
 
     def __init__(self, config_path: Path, tensors_path: Path, base: BaseSpec) -> None:
         try:
@@ -76,9 +97,13 @@ class Upload:
         self._alphas = [(self._test(key), alpha) for key, alpha in pattern.items()]
         modules = {self._inside(shape.module_path): key for key, shape in base.sites.items()}
         self._found: dict[tuple[int, str], tuple[str, dict[str, _Place]]] = {}
+        self._rows: dict[tuple[int, str], tuple[str, _Place, list[int], int]] = {}
         for name, place in places.items():
             module, kind = _purpose(name)
             if kind is None:
+                continue
+            if kind == "rows":
+                self._add_rows(module.removesuffix(".token_adapter"), place, base)
                 continue
             key = modules.get(self._inside(module))
             if key is None:
@@ -90,11 +115,39 @@ class Upload:
 
     @property
     def sites(self) -> dict[tuple[int, str], str]:
-        """The path of the module by (layer, site), in the order of the file."""
-        return {key: module for key, (module, _) in self._found.items()}
+        """The path of the module by (layer, site), in the order of the file, and of the rows by their names."""
+        rows = {key: entry[0] for key, entry in self._rows.items()}
+        return {key: module for key, (module, _) in self._found.items()} | rows
 
-    def read(self, layer: int, site: str) -> UploadedSite:
+    def _add_rows(self, module: str, place: _Place, base: BaseSpec) -> None:
+        given = self._config.get("trainable_token_indices")
+        by_name = given if isinstance(given, dict) else {"embed_tokens": given}
+        own, head = self._inside(module), self._inside("lm_head")
+        tokens = {self._inside(name): ids for name, ids in by_name.items()}
+        ids = tokens.get(own)
+        if ids is None:
+            raise AdapterRefused("unexpected_tensor", f"no tokens are named for {module[:160]!a}")
+        vocab_size = next(
+            shape.in_features if site == "embed_tokens" else shape.out_features
+            for (_, site), shape in base.sites.items()
+            if site in ("embed_tokens", "lm_head")
+        )
+        entry = (module, place, ids, vocab_size)
+        if own == head:
+            self._rows[0, HEAD_ROWS] = entry
+            return
+        self._rows[0, EMBEDDING_ROWS] = entry
+        # A tied head has them too, unless others were given to it.
+        if base.tied_head and tokens.get(head, ids) == ids:
+            self._rows.setdefault((0, HEAD_ROWS), entry)
+
+    def read(self, layer: int, site: str) -> UploadedSite | UploadedRows:
         """Raises as the constructor does."""
+        if (layer, site) in self._rows:
+            module, place, ids, vocab_size = self._rows[layer, site]
+            order = np.argsort(np.array(ids, np.int64))
+            rows = self._tensor(place)[order]
+            return UploadedRows(site, module, np.array(ids, np.int64)[order], rows, vocab_size)
         module, places = self._found[layer, site]
         if "a" not in places or "b" not in places:
             raise AdapterRefused("missing_tensor", f"{module} lacks lora_A or lora_B")

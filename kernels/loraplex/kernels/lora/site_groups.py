@@ -17,7 +17,10 @@ order."""
 HEAD = "lm_head"
 """The linear behind the last layer, from hidden states to logits. Where a layer's number is asked for, it has 0."""
 
-SITES = (*LAYER_SITES, HEAD)
+EMBEDDING = "embed_tokens"
+"""The table before the first layer, from token ids to hidden states: a linear of one-hot rows. Its layer is 0 too."""
+
+SITES = (*LAYER_SITES, HEAD, EMBEDDING)
 """Every linear that an adapter may carry."""
 
 

@@ -25,7 +25,7 @@ from loraplex.engine.sizing import (
     most_tokens,
     row_bytes,
 )
-from loraplex.kernels.lora.site_groups import HEAD
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 
 RESERVES = {"cuda": 1536 * MIB, "cpu": 1024 * MIB}
 """An allowance, not a computation: on a GPU the CUDA context, the libraries' workspaces and the CUDA graphs; on a CPU
@@ -89,6 +89,7 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
         model.dtype,
         max_rank=_max_rank(wanted),
         head=model.head_group,
+        embedding=model.embedding_shape,
     )
     sites = _sites(model, layout, wanted)
     adapter = adapter_pages(layout, wanted.rank, sites) * layout.page_bytes
@@ -200,7 +201,7 @@ def _kv_size(
 def _sites(model: ModelOutline, layout: ArenaLayout, wanted: Wanted) -> tuple[str, ...]:
     known = layout.site_names
     if not wanted.sites:
-        return tuple(site for site in known if site != HEAD)
+        return tuple(site for site in known if site not in (HEAD, EMBEDDING))
     unknown = [site for site in wanted.sites if site not in known]
     if unknown:
         raise PlanDoesNotFit(

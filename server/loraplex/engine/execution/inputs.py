@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.engine.host_to_device import HostToDevice
-from loraplex.engine.model.base import LoraPass
+from loraplex.engine.model.base import LoraPass, TokenRows
 from loraplex.engine.types import StepPlan
 from loraplex.kernels.attention.kernel import AttentionKernel
 
@@ -27,6 +27,12 @@ class LoraSource(Protocol):
 
     def head_pass(self, segments: Segments, num_rows: int) -> LoraPass | None:
         """Their changes of the head, for the rows whose logits are wanted."""
+        ...
+
+    def token_pass(
+        self, segments: Segments, logits_segments: Segments, upload: HostToDevice
+    ) -> TokenRows | None:
+        """What they change by token, in the step's rows and in the rows whose logits are wanted."""
         ...
 
 
@@ -57,6 +63,10 @@ class StepInputs(HostToDevice, Protocol):
         """See `LoraSource.head_pass`."""
         ...
 
+    def token_rows(self, segments: Segments, logits_segments: Segments) -> TokenRows | None:
+        """See `LoraSource.token_pass`."""
+        ...
+
     def send(self) -> None:
         """Queue the copies. For the worker, before anything that reads them."""
         ...
@@ -65,6 +75,30 @@ class StepInputs(HostToDevice, Protocol):
         """For the worker: run the recorded pass that the step is laid out for, and return its logits, first those of
         `logits_rows`. None where there is none, and the model must be run."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """What the adapters of a step change: in the layers, in the head, and by token. None: nothing."""
+
+    layers: LoraPass | None
+    head: LoraPass | None
+    by_token: TokenRows | None
+
+    @property
+    def any_lora(self) -> bool:
+        return self.layers is not None or self.head is not None
+
+
+def begin_adapters(
+    inputs: StepInputs, segments: Segments, num_rows: int, logits_segments: Segments, num_logits: int
+) -> StepAdapters:
+    """Prepare all three for a step. The second pair of arguments is over the rows whose logits are wanted."""
+    return StepAdapters(
+        inputs.adapters(segments, num_rows),
+        inputs.head_adapters(logits_segments, num_logits) if num_logits else None,
+        inputs.token_rows(segments, logits_segments),
+    )
 
 
 class Recorder(Protocol):
@@ -103,11 +137,14 @@ class RecordedSize:
     adapters_only: bool = False
 
 
-def find_recorded(sizes: Iterable[RecordedSize], plan: StepPlan) -> RecordedSize | None:
+def find_recorded(
+    sizes: Iterable[RecordedSize], plan: StepPlan, by_token: Callable[[int], bool] = lambda slot: False
+) -> RecordedSize | None:
     """The first whose pass serves this step. None serves one that pools or scores positions of a prompt: its logits are
-    of one row a sequence."""
+    of one row a sequence. None serves one with an adapter that changes anything by token, as `by_token` says of its
+    slot: no such change is recorded."""
     scheduled = plan.scheduled
-    if any(item.targets or item.pool_start is not None for item in scheduled):
+    if any(item.targets or item.pool_start is not None or by_token(item.slot) for item in scheduled):
         return None
     rows, sequences = sum(item.num_tokens for item in scheduled), len(scheduled)
     decodes = rows == sequences and all(item.samples for item in scheduled)
@@ -159,6 +196,9 @@ class PlainInputs:
 
     def head_adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
         return self._source(segments).head_pass(segments, num_rows) if segments else None
+
+    def token_rows(self, segments: Segments, logits_segments: Segments) -> TokenRows | None:
+        return self._source(segments).token_pass(segments, logits_segments, self) if segments else None
 
     def send(self) -> None:
         """There is nothing left to do."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.device.device_lora import DeviceLora
 from loraplex.engine.execution.inputs import RecordedSize, Segments, StepLimits, find_recorded
-from loraplex.engine.model.base import LoraPass
+from loraplex.engine.model.base import LoraPass, TokenRows
 from loraplex.engine.types import StepPlan
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionLayout, RecordableAttention
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
@@ -135,7 +135,8 @@ class PackedSource:
 
     def begin_inputs(self, plan: StepPlan) -> PackedInputs:
         """See `InputSource.begin_inputs`."""
-        return PackedInputs(self, self._frame(), find_recorded(self.replays, plan))
+        by_token = {} if self.lora is None else self.lora.tokens
+        return PackedInputs(self, self._frame(), find_recorded(self.replays, plan, by_token.__contains__))
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -245,6 +246,10 @@ class PackedInputs:
 
     def head_adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
         return self._pass(segments, num_rows, head=True)
+
+    def token_rows(self, segments: Segments, logits_segments: Segments) -> TokenRows | None:
+        lora = self.source.lora
+        return None if lora is None else lora.token_pass(segments, logits_segments, self)
 
     def send(self) -> None:
         if self._used:

@@ -13,7 +13,13 @@ import torch
 
 from loraplex.engine.execution.batch import FlatStep, flatten
 from loraplex.engine.execution.executor import Executor
-from loraplex.engine.execution.inputs import LoraSource, PlainInputs, StepInputs
+from loraplex.engine.execution.inputs import (
+    LoraSource,
+    PlainInputs,
+    StepAdapters,
+    StepInputs,
+    begin_adapters,
+)
 from loraplex.engine.execution.pooling import Pooled, PooledSlice, pool, pooled_parts
 from loraplex.engine.execution.site_probe import Measured, SiteProbe, collect_outputs
 from loraplex.engine.execution.step_masks import StepMasks, begin_masks
@@ -21,7 +27,7 @@ from loraplex.engine.execution.torch_errors import as_device_fault, give_back_me
 from loraplex.engine.grammar.masks import MaskMaker, MaskRow
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.logprobs import Scores
-from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
+from loraplex.engine.model.base import ForwardBatch, KVCache, Model
 from loraplex.engine.pooling import PooledPart
 from loraplex.engine.sampling.batch import AskedScores, SamplingBatch
 from loraplex.engine.sampling.sampler import Sampler, TorchSampler
@@ -164,16 +170,14 @@ class ModelRunner:
         self._kv.expect(step.fresh_blocks)
         rows = [plan.scheduled[index] for index in step.sampled]
         sampling = self._sampler.plan(rows, eos_ids=self._eos_ids, upload=inputs)
-        lora = inputs.adapters(step.segments, step.num_rows)
-        num_logits = step.logits_rows.shape[0]
-        head_lora = inputs.head_adapters(step.logits_segments, num_logits) if num_logits else None
+        adapters = begin_adapters(
+            inputs, step.segments, step.num_rows, step.logits_segments, len(step.logits_rows)
+        )
         previous = self._previous
         own_tokens = _SampledTokens({row.seq.request_id: s for s, row in enumerate(rows)})
         pending = _pending(step, previous, inputs)
         masks = begin_masks(self._masks, rows, self._eos_ids, previous.row_of, previous.wait, inputs)
-        work = partial(
-            self._compute, inputs, step, sampling, lora, head_lora, pending, previous, own_tokens, masks
-        )
+        work = partial(self._compute, inputs, step, sampling, adapters, pending, previous, own_tokens, masks)
         future = own_tokens.future = self._executor.submit(lambda: self._run(work))
         self._previous = own_tokens
         return StepHandle(
@@ -289,8 +293,7 @@ class ModelRunner:
         inputs: StepInputs,
         step: FlatStep,
         sampling: SamplingBatch,
-        lora: LoraPass | None,
-        head_lora: LoraPass | None,
+        adapters: StepAdapters,
         pending: _Pending | None,
         previous: _SampledTokens,
         own_tokens: _SampledTokens,
@@ -302,7 +305,7 @@ class ModelRunner:
             # In place: a recorded step reads its tokens there.
             token_ids.index_copy_(0, pending.rows, previous.tokens.index_select(0, pending.sources))
         hidden: list[torch.Tensor] = []
-        logits = inputs.replay(lora is not None or head_lora is not None)
+        logits = inputs.replay(adapters.any_lora)
         if logits is not None:
             logits = logits[: step.logits_rows.shape[0]]
         else:
@@ -314,8 +317,9 @@ class ModelRunner:
                     fresh_blocks=step.fresh_blocks,
                     logits_rows=step.logits_rows,
                     kv=self._kv,
-                    lora=lora,
-                    head_lora=head_lora,
+                    lora=adapters.layers,
+                    head_lora=adapters.head,
+                    token_rows=adapters.by_token,
                     hidden_rows=None if step.pooled is None else step.pooled.rows,
                     take_hidden=None if step.pooled is None else hidden.append,
                 )

@@ -1,8 +1,8 @@
 """The outputs of an adapter's sites for fixed inputs, from the pages that serve it: see `loraplex.adapters.numerics`.
 
 A request that is measured has MEASURE_STEPS positions, and a step computes one of them at most. At each position a part
-of the layers is measured, at the last one the head too. So the time that a step takes for it is bounded, and the rows
-of other requests are not touched.
+of the layers is measured, at the last one the head too, and at the one before it what the adapter changes by token. So
+the time that a step takes for it is bounded, and the rows of other requests are not touched.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from loraplex.adapters.numerics import PROBE_ROWS, SKETCH_SUMS, SiteOutputs
+from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.adapters.numerics import EMBEDDING_ROWS, HEAD_ROWS, PROBE_ROWS, SKETCH_SUMS, SiteOutputs
 from loraplex.adapters.numerics.probes import column_signs, probe_inputs
+from loraplex.engine.execution.inputs import PlainInputs, Segments
 from loraplex.engine.execution.torch_errors import as_device_fault
+from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.model.base import LoraPass
 from loraplex.engine.types import MEASURE_STEPS, StepPlan
-from loraplex.kernels.lora.site_groups import HEAD
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
+from loraplex.kernels.lora.token_rows import TokenRowPass, TokenTables
 from loraplex.kernels.lora.types import LoraWeights
 
 _log = logging.getLogger(__name__)
+_TOKENS = 8192
+"""Tokens of the vocabulary that are looked up at a time."""
 
 
 class ProbedArena(Protocol):
     """Where adapters lie: the adapter arena."""
+
+    @property
+    def layout(self) -> ArenaLayout: ...
 
     @property
     def layers(self) -> LoraWeights: ...
@@ -37,6 +47,16 @@ class ProbedArena(Protocol):
 
     def slot_pass(self, slot: int, num_rows: int, *, head: bool) -> LoraPass | None:
         """A pass over rows that all use the adapter in one slot."""
+        ...
+
+    def token_tables(self, slot: int) -> TokenTables | None:
+        """None where the adapter in a slot changes nothing by token."""
+        ...
+
+    def token_pass(
+        self, segments: Segments, logits_segments: Segments, upload: HostToDevice
+    ) -> TokenRowPass | None:
+        """Over rows of a step, and rows of its logits."""
         ...
 
 
@@ -127,6 +147,9 @@ class SiteProbe:
                     if is_there:
                         yield layer, site, y[:, start:end]
             number += len(group.sites)
+        embedding = self._arena.layout.embedding
+        if asked.position == MEASURE_STEPS - 2 and embedding is not None:
+            yield from _TokenProbe(self._arena, asked.slot, embedding, self._dtype, self._device).rows()
         head = self._arena.head
         if asked.position < MEASURE_STEPS - 1 or head is None or not head.present[asked.slot].any():
             return
@@ -154,6 +177,77 @@ class SiteProbe:
             signs = self._signs[width] = torch.from_numpy(column_signs(width).copy()).to(self._device)
         signed = torch.nn.functional.pad(rows * signs, (0, -width % SKETCH_SUMS))
         return signed.view(PROBE_ROWS, -1, SKETCH_SUMS).sum(1)
+
+
+class _TokenProbe:
+    """Measures what one adapter, in `slot`, changes by token, through the passes that serve it. `shape`: (vocabulary,
+    hidden size)."""
+
+    def __init__(
+        self, arena: ProbedArena, slot: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._arena = arena
+        self._slot = slot
+        self._vocab_size, self._hidden_size = shape
+        self._dtype = dtype
+        self._device = device
+
+    def rows(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """(0, site, its outputs [PROBE_ROWS, N]) in the served dtype."""
+        tables = self._arena.token_tables(self._slot)
+        if tables is None:
+            return
+        if len(tables.b_tiles):
+            yield 0, EMBEDDING, self._lora()
+        if len(tables.embedding.ids):
+            yield 0, EMBEDDING_ROWS, self._replaced(tables.embedding.ids)
+        if len(tables.head.ids):
+            yield 0, HEAD_ROWS, self._head()
+
+    def _lora(self) -> torch.Tensor:
+        x = self._inputs(self._vocab_size).float()
+        sums = None
+        for first in range(0, self._vocab_size, _TOKENS):
+            last = min(first + _TOKENS, self._vocab_size)
+            tokens = torch.arange(first, last, device=self._device)
+            part = self._pass(last - first).hidden_sums(tokens, x[:, first:last])
+            sums = part if sums is None else sums + part
+        assert sums is not None
+        y = self._outputs(self._hidden_size)
+        return y.float().add_(self._pass(PROBE_ROWS).expand(sums)).to(self._dtype)
+
+    def _replaced(self, ids: np.ndarray) -> torch.Tensor:
+        behind = np.setdiff1d(ids + 1, ids)
+        tokens = torch.from_numpy(np.concatenate((ids, behind[behind < self._vocab_size]))).to(self._device)
+        found = torch.ones(len(tokens), self._hidden_size, dtype=self._dtype, device=self._device)
+        self._pass(len(tokens)).replace_embeddings(tokens, found)
+        y = self._outputs(self._hidden_size)
+        y[:-1] = (
+            self._inputs(self._vocab_size)[:-1, tokens[: len(ids)]].float() @ found[: len(ids)].float()
+        ).to(self._dtype)
+        if len(tokens) > len(ids):
+            y[-1] = found[len(ids) :].float().mean(0).to(self._dtype)
+        return y
+
+    def _head(self) -> torch.Tensor:
+        y = self._outputs(self._vocab_size)
+        self._pass(PROBE_ROWS).replace_logits(self._inputs(self._hidden_size), y)
+        return y
+
+    def _pass(self, num_rows: int) -> TokenRowPass:
+        segments = [(self._slot, 0, num_rows)]
+        found = self._arena.token_pass(segments, segments, PlainInputs(self._device))
+        assert found is not None
+        return found
+
+    def _inputs(self, in_features: int) -> torch.Tensor:
+        x = torch.from_numpy(probe_inputs(0, in_features).copy())
+        return x.to(self._device, self._dtype, non_blocking=True)
+
+    def _outputs(self, out_features: int) -> torch.Tensor:
+        y = torch.zeros(PROBE_ROWS, out_features, dtype=self._dtype, device=self._device)
+        y[-1] = 1
+        return y
 
 
 def collect_outputs(found: Sequence[Measured], failed: dict[int, str]) -> dict[int, SiteOutputs]:

@@ -30,6 +30,22 @@ class LoraPass(Protocol):
         ...
 
 
+class TokenRows(Protocol):
+    """What the adapters of one step change by token: see `loraplex.kernels.lora.token_rows`."""
+
+    def replace_embeddings(self, token_ids: torch.Tensor, y: torch.Tensor) -> None:
+        """y [T, C]: the base's embeddings of token_ids [T], not scaled yet, changed in place."""
+        ...
+
+    def add_embeddings(self, token_ids: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+        """y [T, C]: the scaled embeddings, changed in place. `scale`: what they were scaled by."""
+        ...
+
+    def replace_logits(self, x: torch.Tensor, logits: torch.Tensor) -> None:
+        """x [S, C] is what the head reads, logits [S, V] what it gives without adapters, changed in place."""
+        ...
+
+
 class LoraReaders(Protocol):
     """The adapters of one step, computed by what reads them: in place of `LoraPass.apply` and the operation behind it.
     y is what the base's linear returned for x."""
@@ -148,12 +164,14 @@ class ForwardBatch:
     logits_out: torch.Tensor | None = None
     begin_lora: Callable[[int, str, torch.Tensor], None] | None = None
     lora_readers: LoraReaders | None = None
+    token_rows: TokenRows | None = None
 
 
 class Model(Protocol):
     """A decoder with its weights on one device. `site_groups` are the linears of a layer that adapters may change,
     as the forward pass calls `LoraPass.apply` for them: the same in all layers. `head_group`, whose key is HEAD, is the
-    linear behind them, applied as of layer 0; None where adapters can't change it."""
+    linear behind them, applied as of layer 0; `embedding_shape` is (vocabulary, hidden size) of the table before them.
+    Both are None where adapters can't change them."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -163,6 +181,9 @@ class Model(Protocol):
 
     @property
     def head_group(self) -> SiteGroup | None: ...
+
+    @property
+    def embedding_shape(self) -> tuple[int, int] | None: ...
 
     @property
     def attention(self) -> AttentionKernel:

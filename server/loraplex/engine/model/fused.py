@@ -151,15 +151,16 @@ class FusedDecoder:
     def head_group(self) -> SiteGroup:
         return SiteGroup(HEAD, (HEAD,), self._spec.hidden_size, (self._spec.vocab_size,))
 
+    @property
+    def embedding_shape(self) -> tuple[int, int]:
+        return self._spec.vocab_size, self._spec.hidden_size
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         spec = self._spec
         if self._kernel.reads_unwritten:
             batch.kv.clear_blocks(batch.fresh_blocks)
         cos_sin = self._cos_sin(batch.positions)
-        residual = embedding(batch.token_ids, self._embed)
-        if self._embed_scale != 1.0:
-            residual.mul_(self._embed_scale)
-        x, residual = self._layers_of(batch, residual, cos_sin)
+        x, residual = self._layers_of(batch, self._embeddings(batch), cos_sin)
         # Only the rows go on that something is wanted of.
         if batch.take_hidden is not None and batch.hidden_rows is not None:
             batch.take_hidden(self._final_norm(x, residual, batch.hidden_rows))
@@ -167,12 +168,25 @@ class FusedDecoder:
             return torch.empty(0, spec.vocab_size, device=self.device)
         x = self._final_norm(x, residual, batch.logits_rows)
         logits = self._ops.linear(x, self._head, None)
+        if batch.token_rows is not None:
+            batch.token_rows.replace_logits(x, logits)
         if batch.head_lora is not None:
             batch.head_lora.apply(0, HEAD, x, logits)
         logits = self._ops.to_float32(logits) if batch.logits_out is None else batch.logits_out.copy_(logits)
         if spec.logits_softcap is not None:
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         return logits
+
+    def _embeddings(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, C]"""
+        found = embedding(batch.token_ids, self._embed)
+        if batch.token_rows is not None:
+            batch.token_rows.replace_embeddings(batch.token_ids, found)
+        if self._embed_scale != 1.0:
+            found.mul_(self._embed_scale)
+        if batch.token_rows is not None:
+            batch.token_rows.add_embeddings(batch.token_ids, found, self._embed_scale)
+        return found
 
     def _layers_of(
         self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]

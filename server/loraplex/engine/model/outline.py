@@ -30,6 +30,7 @@ class ModelOutline:
     shape: ModelShape
     site_groups: tuple[SiteGroup, ...]
     head_group: SiteGroup | None
+    embedding_shape: tuple[int, int] | None
     dtype: torch.dtype
     weight_bytes: int
     step_bytes: int
@@ -59,6 +60,7 @@ def outline_model(
             shape=decoder.shape,
             site_groups=decoder.site_groups,
             head_group=decoder.head_group,
+            embedding_shape=decoder.embedding_shape,
             dtype=chosen,
             weight_bytes=source.num_bytes + copied,
             step_bytes=source.num_bytes - (0 if spec.tied else embed),
@@ -116,6 +118,7 @@ def _wrapped_outline(config: Any, dtype: torch.dtype) -> ModelOutline:
         shape=shape,
         site_groups=decoder.site_groups,
         head_group=decoder.head_group,
+        embedding_shape=decoder.embedding_shape,
         dtype=dtype,
         weight_bytes=total,
         step_bytes=total - (0 if is_tied else embedding.weight.nbytes),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.kernels.lora.site_groups import HEAD, LAYER_SITES, SiteGroup
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, SiteGroup
 
 # As `loraplex.adapters.admission.base_model` reads it from the names of the checkpoint's tensors.
 _SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})")
@@ -20,11 +20,12 @@ _SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SIT
 @dataclass(frozen=True, slots=True)
 class Sites:
     """Modules by (layer, site), and one group a site. `head` is the linear behind the layers, None where the model's
-    own is called otherwise."""
+    own is called otherwise, and `embedding` the table before them in the same way."""
 
     modules: Mapping[tuple[int, str], torch.nn.Linear]
     groups: tuple[SiteGroup, ...]
     head: torch.nn.Linear | None
+    embedding: torch.nn.Embedding | None
 
 
 def find_sites(model: Any, num_layers: int) -> Sites:
@@ -51,4 +52,13 @@ def find_sites(model: Any, num_layers: int) -> Sites:
         for in_features, out_features in sizes:
             groups.append(SiteGroup(site, (site,), in_features, (out_features,)))
     head = getattr(model, HEAD, None)
-    return Sites(modules, tuple(groups), head if isinstance(head, torch.nn.Linear) else None)
+    return Sites(
+        modules, tuple(groups), head if isinstance(head, torch.nn.Linear) else None, _find_embedding(model)
+    )
+
+
+def _find_embedding(model: Any) -> torch.nn.Embedding | None:
+    table = model.get_input_embeddings()
+    names = [name for name, module in model.named_modules() if module is table]
+    is_named = len(names) == 1 and f".{names[0]}".endswith(f".{EMBEDDING}")
+    return table if is_named and isinstance(table, torch.nn.Embedding) else None

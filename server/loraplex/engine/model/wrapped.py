@@ -48,6 +48,8 @@ class TransformersDecoder:
             module.register_forward_hook(_adapter_hook(layer, site))
         if self._sites.head is not None:
             self._sites.head.register_forward_hook(_adapt_head)
+        if self._sites.embedding is not None:
+            self._sites.embedding.register_forward_hook(_adapt_embedding)
         for module in model.modules():
             if type(module) is torch.nn.Linear:
                 module.forward = partial(_linear, module)  # type: ignore[method-assign]
@@ -101,6 +103,11 @@ class TransformersDecoder:
     def head_group(self) -> SiteGroup | None:
         head = self._sites.head
         return None if head is None else SiteGroup(HEAD, (HEAD,), head.in_features, (head.out_features,))
+
+    @property
+    def embedding_shape(self) -> tuple[int, int] | None:
+        table = self._sites.embedding
+        return None if table is None else (table.num_embeddings, table.embedding_dim)
 
     @property
     def site_layers(self) -> frozenset[tuple[int, str]]:
@@ -207,16 +214,42 @@ def _adapter_hook(layer: int, site: str) -> Any:
     return add_adapters
 
 
+def _adapt_embedding(
+    module: torch.nn.Embedding, args: tuple[torch.Tensor, ...], output: torch.Tensor
+) -> None:
+    batch = _BATCH.get(None)
+    if batch is None or batch.token_rows is None:
+        return
+    y = output.view(-1, output.shape[-1])
+    scale = getattr(module, "embed_scale", None)
+    if scale is None:
+        batch.token_rows.replace_embeddings(batch.token_ids, y)
+    else:
+        # What the module returns is scaled already.
+        plain = torch.nn.functional.embedding(batch.token_ids, module.weight)
+        batch.token_rows.replace_embeddings(batch.token_ids, plain)
+        scale = torch.as_tensor(scale).to(plain.dtype)
+        y.copy_(plain.mul_(scale))
+    batch.token_rows.add_embeddings(batch.token_ids, y, 1.0 if scale is None else float(scale))
+
+
 def _adapt_head(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     batch = _BATCH.get(None)
-    if batch is None or batch.head_lora is None:
+    if batch is None or (batch.head_lora is None and batch.token_rows is None):
         return
     x, y = args[0].reshape(-1, args[0].shape[-1]), output.view(-1, output.shape[-1])
     rows = batch.logits_rows
     if x.shape[0] == rows.shape[0]:
-        batch.head_lora.apply(0, HEAD, x, y)
+        _change_logits(batch, x, y)
         return
     # A model that cannot compute the logits of chosen rows alone.
     wanted = y.index_select(0, rows)
-    batch.head_lora.apply(0, HEAD, x.index_select(0, rows), wanted)
+    _change_logits(batch, x.index_select(0, rows), wanted)
     y.index_copy_(0, rows, wanted)
+
+
+def _change_logits(batch: ForwardBatch, x: torch.Tensor, logits: torch.Tensor) -> None:
+    if batch.token_rows is not None:
+        batch.token_rows.replace_logits(x, logits)
+    if batch.head_lora is not None:
+        batch.head_lora.apply(0, HEAD, x, logits)

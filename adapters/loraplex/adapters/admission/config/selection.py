@@ -16,6 +16,7 @@ from loraplex.adapters.admission.faults import Faults, as_json, invalid
 from loraplex.adapters.admission.module_names import HEAD_NAMES, ModuleNames
 from loraplex.adapters.admission.peft_support import is_neutral
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.lora.site_groups import EMBEDDING
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_EVALUATED = "which is not evaluated: the tensors tell the modules, and a missing one is not noticed"
@@ -34,12 +35,12 @@ class Selection:
 
     def selects(self, module_path: str) -> bool:
         """Whether PEFT would put LoRA on this linear: a target that is the whole path does so in any layer, a suffix
-        only in the layers to transform; "all-linear" is all but the head. An expression may mean any module."""
+        only in the layers to transform; "all-linear" is every layer's. An expression may mean any module."""
         names = suffixes(module_path)
         if not self.excluded.isdisjoint(names):
             return False
         if self.targets is None:
-            return not self.exact or module_path not in HEAD_NAMES
+            return not self.exact or not (module_path in HEAD_NAMES or names[-1] == EMBEDDING)
         if module_path in self.targets:
             return True
         if self.targets.isdisjoint(names):
