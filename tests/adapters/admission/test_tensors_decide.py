@@ -170,7 +170,7 @@ def test_experts_on_a_base_without_any_are_for_another_model(tmp_path: Path, bas
 
 def test_no_sentence_contradicts_itself(tmp_path: Path, mixture: BaseSpec) -> None:
     """A module that is not served is not of a name that the same sentence calls served."""
-    for module in (MIXTURE[0], *TOWER, "model.embed_tokens"):
+    for module in (MIXTURE[0], *TOWER, "model.norm"):
         error = refused(mixture, tmp_path, (module,))
         assert error.code == "unsupported_feature"
         which, _, served = error.message.partition("is not served")
