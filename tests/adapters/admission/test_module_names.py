@@ -85,7 +85,9 @@ def test_a_decoder_under_any_name_is_the_same(
 
 @pytest.mark.parametrize("decoder", ["model.decoder.", "decoder.", "gpt_neox.", "model.", ""])
 @pytest.mark.parametrize("own", ["model.decoder.", "gpt_neox."])
-def test_decoders_that_their_family_calls_by_a_word_of_its_own(own: str, decoder: str, tmp_path: Path) -> None:
+def test_decoders_that_their_family_calls_by_a_word_of_its_own(
+    own: str, decoder: str, tmp_path: Path
+) -> None:
     directory = write_base(tmp_path / "base", ARCH)
     tensors = {
         f"{own}{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor
