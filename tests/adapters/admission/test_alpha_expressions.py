@@ -53,6 +53,7 @@ EVALUATED = [
     r"^model\.layers\.([0-9]|1[01])\.mlp\.(?:up|down)_proj$",
     r".*\.\d{1}\..*(?P<which>[qk])_proj",
     r"\bself_attn\b.*",
+    "(p|r)roj",
     r"[^.]+_proj",
     r"layers\.1{1,2}\..*?proj",
 ]
@@ -103,6 +104,7 @@ REFUSED = {
     "an open class": "[q_proj",
     "a class in the wrong order": "[z-a]",
     "set operations": "[a--b]_proj",
+    "a name of two groups": "(?P<a>q(?P<a>_))proj",
     "a comment": "(?#x)q_proj",
     "a condition": "(q)?(?(1)_|x)proj",
     "an open group": "(q_proj",
@@ -150,15 +152,18 @@ _marks = st.sampled_from(["^", "$", r"\b", r"\B", "|", ""])
 _repeats = st.sampled_from(["", "", "", "*", "+", "?", "*?", "+?", "??", "{2}", "{0,2}", "{1,}", "{1,3}?"])
 
 
+_few = st.sampled_from(["", "", "?", "??", "{2}", "{0,2}"])
+"""Of groups: `re` takes exponential time for more."""
+
+
 def _joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    group = st.builds("{}{}){}".format, st.sampled_from(["(", "(?:"]), inner, _repeats)
+    group = st.builds("{}{}){}".format, st.sampled_from(["(", "(?:"]), inner, _few)
     return st.lists(group | st.builds("{}{}".format, _atoms, _repeats) | _marks, max_size=5).map("".join)
 
 
 _expressions = st.recursive(_joined(st.just("")), _joined, max_leaves=6)
 _texts = st.lists(
-    st.sampled_from(["model", "layers", "0", "11", "q_proj", "k_proj", "proj", "q", "qq", "-", "self_attn", "_"]),
-    min_size=1, max_size=5,
+    st.sampled_from(["model", "0", "11", "q_proj", "k_proj", "q", "qq", "-", "_"]), min_size=1, max_size=2
 ).map(".".join)  # fmt: skip
 
 
@@ -177,7 +182,7 @@ def test_what_is_evaluated_means_what_it_means_to_re(expression: str, texts: lis
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    expression=st.text(st.sampled_from("aq.*+?{}()[]|^$\\-:,<>=!Pid10_ZAbB&~"), max_size=14),
+    expression=st.text(st.sampled_from("aq.*+?{}()[]|^$\\-:,<>=!Pid10_ZAbB&~"), max_size=9),
     texts=st.lists(_texts, max_size=4),
 )
 def test_any_text_is_refused_or_means_what_it_means_to_re(expression: str, texts: list[str]) -> None:

@@ -75,6 +75,7 @@ def check_syntax(expression: str) -> str | None:
     if len(expression) > MAX_EXPRESSION_CHARS:
         return f"it is longer than {MAX_EXPRESSION_CHARS} characters"
     at, depth, repeatable = 0, 0, False
+    names: set[str] = set()
     while at < len(expression):
         token = _TOKENS.match(expression, at)
         if token is None:
@@ -82,6 +83,10 @@ def check_syntax(expression: str) -> str | None:
         kind = token.lastgroup
         if kind == "repeat" and not repeatable:
             return f"{token[0]!a} at character {at + 1} has nothing to repeat"
+        if token[0].startswith("(?P<"):
+            if token[0] in names:  # RE2 takes one inside another
+                return f"{token[0]!a} names two groups"
+            names.add(token[0])
         depth += (kind == "open") - (kind == "close")
         if depth < 0:
             return "a ')' closes no group"
