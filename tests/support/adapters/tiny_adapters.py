@@ -87,7 +87,9 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
     return options | {"target_modules": targets, "rank_pattern": pattern}
 
 
-def save_adapters(base: Path, out: Path, chosen: dict[str, dict[str, Any]] = ADAPTERS) -> dict[str, Path]:
+def save_adapters(
+    base: Path, out: Path, chosen: dict[str, dict[str, Any]] = ADAPTERS, *, std: float = 0.3
+) -> dict[str, Path]:
     """These adapters for a base, random in A and B, one directory each below `out`."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -101,7 +103,7 @@ def save_adapters(base: Path, out: Path, chosen: dict[str, dict[str, Any]] = ADA
         model = get_peft_model(
             AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **options)
         )
-        train(model, number, 0.3)
+        train(model, number, std)
         made[name] = out / name
         model.save_pretrained(made[name])
         config = made[name] / "adapter_config.json"
