@@ -63,6 +63,8 @@ RECIPES: dict[str, Recipe] = {
     "rsLoRA": Recipe({"target_modules": TWO, "use_rslora": True}),
     "DoRA": Recipe({"target_modules": TWO, "use_dora": True}),
     "LoRA on `lm_head`": Recipe({"target_modules": ["lm_head", "q_proj"]}),
+    "LoRA on `embed_tokens`": Recipe({"target_modules": ["embed_tokens", "q_proj"]}),
+    "`trainable_token_indices`": Recipe({"target_modules": TWO, "trainable_token_indices": [7, 3]}),
     "ranks and alphas by names of modules": Recipe(
         {"target_modules": TWO, "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"layers.1.mlp.down_proj": 5}}
     ),
@@ -170,12 +172,18 @@ def check_equal(spec: AdapterSpec, base: BaseSpec, directory: Path, layers: dict
     tensors_path = directory / "adapter_model.safetensors"
     sites = {base.sites[site.layer, site.site].module_path: site for site in spec.sites}
     second = Upload(directory / "adapter_config.json", tensors_path, base)
-    assert sites.keys() == layers.keys() == set(second.sites.values())
+    replaced = {table.module_path for table in spec.tokens}
+    assert sites.keys() == layers.keys() == set(second.sites.values()) - replaced
+    assert replaced == {module for (_, site), module in second.sites.items() if site.endswith(".rows")}
     for path, layer in layers.items():
         site = sites[path]
         uploaded = second.read(site.layer, site.site)
         assert site.scaling == uploaded.scaling == layer.scaling["default"], path
-        a, b = (m["default"].weight.detach().numpy() for m in (layer.lora_A, layer.lora_B))
+        looked_up = "default" in layer.lora_embedding_A
+        if looked_up:
+            a, b = (m["default"].detach().numpy() for m in (layer.lora_embedding_A, layer.lora_embedding_B))
+        else:
+            a, b = (m["default"].weight.detach().numpy() for m in (layer.lora_A, layer.lora_B))
         np.testing.assert_array_equal(read_tensor(tensors_path, site.a), a)
         np.testing.assert_array_equal(read_tensor(tensors_path, site.b), b)
         magnitudes = getattr(layer, "lora_magnitude_vector", {})
@@ -185,8 +193,12 @@ def check_equal(spec: AdapterSpec, base: BaseSpec, directory: Path, layers: dict
             np.testing.assert_array_equal(read_tensor(tensors_path, site.magnitude), expected)
             continue
         x = torch.randn(3, a.shape[1], generator=torch.Generator().manual_seed(0))
+        given = x
+        if looked_up:
+            given = torch.tensor([5, 0, 7])
+            x = torch.nn.functional.one_hot(given, a.shape[1]).float()
         with torch.no_grad():
-            change = (layer.eval()(x) - layer.base_layer(x)).numpy()
+            change = (layer.eval()(given) - layer.base_layer(given)).numpy()
         np.testing.assert_allclose(site.scaling * (x.numpy() @ a.T) @ b.T, change, atol=2e-5, rtol=1e-4)
 
 

@@ -85,6 +85,8 @@ ADAPTER_KINDS: tuple[AdapterKind, ...] = (
     AdapterKind("rsLoRA", None, ""),
     AdapterKind("DoRA", None, ""),
     AdapterKind("LoRA on `lm_head`", None, "the copy of its weight is dropped"),
+    AdapterKind("LoRA on `embed_tokens`", None, "the copy of its weight is dropped"),
+    AdapterKind("`trainable_token_indices`", None, "rows of the embedding and of a tied head"),
     AdapterKind("ranks and alphas by names of modules", None, ""),
     AdapterKind("alphas by expressions", None, "matched in linear time"),
     AdapterKind(
