@@ -160,3 +160,19 @@ def test_very_many_faults_make_a_message_of_bounded_length(tmp_path: Path, base:
     assert len(error.faults) < 20
     assert error.message.endswith("; and others")
     assert len(error.message) < 16 * 400
+
+
+def test_what_the_tensors_lack_is_told_beside_what_the_config_asks_for(
+    tmp_path: Path, base: BaseSpec
+) -> None:
+    error = refused(
+        base, tmp_path, trainable_token_indices={"embed_tokens": [1]}, lora_bias=True,
+        target_modules=["q_proj", "v_proj", "k_proj"],
+    )  # fmt: skip
+    assert [(fault.code, fault.feature) for fault in error.faults] == [
+        ("unsupported_feature", "lora_bias"),
+        ("missing_tensor", None),
+        ("missing_tensor", None),
+    ]
+    assert "trainable_token_indices" in error.message
+    assert "k_proj" in error.message

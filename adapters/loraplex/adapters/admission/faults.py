@@ -21,6 +21,9 @@ class Faults:
         for fault in found:
             self._keep(fault)
 
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
     def add(self, code: RefusalCode, message: str, *, feature: str | None = None) -> None:
         self._keep(AdapterRefused(code, message, feature=feature))
 

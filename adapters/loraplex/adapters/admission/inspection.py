@@ -30,7 +30,7 @@ from loraplex.adapters.admission.modules import (
     check_tying,
     has_tied_head,
 )
-from loraplex.adapters.admission.peft_config import LoraSettings, parse_peft_config
+from loraplex.adapters.admission.peft_config import LoraSettings, read_settings
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, weight_names
 from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site
@@ -77,6 +77,11 @@ class _Report:
         except AdapterRefused as refusal:
             known = {fault.feature for _, fault in self.refused} - {None}
             self.refused += [(step, fault) for fault in refusal.faults if fault.feature not in known]
+
+    def end_without(self, *needed: object) -> None:
+        """`end`, if one of these could not be read."""
+        if any(part is None for part in needed):
+            self.end()
 
     def end(self) -> None:
         """Raise one AdapterRefused for all checks that refused."""
@@ -158,7 +163,10 @@ def _inspect(
     named = names or names_of((), base)
     by_path = {named.in_file(shape.module_path): shape for shape in base.sites.values()}
     with report.check("config"):
-        settings = parse_peft_config(config_path, by_path).with_names(named)
+        faults = Faults()
+        settings = read_settings(config_path, by_path, faults)
+        faults.raise_any()
+        assert settings is not None
         scaling = ", rank-stabilised scaling" if settings.use_rslora else ""
         report.done(("DoRA" if settings.use_dora else "plain LoRA") + scaling)
         report.warn(settings.notes)
@@ -166,13 +174,15 @@ def _inspect(
         report.begin_check("header")
         report.done(f"{len(header)} tensors")
         with report.check("names"):
-            tensors = sort_tensors(header)
-            check_modules(tensors, by_path, base, names)
-            report.modules_matched = len(tensors.a)
-            report.done(f"{len(tensors.a)} modules of the base")
-    report.end()
+            found = sort_tensors(header)
+            check_modules(found, by_path, base, names)
+            report.modules_matched = len(found.a)
+            report.done(f"{len(found.a)} modules of the base")
+            tensors = found
+    report.end_without(settings, tensors)
     assert settings is not None
     assert tensors is not None
+    settings = settings.with_names(named)
     sites, tokens = _check_agreement(settings, tensors, by_path, base, named, max_rank, deep, report)
     if tensors.base_copies:
         with report.check("base_weights"):

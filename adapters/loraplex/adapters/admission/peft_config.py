@@ -79,6 +79,17 @@ def parse_peft_config(path: Path, module_paths: Iterable[str]) -> LoraSettings:
 
     Raises AdapterRefused (config_invalid, unsupported_feature, too_large), which names all that is wrong.
     """
+    faults = Faults()
+    found = read_settings(path, module_paths, faults)
+    faults.raise_any()
+    assert found is not None
+    return found
+
+
+def read_settings(path: Path, module_paths: Iterable[str], faults: Faults) -> LoraSettings | None:
+    """As `parse_peft_config`, but what is not served goes to `faults`. None where a field that counts cannot be read.
+
+    Raises AdapterRefused where nothing of the config can be."""
     config = _read(path)
     peft_type = config.pop("peft_type", None)
     if not isinstance(peft_type, str):
@@ -88,14 +99,15 @@ def parse_peft_config(path: Path, module_paths: Iterable[str]) -> LoraSettings:
         unsupported("peft_type", f"{as_json(peft_type)} adapters are not served, only LORA: {about}")
     settings = {name: config.pop(name) for name in sorted(READ_FIELDS) if name in config}
     notes: list[str] = []
-    faults = Faults()
     _drop_unused_head(config, notes)
     for name, value in config.items():
         with faults.collect():
             _check_other(name, value, notes)
-    found = _parse_settings(settings, list(module_paths), notes, faults)
-    faults.raise_any()
-    return found
+    unreadable = Faults()
+    found = _parse_settings(settings, list(module_paths), notes, unreadable)
+    with faults.collect():
+        unreadable.raise_any()
+    return None if unreadable else found
 
 
 def read_raw_config(path: Path) -> bytes:
