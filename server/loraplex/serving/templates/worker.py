@@ -26,6 +26,7 @@ from loraplex.serving.templates.messages import (
     Tried,
 )
 from loraplex.serving.text.chat_encoder import ChatEncoder
+from loraplex.serving.text.chat_template import encodable
 from loraplex.serving.text.processor import TextProcessor
 
 MAX_REASON = 600
@@ -67,15 +68,13 @@ class _Renderer:
         try:
             return self._encoded(job) if isinstance(job, Conversation) else self._tried(job)
         except TextTooLong as error:
-            return Refused(error.message[:MAX_REASON], is_length=True)
+            return Refused(_reason(error.message), is_length=True)
         except TemplateError as error:
-            return Refused(error.message[:MAX_REASON])
+            return Refused(_reason(error.message))
         except (RecursionError, MemoryError):
             raise
         except Exception as error:  # a program's, whatever it is
-            return Refused(
-                f"this version's chat template fails: {type(error).__name__}: {error}"[:MAX_REASON]
-            )
+            return Refused(_reason(f"this version's chat template fails: {type(error).__name__}: {error}"))
 
     def _encoded(self, job: Conversation) -> Answer:
         chat = self._chats.get(job.digest)
@@ -105,9 +104,14 @@ class _Renderer:
         try:
             self._text.check_formats(formats.tools, formats.reasoning, chat)
         except ServingError as error:
-            reason = error.message[:MAX_REASON]
+            reason = _reason(error.message)
         mine = [_rendered(chat, talk) for talk in _TALKS]
         return Tried(mine == [_rendered(self._text.chat, talk) for talk in _TALKS], reason)
+
+
+def _reason(message: str) -> str:
+    """The text for an answer, in which a template's own words may be no text."""
+    return encodable(message[:MAX_REASON])
 
 
 def _rendered(chat: ChatEncoder, talk: list[dict[str, Any]]) -> list[int] | None:

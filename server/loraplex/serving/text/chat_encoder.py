@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from loraplex.serving.errors import TemplateError, TextTooLong
 from loraplex.serving.output.formats import TOOL_FORMATS, ReasoningFormat, ToolFormat
-from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.chat_template import ChatTemplate, encodable
 from loraplex.serving.text.controls import Controls, Marker, token_ids_of
 from loraplex.serving.text.tool_rendering import (
     PROBE_TOOLS,
@@ -168,15 +168,6 @@ def check_length(num_chars: int, max_chars: int) -> None:
             f"This model's maximum context length is {max_chars // MAX_CHARS_PER_TOKEN} tokens. However, "
             f"your prompt is too long: {num_chars} characters, more than the context can hold. Please shorten it."
         )
-
-
-def encodable(text: str) -> str:
-    """Lone surrogates (from "\\ud800" in JSON) are no characters and cannot be encoded: they read as U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def _text_length(value: Any, depth: int = 0) -> int:

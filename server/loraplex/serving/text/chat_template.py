@@ -137,10 +137,12 @@ class ChatTemplate:
                 **self._variables,
             )
         except jinja2.exceptions.TemplateError as error:
-            raise TemplateError(f"{self._whose} chat template refuses these messages: {error}") from error
+            said = encodable(str(error))
+            raise TemplateError(f"{self._whose} chat template refuses these messages: {said}") from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+            said = encodable(str(error))
             raise TemplateError(
-                f"{self._whose} chat template cannot render these messages: {error}"
+                f"{self._whose} chat template cannot render these messages: {said}"
             ) from error
 
     def normalize_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -163,6 +165,15 @@ class ChatTemplate:
                 kept["content"] = _join_parts(kept["content"], index)
             normal.append(kept)
         return normal
+
+
+def encodable(text: str) -> str:
+    """Lone surrogates (from "\\ud800" in JSON) are no characters and cannot be encoded: they read as U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _join_parts(content: Any, index: int) -> str:

@@ -20,8 +20,8 @@ from loraplex.serving.output.format_parser import FormatParser
 from loraplex.serving.output.formats import Notation, ReasoningFormat, ToolFormat
 from loraplex.serving.output.parts import ReasoningPart, TextPart, merge_parts
 from loraplex.serving.output.writing import written_notation
-from loraplex.serving.text.chat_encoder import MAX_CHARS_PER_TOKEN, ChatEncoder, check_length, encodable
-from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.chat_encoder import MAX_CHARS_PER_TOKEN, ChatEncoder, check_length
+from loraplex.serving.text.chat_template import ChatTemplate, encodable
 from loraplex.serving.text.controls import token_ids_of
 from loraplex.serving.text.detokenize import IncrementalDetokenizer, TextStream, TokenTable, build_token_table
 from loraplex.serving.text.tool_rendering import PROBE_TOOLS, probes, reads_probe
