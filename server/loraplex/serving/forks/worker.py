@@ -117,6 +117,7 @@ class _Forks:
         pid = os.fork()
         if pid == 0:
             try:
+                self._selector.close()
                 for connection in (ours, self._server, *(fork.connection for fork in self._forks)):
                     connection.close()
                 # Libraries write of its last moments.

@@ -7,21 +7,23 @@ import contextlib
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class Child:
     """From its spawn to its exit. It is in a process group of its own: a Ctrl-C at the terminal is the parent's to
-    handle. `pass_fds` are open in it too. Raises OSError where it cannot be spawned. Call from one event loop's thread
-    only."""
+    handle. `pass_fds` are open in it too. `env` is its environment; None: the parent's. Raises OSError where it cannot
+    be spawned. Call from one event loop's thread only."""
 
-    def __init__(self, command: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self, command: Sequence[str], pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """The status, negative for a signal."""
         # A fork and exec, about a millisecond; the command is the operator's own.
         self._popen = subprocess.Popen(  # noqa: S603
-            list(command), stdin=subprocess.PIPE, process_group=0, pass_fds=pass_fds
+            list(command), stdin=subprocess.PIPE, process_group=0, pass_fds=pass_fds, env=env
         )
         threading.Thread(target=self._reap, name="child-reaper", daemon=True).start()
 
