@@ -176,6 +176,7 @@ HOSTILE = {
     "extends": "{% extends 'base.html' %}",
     "changes a message": "{{ messages.append(1) }}",
     "raises": "{{ raise_exception('not today') }}",
+    "raises what is no text": "{{ raise_exception('\\ud800 today') }}",
     "divides": "{{ 1 // 0 }}",
     "an undefined field": "{{ messages[0].nothing.more }}",
     "unclosed": "a\nb\n{% for m in messages %}",
@@ -209,6 +210,7 @@ async def test_what_a_hostile_template_costs_is_bounded(made: TemplateRenderer, 
         ("a class", "unsafe"),
         ("an include", "no loader"),
         ("raises", "refuses these messages: not today"),
+        ("raises what is no text", "refuses these messages: \ufffd today"),
         ("unclosed", "does not compile: line 3: Unexpected end of template"),
     ],
 )
@@ -243,6 +245,37 @@ async def test_slow_templates_of_one_tenant_do_not_hold_up_another(
     other_answered.set()
     ended = await asyncio.gather(*hostile, return_exceptions=True)
     assert all(isinstance(error, TemplateError) for error in ended)
+
+
+async def test_slow_templates_of_many_tenants_do_not_hold_up_another(
+    made: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants = [f"hostile-{number}" for number in range(4)]
+    slow = own(HOSTILE["loops in loops"])
+    asks = [made.encode(tenant, ask(slow)) for tenant in tenants]
+    ended = await asyncio.gather(*asks, return_exceptions=True)
+    assert all(isinstance(error, TemplateError) for error in ended)
+    run, other_answered = ForkProcess.run, asyncio.Event()
+    num_begun = 0
+
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
+        nonlocal num_begun
+        if owner.startswith("hostile"):
+            num_begun += 1
+            await other_answered.wait()
+        return await run(process, body, owner=owner)
+
+    monkeypatch.setattr(ForkProcess, "run", slower)
+    hostile = [asyncio.create_task(made.encode(tenant, ask(slow))) for tenant in tenants * 2]
+    while not num_begun:
+        await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(30):
+            rendered = await made.encode("other", ask(own("{{ messages[0].content }}")))
+    finally:
+        other_answered.set()
+        await asyncio.gather(*hostile, return_exceptions=True)
+    assert isinstance(rendered, Encoded)
 
 
 async def test_a_tenant_that_has_used_its_time_waits(model: Path) -> None:
@@ -292,6 +325,25 @@ async def test_versions_share_no_fork(made: TemplateRenderer) -> None:
     for number in range(12):
         await made.encode(f"tenant-{number}", ask(own("x")))
     assert len(forks()) <= 9
+
+
+async def test_the_process_has_none_of_the_servers_secrets(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAPLEX_ADMIN_TOKEN", "lpx-admin-secret")
+    monkeypatch.setenv("HF_TOKEN", "hf-secret")
+    made = renderer(model)
+    try:
+        await made.encode("acme", ask(own("x")))
+        assert made.pool.process is not None
+        process = psutil.Process(made.pool.process.pid)
+        for one in (process, *process.children()):
+            assert not {"LORAPLEX_ADMIN_TOKEN", "HF_TOKEN"} & one.environ().keys()
+        (fork,) = process.children()
+        files = {name.readlink().name for name in Path(f"/proc/{fork.pid}/fd").iterdir()}
+        assert not any("eventpoll" in file for file in files)
+    finally:
+        await made.close()
 
 
 async def test_a_trial_says_whether_it_is_the_bases_and_keeps_formats(made: TemplateRenderer) -> None:

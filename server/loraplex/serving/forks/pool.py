@@ -17,6 +17,8 @@ from loraplex.serving.forks.process import ForkProcess, ProcessFailed
 WALL_FACTOR, MIN_WALL_S = 60.0, 30.0
 """A job has its CPU time multiplied by this to end, and no less than that, where the machine is busy."""
 RESTART_PAUSE_S = 1.0
+LIGHT_SHARE = 1 / 20
+"""Of `burst_s`: the CPU time that a tenant may recently have used and still be one whose jobs are taken for short."""
 
 
 def wall_s(cpu_s: float) -> float:
@@ -26,9 +28,10 @@ def wall_s(cpu_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """`cpu_s` and `wall_s`: CPU time and time of a job. `memory`: bytes for it. `at_once`: jobs that run at a time; a
-    tenant has half of them at most. `max_waiting`: jobs of all tenants that wait or run. `burst_s`: CPU time that a
-    tenant may use before it waits; `cpu_share`: the part of one core that it may use over time beside that."""
+    """`cpu_s` and `wall_s`: CPU time and time of a job. `memory`: bytes for it. `at_once`: jobs that run at a time. A
+    tenant has half of them at most, and so have all tenants together that have recently used much CPU time.
+    `max_waiting`: jobs of all tenants that wait or run. `burst_s`: CPU time that a tenant may use before it waits;
+    `cpu_share`: the part of one core that it may use over time beside that."""
 
     cpu_s: float
     wall_s: float
@@ -83,7 +86,9 @@ class ForkPool:
         self._clock = clock
         self._waiting = FairShare()
         self._turns = asyncio.Semaphore(limits.at_once)
+        self._turns_of_heavy = asyncio.Semaphore(max(1, limits.at_once // 2))
         self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._single_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._spent: dict[str, _Spent] = {}
         self._starting: asyncio.Task[ForkProcess] | None = None
         self._failed_at: float | None = None
@@ -112,13 +117,26 @@ class ForkPool:
                 is_full=True,
             )
         try:
-            async with self._turn_of(tenant), self._turns:
-                self._check_spent(tenant)
-                done = await (await self._running()).run(body, owner=owner)
+            async with self._turn_of(tenant):
+                return await self._in_turn(tenant, body, owner)
         except ProcessFailed as error:
             raise words.unavailable(f"{words.process} {error}. Please try again.") from error
         finally:
             self._waiting.release(tenant)
+
+    async def _in_turn(self, tenant: str, body: bytes, owner: str) -> Done:
+        """Tenants that have used much CPU time share half of the turns. Of any other one job runs at a time: it may
+        show to be long. So a tenant with short jobs finds a turn, however many others have long ones."""
+        async with self._single_of.setdefault(tenant, asyncio.Lock()):
+            if self._left(tenant) <= LIGHT_SHARE * self._limits.burst_s:
+                async with self._turns:
+                    return await self._done(tenant, body, owner)
+        async with self._turns_of_heavy, self._turns:
+            return await self._done(tenant, body, owner)
+
+    async def _done(self, tenant: str, body: bytes, owner: str) -> Done:
+        self._check_spent(tenant)
+        done = await (await self._running()).run(body, owner=owner)
         self._spent[tenant] = _Spent(self._left(tenant) + done.cpu_s, self._clock())
         return done
 
