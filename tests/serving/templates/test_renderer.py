@@ -248,13 +248,12 @@ async def test_slow_templates_of_one_tenant_do_not_hold_up_another(
 
 
 async def test_slow_templates_of_many_tenants_do_not_hold_up_another(
-    made: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limits = TemplateLimits(cpu_s=0.5, burst_s=2.0)
+    made = TemplateRenderer(str(model), max_model_len=MAX_MODEL_LEN, limits=limits, clock=lambda: 0.0)
     tenants = [f"hostile-{number}" for number in range(4)]
-    slow = own(HOSTILE["loops in loops"])
-    asks = [made.encode(tenant, ask(slow)) for tenant in tenants]
-    ended = await asyncio.gather(*asks, return_exceptions=True)
-    assert all(isinstance(error, TemplateError) for error in ended)
+    slow = ask(own(HOSTILE["loops in loops"]))
     run, other_answered = ForkProcess.run, asyncio.Event()
     num_begun = 0
 
@@ -265,17 +264,23 @@ async def test_slow_templates_of_many_tenants_do_not_hold_up_another(
             await other_answered.wait()
         return await run(process, body, owner=owner)
 
-    monkeypatch.setattr(ForkProcess, "run", slower)
-    hostile = [asyncio.create_task(made.encode(tenant, ask(slow))) for tenant in tenants * 2]
-    while not num_begun:
-        await asyncio.sleep(0)
     try:
+        asks = [made.encode(tenant, slow) for tenant in tenants]
+        ended = await asyncio.gather(*asks, return_exceptions=True)
+        assert all(isinstance(error, TemplateError) for error in ended)
+        monkeypatch.setattr(ForkProcess, "run", slower)
+        hostile = [asyncio.create_task(made.encode(tenant, slow)) for tenant in tenants * 2]
+        while not num_begun:
+            await asyncio.sleep(0)
         async with asyncio.timeout(30):
             rendered = await made.encode("other", ask(own("{{ messages[0].content }}")))
-    finally:
+        assert isinstance(rendered, Encoded)
+        assert not any(task.done() for task in hostile)
         other_answered.set()
         await asyncio.gather(*hostile, return_exceptions=True)
-    assert isinstance(rendered, Encoded)
+    finally:
+        other_answered.set()
+        await made.close()
 
 
 async def test_a_tenant_that_has_used_its_time_waits(model: Path) -> None:
