@@ -38,8 +38,9 @@ from loraplex.api.routes.probes import probe_routes
 from loraplex.app.base_model.output_formats import base_formats, check_named_formats
 from loraplex.app.base_model.own_chats import ChatExaminer, OwnChatsOfVersions
 from loraplex.app.base_model.source import cache_dir, default_served_name, ensure_model, plan_dir
-from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
+from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.storage.artifacts import artifact_dir, artifact_store
+from loraplex.app.storage.data_dir_lock import lock_data_dir
 from loraplex.app.storage.database import upgrade_database
 from loraplex.app.storage.redis import check_redis, make_limiter
 from loraplex.app.storage.restore_mark import refuse_unfinished_restore
@@ -258,26 +259,6 @@ def _sweep_alone(artifacts: Artifacts, folder: Path) -> IO[str]:
             )
     with contextlib.suppress(OSError):  # a file system without locks: then no server sweeps beside another
         fcntl.flock(handle, fcntl.LOCK_SH)
-    return handle
-
-
-def lock_data_dir(data_dir: Path) -> IO[str]:
-    """Held while the file is open: one process at a time uses a data directory, which is made if need be. Raises
-    SettingsInvalid."""
-    make_data_dir(data_dir)
-    try:
-        handle = open(data_dir / "lock", "w")  # noqa: SIM115 - held as long as the server lives
-    except OSError as error:
-        raise SettingsInvalid(
-            f"the data directory {data_dir} cannot be used ({error.strerror}); choose another with --data-dir."
-        ) from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        handle.close()
-        raise SettingsInvalid(
-            f"another server uses the data directory {data_dir}; stop it, or choose another with --data-dir."
-        ) from error
     return handle
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import shlex
@@ -32,6 +31,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.app.base_model.source import default_served_name, ensure_model
 from loraplex.app.settings import make_data_dir
 from loraplex.app.start_watch import await_ready
+from loraplex.app.storage.data_dir_lock import is_data_dir_locked
 from loraplex.app.transfer_bar import transfer_bar
 from loraplex.control.types import SCOPES
 
@@ -128,7 +128,7 @@ def _require_free(options: QuickstartOptions) -> None:
         for port in (options.port, options.admin_port)
         if (reason := _obstacle(options.host, port)) is not None
     }
-    is_held = _is_held(options.data_dir)
+    is_held = is_data_dir_locked(options.data_dir)
     if not taken and not is_held:
         return
     found = [f"port {port} on {options.host} cannot be used ({why})" for port, why in taken.items()]
@@ -160,17 +160,6 @@ def _free_ports(host: str) -> tuple[int, int]:
             one.bind((host, 0))
             other.bind((host, 0))
         return int(one.getsockname()[1]), int(other.getsockname()[1])
-
-
-def _is_held(data_dir: Path) -> bool:
-    try:
-        with open(data_dir / "lock") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _log_path(options: QuickstartOptions) -> Path:

@@ -35,9 +35,9 @@ from loraplex.app.backup.manifest import (
     open_within,
     read_manifest,
 )
-from loraplex.app.factory import lock_data_dir
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
+from loraplex.app.storage.data_dir_lock import lock_data_dir
 from loraplex.app.storage.database import existing_database, shown_database
 from loraplex.app.storage.restore_mark import (
     remove_restore_mark,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import platform
 import resource
@@ -17,6 +16,7 @@ from typing import Literal
 
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
+from loraplex.app.storage.data_dir_lock import is_data_dir_locked
 from loraplex.engine.control_groups import ControlGroups
 
 _TIME_ERROR = 5
@@ -102,7 +102,7 @@ def read_machine(settings: Settings) -> Machine:
         secrets=tuple(_secrets(settings.data_dir)),
         data_port=_port(settings.host, settings.port),
         admin_port=_port(settings.admin_host, settings.admin_port),
-        is_held=_is_held(settings.data_dir),
+        is_held=is_data_dir_locked(settings.data_dir),
     )
 
 
@@ -115,17 +115,6 @@ def _port(host: str, port: int) -> Port:
         except OSError as error:
             return Port(address, error.strerror or str(error), error.errno == errno.EADDRINUSE)
     return Port(address)
-
-
-def _is_held(data_dir: Path) -> bool:
-    try:
-        with open(data_dir / "lock") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _memory() -> tuple[int, int]:
