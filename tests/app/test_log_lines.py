@@ -19,7 +19,15 @@ ROOT = Path(__file__).resolve().parents[2]
 METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log", "_log"}
 PASSED_ON = {"exc_info", "level"}
 """Arguments of the call that are no fields of the line."""
-NAMED_ELSEWHERE = {"log", "request", "admin_request", "storage_full", "storage_unavailable"}
+NAMED_ELSEWHERE = {
+    "log",
+    "request",
+    "admin_request",
+    "storage_full",
+    "storage_unavailable",
+    "grammar_process_failed",
+    "template_process_failed",
+}
 """Events whose call does not name them as text."""
 
 
