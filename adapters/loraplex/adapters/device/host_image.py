@@ -310,6 +310,8 @@ def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
             )
     for table in spec.tokens:
         if layout.embedding is None or table.rows.shape != (len(table.ids), layout.embedding[1]):
-            raise ArtifactCorrupt(f"the rows {table.rows.shape} of {table.module_path} do not fit this model")
+            raise ArtifactCorrupt(
+                f"the rows {list(table.rows.shape)} of {table.module_path} do not fit this model"
+            )
         if not all(0 <= token < layout.embedding[0] for token in table.ids):
             raise ArtifactCorrupt(f"{table.module_path} has rows of tokens that the model does not have")

@@ -153,7 +153,7 @@ def _table(
     if rows.shape != (len(ids), hidden_size):
         raise AdapterRefused(
             "shape_mismatch",
-            f"{module}: trainable_tokens_delta is {rows.shape}, not a row of {hidden_size} for each of the "
+            f"{module}: trainable_tokens_delta is {list(rows.shape)}, not a row of {hidden_size} for each of the "
             f"{len(ids)} tokens that the config names",
         )
     if max(ids) >= vocab_size:
