@@ -265,7 +265,7 @@ def test_numbers_beyond_floats(plane: DataPlane) -> None:
 def test_wrong_token_ids_of_logit_bias_are_named_together(plane: DataPlane) -> None:
     bias = {"1": 5, "bad1": 5, "-2": 5, "\n" + "x" * 99: 5, "": 5, "bad5": 5}
     message = check_refused(post(plane, {**TEXT, "logit_bias": bias}, "completions"), "logit_bias")
-    assert "'bad1', '-2', '\\nxxx" in message
+    assert "'bad1', '-2', '?xxx" in message
     assert message.endswith("xxx', ''.")
     assert len(message) < 200
     assert "bad5" not in message

@@ -187,7 +187,7 @@ def test_a_row_that_cannot_be_written_takes_its_bytes_along(
 ) -> None:
     kept = plane.add("acme", "pirate", seed=1)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise DatabaseBusy
 
     monkeypatch.setattr("loraplex.control.catalog.adapters.add_version", fail)

@@ -45,11 +45,12 @@ SMOLLM2 = TinyBase(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without any LORAPLEX_ setting but the model cache, without the tests' own choice of
-    threads, and with `extra`."""
+    threads and what make sets, and with `extra`."""
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name != "OMP_NUM_THREADS" and (not name.startswith("LORAPLEX_") or name == "LORAPLEX_MODEL_CACHE")
+        if name not in ("OMP_NUM_THREADS", "MAKELEVEL")
+        and (not name.startswith("LORAPLEX_") or name == "LORAPLEX_MODEL_CACHE")
     }
     return kept | dict(extra or {})
 
