@@ -254,18 +254,18 @@ def _bar_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor) -> None:
-    """Changes the logits of the tokens that occurred, and no others: a vocabulary has many more."""
-    shape = (penalties.rows.shape[0], logits.shape[1])
-    flat_pending = penalties.pending * shape[1] + last_tokens.index_select(
+    """Changes the logits of the tokens that occurred, and no others: a vocabulary has many more. A token that occurred
+    several times is computed as often, with the same result: to find those that differ, a GPU would be waited for."""
+    vocab_size = logits.shape[1]
+    flat_pending = penalties.pending * vocab_size + last_tokens.index_select(
         0, penalties.rows.index_select(0, penalties.pending)
     )
-    occurs = torch.zeros(shape, dtype=torch.bool, device=logits.device)
-    occurs.view(-1).index_fill_(0, torch.cat((penalties.context, flat_pending)), True)
-    places, tokens = occurs.nonzero(as_tuple=True)
     outputs = torch.cat((penalties.outputs, flat_pending))
-    counts = torch.zeros(shape, dtype=logits.dtype, device=logits.device)
-    counts.view(-1).scatter_add_(0, outputs, torch.ones_like(outputs, dtype=logits.dtype))
-    count = counts[places, tokens]
+    counts = torch.zeros(penalties.rows.shape[0] * vocab_size, dtype=logits.dtype, device=logits.device)
+    counts.scatter_add_(0, outputs, torch.ones_like(outputs, dtype=logits.dtype))
+    occurred = torch.cat((penalties.context, flat_pending))
+    places, tokens = occurred.div(vocab_size, rounding_mode="floor"), occurred.remainder(vocab_size)
+    count = counts.index_select(0, occurred)
     rows = penalties.rows.index_select(0, places)
     repetition, frequency, presence = (
         each.view(-1).index_select(0, places)
