@@ -100,6 +100,23 @@ async def test_what_is_as_the_base_has_it_makes_no_other_version(
     assert plain["serving"]["chat_digest"] is None
 
 
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        {"chat_template.jinja": b" \n"},
+        {"tokenizer_config.json": b'{"chat_template": ""}'},
+        {"tokenizer_config.json": b'{"model_max_length": 1' + b"0" * 5000 + b"}"},
+    ],
+    ids=["an empty file", "an empty string", "a number that nobody reads"],
+)
+async def test_what_says_nothing_makes_no_other_version(
+    admin: httpx.AsyncClient, two: dict[str, bytes], nothing: dict[str, bytes]
+) -> None:
+    plain = (await admin.post(VERSIONS, files=form(two))).json()
+    again = await admin.post(VERSIONS, files=form(two | nothing))
+    assert (again.status_code, again.json().get("version")) == (200, plain["version"]), again.text
+
+
 async def test_equal_weights_with_another_template_are_another_version(
     admin: httpx.AsyncClient, two: dict[str, bytes]
 ) -> None:

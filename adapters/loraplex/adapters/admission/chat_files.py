@@ -23,6 +23,7 @@ TEMPLATE_NAMES = ("default", "tool_use")
 """The templates that chats use, of those that a tokenizer may have."""
 MAX_EOS_IDS = 64
 MAX_TOKEN_CHARS = 256
+_MAX_DIGITS = 18
 _Json = dict[str, Any]
 
 
@@ -117,8 +118,7 @@ def _object(found: Mapping[str, bytes], name: str) -> _Json:
     if name not in found:
         return {}
     try:
-        # Usual files have numbers of more than 64 bits, such as model_max_length, which nobody reads.
-        value = json.loads(found[name].decode("utf-8"))
+        value = json.loads(found[name].decode("utf-8"), parse_int=_number)
     except RecursionError:
         raise _invalid(name, "it is nested too deeply") from None
     except ValueError as error:
@@ -126,6 +126,11 @@ def _object(found: Mapping[str, bytes], name: str) -> _Json:
     if not isinstance(value, dict):
         raise _invalid(name, "it is not a JSON object")
     return value
+
+
+def _number(digits: str) -> int | float:
+    """Usual files have numbers of more than 64 bits, such as model_max_length, which nobody reads."""
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
 
 
 def _templates(found: Mapping[str, bytes], config: _Json) -> dict[str, str]:
@@ -139,6 +144,9 @@ def _templates(found: Mapping[str, bytes], config: _Json) -> dict[str, str]:
     else:
         where = f"{TOKENIZER_FILE}: chat_template"
         given = _listed(config.get("chat_template"), where)
+    given = {name: text for name, text in given.items() if text.strip()}
+    if "default" not in given:  # an empty one is none
+        return {}
     for text in given.values():
         if "\0" in text or not _is_encodable(text):
             raise _invalid(where, "a template holds what is no character")
