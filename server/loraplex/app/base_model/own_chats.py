@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Collection
 from dataclasses import replace
@@ -58,7 +59,7 @@ class ChatExaminer:
     async def __call__(self, tenant: str, files: ChatFiles, serving: Serving) -> ChatFound:
         """Raises AdapterRefused for a template that does not compile, and for formats that it does not keep, where it
         renders the version's chats; TemplateTimeSpent and TemplatesUnavailable."""
-        found = self._compared(files)
+        found = await self._compared(files)
         if found.own is None or not found.own.templates:
             return found
         trial = Trial(found.own)
@@ -73,7 +74,8 @@ class ChatExaminer:
                     f"{error.message}. Mend it, or leave it out, and the base's template serves.",
                 ) from error
             note = {"name": TEMPLATE_CHECK, "ok": False, "detail": f"warning: {error.message}"}
-            return replace(self._compared(replace(files, templates={})), checks=(*found.checks, note))
+            without = await self._compared(replace(files, templates={}))
+            return replace(without, checks=(*found.checks, note))
         if tried.format_reason:
             raise AdapterRefused(
                 "unsupported_feature",
@@ -83,8 +85,11 @@ class ChatExaminer:
         if not tried.is_base:
             return found
         note = {"name": TEMPLATE_CHECK, "ok": True, "detail": "it renders conversations as the base's does"}
-        without = self._compared(replace(files, templates={}))
+        without = await self._compared(replace(files, templates={}))
         return replace(without, checks=(note, *without.checks))
 
-    def _compared(self, files: ChatFiles) -> ChatFound:
-        return compare_chat(files, self._text, self._eos_ids, own_serves=self._own_serves)
+    async def _compared(self, files: ChatFiles) -> ChatFound:
+        # A file may list hundreds of thousands of tokens.
+        return await asyncio.to_thread(
+            compare_chat, files, self._text, self._eos_ids, own_serves=self._own_serves
+        )

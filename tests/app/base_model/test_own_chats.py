@@ -1,0 +1,37 @@
+"""What an upload brings for its chats, looked at beside the requests of others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from loraplex.adapters.admission.chat_files import ChatFiles
+from loraplex.app.base_model.own_chats import ChatExaminer
+from loraplex.control.types import Serving
+from loraplex.serving.templates.messages import Trial, Tried
+
+
+async def test_the_tokens_of_an_upload_are_looked_up_beside_the_event_loop() -> None:
+    """A tokenizer's config has room for hundreds of thousands of them."""
+    looked_up: set[int] = set()
+
+    def token_id(token: str) -> int | None:
+        looked_up.add(threading.get_ident())
+        return None
+
+    def names(token_ids: Sequence[int]) -> list[str]:
+        return [str(number) for number in token_ids]
+
+    async def try_out(tenant: str, trial: Trial) -> Tried:
+        return Tried(is_base=False)
+
+    text: Any = SimpleNamespace(vocab_size=8, template_sources={}, token_id=token_id, names=names)
+    renderer: Any = SimpleNamespace(try_out=try_out)
+    examine = ChatExaminer(text, (), renderer, own_serves=True)
+    files = ChatFiles({"default": "mine"}, {"eos_token": "<end>"}, (), ("<a>", "<b>"))
+    found = await examine("acme", files, Serving(None, None))
+    assert "lacks 2 tokens" in cast("str", found.checks[1]["detail"])
+    assert looked_up
+    assert threading.get_ident() not in looked_up
