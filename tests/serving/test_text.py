@@ -195,6 +195,14 @@ def test_the_templates_own_refusal_is_passed_on(tmp_path: Path) -> None:
         text.encode_chat([{"role": "assistant", "content": "x"}])
 
 
+def test_a_refusal_is_text_whatever_the_message_is(tmp_path: Path) -> None:
+    text = processor(tmp_path, "{{ raise_exception('not ' ~ messages[0].content) }}")
+    with pytest.raises(TemplateError) as caught:
+        text.encode_chat(user("\ud800"))
+    assert caught.value.message.endswith("not \ufffd")
+    caught.value.message.encode()
+
+
 def test_a_template_cannot_reach_python(tmp_path: Path) -> None:
     for number, source in enumerate(
         [
