@@ -17,7 +17,9 @@ from loraplex.serving.supervision.child import Child
 
 START_TIMEOUT_S = 60.0
 KILL_WAIT_S = 5.0
-_KEPT = re.compile(r"PATH|HOME|LANG|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|PYTHON\w+|(LD|DYLD)_LIBRARY_PATH|COV\w+")
+_KEPT = re.compile(
+    r"PATH|HOME|LANG|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|PYTHON\w+|(LD|DYLD)_LIBRARY_PATH|LD_PRELOAD|MALLOC_\w+|\w+_NUM_THREADS|COV\w+"
+)
 """Names of the variables that Python and its libraries need."""
 
 
