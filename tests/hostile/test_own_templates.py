@@ -135,9 +135,12 @@ def test_a_template_that_does_not_compile(own: Server, base: Server) -> None:
     refused = own.template("broken", broken)
     assert (refused.status_code, refused.json()["code"]) == (422, "config_invalid")
     assert "line 3" in refused.json()["detail"]
+    assert ".." not in own.template("broken", "{% for m in messages %}{% endfo %}").json()["detail"]
     taken = base.template("broken", broken)
     assert taken.status_code == 201
-    assert "does not compile: line 3" in taken.text
+    (check,) = [c for c in taken.json()["report"]["checks"] if c["name"] == "chat template"]
+    assert "does not compile: line 3" in check["detail"]
+    assert "--adapter-templates own" not in check["detail"]  # such a server would refuse it
     assert taken.json()["serving"]["chat_digest"] is None
 
 

@@ -71,11 +71,12 @@ class ChatExaminer:
             if self._own_serves:
                 raise AdapterRefused(
                     "config_invalid",
-                    f"{error.message}. Mend it, or leave it out, and the base's template serves.",
+                    f"{error.message.rstrip('.')}. Mend it, or leave it out, and the base's template serves.",
                 ) from error
-            note = {"name": TEMPLATE_CHECK, "ok": False, "detail": f"warning: {error.message}"}
+            detail = f"warning: {error.message.rstrip('.')}. It is not kept; the base's renders the version's chats"
+            note = {"name": TEMPLATE_CHECK, "ok": False, "detail": detail}
             without = await self._compared(replace(files, templates={}))
-            return replace(without, checks=(*found.checks, note))
+            return replace(without, checks=(note, *without.checks))
         if tried.format_reason:
             raise AdapterRefused(
                 "unsupported_feature",
