@@ -107,3 +107,16 @@ def test_chats(document: dict[str, Any], fields: dict[str, Any], valid: bool) ->
 @pytest.mark.parametrize(("fields", "valid"), COMPLETIONS)
 def test_completions(document: dict[str, Any], fields: dict[str, Any], valid: bool) -> None:
     agree(document, CompletionRequest, {"model": "m", "prompt": "x"} | fields, valid)
+
+
+def test_each_default_is_one_that_the_field_takes(document: dict[str, Any]) -> None:
+    parts = {"components": document["components"]}
+    given = {
+        (name, field): its
+        for name, schema in parts["components"]["schemas"].items()
+        for field, its in schema.get("properties", {}).items()
+        if its.get("default") is not None  # a null is as left out
+    }
+    assert ("ChatRequest", "logit_bias") in given
+    for place, its in given.items():
+        assert jsonschema_rs.validator_for(its | parts).is_valid(its["default"]), place

@@ -132,7 +132,9 @@ StopStrings = Annotated[
     tuple[str, ...], BeforeValidator(_one_or_many_strings, json_schema_input_type=_GivenStops)
 ]
 LogitBias = Annotated[
-    tuple[tuple[int, float], ...], BeforeValidator(_logit_bias, json_schema_input_type=_GivenBias)
+    tuple[tuple[int, float], ...],
+    BeforeValidator(_logit_bias, json_schema_input_type=_GivenBias),
+    Field(json_schema_extra={"default": {}}),
 ]
 Metadata = Annotated[
     dict[MetadataText, MetadataText], BeforeValidator(_metadata, json_schema_input_type=_GivenMetadata)
