@@ -83,6 +83,8 @@ def test_a_prompt_beside_messages_is_told_to_be_one_of_them(plane: DataPlane) ->
     assert both["message"] == "Give either 'prompt' or 'messages', not both."
     for body in ({"prompt": "x", "messages": None}, {"prompt": None, "messages": CHAT}):
         assert post(plane, "/tokenize", body).status_code == 200, "a null is as left out"
+    neither = post(plane, "/tokenize", {}).json()["error"]
+    assert neither["message"] == "Missing required field: 'prompt', or 'messages' for a chat."
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

@@ -156,7 +156,11 @@ def tokenizer_routes(capacity: TenantCapacity) -> list[TokenizerRoute]:
 
 
 def _tokenize_schema(given: object) -> type[TokenizeText | TokenizeChat]:
-    if not isinstance(given, dict) or given.get("messages") is None:
+    if not isinstance(given, dict):
+        return TokenizeText
+    if given.get("messages") is None:
+        if given.get("prompt") is None:
+            raise invalid("prompt", "Missing required field: 'prompt', or 'messages' for a chat.")
         return TokenizeText
     if not is_empty(given.get("prompt")):
         raise invalid("prompt", "Give either 'prompt' or 'messages', not both.", "unsupported_field")
