@@ -227,6 +227,16 @@ def test_unknown_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "did you mean" not in refused({})
 
 
+def test_a_switch_is_no_number(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("port = true\nkv_cache_memory = false\n")
+    said = refused({}, file)
+    assert "port in the config file: takes a value, not true or false (got true)" in said
+    assert "kv_cache_memory in the config file: takes a value" in said
+    file.write_text("batch_invariant = true\n")
+    assert load_settings({}, file).batch_invariant
+
+
 def test_an_unknown_key_is_told_the_nearest_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said = refused({}, toml(tmp_path / "a.toml", {"kv-cache-memry": "1GiB"}))
     assert said.startswith(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -327,6 +327,14 @@ class Settings(BaseSettings):
         "info", description="Least level that is logged"
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_switches_for_numbers(cls, value: object, info: ValidationInfo) -> object:
+        """Pydantic reads true as 1, such as `port = true` of a file."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("takes a value, not true or false")
+        return value
+
     @property
     def otlp_header_pairs(self) -> list[tuple[str, str]]:
         """Names and values of `otlp_headers`."""
@@ -351,11 +359,8 @@ def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Set
     Raises `SettingsInvalid` with one line a problem.
     """
     config_file = config_file or (Path(path) if (path := os.environ.get("LORAPLEX_CONFIG")) else None)
-    known = {f"LORAPLEX_{name.upper()}" for name in Settings.model_fields} | OTHER_ENVIRONMENT
-    strange = sorted(name for name in os.environ if name.startswith("LORAPLEX_") and name not in known)
-    if strange:
-        listed = "; ".join(f"{name} is no setting{did_you_mean(name, known)}" for name in strange)
-        raise SettingsInvalid(f"{listed}; 'loraplex serve --help' lists them all.")
+    if strange := unknown_variables():
+        raise SettingsInvalid(strange)
     from_file: dict[str, Any] = {}
     if config_file is not None:
         from_file = _read_toml(config_file)
@@ -367,6 +372,16 @@ def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Set
         raise SettingsInvalid(
             "; ".join(_say(problem, chosen, from_environment) for problem in error.errors())
         ) from error
+
+
+def unknown_variables() -> str:
+    """A sentence that names the LORAPLEX_ variables that no command reads; empty where there are none."""
+    known = {f"LORAPLEX_{name.upper()}" for name in Settings.model_fields} | OTHER_ENVIRONMENT
+    strange = sorted(name for name in os.environ if name.startswith("LORAPLEX_") and name not in known)
+    if not strange:
+        return ""
+    listed = "; ".join(f"{name} is no setting{did_you_mean(name, known)}" for name in strange)
+    return f"{listed}; 'loraplex serve --help' lists them all."
 
 
 def _shown(value: object) -> str:
