@@ -146,4 +146,5 @@ def test_failures_are_one_line_that_says_what_to_do(server: RunningServer, plane
     )
     assert strange.exit_code == 1
     assert "is no URL" in strange.stderr
+    assert "such as http://localhost." in strange.stderr
     assert CliRunner().invoke(create_cli(), ["chat", "x"]).exit_code == 2

@@ -176,5 +176,14 @@ class TestKeysOfAnOperator:
         assert "expired 20" in shell.ok("key", "list", "-t", "acme")
         (row,) = shell.json("key", "list", "-t", "acme")["data"]
         assert row["state"] == "expired"
+        rotated = shell.run("key", "rotate", engineer.key_id, "-t", "acme").stderr
+        assert f"loraplex key update {engineer.key_id} --tenant acme --expires-at none" in rotated
         shell.ok("key", "update", engineer.key_id, "-t", "acme", "--expires-at", "2099-01-01")
         assert "until 2099-01-01" in shell.ok("key", "list", "-t", "acme")
+        assert "expired" not in shell.run("key", "rotate", engineer.key_id, "-t", "acme").stderr
+
+
+def test_a_misspelt_variable_is_named_where_the_secret_is_missing(engineer: Engineer) -> None:
+    said = engineer.fails("adapter", "list", LORAPLEX_API_KEY=None, LORAPLEX_API_KYE="lpx_x")
+    assert "LORAPLEX_API_KYE is no setting, did you mean 'LORAPLEX_API_KEY'?" in said
+    assert "lpx_x" not in said

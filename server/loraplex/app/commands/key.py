@@ -209,6 +209,12 @@ def rotate(
         )
     else:
         out.note(f"The old secret works until {moment(made['previous_valid_until'])}.")
+    if made["state"] == "expired":
+        of_tenant = admin.tenant_option(tenant)
+        out.note(
+            f"The key has expired at {moment(made['expires_at'])}, and the new secret with it. To let it serve again: "
+            f"loraplex key update {made['id']}{of_tenant} --expires-at none, or a time to come."
+        )
 
 
 def revoke(admin: AdminClient, out: Output, key: KeyArgument, tenant: TenantOption) -> None:

@@ -65,12 +65,22 @@ def choose_access(given: Given) -> Access:
         token = _read_token(given.data_dir)
         return Access(given.admin_url, token, "--admin-url", str(given.data_dir / "admin-token"), also)
     operators = "set LORAPLEX_ADMIN_TOKEN, or give the server's --data-dir"
+    strange = _misspelt_variables()
     if given.url is None:
-        raise CommandFailed(f"no admin token: {operators}.")
+        raise CommandFailed(f"no admin token: {operators}.{strange}")
     raise CommandFailed(
         "no key and no admin token: a tenant sets LORAPLEX_API_KEY to its key and LORAPLEX_URL to the data port; an "
-        f"operator can {operators}."
+        f"operator can {operators}.{strange}"
     )
+
+
+def _misspelt_variables() -> str:
+    """A sentence about variables that nothing reads; empty where there are none."""
+    # It takes time to import, which no command pays that has its secret.
+    from loraplex.app.settings import unknown_variables
+
+    strange = unknown_variables()
+    return f" {strange}" if strange else ""
 
 
 def _has_admin(given: Given) -> bool:

@@ -54,7 +54,8 @@ def _checked_host(url: str) -> str:
     except httpx.InvalidURL as error:
         raise CommandFailed(f"'{url}' is no URL: {error}.") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise CommandFailed(f"'{url}' is no URL; it should look like http://127.0.0.1:8001.")
+        meant = "" if "://" in url else f", such as http://{url or 'HOST:PORT'}"
+        raise CommandFailed(f"'{url}' is no URL: it begins with http:// or https:// and has a host{meant}.")
     return parsed.host
 
 
