@@ -217,7 +217,7 @@ def test_unknown_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "'frobnicate'" in refused({}, toml(tmp_path / "a.toml", {"frobnicate": "1"}))
     broken = tmp_path / "b.toml"
     broken.write_text("port = = 1")
-    assert str(broken) in refused({}, broken)
+    assert f"{broken} cannot be read as TOML: Invalid value (at line 1, column 8)." in refused({}, broken)
     assert str(tmp_path / "none.toml") in refused({}, tmp_path / "none.toml")
     assert str(tmp_path) in refused({}, tmp_path)
     monkeypatch.setenv("LORAPLEX_URL", "http://x")  # another command's

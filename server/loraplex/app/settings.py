@@ -409,7 +409,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             key.replace("-", "_"): value for key, value in TomlConfigSettingsSource(Settings, path)().items()
         }
     except ValueError as error:
-        raise SettingsInvalid(f"--config {path}: {error}") from error
+        raise SettingsInvalid(f"--config {path} cannot be read as TOML: {error}.") from error
 
 
 def _say(problem: Any, chosen: dict[str, Any], environment: dict[str, Any]) -> str:

@@ -132,7 +132,7 @@ def test_failures_are_one_line_that_says_what_to_do(server: RunningServer, plane
     assert (wrong_key.exit_code, wrong_key.stdout) == (1, "")
     assert "--api-key" in wrong_key.stderr
     plane.answer = Answer(status=404, code="model_not_found")
-    assert "/v1/models" in chat(server, "x").stderr
+    assert "'loraplex adapter list', or GET /v1/models" in chat(server, "x").stderr
     plane.answer = Answer(cut_after=2)
     assert "cut off" in chat(server, "x").stderr
     nobody = CliRunner().invoke(

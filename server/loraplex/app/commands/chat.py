@@ -171,5 +171,5 @@ def _decoded(response: httpx.Response) -> Any:
 def _refused(status: int, body: Any) -> CommandFailed:
     failed = refused(status, body, key_option="--api-key")
     if "[model_not_found]" in failed.message:
-        failed.message += " See what this key may use: GET /v1/models."
+        failed.message += " See what this key may use: 'loraplex adapter list', or GET /v1/models."
     return failed
