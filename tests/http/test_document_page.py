@@ -96,6 +96,17 @@ def test_every_route_has_its_parameters_fields_answers_and_an_example(port: tupl
         assert f"<pre>curl {'' if method == 'GET' else f'-X {method} '}" in part, path
 
 
+def test_no_column_is_empty(port: tuple[Any, str]) -> None:
+    _, page = port
+    assert not re.search(r"\b1 \w+s\b", page)
+    for table in re.findall(r"<table>(.*?)</table>", page):
+        rows = re.findall(r"<tr>(.*?)</tr>", table)
+        titles = rows[0].split("<th>")[1:]
+        columns = list(zip(*(re.findall(r"<td>(.*?)</td>", row) for row in rows[1:]), strict=True))
+        assert len(columns) == len(titles)
+        assert all(any(column) for column in columns), titles
+
+
 def test_every_example_is_a_command_with_a_valid_body(port: tuple[Any, str]) -> None:
     document, page = port
     checked = 0

@@ -171,10 +171,15 @@ def _type(schema: Mapping[str, Any]) -> str:
         text = f"object of ({_type(values)})"
     if "format" in schema:
         text += f" ({escape(schema['format'])})"
-    bounds = [words.format(_number(schema[key])) for key, words in _BOUNDS if key in schema]
+    bounds = [_bound(words, schema[key]) for key, words in _BOUNDS if key in schema]
     if "pattern" in schema:
         bounds.append(f"like <code>{escape(schema['pattern'])}</code>")
     return ", ".join((text, *bounds))
+
+
+def _bound(words: str, value: float) -> str:
+    said = words.format(_number(value))
+    return said.removesuffix("s") if value == 1 else said
 
 
 def _number(value: float) -> str:
@@ -194,8 +199,11 @@ def _name(name: str, is_required: bool) -> str:
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    titles = "".join(f"<th>{title}" for title in head)
-    lines = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    """A table without the columns that have no text in any row."""
+    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+    shown, *cells = zip(*columns, strict=True) if columns else [()]
+    titles = "".join(f"<th>{title}" for title in shown)
+    lines = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells)
     return f"<table><tr>{titles}</tr>{lines}</table>"
 
 
