@@ -91,16 +91,13 @@ def run_quickstart(options: QuickstartOptions, console: Console) -> int:
         console.print("[bold]5/5[/] one question to the base model and every adapter, in one mixed batch")
         models = [default_served_name(options.model), *adapters]
         answers = asyncio.run(_ask_all(options, key, models))
-        _show(console, options, answers)
+        _show(console, options, key, answers)
         failed = [name for name, answer in answers.items() if answer.error]
         if failed:
             raise QuickstartFailed(
                 f"no answer from {', '.join(failed)}; the server's log is {_log_path(options)}"
             )
-        if options.exit_after:
-            console.print("The server ends now. Without --exit it stays up, and you can ask it yourself.")
-        else:
-            _show_request(console, options, key, list(answers)[-1])
+        if not options.exit_after:
             _show_next(console, options, list(adapters))
             console.print("\nThe server stays up; Ctrl-C stops it.")
             stop.check()
@@ -348,7 +345,7 @@ async def _ask(client: httpx.AsyncClient, options: QuickstartOptions, model: str
     return Answer(text=text, adapter=served, tokens=int(body["usage"]["completion_tokens"]))
 
 
-def _show(console: Console, options: QuickstartOptions, answers: dict[str, Answer]) -> None:
+def _show(console: Console, options: QuickstartOptions, key: str, answers: dict[str, Answer]) -> None:
     table = Table(title=f"“{escape(options.question)}”", show_lines=True, title_justify="left")
     table.add_column("model", style="bold", no_wrap=True)
     table.add_column("served by", no_wrap=True)
@@ -357,11 +354,7 @@ def _show(console: Console, options: QuickstartOptions, answers: dict[str, Answe
         shown = f"[red]{escape(answer.error)}[/]" if answer.error else escape(answer.text)
         table.add_row(model, answer.adapter, shown)
     console.print(table)
-
-
-def _show_request(console: Console, options: QuickstartOptions, key: str, model: str) -> None:
-    """One of the questions, for curl."""
-    body = shlex.quote(json.dumps(_request_body(options, model), ensure_ascii=False))
+    body = shlex.quote(json.dumps(_request_body(options, list(answers)[-1]), ensure_ascii=False))
     console.print("Ask again yourself:")
     console.print(
         f"curl http://{options.host}:{options.port}/v1/chat/completions \\\n"

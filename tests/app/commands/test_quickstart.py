@@ -85,10 +85,8 @@ def test_a_first_run_and_a_second_one(newcomer: Newcomer) -> None:
     assert "Arr" in first.stdout
     assert '{"topic"' in first.stdout
     key = newcomer.key()
-    # Nothing is left to ask: no line for it, and no secret in a log.
-    assert "curl" not in first.stdout
-    assert key not in first.stdout
-    assert "Without --exit it stays up" in first.stdout
+    assert f"curl http://127.0.0.1:{newcomer.data_port}/v1/chat/completions" in first.stdout
+    assert key in first.stdout
     assert (newcomer.data_dir / "quickstart-key").stat().st_mode & 0o077 == 0
     assert (newcomer.data_dir / "server.log").stat().st_mode & 0o077 == 0
     assert nothing_listens(newcomer.data_port)
