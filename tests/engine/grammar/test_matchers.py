@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.grammar import matchers as module
-from loraplex.engine.grammar.dictated import MAX_DICTATED_BYTES, DictatesTooMuch
+from loraplex.engine.grammar.dictated import MAX_DICTATED_BYTES, WINDOW_BYTES, DictatesTooMuch
 from loraplex.engine.grammar.matchers import BuiltGrammar, GrammarMatchers, SequenceMatcher, build_matcher
 from loraplex.engine.grammar.tokenizer import GrammarsUnsupported, load_grammar_tokenizer, new_matcher
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
@@ -101,6 +101,8 @@ def test_a_dictated_text_is_spelled_once_however_many_steps_take_it(
     spelling: Any = Spelling(vocabulary, f'start: "{text}" /[ab]/')
     matcher, taken = SequenceMatcher(spelling), []
     while follows := list(itertools.islice(matcher.dictated(spelling), 32)):
+        # Of a long text no step spells more than a window.
+        assert len(matcher.dictated(spelling)) <= WINDOW_BYTES
         matcher.known += follows
         assert matcher.move_to(len(matcher.known)) is None
         taken += follows

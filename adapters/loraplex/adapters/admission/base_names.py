@@ -24,7 +24,7 @@ _FORMAT = re.compile(
 _BITS = frozenset({"2", "3", "4", "5", "6", "8"})
 _GGUF_KIND = re.compile(r"i?q[1-8]")
 _GGUF_ENDS = frozenset({"k", "0", "1", "s", "m", "l", "xs", "xxs", "nl", "xl"})
-"""What follows the Q in the names of llama.cpp's kinds: Q4_K_M, Q8_0."""
+"""Words behind the Q in the names of llama.cpp's kinds: Q4_K_M, Q8_0."""
 
 
 def names_base(name: str, base: BaseSpec) -> bool:
@@ -71,7 +71,7 @@ def _last_part(name: str) -> str:
 
 
 def _names_of(base: BaseSpec) -> frozenset[str]:
-    """Of its directory, and in its config."""
+    """The plain names of its directory, and those that its config has."""
     try:
         config = json.loads((Path(base.model_dir) / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What an upload says of its chats: a chat template, special tokens by name, and the tokens that end an answer.
+"""The files of an upload for its chats: a chat template, special tokens by name, and the tokens that end an answer.
 
 Nothing of it is compiled or run here: a template is text.
 """
@@ -17,7 +17,7 @@ from loraplex.adapters.store.files import CHAT_FILE_BYTES, open_regular, shown
 
 TEMPLATE_FILE, TOKENIZER_FILE, TOKENS_FILE, GENERATION_FILE = CHAT_FILE_BYTES
 MAX_TEMPLATE_BYTES = CHAT_FILE_BYTES[TEMPLATE_FILE]
-"""Of a version's templates together."""
+"""The largest size of a version's templates together."""
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TEMPLATE_NAMES = ("default", "tool_use")
 """The templates that chats use, of those that a tokenizer may have."""
@@ -29,8 +29,8 @@ _Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OwnChat:
-    """What a version brings for its chats beyond its base's: `templates` by name (none: the base's serve), and then its
-    `special_tokens` by name; `eos_ids`, tokens of the base that end an answer beside the base's own."""
+    """The part of a version's chats that differs from its base's: `templates` by name (none: the base's serve), and
+    their `special_tokens` by name; `eos_ids`, tokens of the base that end an answer beside the base's own."""
 
     templates: Mapping[str, str] = field(default_factory=dict)
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -134,7 +134,7 @@ def _number(digits: str) -> int | float:
 
 
 def _templates(found: Mapping[str, bytes], config: _Json) -> dict[str, str]:
-    """By the names that chats use, from the first place that has any, in the order of transformers."""
+    """Templates by the names that chats use, from the first place that has any, in the order of transformers."""
     if TEMPLATE_FILE in found:
         try:
             given = {"default": found[TEMPLATE_FILE].decode("utf-8")}

@@ -1,4 +1,4 @@
-"""What a version brings for its chats, compared with its base's."""
+"""A version's own files for its chats, compared with its base's."""
 
 from __future__ import annotations
 
