@@ -30,7 +30,7 @@ from loraplex.serving.client.engine_client import EngineClient
 
 TITLE = "Loraplex API"
 MAX_BODIES = 64
-"""Of the largest size, which requests in flight may hold together."""
+"""Number of bodies of the largest size that all requests may hold together."""
 EXPOSED_HEADERS = (
     "x-request-id",
     "request-id",
@@ -106,8 +106,8 @@ def service_probes(services: ApiServices, *, in_document: bool = True) -> list[O
 def create_starting_data_app(
     engine: EngineClient, served_model_name: str, *, extra_routes: Sequence[BaseRoute] = ()
 ) -> ASGIApp:
-    """For the data port until the engine is there: the probes, `extra_routes`, which make their own error answers, and
-    a 503 `engine_restarting` for the rest."""
+    """The data port's application until the engine is there: the probes, `extra_routes`, which make their own error
+    answers, and a 503 `engine_restarting` for the rest."""
     drain, metrics = Drain(), Metrics(served_model_name)
     probes = probe_routes(engine, drain, serving=False)
     routes = [*probes, *extra_routes, refused_until_started(_starting)]

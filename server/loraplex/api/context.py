@@ -1,4 +1,4 @@
-"""What is known of one request to the data plane on its way, for headers, the access log and metrics."""
+"""The state of one request to the data plane, for headers, the access log and metrics."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class DataContext(RequestContext):
     trace: RequestTrace | None = None
     is_anthropic: bool = False
     """The answer, an error too, has Anthropic's shape."""
-    told: Callable[[str], str] = str
-    """What the client calls a field of the request that its own became."""
+    client_field: Callable[[str], str] = str
+    """The client's name for a field of the request that its own became."""
     formats: OutputFormats = NO_FORMATS
     own: OwnChat | None = None
 

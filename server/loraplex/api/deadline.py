@@ -24,7 +24,7 @@ class Deadline:
 
     @classmethod
     def of(cls, scope: Scope, started: float) -> Deadline:
-        """As the request's headers ask. Raises ApiError (400)."""
+        """The deadline that the request's headers set. Raises ApiError (400)."""
         return cls(started, read_milliseconds(scope, HEADER, 1))
 
     @property

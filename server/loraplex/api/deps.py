@@ -1,4 +1,4 @@
-"""What the data plane is built from. The factory fills one `ApiServices`; nothing else is global."""
+"""The parts of the data plane. The factory fills one `ApiServices`; nothing else is global."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Grammars(Protocol):
 
 
 class OwnChats(Protocol):
-    """What versions bring for their chats, and its use."""
+    """Chat templates that versions bring, and their use."""
 
     async def of(self, model: ResolvedModel) -> OwnChat | None:
         """None of the base model, and of a version that brings nothing. Raises what reading the database does."""

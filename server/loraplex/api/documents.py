@@ -106,7 +106,8 @@ def _request_schemas() -> dict[str, Any]:
 
 
 def _behind_ours(operations: Mapping[str, Any]) -> dict[str, Any]:
-    """What another app answers, behind ours: a server that drains or has too much to do refuses in our shape."""
+    """The operations of another application, with our refusals added: a server that drains or has too much to do
+    refuses in our shape."""
     taken = {}
     for method, operation in operations.items():
         busy = operation["responses"]["503"]

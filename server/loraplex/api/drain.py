@@ -17,7 +17,7 @@ class DrainPhase(Enum):
     GRACE = "grace"
     """Not ready any more, so that balancers turn away; requests are still served, with `Connection: close`."""
     REFUSING = "refusing"
-    """What is new gets 503 `draining`; what runs goes on."""
+    """New requests get 503 `draining`; running ones go on."""
 
 
 class Drain:

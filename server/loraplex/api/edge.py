@@ -128,7 +128,7 @@ class DataErrors(ErrorBoundary):
             await super().answer(refusal, scope, receive, send)
 
     def client_gone(self, scope: Scope, context: RequestContext, gone: ClientGone) -> None:
-        """What nobody is left to be told: a refusal is the client's, a failure is ours."""
+        """Log a request whose client has gone: a refusal is the client's, a failure is ours."""
         context.outcome = str(gone) or "gone"
         self._metrics.stream_cut(context.outcome)
         if isinstance(gone.__cause__, Exception):

@@ -98,7 +98,7 @@ class ApiError(LoraplexError):
 
     @property
     def asks_to_retry(self) -> bool:
-        """It carries a Retry-After."""
+        """Whether the answer has a Retry-After header."""
         return self.status in NEEDS_RETRY_AFTER and self.code not in POINTLESS_TO_RETRY
 
     @property
@@ -131,12 +131,12 @@ class ApiError(LoraplexError):
 
 
 @contextmanager
-def fields_told(told: Callable[[str], str]) -> Iterator[None]:
-    """Errors that come out of the block name fields as `told` says."""
+def in_client_terms(client_field: Callable[[str], str]) -> Iterator[None]:
+    """Errors that come out of the block name fields as `client_field` does."""
     try:
         yield
     except ApiError as error:
-        if error.param is not None and (name := told(error.param)) != error.param:
+        if error.param is not None and (name := client_field(error.param)) != error.param:
             error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
             error.param = name
         raise
@@ -167,7 +167,7 @@ def from_exception(error: BaseException) -> ApiError:
 
 
 def _from_request(error: RequestError) -> ApiError:
-    """What `loraplex.http` refuses, in our words."""
+    """The ApiError for a refusal of `loraplex.http`."""
     match error:
         case PathUnknown(method=method, path=path):
             where = f"{method} {printable(path, 200)}"

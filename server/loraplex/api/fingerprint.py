@@ -22,9 +22,9 @@ def fingerprint(
     formats: OutputFormats,
     chat_digest: str | None = None,
 ) -> str:
-    """Of the base's weights, the version's, the dtype, the engine's numerical build, the build that makes tokens of
-    text, the ids that end an answer, the formats that calls and reasoning are written in, and what the version brings
-    for its chats, where that is used (`chat_digest`)."""
+    """The fingerprint of the base's weights, the version's, the dtype, the engine's numerical build, the build that
+    makes tokens of text, the ids that end an answer, the formats that calls and reasoning are written in, and what the
+    version brings for its chats, where that is used (`chat_digest`)."""
     return _digest(
         info.base_fingerprint,
         "" if adapter is None else adapter.digest,

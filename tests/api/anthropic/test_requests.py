@@ -162,7 +162,9 @@ def test_choices(choice: Any, becomes: Any, parallel: bool) -> None:
 def test_a_deferred_tool_is_offered_once_a_result_names_it() -> None:
     tools = [{**ADD, "name": "later", "defer_loading": True}, {**ADD, "name": "search"}]
     assert [tool["function"]["name"] for tool in chat(tools=tools)["tools"]] == ["search"]
-    assert asked(tools=tools).told("tools[0].function.parameters.type") == "tools[1].input_schema.type"
+    assert (
+        asked(tools=tools).client_field("tools[0].function.parameters.type") == "tools[1].input_schema.type"
+    )
     found = {
         "type": "tool_result",
         "tool_use_id": "t",

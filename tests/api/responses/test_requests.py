@@ -174,10 +174,13 @@ def test_what_is_no_function_is_not_offered() -> None:
     assert [tool["function"]["name"] for tool in fields["tools"]] == ["add", "sub"]
     assert fields["tool_choice"] == "auto"
     # Errors name the place in what the client sent.
-    assert found.told("tools[1].function.parameters") == "tools[4].parameters"
-    assert found.told("response_format.json_schema.schema.properties.x") == "text.format.schema.properties.x"
-    assert found.told("messages[3].content") == "input"
-    assert found.told("max_completion_tokens") == "max_output_tokens"
+    assert found.client_field("tools[1].function.parameters") == "tools[4].parameters"
+    assert (
+        found.client_field("response_format.json_schema.schema.properties.x")
+        == "text.format.schema.properties.x"
+    )
+    assert found.client_field("messages[3].content") == "input"
+    assert found.client_field("max_completion_tokens") == "max_output_tokens"
 
 
 @pytest.mark.parametrize(

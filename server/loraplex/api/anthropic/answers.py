@@ -21,7 +21,7 @@ from loraplex.engine.types import Usage
 from loraplex.serving.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 
 _NOT_SERVED = {"cache_creation": None, "inference_geo": None, "service_tier": "standard"}
-"""What Anthropic's API tells and this server does not have."""
+"""Fields of Anthropic's answers that this server has nothing for."""
 Kind = Literal["text", "thinking", "tool_use"]
 
 
@@ -89,18 +89,18 @@ class MessagesAnswer:
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         self._close()
-        told = {
+        message = {
             **self._head,
             "content": self._content,
             **self._stop(usage),
             "usage": self._usage(usage) | _NOT_SERVED,
             **self._context_management(),
         }
-        return dumps(told)
+        return dumps(message)
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        told = _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        return told | {"output_tokens_details": {"thinking_tokens": self._num_thinking}}
+        fields = _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        return fields | {"output_tokens_details": {"thinking_tokens": self._num_thinking}}
 
     def _stop(self, usage: Usage) -> dict[str, str | None]:
         reason, string = "end_turn", None
@@ -183,7 +183,7 @@ class MessagesAnswer:
         }
 
     def _signature(self, thinking: str) -> str:
-        """It carries thinking that is not shown to the next request, where it counts as shown."""
+        """A signature that carries hidden thinking to the next request, where it counts as shown."""
         if self._omits_thinking:
             return seal(thinking)
         return hashlib.sha256(thinking.encode("utf-8", "surrogatepass")).hexdigest()

@@ -47,7 +47,7 @@ class ToolReferenceBlock(Strict):
 
 
 class ThinkingBlock(Strict):
-    """What the model thought in an earlier turn. Without `thinking`, its `signature` must hold it."""
+    """The model's thinking of an earlier turn. Without `thinking`, its `signature` must hold it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -174,5 +174,5 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 
 
 def text_of(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:
-    """What the model is told, as one text; its blocks stand on lines of their own."""
+    """The text of all blocks, each on lines of its own."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)

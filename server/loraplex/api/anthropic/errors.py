@@ -45,8 +45,8 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     message, field = error.sentence, error.param
     if field is not None and f"'{field}'" not in message:
         message = f"{field}: {message}"
-    told = {"type": STATUSES[error.code][1], "message": message}
-    return {"type": "error", "error": told, "request_id": request_id}
+    body = {"type": STATUSES[error.code][1], "message": message}
+    return {"type": "error", "error": body, "request_id": request_id}
 
 
 def anthropic_error(error: ApiError, request_id: str) -> Response:

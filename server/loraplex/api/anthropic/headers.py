@@ -14,7 +14,7 @@ KEY_HEADER = "x-api-key"
 VERSION_HEADER = "anthropic-version"
 ApiVersion = Literal["2023-01-01", "2023-06-01", "2026-10-21"]
 VERSIONS: tuple[str, ...] = get_args(ApiVersion)
-"""They differ in what this server does not have."""
+"""Versions of Anthropic's API; they differ only in features that this server does not have."""
 
 
 def check_version(scope: Scope) -> None:

@@ -1,4 +1,4 @@
-"""What requests to `/v1/messages` may say, and the chat request that one becomes."""
+"""Fields of requests to `/v1/messages`, and the chat request that one becomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from loraplex.api.anthropic.blocks import CacheControl, Messages, SystemText, ToolResultBlock, UserMessage
 from loraplex.api.anthropic.conversation import chat_messages
 from loraplex.api.anthropic.tools import Offer, ToolChoice, Tools, offer
-from loraplex.api.errors import fields_told
+from loraplex.api.errors import in_client_terms
 from loraplex.api.openai.extras import SamplingExtras
 from loraplex.api.openai.parsing import parse_request
 from loraplex.api.openai.schemas import MAX_STOP_LENGTH, MAX_STOP_STRINGS, TOKEN_ID_LIMIT, ChatRequest
@@ -128,8 +128,8 @@ class CountRequest(Strict):
                         loaded |= block.references
         return offer(self.tools, self.tool_choice, loaded)
 
-    def told(self, field: str) -> str:
-        """What the client calls the field of the chat request."""
+    def client_field(self, field: str) -> str:
+        """The client's name for a field of the chat request."""
         if match := _TOOL.match(field):
             place = self.offer().places[int(match[1])]
             return f"tools[{place}]{'.input_schema' if match[2] else ''}{field[match.end() :]}"
@@ -198,12 +198,12 @@ class MessagesChat(ChatRequest):
     EFFORT_IS_A_HINT: ClassVar[bool] = True
     asked: CountRequest
 
-    def told(self, field: str) -> str:
-        return self.asked.told(field)
+    def client_field(self, field: str) -> str:
+        return self.asked.client_field(field)
 
 
 def to_chat(asked: CountRequest) -> MessagesChat:
     """Raises ApiError (400)."""
     fields = {name: value for name, value in asked.for_chat().items() if value is not None}
-    with fields_told(asked.told):
+    with in_client_terms(asked.client_field):
         return parse_request(MessagesChat, fields | {"asked": asked})

@@ -86,7 +86,7 @@ ToolChoice = Annotated[
 
 @dataclass(frozen=True)
 class Offer:
-    """What the model is told of, and may call. `places`: where each tool stands in the request's `tools`."""
+    """The tools that the model sees and may call. `places`: where each tool stands in the request's `tools`."""
 
     tools: tuple[MessagesTool, ...]
     places: tuple[int, ...]
@@ -102,15 +102,15 @@ def offer(
     found = {
         place: tool for place, tool in enumerate(tools or ()) if not tool.defer_loading or tool.name in loaded
     }
-    told: str | dict[str, Any] = "auto"
+    chat_choice: str | dict[str, Any] = "auto"
     if isinstance(choice, AnyChoice):
-        told = "required"
+        chat_choice = "required"
         if not found:
             refuse("tool_choice", "'tool_choice' needs a tool, and 'tools' has none that can be called.")
     elif isinstance(choice, NamedChoice):
-        told = {"type": "function", "function": {"name": choice.name}}
+        chat_choice = {"type": "function", "function": {"name": choice.name}}
         if choice.name not in {tool.name for tool in found.values()}:
             refuse("tool_choice.name", f"'tools' has no tool '{printable(choice.name)}' that can be called.")
     elif isinstance(choice, NoneChoice):
-        told = "none"
-    return Offer(tuple(found.values()), tuple(found), told)
+        chat_choice = "none"
+    return Offer(tuple(found.values()), tuple(found), chat_choice)

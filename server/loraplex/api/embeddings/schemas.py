@@ -1,4 +1,4 @@
-"""What a request to `/v1/embeddings` may say, and the completion of no tokens that it becomes."""
+"""Fields of a request to `/v1/embeddings`, and the completion of no tokens that it becomes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from loraplex.engine.pooling import Pooling
 from loraplex.engine.reports import EngineInfo
 
 MAX_INPUTS = 2048
-"""As OpenAI's. The queue of the engine may hold fewer."""
+"""Inputs of one request, as many as OpenAI's API takes. The queue of the engine may hold fewer."""
 NUMBERS_A_LOGPROB: dict[str, int] = {"float": 4, "base64": 16}
 """Numbers that take the room of a log probability in an answer."""
 MAX_ANSWER_BYTES = 24 << 20
-"""Of the vectors in one answer."""
+"""Bytes of the vectors in one answer."""
 _TRIPLE_BYTES: dict[str, int] = {"float": 72, "base64": 16}
-"""Of three numbers in an answer, at most: the longest float32 is -1.1754943508222875e-38, and a comma."""
+"""Most bytes of three numbers in an answer: the longest float32 is -1.1754943508222875e-38, and a comma."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "cache_salt": (),
@@ -71,7 +71,7 @@ class PromptsToEmbed(CompletionRequest):
     def pooling(self) -> Pooling:
         return self.asked.pooling or "mean"
 
-    def told(self, field: str) -> str:
+    def client_field(self, field: str) -> str:
         return "input" if field == "prompt" else field
 
 
@@ -114,5 +114,5 @@ def most_inputs(how: str, size: int) -> int:
 
 
 def room_of(asked: EmbeddingsRequest, info: EngineInfo) -> int:
-    """What the answer takes of the tenant's memory, in log probabilities."""
+    """The answer's share of the tenant's memory, counted in log probabilities."""
     return len(asked.input) * (info.hidden_size or 0) // NUMBERS_A_LOGPROB[asked.encoding_format or "float"]

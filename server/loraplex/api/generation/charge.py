@@ -1,4 +1,4 @@
-"""What one request takes of its caller's limits, from before its body is read until its answer has ended."""
+"""The charge of one request to its caller's limits, from before its body is read until its answer ends."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from loraplex.api.auth import authenticate
 from loraplex.api.context import DataContext, context_of
 from loraplex.api.deadline import Deadline
 from loraplex.api.deps import ApiServices
-from loraplex.api.errors import fields_told, from_exception, invalid
+from loraplex.api.errors import from_exception, in_client_terms, invalid
 from loraplex.api.fingerprint import HEADER, fingerprint
 from loraplex.api.generation.charge import Charge, admitted
 from loraplex.api.generation.client_watch import ClientWatch, watch_client
@@ -53,7 +53,7 @@ PIECE_BYTES = 256 << 10
 INLINE_BYTES = 64 << 10
 """A body up to so large is parsed and checked on the event loop; a larger one, in a thread."""
 TURN_S = 0.005
-"""For no longer does one answer hold the event loop, where its results come faster than it writes them."""
+"""Longest time that one answer may hold the event loop."""
 PING_S = 15.0
 """A stream is not silent for much longer while its answer goes on: a call that is held until it is complete may take
 minutes, and proxies cut a connection after one."""
@@ -85,7 +85,7 @@ class GenerationEndpoint:
             with (
                 self._capacity.request(context.tenant_id),
                 self._capacity.body(context.tenant_id) as take,
-                fields_told(lambda field: context.told(field)),
+                in_client_terms(lambda field: context.client_field(field)),
             ):
                 await self._serve(scope, receive, send, charge, take)
 
@@ -100,7 +100,7 @@ class GenerationEndpoint:
         del body
         if context.trace is not None:
             context.trace.asked(request)
-        context.told = request.told
+        context.client_field = request.client_field
         async with watch_client(receive, send, context, timeout) as client:
             with context.deadline.enforced():
                 self._kind.check_model(request, services.engine.info)
@@ -168,7 +168,8 @@ class GenerationEndpoint:
         )
 
     def _check_choices(self, plan: GenerationPlan) -> None:
-        """They are sent together, before the engine runs any of them: all must fit into an empty queue."""
+        """Check that all choices fit into an empty queue: they are sent together, before the engine runs any of
+        them."""
         most = self._services.engine.info.max_waiting
         if plan.num_choices > most:
             message = (

@@ -67,7 +67,7 @@ class _Choice:
 
     @property
     def completion_tokens(self) -> int:
-        """What the engine has drawn, whether or not it was read here; where it died before it could tell, what it had
+        """Tokens that the engine sampled, read here or not; if it died before it could tell, those that it had
         sent. An answer that a stop string ends counts up to the token that completed the string: how many more were
         drawn before the engine heard of it is chance, and not the caller's."""
         if self.text.finished_by_stop is not None:
@@ -138,7 +138,7 @@ class Generation:
         return cls(plan, choices, metrics)
 
     async def next(self) -> list[Delta]:
-        """What came since the last call, of at least one choice (perhaps no whole character yet); empty once
+        """The output since the last call, of at least one choice (perhaps no whole character yet); empty once
         all have ended. A sequence that failed raises ApiError, at the call after the one that returned its last
         text. A cancelled call loses nothing."""
         while True:
@@ -222,7 +222,7 @@ class Generation:
         is_first: bool = True,
         is_last: bool = True,
     ) -> Delta:
-        """What these tokens of the event add."""
+        """The text and log probabilities that these tokens of the event add."""
         before = choice.text.num_tokens
         shown = choice.text.push(token_ids, stop_token_id=event.stop_token_id if is_last else None)
         text, by_stop, starts = shown.text, shown.finished_by_stop, shown.tokens
@@ -270,8 +270,8 @@ class Generation:
         return isinstance(self._plan.request, CompletionRequest)
 
     def _echo(self, choice: _Choice, event: TokenEvent) -> list[Delta]:
-        """What this event of one choice lets be told of the prompt, in all choices that share it. The first of them
-        brings its log probabilities; what the others say meanwhile is held."""
+        """The prompt's text and log probabilities that this event completes, in all choices that share the prompt. The
+        first of them brings its log probabilities; what the others say meanwhile is held."""
         echo = choice.echo
         if echo is None or choice.echoed:
             return []
@@ -343,7 +343,7 @@ class Generation:
                 choice.terminal = event
 
     def usage(self) -> Usage:
-        """Of the whole request: a prompt counts once, however many choices it has; tokens count up to the one
+        """Usage of the whole request: a prompt counts once, however many choices it has; tokens count up to the one
         that completed a stop string."""
         # Of a prompt's choices the first may have been refused, and another begun.
         of_prompts = self._choices_by_prompt()
@@ -359,7 +359,8 @@ class Generation:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Of the whole request, "length" if any choice was cut; None if not every one came to a proper end."""
+        """The finish reason of the whole request: "length" if any choice was cut; None if not every one came to a
+        proper end."""
         reasons = {choice.finish_reason for choice in self._choices}
         if None in reasons:
             return None
@@ -367,7 +368,7 @@ class Generation:
 
     @property
     def queue_s(self) -> float:
-        """What the sequence waited for the engine that waited longest; of those whose end is known."""
+        """Longest time in the queue among the sequences whose end is known, in seconds."""
         timings = [choice.terminal.timing for choice in self._choices if choice.terminal is not None]
         return max((timing.queue_s for timing in timings if timing is not None), default=0.0)
 
@@ -377,7 +378,7 @@ class Generation:
         return min((c.first_token for c in self._choices if c.first_token is not None), default=None)
 
     def sequence_ends(self) -> list[SequenceEnd]:
-        """Of each choice, once closed."""
+        """The end of each choice's sequence, once closed."""
         return [
             SequenceEnd(
                 _reason(choice),

@@ -1,4 +1,4 @@
-"""What differs between the routes that generate: the request, its prompt, and the shape of its answer."""
+"""Differences between the routes that generate: the request, its prompt, and the shape of its answer."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ class StreamedAnswer(Answer, Protocol):
 
     @property
     def end(self) -> bytes:
-        """What ends each stream, also one that failed."""
+        """The bytes that end each stream, also one that failed."""
         ...
 
     @property
     def ping(self) -> bytes:
-        """What says nothing, for connections that are cut when they are silent."""
+        """An event without content, for connections that are cut when they are silent."""
         ...
 
     def opening(self, num_choices: int) -> bytes:
@@ -97,9 +97,9 @@ class StreamedAnswer(Answer, Protocol):
 
 @dataclass(frozen=True)
 class AnswerTo:
-    """What answers are made for. `created` in seconds since the epoch; `label` is the request's id as its client knows
-    it. Each of `prompts` has `n` choices, and room for that number of `max_tokens` in each. `reasons`: there may be
-    reasoning. `fingerprint`: of `loraplex.api.fingerprint`."""
+    """The request that an answer belongs to. `created` in seconds since the epoch; `label` is the request's id as its
+    client knows it. Each of `prompts` has `n` choices, and room for that number of `max_tokens` in each. `reasons`:
+    there may be reasoning. `fingerprint`: of `loraplex.api.fingerprint`."""
 
     id: str
     label: str
@@ -137,12 +137,13 @@ def _kept_of_streams_too(plan: GenerationPlan, info: EngineInfo) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """Of one route. `schema` checks the body, and `request` makes of it what the route asks for. `source` is the field
-    that holds the prompt; `continues`: the answer goes on where the prompt's text ended. `tokenise` stops at a prompt
-    that fills the context of that number of tokens: it is refused, whatever the others are. It gets the formats of the
-    version that answers. `kept` is the room that an answer takes here until it is sent, in log probabilities.
-    `check_model` raises ApiError (400) for what the model cannot answer. `key_header` is a header that may
-    hold the key, beside Authorization. `check_head` raises ApiError (400) for headers that the route does not take."""
+    """One route that generates. `schema` checks the body, and `request` makes of it what the route asks for. `source`
+    is the field that holds the prompt; `continues`: the answer goes on where the prompt's text ended. `tokenise` stops
+    at a prompt that fills the context of that number of tokens: it is refused, whatever the others are. It gets the
+    formats of the version that answers. `kept` is the room that an answer takes here until it is sent, in log
+    probabilities. `check_model` raises ApiError (400) for what the model cannot answer. `key_header` is a header that
+    may hold the key, beside Authorization. `check_head` raises ApiError (400) for headers that the route does not
+    take."""
 
     schema: type[BaseModel]
     tokenise: Callable[[Text, Request, int, OutputFormats], Prompts]
@@ -180,7 +181,8 @@ async def own_chat_tokens(
     formats: OutputFormats,
     own: OwnChat,
 ) -> Prompts:
-    """As `chat_tokens`, by a version's own template. Raises as `OwnChats.encode`, and ApiError (400)."""
+    """Tokens of a chat as `chat_tokens`, by a version's own template. Raises as `OwnChats.encode`, and ApiError
+    (400)."""
     check_format(request, formats, text)
     messages, tools = conversation_of(request)
     effort = request.asked_effort[1]

@@ -55,7 +55,7 @@ class GenerationPlan:
 
     @property
     def max_logprobs(self) -> int:
-        """As many log probabilities as the answer may hold at most, the most likely tokens' included; token ids count
+        """The most log probabilities that the answer may hold, the most likely tokens' included; token ids count
         as `TOKEN_IDS_A_LOGPROB` of them do."""
         return sum(self.logprobs_by_field.values())
 
@@ -107,7 +107,7 @@ def make_plan(
         if needed > room:
             raise invalid(
                 source if room < min(1, needed) else field,
-                _too_long(len(prompt), asked, request.told(source), max_model_len),
+                _too_long(len(prompt), asked, request.client_field(source), max_model_len),
                 "context_length_exceeded",
             )
         max_tokens.append(asked if asked is not None else min(room, default_max_tokens))

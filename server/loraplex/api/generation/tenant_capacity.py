@@ -102,5 +102,5 @@ def _take(share: FairShare, tenant_id: str, capacity: int, amount: int, message:
     """Raises ApiError (503)."""
     if not share.acquire(tenant_id, capacity, amount):
         is_own = share.is_beyond_share(tenant_id, capacity, amount)
-        told = message.format(held=share.held(tenant_id))
-        raise ApiError("server_overloaded", told, is_own=is_own)
+        message = message.format(held=share.held(tenant_id))
+        raise ApiError("server_overloaded", message, is_own=is_own)

@@ -1,4 +1,4 @@
-"""What the tools of a chat ask of its answer, in the formats of the version that answers."""
+"""Rules that a chat's tools set for its answer, in the formats of the version that answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_format(request: ChatRequest, formats: OutputFormats, text: Text) -> No
 
 
 def check_effort(request: ChatRequest) -> None:
-    """For a model whose chat template knows no effort. Raises ApiError (400) where the effort is more than a hint."""
+    """Check the effort for a model whose chat template knows none. Raises ApiError (400) if it is more than a hint."""
     field, effort = request.asked_effort
     if effort != "none" and not request.EFFORT_IS_A_HINT:
         raise invalid(

@@ -75,7 +75,7 @@ class UsageEntry:
 
 
 def outcome_of(error: BaseException) -> str:
-    """What the ledger calls the end of a request that this ended."""
+    """The ledger's name for the end of a request that failed with this error."""
     if isinstance(error, Exception) and not isinstance(error, ClientGone):
         return from_exception(error).code
     return CANCELLED

@@ -1,4 +1,4 @@
-"""What is measured of a server's background tasks."""
+"""Metrics of a server's background tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of the disks that a server writes to."""
+"""Metrics of the free space on the disks that a server writes to."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _iteration_tokens(stats: EngineStats, model_name: str, grown: Grown) -> Metr
 
 
 def _joined(digests: Iterable[str], refs: dict[str, AdapterRef], adapter_names: bool) -> str:
-    """At most `MAX_NAMED_ADAPTERS` names. The tenants take turns, so that none crowds out another's."""
+    """A label of at most `MAX_NAMED_ADAPTERS` names. The tenants take turns, so that none crowds out another's."""
     by_tenant: dict[str, set[str]] = {}
     for digest in digests:
         ref = refs.get(digest)
@@ -230,7 +230,7 @@ def _adapter_counters(stats: EngineStats, grown: Grown) -> Iterable[Metric]:
 
 
 def _start_metrics(stats: EngineStats, grown: Grown) -> Iterable[Metric]:
-    """What an engine loads after its start, pins and the rest."""
+    """Metrics of the adapters that an engine loads after its start, pins first."""
     pins = GaugeMetricFamily("loraplex_adapter_pins", "Pinned versions by state.", labels=["state"])
     pins.add_metric(["held"], stats.num_pins_held)
     pins.add_metric(["coming"], stats.num_pins_coming)

@@ -1,4 +1,4 @@
-"""What is measured of the checks of schemas and grammars."""
+"""Metrics of the checks of schemas and grammars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of limits that several servers share."""
+"""Metrics of limits that several servers share."""
 
 from __future__ import annotations
 

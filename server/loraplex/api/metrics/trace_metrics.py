@@ -1,4 +1,4 @@
-"""What is measured of the export of traces."""
+"""Metrics of the export of traces."""
 
 from __future__ import annotations
 

@@ -54,18 +54,18 @@ class ChatFormat(AnswerFormat):
         super().add(choice, delta)
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        told = super()._usage(usage)
+        fields = super()._usage(usage)
         if self.reasons:
-            told["completion_tokens_details"] = {"reasoning_tokens": sum(self._num_reasoning.values())}
-        return told
+            fields["completion_tokens_details"] = {"reasoning_tokens": sum(self._num_reasoning.values())}
+        return fields
 
     def delta(self, delta: Delta) -> bytes:
         self._num_reasoning[delta.index] = delta.num_reasoning
         chunks, token_ids, logprobs = b"", delta.token_ids, self._logprobs(delta)
-        told = [_told(part) for part in merge_parts(delta.parts)]
-        if not told and (delta.tokens or (token_ids and not delta.finish_reason)):
-            told = [{"content": ""}]
-        for fields in told:
+        pieces = [_piece(part) for part in merge_parts(delta.parts)]
+        if not pieces and (delta.tokens or (token_ids and not delta.finish_reason)):
+            pieces = [{"content": ""}]
+        for fields in pieces:
             choice = self._choice(delta.index, fields, logprobs=logprobs, token_ids=token_ids)
             chunks += self._chunk(choice, delta.num_tokens)
             logprobs, token_ids = None, ()
@@ -75,7 +75,7 @@ class ChatFormat(AnswerFormat):
         return chunks
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        told = [
+        found = [
             {
                 "index": index,
                 "message": _message(choice.parts),
@@ -86,10 +86,10 @@ class ChatFormat(AnswerFormat):
             for index, choice in enumerate(choices)
         ]
         head, prompt = self._head("chat.completion"), self._whole_prompt(choices, 0)
-        return dumps({**head, "choices": told, "usage": self._usage(usage), **prompt})
+        return dumps({**head, "choices": found, "usage": self._usage(usage), **prompt})
 
 
-def _told(part: Part) -> dict[str, Any]:
+def _piece(part: Part) -> dict[str, Any]:
     match part:
         case TextPart(text):
             return {"content": text}

@@ -1,4 +1,4 @@
-"""What a choice of an answer gained."""
+"""The new part of one choice of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JSON Schema can say, for the OpenAPI document, of the rules that lie between fields. Validators check them."""
+"""Rules between fields as JSON Schema, for the OpenAPI document. Validators check them."""
 
 from __future__ import annotations
 

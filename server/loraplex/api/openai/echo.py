@@ -22,7 +22,7 @@ class Echo:
         self._scored = scored
         self._num_top = num_top
         self._shown = 0
-        self._told: list[ScoredToken] = []  # known, and not shown yet
+        self._unsent: list[ScoredToken] = []  # known, and not shown yet
         self._num_known = 0
         self._complete = False
 
@@ -42,19 +42,19 @@ class Echo:
             return text, None
         if not self._num_known:
             # Nothing comes before it that could make it likely.
-            self._told.append(ScoredToken(self._prompt_ids[0], None, (), spans[0][0]))
+            self._unsent.append(ScoredToken(self._prompt_ids[0], None, (), spans[0][0]))
             self._num_known = 1
         for own, top in () if logprobs is None else logprobs.rows(self._num_top):
             token_id, start = self._prompt_ids[self._num_known], spans[self._num_known][0]
-            self._told.append(ScoredToken(token_id, own, top, start))
+            self._unsent.append(ScoredToken(token_id, own, top, start))
             self._num_known += 1
         self._complete = self._num_known == len(spans)
         shown = len(text) if self._complete else spans[self._num_known][0]
-        first = self._num_known - len(self._told)
-        count = len(self._told)
+        first = self._num_known - len(self._unsent)
+        count = len(self._unsent)
         if not self._complete:
             ends = (end for _, end in spans[first : self._num_known])
             count = next((index for index, end in enumerate(ends) if end > shown), count)
-        tokens, self._told = tuple(self._told[:count]), self._told[count:]
+        tokens, self._unsent = tuple(self._unsent[:count]), self._unsent[count:]
         piece, self._shown = text[self._shown : shown], shown
         return piece, tokens

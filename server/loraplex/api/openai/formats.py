@@ -45,7 +45,7 @@ def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What an answer holds beside its text. With `include_usage` every chunk but the last has `usage: null`, or with
+    """Parts of an answer beside its text. With `include_usage` every chunk but the last has `usage: null`, or with
     `continuous_usage` that of its choice so far. `prompt_logprobs`: number of likely tokens for each token of a prompt;
     `token_ids`: prompts and outputs as tokens. Each of `prompts` has `n` choices."""
 
@@ -84,7 +84,7 @@ class WholeChoice:
 
 @dataclass(frozen=True)
 class AnswerFormat(ABC):
-    """What is the same in every chunk of one answer. `created` in seconds since the epoch, `model` as the
+    """Fields that are the same in every chunk of one answer. `created` in seconds since the epoch, `model` as the
     client named it, `fingerprint` of `loraplex.api.fingerprint`. `prompt_logprobs` is needed where the prompt's are
     asked for. A chunk's `object` is `KIND`."""
 
@@ -108,7 +108,7 @@ class AnswerFormat(ABC):
         }
 
     def _prompt(self, index: int) -> Sequence[int]:
-        """Of a choice."""
+        """The prompt's tokens of a choice."""
         return self.asked.prompts[index // self.asked.n]
 
     @cached_property
@@ -126,7 +126,7 @@ class AnswerFormat(ABC):
         return self._chunk_head + dumps(body)[1:] + b"\n\n"
 
     def add(self, choice: WholeChoice, delta: Delta) -> None:
-        """For an answer that does not stream."""
+        """Add a delta to a choice of an answer that does not stream."""
         choice.parts.extend(delta.parts)
         choice.finish_reason = delta.finish_reason
         if delta.tokens is not None:
@@ -148,21 +148,21 @@ class AnswerFormat(ABC):
         return self._rendered[0][1]
 
     def _logprobs(self, delta: Delta) -> msgspec.Raw | None:
-        """Of a chunk."""
+        """The log probabilities of a chunk."""
         return self.logprobs.whole([self._render(delta.tokens)]) if delta.tokens else None
 
     def _all_logprobs(self, choice: WholeChoice) -> msgspec.Raw | None:
         return None if choice.logprobs is None else self.logprobs.whole(choice.logprobs)
 
     def _whole_prompt(self, choices: Sequence[WholeChoice], index: int) -> dict[str, Any]:
-        """What is told of a choice's prompt in an answer that does not stream."""
-        told: dict[str, Any] = {}
+        """Fields about a choice's prompt in an answer that does not stream."""
+        fields: dict[str, Any] = {}
         if self.asked.prompt_logprobs is not None and self.prompt_logprobs is not None:
             first = choices[index - index % self.asked.n]
-            told["prompt_logprobs"] = self.prompt_logprobs.whole(first.prompt_logprobs)
+            fields["prompt_logprobs"] = self.prompt_logprobs.whole(first.prompt_logprobs)
         if self.asked.token_ids:
-            told["prompt_token_ids"] = self._prompt(index)
-        return told
+            fields["prompt_token_ids"] = self._prompt(index)
+        return fields
 
     @abstractmethod
     def opening(self, num_choices: int) -> bytes:
@@ -170,7 +170,7 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def delta(self, delta: Delta) -> bytes:
-        """What came."""
+        """The fields of a new part."""
 
     def closing(self, usage: Usage) -> bytes:
         """Sent after the last text, before `[DONE]`."""
@@ -179,7 +179,7 @@ class AnswerFormat(ABC):
         return sse({**self._head(self.KIND), "choices": [], "usage": self._usage(usage)})
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        """Of the whole answer."""
+        """The usage object of the whole answer."""
         return {
             **_counts(usage.prompt_tokens, usage.completion_tokens),
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -228,7 +228,7 @@ class CompletionFormat(AnswerFormat):
         return self._chunk(choice, delta.num_tokens)
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        told = [
+        found = [
             {
                 **self._choice(
                     index, text_of(choice.parts), choice.finish_reason, self._all_logprobs(choice)
@@ -238,4 +238,4 @@ class CompletionFormat(AnswerFormat):
             }
             for index, choice in enumerate(choices)
         ]
-        return dumps({**self._head(self.KIND), "choices": told, "usage": self._usage(usage)})
+        return dumps({**self._head(self.KIND), "choices": found, "usage": self._usage(usage)})

@@ -22,7 +22,7 @@ from loraplex.http.text import printable
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 256
-"""Of one message."""
+"""Most tool calls of one message."""
 
 UNSUPPORTED_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "annotations": (),
@@ -121,7 +121,7 @@ class Message(Strict):
             for field in ("tool_calls", "reasoning", "reasoning_content"):
                 if getattr(self, field) is not None:
                     refuse(field, f"A message of the role '{self.role}' can't have '{field}'.")
-        if self.content is None and not self.tool_calls and self.told_reasoning is None:
+        if self.content is None and not self.tool_calls and self.any_reasoning is None:
             refuse("content", f"A message of the role '{self.role}' needs 'content'.")
         if (self.tool_call_id is None) == (self.role == "tool"):
             wanted = "needs" if self.role == "tool" else "can't have"
@@ -129,18 +129,18 @@ class Message(Strict):
         return self
 
     @property
-    def told_reasoning(self) -> str | None:
+    def any_reasoning(self) -> str | None:
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know messages: reasoning has both of its names."""
-        told: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        """The message as chat templates expect it: reasoning has both of its names."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.name is not None:
-            told["name"] = self.name
+            message["name"] = self.name
         if self.tool_call_id is not None:
-            told["tool_call_id"] = self.tool_call_id
+            message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
-            told["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
-        if self.told_reasoning is not None:
-            told["reasoning"] = told["reasoning_content"] = self.told_reasoning
-        return told
+            message["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        if self.any_reasoning is not None:
+            message["reasoning"] = message["reasoning_content"] = self.any_reasoning
+        return message

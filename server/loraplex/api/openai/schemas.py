@@ -1,4 +1,4 @@
-"""What a request may say. Every field of OpenAI's request types is here: supported, or known and not supported.
+"""Fields of a request. Every field of OpenAI's request types is here: supported, or known and not supported.
 
 A field that is not supported passes with a neutral value (one that asks for nothing) and is refused by name with
 any other. So is a field that nobody knows, of whose values only the empty ones are neutral. Nothing is silently
@@ -42,7 +42,7 @@ MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_SHOWN_KEYS, MAX_SHOWN_KEY_LENGTH = 4, 32
-"""Of the wrong keys of `logit_bias`, in an error."""
+"""Bounds on the wrong keys of `logit_bias` that an error shows, and on their length."""
 MAX_METADATA = 16
 MAX_COMPLETION_LOGPROBS = 5
 TOKEN_ID_LIMIT = 1 << 31
@@ -142,7 +142,7 @@ Metadata = Annotated[
 
 
 class GenerationFields(Strict):
-    """What chat and text completions share. A null is the same as leaving the field out."""
+    """Fields that chat and text completions share. A null is the same as leaving the field out."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     max_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
@@ -183,8 +183,8 @@ class GenerationFields(Strict):
         """How many of the most likely tokens go with each one; None where nothing is asked for."""
         raise NotImplementedError
 
-    def told(self, field: str) -> str:
-        """What the client calls the field that stands here under this name."""
+    def client_field(self, field: str) -> str:
+        """The client's name for the field that has this name here."""
         return field
 
     @property
@@ -232,7 +232,7 @@ Hint = Annotated[str, Field(max_length=256)]
 
 
 class ChatTemplateKwargs(Strict):
-    """Of vLLM's field of this name, which sets variables of the chat template, the one that is common."""
+    """The one common key of vLLM's field of this name, which sets variables of the chat template."""
 
     enable_thinking: bool | None = None
 
@@ -251,7 +251,7 @@ class ChatRequest(GenerationFields):
     reasoning_effort: Annotated[Effort | None, BeforeValidator(or_neutral)] = None
     chat_template_kwargs: Annotated[ChatTemplateKwargs | None, BeforeValidator(or_neutral)] = None
     EFFORT_IS_A_HINT: ClassVar[bool] = False
-    """It passes where the model's chat template does not know it."""
+    """Whether an effort passes if the model's chat template does not know it."""
     parallel_tool_calls: Annotated[bool | None, BeforeValidator(switch_or_neutral)] = None
     UNSUPPORTED = UNSUPPORTED_CHAT
     RULES = (

@@ -1,4 +1,4 @@
-"""What holds for every object of a request: names are known, and what is unknown or not supported asks for nothing."""
+"""Rules for every object of a request: names are known, and what is unknown or not supported asks for nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def or_neutral(value: object) -> object:
-    """For a field whose neutral values passed before it was supported."""
+    """Accept a field's old neutral values, which passed before it was supported."""
     return None if any(_same(value, neutral) for neutral in NEUTRAL) else value
 
 
@@ -54,7 +54,7 @@ def must(reason: str) -> PydanticCustomError:
 
 
 def _describe_unsupported(schema: dict[str, Any], model: type[Any]) -> None:
-    """For the OpenAPI document: what is not supported, or not known, may be there with the values that pass."""
+    """Add the unsupported and unknown fields to the OpenAPI document, with the values that pass."""
     for name, values in model.UNSUPPORTED.items():
         schema["properties"][name] = {"enum": [*NEUTRAL, *values], "description": "Not supported."}
     schema["additionalProperties"] = {"enum": [*EMPTY]}
@@ -77,7 +77,7 @@ class Strict(BaseModel):
     """The fields' names as clients write them."""
     UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     RULES: ClassVar[tuple[Rule, ...]] = ()
-    """What the document says of rules between fields."""
+    """Rules between fields, for the OpenAPI document."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:

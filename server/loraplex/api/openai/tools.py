@@ -89,8 +89,8 @@ ToolChoice = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a choice means. `names`: the functions that may be called; `called`: one at least is. `named`: it is the one
-    function that the client names."""
+    """The meaning of a tool choice. `names`: the functions that may be called; `called`: one at least is. `named`: it
+    is the one function that the client names."""
 
     names: frozenset[str]
     called: bool = False
@@ -103,7 +103,7 @@ def choice_or_neutral(value: object) -> object:
 
 
 def switch_or_neutral(value: object) -> object:
-    """For a switch whose false says something."""
+    """Validate a switch whose false value has a meaning of its own."""
     return value if value is False else or_neutral(value)
 
 

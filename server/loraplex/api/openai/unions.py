@@ -18,7 +18,7 @@ def kind(name: str) -> Tag:
 
 
 def by_type(default: str | None = None, field: str = "type") -> Discriminator:
-    """By the object's `type`, or another field; `default` is what an object without one is."""
+    """A discriminator by the object's `type`, or another field; an object without one is a `default`."""
 
     def choose(value: Any) -> str | None:
         get = value.get if isinstance(value, dict) else partial(getattr, value)
@@ -47,7 +47,7 @@ def of_kinds(
     field: str = "type",
     or_text: bool = False,
 ) -> Callable[[Any], Any]:
-    """For a BeforeValidator of the union: refuses what is no object, and a `type` that is not among `kinds`. `what` is
+    """A BeforeValidator of the union: it refuses non-objects, and a `type` that is not among `kinds`. `what` is
     what the objects are called, in the plural."""
 
     def check(value: Any) -> Any:

@@ -231,7 +231,7 @@ def _list(items: Sequence[bytes]) -> msgspec.Raw:
 
 
 def usage_fields(usage: Usage, num_reasoning: int) -> dict[str, Any]:
-    """As the Responses API writes it."""
+    """The usage object of the Responses API."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -246,11 +246,11 @@ def _head(id_: str, created: int, asked: ResponsesRequest) -> dict[str, Any]:
 
 
 def _tail(asked: ResponsesRequest) -> dict[str, Any]:
-    """What an answer repeats of its request. The tools are those that the model was told of."""
+    """Fields that an answer repeats from its request. The tools are those that the model saw."""
     config, choice = asked.text, asked.tool_choice or "auto"
     format_ = config.format if config is not None and config.format is not None else None
     effort = asked.reasoning.effort if asked.reasoning is not None else None
-    tools = [tool.told() for tool in asked.offer().functions]
+    tools = [tool.repeated() for tool in asked.offer().functions]
     return {
         "background": False,
         "frequency_penalty": asked.frequency_penalty or 0.0,
@@ -267,7 +267,7 @@ def _tail(asked: ResponsesRequest) -> dict[str, Any]:
         "service_tier": "default",
         "store": False,
         "temperature": 1.0 if asked.temperature is None else asked.temperature,
-        "text": {"format": {"type": "text"} if format_ is None else format_.told()},
+        "text": {"format": {"type": "text"} if format_ is None else format_.repeated()},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
         "tools": msgspec.Raw(dumps(tools)),
         "top_logprobs": asked.top_logprobs or 0,

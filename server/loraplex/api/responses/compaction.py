@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from loraplex.api.codec import dumps
-from loraplex.api.errors import fields_told, invalid
+from loraplex.api.errors import in_client_terms, invalid
 from loraplex.api.openai.delta import Delta
 from loraplex.api.openai.formats import WholeChoice
 from loraplex.api.openai.parsing import parse_request
@@ -55,12 +55,12 @@ class CompactChat(ChatRequest):
 
     asked: CompactRequest
 
-    def told(self, field: str) -> str:
+    def client_field(self, field: str) -> str:
         return client_field(field)
 
 
 def to_chat(asked: CompactRequest) -> CompactChat:
-    """For the most likely summary. Raises ApiError (400)."""
+    """The chat whose answer is the most likely summary. Raises ApiError (400)."""
     fields: dict[str, Any] = {
         "model": asked.model,
         "messages": chat_messages(asked.instructions, asked.input, request=SUMMARY_REQUEST),
@@ -73,7 +73,7 @@ def to_chat(asked: CompactRequest) -> CompactChat:
         for name, value in (("max_completion_tokens", asked.max_output_tokens), ("user", asked.user))
         if value is not None
     }
-    with fields_told(client_field):
+    with in_client_terms(client_field):
         return parse_request(CompactChat, fields)
 
 

@@ -37,7 +37,7 @@ class InputText(Strict):
 
 
 class OutputText(Strict):
-    """Of an earlier answer. Its log probabilities are no part of the conversation."""
+    """Text of an earlier answer. Its log probabilities are no part of the conversation."""
 
     type: Literal["output_text"]
     text: str
@@ -117,7 +117,7 @@ class ReasoningText(Strict):
 
 
 class ReasoningItem(Strict):
-    """What the model thought in an earlier turn: `content`, or what `encrypted_content` holds, or `summary`."""
+    """The model's thinking of an earlier turn: `content`, or what `encrypted_content` holds, or `summary`."""
 
     type: Literal["reasoning"]
     id: Hint | None = None
@@ -142,7 +142,7 @@ class ReasoningItem(Strict):
 
 
 class CompactionItem(Strict):
-    """What `/v1/responses/compact` made of a conversation."""
+    """The result of `/v1/responses/compact`."""
 
     type: Literal["compaction"]
     encrypted_content: str

@@ -1,4 +1,4 @@
-"""What a request to `/v1/responses` may say, and the chat request that it becomes."""
+"""Fields of a request to `/v1/responses`, and the chat request that it becomes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from loraplex.api.errors import fields_told
+from loraplex.api.errors import in_client_terms
 from loraplex.api.openai.extras import SamplingExtras
 from loraplex.api.openai.parsing import parse_request
 from loraplex.api.openai.schemas import (
@@ -78,7 +78,7 @@ class ReasoningConfig(Strict):
 class TextFormat(Strict):
     type: Literal["text"]
 
-    def told(self) -> dict[str, Any]:
+    def repeated(self) -> dict[str, Any]:
         return {"type": "text"}
 
     def for_chat(self) -> dict[str, Any] | None:
@@ -88,7 +88,7 @@ class TextFormat(Strict):
 class JsonObjectFormat(Strict):
     type: Literal["json_object"]
 
-    def told(self) -> dict[str, Any]:
+    def repeated(self) -> dict[str, Any]:
         return {"type": "json_object"}
 
     def for_chat(self) -> dict[str, Any] | None:
@@ -102,7 +102,7 @@ class JsonSchemaFormat(Strict):
     description: str | None = None
     strict: bool | None = None
 
-    def told(self) -> dict[str, Any]:
+    def repeated(self) -> dict[str, Any]:
         return {
             "type": "json_schema",
             "name": self.name,
@@ -112,8 +112,10 @@ class JsonSchemaFormat(Strict):
         }
 
     def for_chat(self) -> dict[str, Any] | None:
-        told = {name: value for name, value in self.told().items() if value is not None and name != "type"}
-        return {"type": "json_schema", "json_schema": told}
+        schema = {
+            name: value for name, value in self.repeated().items() if value is not None and name != "type"
+        }
+        return {"type": "json_schema", "json_schema": schema}
 
 
 Format = Annotated[
@@ -175,8 +177,8 @@ class ResponsesRequest(SamplingExtras):
         """The tools that the model is told of."""
         return offer(self.tools, self.tool_choice or "auto")
 
-    def told(self, field: str) -> str:
-        """What the client calls a field of the chat request."""
+    def client_field(self, field: str) -> str:
+        """The client's name for a field of the chat request."""
         if match := _TOOL.match(field):
             return f"tools[{self.offer().places[int(match[1])]}]{field[match.end() :]}"
         return client_field(field)
@@ -186,7 +188,7 @@ class ResponsesRequest(SamplingExtras):
 
 
 def client_field(field: str) -> str:
-    """What the client calls a field of the chat request, tools aside."""
+    """The client's name for a field of the chat request, tools aside."""
     for pattern, name in _FIELDS:
         if match := pattern.match(field):
             return name + field[match.end() :]
@@ -198,18 +200,18 @@ class ResponsesChat(ChatRequest):
 
     asked: ResponsesRequest
 
-    def told(self, field: str) -> str:
-        return self.asked.told(field)
+    def client_field(self, field: str) -> str:
+        return self.asked.client_field(field)
 
 
 def to_chat(asked: ResponsesRequest) -> ResponsesChat:
     """Raises ApiError (400)."""
-    with fields_told(asked.told):
+    with in_client_terms(asked.client_field):
         return parse_request(ResponsesChat, chat_fields(asked) | {"asked": asked})
 
 
 def chat_fields(asked: ResponsesRequest) -> dict[str, Any]:
-    """Of the ChatRequest. Those that are not given stay out, so that errors are about what was sent."""
+    """Fields of the ChatRequest. Those that are not given stay out, so that errors are about what was sent."""
     offered = asked.offer()
     format_ = (
         asked.text.format.for_chat() if asked.text is not None and asked.text.format is not None else None

@@ -53,8 +53,8 @@ class FunctionTool(Strict):
     defer_loading: bool | None = None
     UNSUPPORTED = {"allowed_callers": (["direct"],), "async": (), "output_schema": ()}  # noqa: RUF012
 
-    def told(self) -> dict[str, Any]:
-        """As answers repeat it."""
+    def repeated(self) -> dict[str, Any]:
+        """The fields that answers repeat."""
         return {
             "type": "function",
             "name": self.name,
@@ -77,7 +77,7 @@ class FunctionTool(Strict):
 
 
 class OtherTool(BaseModel):
-    """What is no function. Its other fields are not looked at: it is not offered."""
+    """A tool that is no function. Its other fields are not looked at: it is not offered."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
     type: OtherType
@@ -131,7 +131,7 @@ ToolChoice = Annotated[
 
 @dataclass(frozen=True)
 class Offer:
-    """What the model is told of, and may call. `places`: where each function stands in the request's `tools`."""
+    """The functions that the model sees and may call. `places`: where each function stands in the request's `tools`."""
 
     functions: tuple[FunctionTool, ...]
     places: tuple[int, ...]

@@ -11,7 +11,7 @@ from loraplex.api.anthropic.headers import KEY_HEADER, check_version
 from loraplex.api.anthropic.schemas import CountRequest, to_chat
 from loraplex.api.context import context_of
 from loraplex.api.documents import KEY_IN_EITHER_HEADER, messages_refused
-from loraplex.api.errors import fields_told, invalid
+from loraplex.api.errors import in_client_terms, invalid
 from loraplex.api.generation.kinds import chat_tokens, own_chat_tokens
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.route import Caller, Services
@@ -32,7 +32,7 @@ def count_route(capacity: TenantCapacity) -> TokenizerRoute:
         in_thread = partial(capacity.in_thread, tenant)
         chat = await in_thread(to_chat, request)
         try:
-            with fields_told(chat.told):
+            with in_client_terms(chat.client_field):
                 if context.own is not None and context.own.templates:
                     assert services.own_chats is not None
                     prompts = await own_chat_tokens(

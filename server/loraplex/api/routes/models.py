@@ -21,7 +21,7 @@ router = APIRouter(route_class=DataRoute)
 
 @router.get("/v1/models", operation_id="listModels")
 async def list_models(caller: Caller, services: Services) -> ModelList:
-    """What this key may use."""
+    """List the models that this key may use."""
     cards = await services.resolver.list_models(caller)
     return ModelList(object="list", data=[_model(card, services) for card in cards])
 

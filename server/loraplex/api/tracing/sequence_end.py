@@ -1,4 +1,4 @@
-"""What is known of one sequence of a request when it has ended."""
+"""The record of one ended sequence of a request."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class RequestTrace:
         adapter_state: AdapterState | None,
         first_token_at: float | None,
     ) -> None:
-        """What the engine has done. `first_token_at` is of `time.monotonic`."""
+        """Record the engine's work. `first_token_at` is of `time.monotonic`."""
         self._sequences = sequences
         found: dict[str, Any] = {
             "gen_ai.response.id": answer_id,

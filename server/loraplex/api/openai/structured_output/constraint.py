@@ -41,7 +41,7 @@ class Constraint:
 def constraint_of(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None
 ) -> Constraint | None:
-    """What these two fields ask for together; None where that is any text. Raises ApiError (400)."""
+    """The constraint that these two fields set together; None for any text. Raises ApiError (400)."""
     asked = response_format if response_format is not None and response_format.type != "text" else None
     if asked is not None and structured is not None:
         message = "'response_format' and 'structured_outputs' both constrain the answer; give one."
