@@ -178,7 +178,7 @@ class BaseWeights:
 
 
 def locate_module_weights(base: BaseSpec) -> dict[str, BaseTensor]:
-    """As `locate_tensors`, and "lm_head.weight" where the base ties it to its embedding. Raises
+    """Tensors of `locate_tensors`, and "lm_head.weight" if the base ties it to its embedding. Raises
     BaseModelInvalid."""
     model_dir = Path(base.model_dir)
     return _with_tied_head(locate_tensors(model_dir), _read_config(model_dir))

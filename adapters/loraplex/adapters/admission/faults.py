@@ -1,4 +1,4 @@
-"""What stands against an upload, collected, so that one refusal names all of it."""
+"""Faults of an upload, collected, so that one refusal names all of them."""
 
 from __future__ import annotations
 

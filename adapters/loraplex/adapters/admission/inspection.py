@@ -220,7 +220,7 @@ def _check_agreement(
     deep: bool,
     report: _Report,
 ) -> tuple[tuple[SiteWeights, ...], tuple[TokenRows, ...]]:
-    """What the config says of the tensors: ranks, scaling, magnitudes, tokens, and which modules there are."""
+    """Check the config against the tensors: ranks, scaling, magnitudes, tokens, and which modules there are."""
     sites: tuple[SiteWeights, ...] = ()
     tokens: tuple[TokenRows, ...] = ()
     report.begin_check("alpha_pattern")

@@ -32,7 +32,7 @@ class InspectionCache:
         self._passed: OrderedDict[bytes, AdapterSpec] = OrderedDict()
 
     def inspect(self, config_path: Path, tensors_path: Path, digest: str) -> AdapterSpec:
-        """As `inspect_adapter` without `deep`, which see for what it raises."""
+        """The result of `inspect_adapter` without `deep`. Raises what that raises."""
         key = _key(config_path, tensors_path)
         with self._lock:
             known = self._passed.get(key)

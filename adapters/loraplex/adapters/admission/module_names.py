@@ -22,7 +22,7 @@ DECODERS: tuple[tuple[str, str], ...] = (
     ("language_model.", "a multimodal model without its head, since transformers 4.52"),
     ("language_model.model.", "a multimodal model before transformers 4.52"),
 )
-"""What stands before "layers" in the path of a decoder's module, and which model it is a path in."""
+"""Prefixes before "layers" in the path of a decoder's module, and the model that each belongs to."""
 _PARTS = frozenset({"layers", "embed_tokens", "norm"})
 HEADS: tuple[tuple[str, str], ...] = (
     (HEAD, "a model of transformers"),

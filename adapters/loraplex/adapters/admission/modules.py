@@ -49,7 +49,7 @@ def check_modules(
 def check_tying(
     settings: LoraSettings, tensors: AdapterTensors, base: BaseSpec, names: ModuleNames
 ) -> list[str]:
-    """What the report says of ensure_weight_tying. Raises AdapterRefused("unsupported_feature") where it makes one
+    """Check ensure_weight_tying for the report. Raises AdapterRefused("unsupported_feature") if it makes one
     adapter of the head's and the embedding's."""
     if not settings.ties_weights or has_tied_head(settings, tensors, base):
         return []
@@ -151,7 +151,7 @@ def _refuse_missing(unused: list[str], base: BaseSpec, names: ModuleNames) -> No
 
 
 def _feature(module: str, known: Mapping[str, BaseTensor], mixture: bool) -> str | None:
-    """What a module that is not served belongs to; None if the base has no such module."""
+    """The feature that an unserved module belongs to; None if the base has no such module."""
     if mixture and _in_experts(module):
         return "experts"
     if f"{module}.weight" not in known:

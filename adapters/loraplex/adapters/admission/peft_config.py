@@ -87,7 +87,8 @@ def parse_peft_config(path: Path, module_paths: Iterable[str]) -> LoraSettings:
 
 
 def read_settings(path: Path, module_paths: Iterable[str], faults: Faults) -> LoraSettings | None:
-    """As `parse_peft_config`, but what is not served goes to `faults`. None where a field that counts cannot be read.
+    """The settings as `parse_peft_config` returns them, with refusals added to `faults`. None if a field that counts
+    cannot be read.
 
     Raises AdapterRefused where nothing of the config can be."""
     config = _read(path)

@@ -97,7 +97,7 @@ class ConfigField:
     idle: bool = False
 
     def explain(self, value: Any) -> str:
-        """What a refused value means for the trained weights."""
+        """Explain what a refused value means for the trained weights."""
         return self.about if isinstance(self.about, str) else self.about(value)
 
 
@@ -321,7 +321,7 @@ class TensorKind:
     about: str = ""
 
     def explain(self) -> str:
-        """What refused tensors mean for the others."""
+        """Explain what refused tensors mean for the others."""
         rule = FIELD_RULES.get(self.feature or "")
         return self.about or (rule.explain(None) if rule else "")
 

@@ -57,10 +57,10 @@ class HeaderLimits:
 
 
 ADAPTER_LIMITS = HeaderLimits(max_bytes=2 << 20, max_tensors=8192)
-"""For uploads: 126 layers with seven sites, two matrices and a saved base weight each are 2646 tensors."""
+"""Limits of uploads: 126 layers with seven sites, two matrices and a saved base weight each are 2646 tensors."""
 
 CHECKPOINT_LIMITS = HeaderLimits(max_bytes=100_000_000, max_tensors=1_000_000)
-"""For the operator's own base model: the format's own bound."""
+"""Limits of the operator's own base model: the format's own bound."""
 
 
 def read_header(path: Path, limits: HeaderLimits = ADAPTER_LIMITS) -> dict[str, TensorSlice]:

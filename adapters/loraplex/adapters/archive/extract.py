@@ -69,7 +69,7 @@ def extract_upload(
 
 
 def _read(file: BinaryIO, sink: MemberSink, max_bytes: int) -> Folder | None:
-    """As `MemberSink.finish`."""
+    """Read the archive into `sink`, and return what `MemberSink.finish` returns."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     start = file.read(START_BYTES)

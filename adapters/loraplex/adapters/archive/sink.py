@@ -124,7 +124,7 @@ class MemberSink:
         return TENSORS_NAME
 
     def _claim_chat_file(self, leaf: str, folder: Folder) -> str | None:
-        """It counts if it lies beside the adapter's two files, which may come later."""
+        """Claim a chat file; it counts if it lies beside the adapter's two files, which may come later."""
         if self._folder not in (None, folder) or len(self._chat_files) == MAX_CHAT_FILES:
             return None
         name = f"{len(self._chat_files)}-{leaf}"

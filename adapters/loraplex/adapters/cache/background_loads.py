@@ -63,7 +63,7 @@ class BackgroundLoads(Generic[ImageT]):
             self._warming.enqueue(ref)
 
     def forget(self, digest: str) -> None:
-        """It is pinned, deleted, or failed."""
+        """Forget an adapter that is pinned, deleted, or failed."""
         self.hints.remove(digest)
         if self._warming.remove(digest):
             self.outcomes["skipped"] += 1

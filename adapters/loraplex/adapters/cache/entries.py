@@ -70,7 +70,7 @@ class CachedAdapter(Generic[ImageT]):
 
     @property
     def unasked(self) -> bool:
-        """It was prefetched, and no request has named it since."""
+        """Whether it was prefetched, and no request has named it since."""
         return self.prefetched and self.last_used is None
 
     @property
@@ -149,7 +149,7 @@ class CachedAdapters(Generic[ImageT]):
         return "cold" if entry is None else entry.state
 
     def states(self) -> dict[str, AdapterState]:
-        """Of all but those that are still cold."""
+        """The states of all adapters that are not cold."""
         return {
             digest: entry.state
             for digest, entry in self.by_digest.items()
@@ -272,7 +272,7 @@ class CachedAdapters(Generic[ImageT]):
         self.idle.move_to_end(entry.ref.digest, last=not entry.unasked)
 
     def touch(self, entry: CachedAdapter[ImageT], now: float) -> None:
-        """It is the one used last."""
+        """Make it the one used last."""
         entry.last_used = now
         self._rate(entry)
         for order in (self.idle, self.hosted):

@@ -1,4 +1,4 @@
-"""What the way of an adapter to the device is expected to take."""
+"""Expected times of an adapter's way to the device."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ class LoadTimes:
 
 
 def _left(mean: float, spent: float) -> float:
-    """Of what takes `mean` seconds as a rule. What has taken longer is expected to take as long again: then a client
-    that comes back too early finds it twice as old, and is told twice the time."""
+    """Seconds left of work that takes `mean` on average. Work that has taken longer is expected to take as long again:
+    a client that comes back too early finds it twice as old, and is told twice the time."""
     return mean - spent if spent <= mean else spent

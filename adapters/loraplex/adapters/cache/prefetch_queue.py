@@ -25,7 +25,7 @@ class PrefetchQueue:
             self._refs.popitem(last=False)
 
     def put_back(self, ref: AdapterRef) -> None:
-        """It is the first again."""
+        """Make it the first again."""
         self._refs[ref.digest] = ref
         self._refs.move_to_end(ref.digest, last=False)
 

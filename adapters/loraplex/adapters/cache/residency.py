@@ -72,7 +72,7 @@ class Ticket(Generic[T]):
         self._damaged = False
         self._on_cancel = on_cancel
         self.seconds: dict[str, float] = {}
-        """By the parts of the work, set before it succeeds."""
+        """Seconds by part of the work, set before it succeeds."""
 
     def succeed(self, value: T) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""What of the memory for adapters a tenant is kept, and may have at most.
+"""Adapter memory that is reserved for a tenant, and its cap.
 
 An adapter on the device counts for the tenant whose request had it copied there, and one in host memory for the tenant
 whose request had it loaded, until it leaves: two tenants may have uploaded the same bytes. No torch.
@@ -33,7 +33,7 @@ NO_MEMORY_LIMITS = MemoryLimits()
 
 @dataclass(frozen=True, slots=True)
 class TenantBytes:
-    """What a tenant's adapters take now."""
+    """Memory that a tenant's adapters take now."""
 
     device: int = 0
     host: int = 0
@@ -152,7 +152,7 @@ class TenantMemory(Generic[ImageT]):
 
     @property
     def reservable_pages(self) -> int:
-        """What all reservations together hold at most."""
+        """Pages that all reservations together hold at most."""
         return (self._entries.num_pages - sum(self._pins.held.values())) // 2
 
     @property
@@ -162,11 +162,11 @@ class TenantMemory(Generic[ImageT]):
 
     @property
     def reserved_bytes(self) -> int:
-        """What all reservations together ask for."""
+        """Bytes that all reservations together ask for."""
         return sum(self._reserving.values())
 
     def capped_host_bytes(self) -> dict[str, int]:
-        """What the tenants with a cap on host memory have there."""
+        """Host memory of each tenant that has a cap on it."""
         held = dict.fromkeys(self.host_caps, 0)
         for entry in self._entries.hosted.values() if held else ():
             if entry.host_tenant in held:
@@ -187,7 +187,7 @@ class TenantMemory(Generic[ImageT]):
         return found
 
     def tenant_bytes(self) -> dict[str, TenantBytes]:
-        """By tenant, of those that have any."""
+        """Memory by tenant, for tenants that have any."""
         device: Counter[str] = Counter()
         host: Counter[str] = Counter()
         for entry in (*self._entries.by_digest.values(), *self._entries.stuck):

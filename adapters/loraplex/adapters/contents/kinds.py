@@ -1,4 +1,4 @@
-"""What the first bytes of a file are, where they are not those of the file that was expected.
+"""Kinds of files by their first bytes, for files that are not what was expected.
 
 One function for every way by which an adapter comes: `identify` looks at signatures alone. It decodes nothing that it
 does not show, and opens nothing. Signatures: Git LFS specification v1, PKWARE APPNOTE 6.3.10, RFC 1952 (gzip), POSIX
@@ -113,7 +113,7 @@ def identify(start: bytes, size: int) -> Kind | None:
 
 
 def identify_config(start: bytes, size: int) -> Kind | None:
-    """As `identify`, of a file that should be a JSON object: None for JSON."""
+    """The kind of a file that should be a JSON object, as `identify`; None for JSON."""
     if _begins_safetensors(start, size):
         return SAFETENSORS
     kind = identify(start, size)
@@ -144,7 +144,7 @@ def _pickle(start: bytes) -> Kind | None:
 
 
 def _zip(start: bytes) -> Kind | None:
-    """By the name of its first member."""
+    """The kind of a zip archive, by the name of its first member."""
     if not start.startswith((b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")):
         return None
     name = start[30 : 30 + int.from_bytes(start[26:28], "little")]

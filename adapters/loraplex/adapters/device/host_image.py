@@ -275,8 +275,8 @@ def _check_wanted(wanted: Callable[[], bool]) -> None:
 
 
 def _all_finite(values: NDArray[Any]) -> bool:
-    """Of float32, float16 or bfloat16, by their bits: as integers, infinities and NaN are beyond all others of their
-    sign. numpy's own way takes ten times as long for bfloat16."""
+    """Whether all values are finite (float32, float16 or bfloat16), by their bits: as integers, infinities and NaN are
+    beyond all others of their sign. numpy's own way takes ten times as long for bfloat16."""
     signed, unsigned = values.view(f"i{values.itemsize}"), values.view(f"u{values.itemsize}")
     infinity = np.array(np.inf, values.dtype).view(signed.dtype)[()]
     minus_infinity = np.array(-np.inf, values.dtype).view(unsigned.dtype)[()]

@@ -78,7 +78,7 @@ def loose_pages(num_pages: int, page_bytes: int) -> HostPages:
 
 
 class HostSlab:
-    """As many pages of `page_bytes` as `num_bytes` holds, in one piece of memory.
+    """One piece of memory of as many pages of `page_bytes` as `num_bytes` holds.
 
     With `pinned` the driver locks it in memory, once, so that copies to a device run by themselves. (torch's own pinned
     memory is allocated while requests are served, in powers of two, and never given back.) Without, the system backs a

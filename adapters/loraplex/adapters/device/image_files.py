@@ -44,8 +44,8 @@ _WIDTHS = (5, 3, 3, 2)
 
 
 class ImageFiles:
-    """At most `max_bytes` of images under `root`, the least recently used removed first. `key` names the layout and
-    the base that they were made for: see `image_key`.
+    """Images under `root`, at most `max_bytes` of them, the least recently used removed first. `key` names the layout
+    and the base that they were made for: see `image_key`.
 
     Any thread may call everything here, and several processes may share a `root`. An image on a disk that fails counts
     as absent. `ImageWriter` decides what is written, and when.

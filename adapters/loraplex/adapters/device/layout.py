@@ -17,7 +17,8 @@ MAX_PAGE_BYTES = 2 << 20
 
 
 REPLACED = "replaced rows"
-"""What stands for a site where an adapter replaces rows of the embedding or the head: its rank is their number."""
+"""The key in place of a site for an adapter that replaces rows of the embedding or the head: its rank is their
+number."""
 
 TileKind = Literal["a", "b", "vectors", "token_ranks", "token_rows"]
 

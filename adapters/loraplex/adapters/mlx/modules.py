@@ -42,8 +42,8 @@ def has_mlx_names(header: Mapping[str, TensorSlice]) -> bool:
 def read_modules(
     header: Mapping[str, TensorSlice], settings: MlxSettings, max_rank: int
 ) -> dict[str, MlxModule]:
-    """By path, in the order of the file. Raises AdapterRefused (unsupported_feature, unexpected_tensor, missing_tensor,
-    shape_mismatch, rank_exceeds_max)."""
+    """The modules by path, in the order of the file. Raises AdapterRefused (unsupported_feature, unexpected_tensor,
+    missing_tensor, shape_mismatch, rank_exceeds_max)."""
     found: dict[str, dict[str, TensorSlice]] = {}
     for name, tensor in header.items():
         path, _, part = name.rpartition(".")

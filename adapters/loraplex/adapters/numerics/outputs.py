@@ -1,4 +1,4 @@
-"""What the engine measured of a version: the outputs of its sites for the probes, as sketches."""
+"""Measurements of a version by the engine: the outputs of its sites for the probes, as sketches."""
 
 from __future__ import annotations
 

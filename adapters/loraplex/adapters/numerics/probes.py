@@ -29,7 +29,7 @@ INPUT_ROWS = PROBE_ROWS - 1
 SKETCH_SUMS = 64
 
 EMBEDDING_ROWS, HEAD_ROWS = "embed_tokens.rows", "lm_head.rows"
-"""What is measured of the rows that an adapter replaces, named like sites. Their layer is 0."""
+"""Names of the measurements of replaced rows, like sites' names. Their layer is 0."""
 
 _INPUTS, _COLUMNS = 0x9E3779B9, 0x7F4A7C15
 

@@ -36,14 +36,14 @@ ROUNDING = 0.425
 """Rounding a value moves it by this part of 2^-bits in the root mean square, over values of all sizes; by 1 at most."""
 _SINGLE = 2.0**-24
 _SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
-"""What rounding moves very small values by."""
+"""The largest change that rounding makes to very small values."""
 _MAX_PRODUCT = 1 << 18
 """Multiplications up to which OpenBLAS starts no threads, which would take the cores of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSite:
-    """What a site must give.
+    """The expected output of a site.
 
     `sums` and `variance` [PROBE_ROWS, SKETCH_SUMS]: the sketches, and the mean square by which rounding moves each.
     `unrounded` [INPUT_ROWS, SKETCH_SUMS]: those of A and B as uploaded. `effect`: root mean square of the change for

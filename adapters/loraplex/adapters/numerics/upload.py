@@ -175,7 +175,7 @@ class Upload:
         return lambda module: at_end(module) or self._inside(module) == inside
 
     def _inside(self, module: str) -> str:
-        """What a path says inside the decoder, where only words that name whole models stand before it: the same under
+        """The part of a path inside the decoder, if only words that name whole models stand before it: the same under
         all names of a module."""
         before = _outside(module)
         if len(set(before)) < len(before) or not self._outside.issuperset(before):

@@ -39,7 +39,7 @@ def _found(store: S3Store, name: str) -> RemoteFile:
 
 
 def _chunks(store: S3Store, name: str, e_tag: str | None) -> Iterator[bytes]:
-    """Of the object that was found: one that has taken its place meanwhile is refused."""
+    """The bytes of the object that was found; an object that has replaced it meanwhile is refused."""
     try:
         found = obstore.get(store, name, options=None if e_tag is None else {"if_match": e_tag})
         for chunk in found.stream(min_chunk_size=CHUNK_BYTES):

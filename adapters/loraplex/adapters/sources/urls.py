@@ -36,7 +36,8 @@ class Source:
     parts: tuple[str, ...]
     revision: str = ""
     num_trusted: int = 0
-    """Of a folder: the first parts of `root` that only the operator can replace, the tenant's own folder included."""
+    """The number of first parts of a folder's `root` that only the operator can replace, the tenant's own folder
+    included."""
 
     @property
     def url(self) -> str:
@@ -105,7 +106,8 @@ class AllowedSources:
         return self._below(place, url, tenant_id)
 
     def allow_path(self, path: str, tenant_id: str) -> Source:
-        """As `allow`, for a plain path of the server's file system, or a URL. Raises SourceNotAllowed."""
+        """The source as `allow` gives it, for a plain path of the server's file system or a URL. Raises
+        SourceNotAllowed."""
         if "://" in path:
             return self.allow(path, tenant_id)
         if not path.startswith("/") or len(path) > MAX_URL_CHARS or not path.isprintable():

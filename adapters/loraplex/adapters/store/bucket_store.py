@@ -60,8 +60,9 @@ AWAY_S = 5.0
 
 
 class BucketStore:
-    """As `loraplex.adapters.store.interface.Store`. The cache holds `cache_bytes` and what was used within IN_USE_S.
-    While the bucket is away, what is cached is read as ever; the rest fails at once for AWAY_S after each failure."""
+    """A `loraplex.adapters.store.interface.Store` in a bucket. The cache holds `cache_bytes` and what was used within
+    IN_USE_S. While the bucket is away, what is cached is read as ever; the rest fails at once for AWAY_S after each
+    failure."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class BucketStore:
         return False
 
     def examine(self, digest: str) -> Examined:
-        """As `ArtifactStore.examine`, of the bucket's bytes; a damaged copy of them is dropped on the way."""
+        """Examine the bucket's bytes as `ArtifactStore.examine` does; a damaged copy of them is dropped on the way."""
         while True:
             place = self._place(digest)
             damage: ArtifactMissing | ArtifactCorrupt | ArtifactUnreadable | None = None
@@ -144,8 +145,8 @@ class BucketStore:
     # What changes.
 
     def commit(self, staging: Staging, digest: str, examined: Examined | None = None) -> Path:
-        """As `ArtifactStore.commit`: into the bucket first, then into the cache. The bytes of an object are replaced
-        only where they are damaged."""
+        """Commit as `ArtifactStore.commit` does: into the bucket first, then into the cache. The bytes of an object are
+        replaced only where they are damaged."""
         try:
             if not _is_digest(digest):
                 raise ValueError(f"not a digest: '{digest}'")
@@ -158,7 +159,7 @@ class BucketStore:
             raise
 
     def delete(self, digest: str) -> bool:
-        """As `ArtifactStore.delete`. Raises StoreFailed, after which the artifact is whole or not there."""
+        """Delete as `ArtifactStore.delete` does. Raises StoreFailed, after which the artifact is whole or not there."""
         was_there = self.holds(digest)
         for name in (CONFIG_NAME, TENSORS_NAME):
             self.fault(FaultPoint.BUCKET_DELETE, Path(_key(digest, name)))
@@ -168,7 +169,7 @@ class BucketStore:
         return was_there
 
     def sweep(self, live: set[str]) -> SweepReport:
-        """As `ArtifactStore.sweep`. Orphans of the bucket stay for ORPHAN_AGE."""
+        """Sweep as `ArtifactStore.sweep` does. Orphans of the bucket stay for ORPHAN_AGE."""
         cached = self._cache.sweep(live)
         oldest = datetime.now(UTC) - self._orphan_age
         stored, removed, freed = set(), [], cached.bytes_freed
@@ -262,7 +263,7 @@ class BucketStore:
         )
 
     def _place(self, digest: str) -> tuple[int, int, int] | None:
-        """What changes with the bucket's bytes. Raises StoreFailed."""
+        """Values that change with the bucket's bytes. Raises StoreFailed."""
         if not _is_digest(digest):
             return None
         try:

@@ -28,7 +28,7 @@ CHAT_FILE_BYTES: Mapping[str, int] = MappingProxyType(
         "generation_config.json": 64 << 10,
     }
 )
-"""What a fine-tune may bring beside its two files: how its chats are written and how its answers end. By name, the most
+"""Files that a fine-tune may bring beside its two: how its chats are written and how its answers end. By name, the most
 bytes of each."""
 
 DIGEST_SALT = b"loraplex adapter 1\n"

@@ -1,4 +1,4 @@
-"""What callers use of a store of artifacts. `ArtifactStore` keeps them on a disk, `BucketStore` in a bucket."""
+"""The interface of a store of artifacts. `ArtifactStore` keeps them on a disk, `BucketStore` in a bucket."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def open_store(url: str, folder: Path, *, cache_bytes: int, fault: Fault = no_fa
 
 
 def bucket_client(url: str, **options: float) -> BucketClient:
-    """Of s3://BUCKET/PREFIX. `options` are those of `BucketClient`."""
+    """The client of s3://BUCKET/PREFIX. `options` are those of `BucketClient`."""
     from loraplex.adapters.store.bucket_client import BucketClient
 
     bucket, _, prefix = url.removeprefix(BUCKET_SCHEME).partition("/")
