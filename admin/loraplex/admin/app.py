@@ -112,7 +112,7 @@ def tenant_document() -> dict[str, Any]:
 
 
 def create_starting_admin_app(extra_routes: Iterable[BaseRoute] = ()) -> ASGIApp:
-    """For the operators' port until the engine is ready: `extra_routes`, and a 503 `engine_restarting` for the rest."""
+    """The operators' port until the engine is ready: `extra_routes`, and a 503 `engine_restarting` for the rest."""
     open_routes = list(extra_routes)
     app = create_app(
         TITLE, [*open_routes, refused_until_started(_starting)], middleware=[Middleware(ProblemBoundary)]

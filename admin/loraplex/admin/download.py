@@ -80,8 +80,8 @@ class Download(Response):
 
 
 async def _cut(transport: asyncio.WriteTransport | None) -> None:
-    """At once, without waiting until the client has read what was written. Elsewhere than on uvicorn the server cuts
-    the connection when it sees that the answer was left."""
+    """Close the connection at once, before the client has read what was written. Servers other than uvicorn cut
+    it when they see that the answer was left."""
     if transport is not None:
         transport.abort()
         with anyio.move_on_after(CUT_S):

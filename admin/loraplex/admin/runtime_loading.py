@@ -27,7 +27,7 @@ log = structlog.get_logger("loraplex.admin")
 
 
 class RuntimeLoading:
-    """What a training loop does through the data plane. Each call counts as a change of its tenant, and is audited as
+    """Loading by a training loop through the data plane. Each call counts as a change of its tenant, and is audited as
     the admin routes' are."""
 
     def __init__(self, services: AdminServices) -> None:

@@ -1,4 +1,4 @@
-"""What migrating raises on purpose."""
+"""Errors of migrating."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ def _keep_private(url: str) -> None:
 
 
 def missing_migrations(found: str | None) -> list[str]:
-    """What `upgrade` would apply to a database of the schema `found` (None: an empty one), the first one first."""
+    """Migrations that `upgrade` would apply to a database of the schema `found` (None: an empty one), in their
+    order."""
     script = ScriptDirectory.from_config(_config(""))
     missing = script.iterate_revisions("head", found or "base")
     return [revision.revision for revision in missing][::-1]

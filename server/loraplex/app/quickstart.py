@@ -366,7 +366,7 @@ def _show(console: Console, options: QuickstartOptions, key: str, answers: dict[
 
 
 def _show_next(console: Console, options: QuickstartOptions, adapters: list[str]) -> None:
-    """What to do in a second terminal, and where the ports come from."""
+    """Show what to do in a second terminal, and where the ports come from."""
     key_file = shlex.quote(str((options.data_dir / "quickstart-key").absolute()))
     program = shlex.quote(_program())
     lines = [

@@ -33,7 +33,7 @@ CHAT_FILES = (
 RETRIED = (408, 429, 502, 503, 504, 507)
 """Statuses after which a push is tried again."""
 PATIENCE_S = 15.0
-"""At most for so long an absent server is asked again before a training."""
+"""Longest time that an absent server is asked again before a training."""
 
 _log = logging.getLogger(__name__)
 

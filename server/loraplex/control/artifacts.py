@@ -39,7 +39,8 @@ class Artifacts:
 
     @contextlib.contextmanager
     def holding(self, digest: str) -> Iterator[None]:
-        """By one thread of one server at a time, and not twice. Raises DatabaseUnavailable, DatabaseBusy."""
+        """Hold a digest, by one thread of one server at a time, and not twice. Raises DatabaseUnavailable,
+        DatabaseBusy."""
         with self.lock, self._database.lock(f"artifact:{digest}"):
             yield
 
@@ -92,13 +93,13 @@ class Artifacts:
             return set(session.scalars(query))
 
     def sweep(self) -> SweepReport:
-        """At the start, before anything is served, and by the only server on this store: remove what a crash left
-        behind."""
+        """Remove what a crash left behind. Call at the start, before anything is served, and by the only
+        server on this store."""
         with self.lock:
             return self.store.sweep(self.live())
 
     def sweep_images(self) -> None:
-        """At the start, before the engine: delete laid-out adapters whose uploads are gone."""
+        """Delete laid-out adapters whose uploads are gone. Call at the start, before the engine."""
         if self._images is not None:
             try:
                 keep_laid_out(self._images, self.live())

@@ -27,7 +27,8 @@ log = structlog.get_logger("loraplex")
 
 @dataclass(slots=True)
 class TaskState:
-    """Of a task, or of a thread that looks after itself. `up`: it runs, and does not wait to be started again."""
+    """The state of a task, or of a thread that looks after itself. `up`: it runs, and does not wait to be started
+    again."""
 
     name: str
     up: bool = False
@@ -35,7 +36,8 @@ class TaskState:
 
 
 class BackgroundTasks:
-    """For one event loop. `clock` is monotonic seconds, `sleep` takes seconds, `chance` gives numbers in [0, 1)."""
+    """Background tasks of one event loop. `clock` is monotonic seconds, `sleep` takes seconds, `chance` gives numbers
+    in [0, 1)."""
 
     def __init__(
         self,

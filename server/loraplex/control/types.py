@@ -15,7 +15,7 @@ T = TypeVar("T")
 BUDGET_PERIODS: tuple[BudgetPeriod, ...] = ("hour", "day", "month", "forever")
 SCOPES: tuple[Scope, ...] = ("inference", "adapters:read", "adapters:write", "usage:read")
 MAX_RELEASE_WEIGHT = 1_000_000
-"""Of one target of a release."""
+"""Largest weight of one target of a release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class ReachedLimit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a limiter reports about a plan that it admitted: of each kind of window the one with the least left; and the
+    """A limiter's answer for a plan that it admitted: of each kind of window the one with the least left; and the
     seconds after which its rates would let the same plan pass once more."""
 
     requests: LimitWindow | None
@@ -201,7 +201,7 @@ VersionState = Literal["validating", "ready", "rejected", "incompatible", "corru
 
 
 CheckOutcome = Literal["ready", "rejected", "unchecked"]
-"""What comes of an attempt to check a version's numbers; `unchecked`: no verdict, and it is tried again."""
+"""The outcome of an attempt to check a version's numbers; `unchecked`: no verdict, and it is tried again."""
 
 
 @dataclass(frozen=True, slots=True)

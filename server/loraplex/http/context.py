@@ -38,11 +38,12 @@ class RequestContext:
     param: str | None = None
     """The field that an error names."""
     trace_id: str | None = None
-    """Of OpenTelemetry, 32 hex digits, where the request is recorded."""
+    """OpenTelemetry's trace id, 32 hex digits, if the request is recorded."""
 
     @classmethod
     def of(cls, headers: Iterable[tuple[bytes, bytes]], send: Send | None = None) -> Self:
-        """For a request with these headers. `send` is the server's own: uvicorn's leads to the connection."""
+        """The context of a request with these headers. `send` is the server's own: uvicorn's leads to the
+        connection."""
         internal_id = uuid.uuid4().hex
         own = next((value for name, value in headers if name == b"x-request-id"), b"")
         label = _UNSAFE.sub("", own[: 4 * MAX_LABEL].decode("latin-1"))[:MAX_LABEL]

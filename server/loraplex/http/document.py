@@ -48,8 +48,8 @@ def refusals(
     *,
     maybe_retried: frozenset[int] = frozenset(),
 ) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: its error answers. `answers` gives each code's status; `maybe_retried` are statuses of
-    429, 503 and 529 whose Retry-After may be absent."""
+    """The error answers of a route, for its `responses`. `answers` gives each code's status; `maybe_retried` are
+    statuses of 429, 503 and 529 whose Retry-After may be absent."""
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
         headers: dict[str, Any] = {}

@@ -52,8 +52,8 @@ def allowed_methods(scope: Scope, error: HTTPException) -> list[str]:
 async def caller(
     request: Request, _: Annotated[HTTPAuthorizationCredentials | None, Security(_scheme)]
 ) -> Principal:
-    """For an endpoint's `Annotated[Principal, Security(caller, scopes=[…])]`, or for the dependency of one:
-    who calls, as the route has found out."""
+    """The caller, for an endpoint's `Annotated[Principal, Security(caller, scopes=[…])]`, or the dependency of one,
+    as the route has authenticated it."""
     principal = context_of(request.scope).principal
     assert principal is not None, "the route's `asked` authenticated no caller"
     return principal

@@ -40,7 +40,7 @@ def check_query(request: Request, known: Collection[str]) -> None:
 
 
 async def refuse_body(request: Request) -> None:
-    """For a request that takes no body; an empty object stands for none. Raises Problem and what `read_body` does."""
+    """Refuse a body where none is taken; an empty object stands for none. Raises Problem and what `read_body` does."""
     raw = await read_body(request.scope, request.receive, max_bytes=MAX_JSON_BYTES)
     if raw.strip() not in (b"", b"{}"):
         raise Problem("invalid_value", "This request takes no body.")

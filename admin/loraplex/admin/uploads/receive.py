@@ -29,8 +29,8 @@ from loraplex.http.body import SILENCE_S, chunks, declared_length, refuse_encodi
 
 BUFFER_BYTES = 1 << 20
 _FRAMING_BYTES = 64 << 10
-"""What a body may have beside its files: boundaries, part headers, the field `serving`, and an epilogue, which MIME
-allows behind the last boundary."""
+"""Bytes that a body may have beside its files: boundaries, part headers, the field `serving`, and an epilogue, which
+MIME allows behind the last boundary."""
 
 
 @dataclass(frozen=True, slots=True)

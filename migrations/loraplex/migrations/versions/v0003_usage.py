@@ -1,4 +1,4 @@
-"""What was used: a row a request, sums of days that are long past, and how far each server's journal has been read."""
+"""Usage: a row a request, sums of days that are long past, and how far each server's journal has been read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What versions bring for their chats beyond their base's; null: nothing."""
+"""Chat files that versions bring beyond their base's; null: none."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Source(Protocol):
 
 
 class SqliteSource:
-    """By SQLite's own backup, which takes one state of the file and keeps no writer waiting."""
+    """A copy by SQLite's own backup, which takes one state of the file and keeps no writer waiting."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -87,7 +87,7 @@ class SqliteSource:
 
 
 class PostgresSource:
-    """By pg_dump, at a snapshot that this process has read too. Without the program nothing is copied."""
+    """A copy by pg_dump, at a snapshot that this process has read too. Without the program nothing is copied."""
 
     def __init__(self, url: str) -> None:
         self._url = make_url(url)

@@ -24,7 +24,7 @@ class BackupIncomplete(LoraplexError):
 
 
 class BackupRefused(LoraplexError):
-    """What was given is no whole backup, or does not fit this installation. Nothing was written."""
+    """The backup is not whole, or does not fit this installation. Nothing was written."""
 
     code = "backup_refused"
 

@@ -76,7 +76,7 @@ class Manifest(_Part):
     secrets: dict[str, str | None]
     files: dict[str, FilePart]
     sha256: Sha256
-    """Of the rest of the manifest: it names this backup."""
+    """The digest of the rest of the manifest; it names this backup."""
 
 
 def write_manifest(directory: Path, content: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from loraplex.control.tenancy.pepper import pepper_mark
 from loraplex.migrations.run import require_known_schema
 
 _HARMLESS = frozenset({"lock", "lost+found"})
-"""Of an empty data directory: a new volume has the second."""
+"""Files that an empty data directory may hold: a new volume has the second."""
 _TABLES = (
     "SELECT count(*) FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace "
     "WHERE nspname <> 'information_schema' AND nspname NOT LIKE 'pg\\_%'"
@@ -225,7 +225,7 @@ class _Target:
             ) from error
 
     def _holds_backup(self) -> bool:
-        """What a restore that was killed at its end has left. Its audit log says so."""
+        """Whether a restore that was killed at its end left this: its audit log says so."""
         expected = self._manifest.database
         try:
             found = PostgresSource(self.url).read()

@@ -1,4 +1,4 @@
-"""What versions bring for their chats: compared with the served base at an upload, and used if the server does so."""
+"""Chat files that versions bring: compared with the served base at an upload, and used if the server does so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loraplex.serving.text.own_chat import TEMPLATE_CHECK, ChatFound, compare_ch
 from loraplex.serving.text.processor import TextProcessor
 
 KEPT_CHATS = 256
-"""Of at most 128 KiB each, and usually of 5."""
+"""Chats that are kept, of at most 128 KiB each, and usually of 5."""
 
 
 class OwnChatsOfVersions:

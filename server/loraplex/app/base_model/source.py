@@ -24,7 +24,8 @@ from loraplex.adapters.errors import LoraplexError
 Progress = Callable[[str], None]
 Note = Callable[[int], None]
 Bar = Callable[[int, str, str], AbstractContextManager[Note | None]]
-"""Of a total, the words for what is done, and those for its end: a function for each further part. None: not shown."""
+"""Makes a bar of a total, the words for what is done and those for its end: a function for each further part; None: not
+shown."""
 
 
 class ModelUnavailable(LoraplexError):
@@ -74,7 +75,7 @@ def plan_dir(data_dir: Path) -> Path:
 
 
 def cache_dir() -> Path:
-    """Of models, plans and compiled kernels. Raises RuntimeError for a user without a home."""
+    """The cache of models, plans and compiled kernels. Raises RuntimeError for a user without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "loraplex"
 
 

@@ -103,7 +103,7 @@ def _check_directory(directory: Path, digest: str, chat_digest: str | None, *, f
 
 
 def _digests(directory: Path, *, with_chat: bool) -> tuple[str, str | None]:
-    """Of an adapter's files, and of what is beside them for its chats. Raises OSError."""
+    """Digests of an adapter's files and of its chat files. Raises OSError."""
     files = None
     if with_chat:
         with contextlib.suppress(AdapterRefused):  # they are others

@@ -1,4 +1,4 @@
-"""What this machine tells the doctor. Nothing that lasts is written."""
+"""Facts of this machine, for the doctor. Nothing that lasts is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loraplex.app.storage.data_dir_lock import is_data_dir_locked
 from loraplex.engine.control_groups import ControlGroups
 
 _TIME_ERROR = 5
-"""Of adjtimex: the clock is not synchronised."""
+"""adjtimex's value for a clock that is not synchronised."""
 _TIMEX_BYTES = 512
 _SECRETS = ("key-pepper", "admin-token", "loraplex.db")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

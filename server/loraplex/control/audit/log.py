@@ -145,7 +145,7 @@ class AuditLog:
 
 @dataclass
 class _Refusals:
-    """Of one caller, in the window that `began`."""
+    """Refusals of one caller in the window that `began`."""
 
     began: float
     count: int = 0

@@ -77,7 +77,7 @@ class Catalog:
         self.max_rank = max_rank
 
     def check_upload(self, tenant_id: str, name: str) -> UploadRoom | None:
-        """What can be refused before a byte is read, and what the quota leaves for those that come (None: it bounds
+        """Refuse what can be refused before a byte is read, and return the room that the quota leaves (None: it bounds
         nothing). Raises InvalidValue, TenantNotFound, AdapterRefused."""
         rules.check_adapter_name(name)
         if name.lower() == self.served_name.lower():
@@ -166,7 +166,7 @@ class Catalog:
         chat: OwnChat | None,
         pending: dict[str, Any] | None,
     ) -> tuple[AdapterVersion, bool]:
-        """Of bytes that are published: the version that stands for them."""
+        """Record the version that stands for published bytes."""
         serving = replace(serving, chat_digest=None if chat is None else chat.digest)
         tenant = session.get(Tenant, tenant_id, with_for_update=True)
         if tenant is None:
@@ -209,7 +209,7 @@ class Catalog:
     def list_adapters(
         self, tenant_id: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
     ) -> Page[AdapterInfo]:
-        """By name; names without a living version are left out."""
+        """List adapters by name; names without a living version are left out."""
         after = rules.read_cursor(cursor)
         query = (
             select(Adapter, func.count(AdapterVersion.number))
@@ -237,12 +237,12 @@ class Catalog:
             return version_info(require_version(session, tenant_id, name, version))
 
     def get_living(self, tenant_id: str, name: str, version: str) -> VersionInfo:
-        """As `get_version`; one that was deleted or rejected raises VersionNotFound."""
+        """Get a version as `get_version` does; a deleted or rejected one raises VersionNotFound."""
         with self._database.read() as session:
             return version_info(require_living(session, tenant_id, name, version))
 
     def get_chat(self, tenant_id: str, name: str, version: str) -> OwnChat | None:
-        """What a living version brings for its chats. Raises as `get_living`."""
+        """Get the chat files that a living version brings. Raises as `get_living`."""
         with self._database.read() as session:
             chat = require_living(session, tenant_id, name, version).chat
             return None if chat is None else OwnChat.of_json(chat)
@@ -250,7 +250,7 @@ class Catalog:
     def list_versions(
         self, tenant_id: str, name: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
     ) -> Page[VersionInfo]:
-        """By number, deleted and rejected ones too."""
+        """List versions by number, deleted and rejected ones too."""
         after = rules.read_cursor(cursor)
         query = (
             select(AdapterVersion)
@@ -377,10 +377,10 @@ class Catalog:
         return True
 
     def reconcile(self) -> None:
-        """At the start: versions made for another base are `incompatible` while this one is served, and `ready`
-        again when theirs is, or `validating` where their numbers wait for their check. Those whose bytes the store
-        lacks are `corrupt`, and those that were `corrupt` stay so unless their bytes are good again, for which they
-        are hashed."""
+        """Set states at the start: versions made for another base are `incompatible` while this one is served, and
+        `ready` again when theirs is, or `validating` where their numbers wait for their check. Those whose bytes the
+        store lacks are `corrupt`, and those that were `corrupt` stay so unless their bytes are good again, for which
+        they are hashed."""
         with self._artifacts.lock:
             damaged = {digest for digest in self._corrupt() if not self._is_whole(digest)}
             with self._database.write() as session:
@@ -402,7 +402,7 @@ class Catalog:
         return True
 
     def _state_of(self, row: AdapterVersion) -> VersionState:
-        """Of a living version whose bytes are there."""
+        """The state of a living version whose bytes are there."""
         if row.base_fingerprint != self.base.fingerprint:
             return "incompatible"
         return "ready" if row.pending_check is None else "validating"

@@ -31,7 +31,7 @@ def list_all_versions(database: Database, limit: int, cursor: str | None) -> Pag
 
 
 def find_ready(database: Database, tenants: Mapping[str, str]) -> dict[str, VersionInfo]:
-    """By digest, those of these digests that some ready version has: if there is one, of the tenant that `tenants`
+    """Ready versions by digest, for those of these digests that have one: if there is one, of the tenant that `tenants`
     names for the digest."""
     found: dict[str, VersionInfo] = {}
     wanted = sorted(tenants)

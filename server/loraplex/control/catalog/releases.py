@@ -51,7 +51,7 @@ class Releases:
             return _require_release(session, tenant_id, name)
 
     def newest(self, limit: int) -> list[ReleaseInfo]:
-        """At most `limit` releases in force, of all tenants, the newest first."""
+        """The newest `limit` releases in force, of all tenants, newest first."""
         newest = (
             select(Release.tenant_id, Release.name, func.max(Release.revision).label("revision"))
             .group_by(Release.tenant_id, Release.name)
@@ -204,7 +204,7 @@ def _one_step_back(
 
 
 def _before(release: ReleaseInfo, kept: dict[int, Release]) -> Iterator[ReleaseInfo]:
-    """What was in force before `release`, and before that, and so on. What a rollback restored has its place in history
+    """Releases in force before `release`, newest first. A release that a rollback restored has its place in history
     where it was first in force, so that rollbacks do not go in circles."""
     origin = release.restores or release.revision
     while (row := kept.get(origin - 1)) is not None and row.targets:  # none: the name was deleted then
@@ -243,7 +243,7 @@ def current_release(session: Session, tenant_id: str, name: str) -> ReleaseInfo 
 
 
 def current_releases(session: Session, tenant_id: str) -> dict[str, ReleaseInfo]:
-    """Of all the tenant's names at once."""
+    """The releases in force of all the tenant's names."""
     newest = (
         select(Release.name, func.max(Release.revision).label("revision"))
         .where(Release.tenant_id == tenant_id)
@@ -306,7 +306,7 @@ def release_only(session: Session, tenant_id: str, name: str, version: str, *, b
 
 
 def release_shown(info: ReleaseInfo | None) -> dict[str, Any] | None:
-    """For the audit log."""
+    """The release as the audit log shows it."""
     if info is None:
         return None
     targets = [{"version": target.version, "weight": target.weight} for target in info.targets]

@@ -36,7 +36,7 @@ _REMEDY = {
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """As much of a version as a request needs; its report stays in the database."""
+    """The part of a version that a request needs; its report stays in the database."""
 
     ref: AdapterRef
     state: str

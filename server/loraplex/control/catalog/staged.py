@@ -57,7 +57,8 @@ class StagedUpload:
 
 
 class StagedBytes:
-    """Of one server, over both ports: another server's staging is another disk's, or at most one quota more."""
+    """Staged bytes of one server, over both ports: another server's staging is another disk's, or at most one quota
+    more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

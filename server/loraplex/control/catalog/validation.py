@@ -120,7 +120,7 @@ class Validation:
 
 
 def pending_check(by: Actor) -> dict[str, Any]:
-    """For the row of a version whose numbers are to be checked: `by` uploads it."""
+    """Columns of a version whose numbers are to be checked, uploaded by `by`."""
     return {"actor": [by.kind, by.tenant_id, by.key_id, by.source, by.request_id]}
 
 

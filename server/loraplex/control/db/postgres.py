@@ -23,7 +23,7 @@ READS: dict[str, Any] = {
 }
 """Execution options of a reader: one snapshot for all of its statements, as SQLite gives it."""
 REPORTS: dict[str, Any] = READS | {PATIENCE: STATEMENT_TIMEOUT_S + PING_TIMEOUT_S}
-"""Of a reader that sums up much: the server itself ends it first."""
+"""Settings of a reader that sums up much: the database server ends it first."""
 WRITES: dict[str, Any] = {
     "isolation_level": "READ COMMITTED",
     PATIENCE: STATEMENT_TIMEOUT_S + PING_TIMEOUT_S,

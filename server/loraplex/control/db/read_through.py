@@ -27,8 +27,8 @@ class _Entry(Generic[V]):
 
 
 class ReadThrough(Generic[K, V]):
-    """At most `ttl_s` behind the database, not at all behind changes that this process makes: any change, or those of
-    the subjects that a key is `aged_by`.
+    """A cache at most `ttl_s` behind the database, and not behind changes that this process makes: any change, or those
+    of the subjects that a key is `aged_by`.
 
     While the database cannot answer, a value serves for `staleness_s` more, unless this process changed one of its
     `subjects` since it was read. What there was not is not remembered then: it may have come to be. A caller for

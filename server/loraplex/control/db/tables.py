@@ -42,7 +42,7 @@ class Base(DeclarativeBase):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """What a change of this row is a change of, as `Database.changed_since` names it."""
+        """The subjects that a change of this row changes, as `Database.changed_since` names them."""
         return ()
 
 

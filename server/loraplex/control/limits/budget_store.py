@@ -32,10 +32,10 @@ KEEP_EXPIRED = timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class SliceAsk:
-    """What a server reports about its slice and requests for it. All in tokens; `spent`, `granted` and `drawn` are sums
-    since its making, and what the database holds becomes no less than these two. `wanted` is what requests wait for,
-    `spare` what may come soon, `may_draw` how much may be spent before the next report. `starts_at`: the period it was
-    made in, None for a new one. `gives_back`: the slice ends with this."""
+    """A server's report about its slice, and its request for more. All in tokens; `spent`, `granted` and `drawn` are
+    sums since its making, and what the database holds becomes no less than these two. `wanted` is what requests wait
+    for, `spare` what may come soon, `may_draw` how much may be spent before the next report. `starts_at`: the period it
+    was made in, None for a new one. `gives_back`: the slice ends with this."""
 
     slice_id: str
     owner: Owner
@@ -129,7 +129,7 @@ class BudgetStore:
 def budget_states(
     session: Session, kind: LimitOwner, limits: Mapping[str, Limits], *, now: datetime | None = None
 ) -> dict[str, BudgetState]:
-    """By id, the budgets of the owners with these limits that have one: what is spent, as far as servers have reported.
+    """Budgets by id of the owners with these limits that have one: the tokens spent, as far as servers have reported.
     The slice of a killed server is held until a server requests one."""
     wanted = {owner_id: found for owner_id, found in limits.items() if found.token_budget is not None}
     if not wanted:

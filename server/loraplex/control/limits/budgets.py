@@ -188,7 +188,7 @@ class Budgets:
         return piece
 
     def _end(self, piece: _Slice) -> None:
-        """It is given back, and later charges are not counted: its period is over, or the server stops."""
+        """Give a slice back and count no later charges: its period is over, or the server stops."""
         piece.is_over = True
         name = (piece.charge.owner, piece.charge.period)
         if self._slices.get(name) is piece:

@@ -168,7 +168,7 @@ def _refused_places(plan: LimitPlan, running: Running) -> Iterator[Refusal]:
 
 
 def _decision(plan: LimitPlan, windows: Iterable[RateWindow], now: float) -> Decision:
-    """Of each kind the window with the least left."""
+    """The decision with the window of each kind that has the least left."""
     tightest: dict[What, LimitWindow] = {}
     again = 0.0
     for charge, window in zip(plan.rates, windows, strict=True):

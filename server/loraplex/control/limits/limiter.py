@@ -41,7 +41,7 @@ class Limiter(Protocol):
         ...
 
     async def close(self) -> None:
-        """At the end; what is reserved by then is settled."""
+        """Settle what is reserved, and end."""
         ...
 
 

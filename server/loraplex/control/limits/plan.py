@@ -102,7 +102,7 @@ class LimitPlan:
 
     @property
     def is_limited(self) -> bool:
-        """By rates or places."""
+        """Whether rates or places limit the caller."""
         return bool(self.rates) or any(
             place.limit is not None or place.max_sequences is not None for place in self.places
         )

@@ -68,7 +68,7 @@ class Keys:
     def list(
         self, tenant_id: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
     ) -> Page[KeyInfo]:
-        """By id, revoked ones too."""
+        """List keys by id, revoked ones too."""
         after = rules.read_cursor(cursor)
         query = select(ApiKey).where(ApiKey.tenant_id == tenant_id).order_by(ApiKey.id)
         query = query.limit(rules.check_page_limit(limit) + 1)
@@ -153,7 +153,7 @@ def _target(row: ApiKey) -> str:
 
 
 def _shown(row: ApiKey) -> dict[str, Any]:
-    """For the audit log."""
+    """The key as the audit log shows it."""
     return {
         "name": FreeText(row.name),
         "scopes": row.scopes,
@@ -164,7 +164,7 @@ def _shown(row: ApiKey) -> dict[str, Any]:
 
 
 def _time(moment: datetime | None) -> str | None:
-    """For the audit log."""
+    """The time as the audit log shows it."""
     return None if moment is None else moment.astimezone(UTC).isoformat()
 
 

@@ -11,7 +11,7 @@ from loraplex.control.errors import PepperChanged
 from loraplex.control.tenancy.secrets import hash_secret
 
 PEPPER_NAME = "key-pepper"
-"""Of the row of `installation` that holds the pepper's mark."""
+"""Name of the row of `installation` that holds the pepper's mark."""
 
 
 def pepper_mark(pepper: bytes) -> str:
@@ -20,8 +20,8 @@ def pepper_mark(pepper: bytes) -> str:
 
 
 def check_pepper(database: Database, pepper: bytes, *, accept: bool = False) -> None:
-    """At the start. The first server leaves the pepper's mark. Another pepper is taken where there is no living key
-    that it would make useless, or with `accept`. Raises PepperChanged."""
+    """Check the pepper at the start. The first server leaves its mark. Another pepper is taken where there is no living
+    key that it would make useless, or with `accept`. Raises PepperChanged."""
     mark = pepper_mark(pepper)
     with database.write(ages_caches=False) as session:
         row = session.get(Installation, PEPPER_NAME)

@@ -84,7 +84,7 @@ class Tenants:
             return tenant_infos(session, [require_tenant(session, tenant_id)])[0]
 
     def list(self, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None) -> Page[TenantInfo]:
-        """By id."""
+        """List tenants by id."""
         after = rules.read_cursor(cursor)
         query = select(Tenant).order_by(Tenant.id).limit(rules.check_page_limit(limit) + 1)
         if after is not None:
@@ -94,7 +94,7 @@ class Tenants:
             return rules.make_page(infos, limit, lambda info: info.id, lambda info: info)
 
     def weights(self, tenant_ids: Iterable[str]) -> dict[str, float]:
-        """Of those of these tenants that there are."""
+        """Weights of those of these tenants that exist."""
         wanted = sorted(set(tenant_ids))
         found: dict[str, float] = {}
         with self._database.read() as session:
@@ -105,7 +105,7 @@ class Tenants:
         return found
 
     def memory_limits(self, tenant_ids: Iterable[str]) -> dict[str, MemoryLimits]:
-        """Of those of these tenants that there are."""
+        """Memory limits of those of these tenants that exist."""
         wanted = sorted(set(tenant_ids))
         found: dict[str, MemoryLimits] = {}
         with self._database.read() as session:
@@ -225,12 +225,12 @@ def _check_reservation(
 
 
 def _shown(row: Tenant) -> dict[str, Any]:
-    """For the audit log."""
+    """The tenant as the audit log shows it."""
     return {"display_name": FreeText(row.display_name), "weight": row.weight, "limits": row.limits}
 
 
 def _digests_of(session: Session, tenant_id: str) -> dict[str, int]:
-    """Of the tenant's living versions, each with its bytes."""
+    """Digests of the tenant's living versions, each with its bytes."""
     query = select(AdapterVersion.digest, AdapterVersion.bytes).where(
         AdapterVersion.tenant_id == tenant_id, LIVING
     )

@@ -19,7 +19,8 @@ log = structlog.get_logger("loraplex")
 
 
 class DeadLives:
-    """Of all journals in `directory` but that of `life`. `write_some` runs in one thread at a time."""
+    """Journals of earlier lives: all in `directory` except that of `life`. `write_some` runs in one thread at a
+    time."""
 
     def __init__(self, ledger: Ledger, directory: Path, life: str) -> None:
         self._ledger = ledger
@@ -146,6 +147,6 @@ def trim_leftovers(directory: Path) -> None:
 
 
 def _set_aside(directory: Path, error: Exception) -> None:
-    """It stays as it is, and is tried again by the next start."""
+    """Leave a journal as it is; the next start tries it again."""
     reason = error.strerror if isinstance(error, OSError) else str(error)
     log.error("usage_journal_unreadable", folder=str(directory), reason=reason)

@@ -117,7 +117,7 @@ class UsageJournal:
         self._dead = False
         self._in_hand: list[_Item] = []
         self.state = TaskState("usage-journal", up=True)
-        """Of the thread, as the metrics show it."""
+        """The thread's state, as the metrics show it."""
         self._thread = threading.Thread(target=self._run, name="usage-journal", daemon=True)
         self._thread.start()
 
@@ -196,7 +196,7 @@ class UsageJournal:
             return f"usage cannot be recorded: the journal is full ({reason})"
 
     def _has_room(self) -> bool:
-        """For one more request and its end, beside all that is owed already. Call with the lock held."""
+        """Whether there is room for one more request and its end, beside all that is owed. Call with the lock held."""
         room = self._current.room + (0 if self._spare is None else self._segment_bytes)
         owed = self._queued_bytes + (len(self._open) + 2) * MAX_RECORD_BYTES
         return self._failure is None and owed <= room
@@ -240,7 +240,7 @@ class UsageJournal:
     # The thread.
 
     def _run(self) -> None:
-        """What fails is tried again for as long as the server lives: what was taken from the queue is kept until it is
+        """Write until the server ends, and try again what fails: what was taken from the queue is kept until it is
         on the disk. Should the thread end all the same, no request is accepted any more."""
         try:
             self._work()

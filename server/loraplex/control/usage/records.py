@@ -119,7 +119,7 @@ def decode_all(data: bytes) -> Iterator[tuple[Record, int, int]]:
 
 
 def _payload(data: bytes, begin: int) -> bytes | None:
-    """Of the record that begins there; None if none does, or not all of it is there."""
+    """The payload of the record that begins there; None if none does, or a part of it is missing."""
     start = begin + _HEADER.size
     if start > len(data):
         return None

@@ -30,7 +30,7 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Of the segments that are there, the oldest first."""
+    """Numbers of the segments that exist, the oldest first."""
     return sorted(int(path.stem) for path in directory.glob("*.segment") if path.stem.isdigit())
 
 

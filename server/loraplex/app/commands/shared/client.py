@@ -107,7 +107,7 @@ class AdminClient:
         )
 
     def tenant_option(self, tenant: str) -> str:
-        """What a command that is shown to the user needs beside its own arguments to name the tenant."""
+        """Arguments that name the tenant, for a command that is shown to the user."""
         return "" if self.access.is_key else f" --tenant {tenant}"
 
     def require_operator(self, what: str) -> None:
