@@ -46,7 +46,7 @@ class HugePagePool:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Of zeros, aligned to a cache line. Raises MemoryError as `untouched_zeros` does."""
+        """A tensor of zeros, aligned to a cache line. Raises MemoryError as `untouched_zeros` does."""
         num_bytes = math.prod(sizes) * dtype.itemsize
         if num_bytes >= _POOLED:
             return untouched_zeros(sizes, dtype)

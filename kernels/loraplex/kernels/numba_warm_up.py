@@ -19,7 +19,8 @@ from loraplex.kernels.sampling.types import TokenMasks
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """For a model in `dtype`. Kernels do not depend on sizes. For the thread that will run the steps."""
+    """Compile all kernels for a model in `dtype`. Kernels do not depend on sizes. For the thread that will run the
+    steps."""
     if dtype not in LIKE:
         return
     ops = resolve_ops("numba")

@@ -1,4 +1,4 @@
-"""What a decoder gives for its layers to be recorded, and repeated at later steps."""
+"""The interface of a decoder whose layers are recorded and repeated at later steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What the layers of a step take: `residual` [T, C], which they change, cos and sin [T, 1, R/2] of each kind of
+    """Inputs of the layers of a step: `residual` [T, C], which they change, cos and sin [T, 1, R/2] of each kind of
     rotation, the sequences as the `AttentionKernel` laid them out, the step's adapters or None.
     `begin_lora` (layer, group, x), where it is not None, is to be called before each linear."""
 
@@ -30,7 +30,7 @@ class RecordedLayers(Protocol):
     def run(
         self, given: LayerInputs, kv: object, run_layers: Callable[[LayerInputs], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `run_layers` returns for these inputs, and the residual that it leaves; both are overwritten by the
+        """The result of `run_layers` for these inputs, and the residual that it leaves; both are overwritten by the
         next call. `kv` owns the memory that layers keep keys and values in. None where such a step can't be recorded;
         then nothing was computed."""
         ...

@@ -102,7 +102,7 @@ class WorkUnavailable(ServingError):
 
 
 class GrammarTimeSpent(WorkTimeSpent):
-    """Of grammars."""
+    """The tenant's share of CPU time for grammars is spent."""
 
 
 class GrammarsUnavailable(WorkUnavailable):
@@ -110,7 +110,7 @@ class GrammarsUnavailable(WorkUnavailable):
 
 
 class TemplateTimeSpent(WorkTimeSpent):
-    """Of versions' own chat templates."""
+    """The tenant's share of CPU time for versions' own chat templates is spent."""
 
 
 class TemplatesUnavailable(WorkUnavailable):

@@ -69,12 +69,12 @@ class _Plan:
     done: NDArray[np.int64]
     partials: NDArray[np.float32]
     addresses: tuple[int, ...]
-    """As `_attend_units` takes them: of the block tables, of tiles, of units and how many, of `done`, of `partials`
-    and bytes of a KV head's."""
+    """Addresses as `_attend_units` takes them: of the block tables, of tiles, of units and how many, of `done`, of
+    `partials` and bytes of a KV head's."""
 
 
 class AttentionStep(Protocol):
-    """What `paged_attention` takes of a step: a `NumbaAttentionBatch`, or what stands in for it."""
+    """The part of a step that `paged_attention` takes: a `NumbaAttentionBatch`, or a replacement for it."""
 
     @property
     def num_rows(self) -> int: ...

@@ -130,7 +130,7 @@ def _values(typing, chunks, weights, blocks, num_blocks, offset, dim, total):
 
 @jit
 def all_scores(count, q, dim, blocks, num_blocks, scores, shapes):
-    """As `numba_attention_products.all_scores`, with the shapes that `tile_shapes` returned."""
+    """Compute what `numba_attention_products.all_scores` does, with the shapes that `tile_shapes` returned."""
     for m in range(0, count, _ROWS):
         configure_tiles(shapes + (min(_ROWS, count - m) - 1) * 64)
         _scores(q + m * dim * 2, dim, blocks, num_blocks, scores + m * SEGMENT * 4)

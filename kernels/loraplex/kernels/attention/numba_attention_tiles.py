@@ -99,7 +99,8 @@ def _cap_scores(scores, num_blocks, scale, softcap):
 
 @jit
 def _largest_score(scores, num_blocks, first, last):
-    """Of the positions first … last-1 of a segment. Of those blocks the others become -inf."""
+    """The largest score of the positions first … last-1 of a segment. Scores of other positions of these blocks become
+    -inf."""
     highest = splat(_HIDDEN)
     if first <= 0 and last >= SEGMENT:
         for block in range(_BLOCKS):

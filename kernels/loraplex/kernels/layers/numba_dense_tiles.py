@@ -55,8 +55,8 @@ def run_products(
 
 @cache
 def _shapes(rows: int) -> NDArray[np.uint8]:
-    """Of the tiles of `rows` ≤ TILE_ROWS rows: sums of the first sixteen are T0 and T1, of the others T2 and T3; their
-    inputs are T4 and T5; weights are T6 and T7."""
+    """Shapes of the tiles of `rows` ≤ TILE_ROWS rows: sums of the first sixteen are T0 and T1, of the others T2 and T3;
+    their inputs are T4 and T5; weights are T6 and T7."""
     first, second = min(rows, amx.ROWS), max(rows - amx.ROWS, 0)
     used = {0: first, 1: first, 4: first, 6: amx.PAIRS, 7: amx.PAIRS}
     return amx.tile_shapes(used | ({2: second, 3: second, 5: second} if second else {}))

@@ -27,8 +27,8 @@ class LinearTiling:
 
 
 def choose_tiling(out_features: int, itemsize: int) -> LinearTiling:
-    """By the weight alone. Few columns are dealt out in narrow tiles, so that decoding keeps more multiprocessors
-    reading. 64 rows: what Hopper's own instruction takes at least."""
+    """The tiling by the weight alone. Few columns are dealt out in narrow tiles, so that decoding keeps more
+    multiprocessors reading. 64 rows: what Hopper's own instruction takes at least."""
     if itemsize > 2:  # float32 goes without tensor cores
         return LinearTiling(32, 32, 32, num_warps=4, num_stages=3)
     if out_features >= 16384:

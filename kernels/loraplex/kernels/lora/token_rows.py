@@ -1,4 +1,5 @@
-"""What adapters change by token: LoRA on the embedding, and rows of the embedding and of the head that they replace.
+"""Changes that adapters make by token: LoRA on the embedding, and rows of the embedding and of the head that they
+replace.
 
 For each row t of a step, with token v and adapter a, and for each row s of the logits with hidden state x[s]:
 

@@ -36,7 +36,8 @@ def tile_rows(
     GRANULE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Of BLOCK_R ranks from a chunk's first on: whether the adapter has them, and where their rows begin."""
+    """Two vectors for BLOCK_R ranks from a chunk's first on: whether the adapter has them, and where their rows
+    begin."""
     rank = tl.arange(0, BLOCK_R)
     chunk = first_chunk + rank // CHUNK_RANKS
     tile = tl.load(tiles_ptr + chunk, chunk < MAX_CHUNKS, 0)

@@ -118,7 +118,7 @@ class LoraLauncher:
     def reader_operands(
         self, layer: int, group: str, y: torch.Tensor
     ) -> tuple[GroupPlan, tuple[Any, ...], dict[str, Any]]:
-        """Of a kernel that computes the B side of a recorded pass: the group, its operands from the storage to the
+        """Operands of a kernel that computes the B side of a recorded pass: the group, those from the storage to the
         first site, and its constants. Raises as `expand` does."""
         g = self._numbers[group]
         plan = self._planner.groups[g]
@@ -168,7 +168,7 @@ class LoraLauncher:
         }
 
     def _launched_behind(self) -> dict[str, Any]:
-        """Of a launch that waits for the A side itself, or for which the device waits."""
+        """Options of a launch that waits for the A side itself, or for which the device waits."""
         return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
 
     def _launch_shrink(self, kind: int, layer: int, g: int, plan: GroupPlan, x: torch.Tensor) -> None:
@@ -353,7 +353,7 @@ class TritonLora:
 
 
 def _units(planner: LoraPlanner) -> list[NDArray[np.int32]]:
-    """Of each group those of small and of large pieces."""
+    """Units of small and of large pieces of each group."""
     sizes = (planner.tiling.block_n, planner.tiling.large_block_n)
     return [plan.units(size) for plan in planner.groups for size in sizes]
 
@@ -363,7 +363,7 @@ def _launches_dependents(device: torch.device) -> bool:
 
 
 def _count_programs(device: torch.device, tiling: LoraTiling) -> tuple[int, int]:
-    """Of an A side and of a B side."""
+    """Numbers of programs of an A side and of a B side."""
     if device.type != "cuda":
         return _PROGRAMS_ON_HOST, _PROGRAMS_ON_HOST
     count = torch.cuda.get_device_properties(device).multi_processor_count

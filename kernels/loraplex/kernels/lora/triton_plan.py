@@ -29,14 +29,14 @@ from loraplex.kernels.lora.triton_tiling import ROW_ROWS, LoraTiling
 from loraplex.kernels.lora.types import CHUNK, LoraWeights, Segment
 
 LIST_FIELDS = 4
-"""Of a list's head."""
+"""Number of fields of a list's head."""
 PIECE_FIELDS = 8
 """First row, rows, slot, first chunk, and of the piece's hidden values: where they begin, ranks a row; two unused."""
 UNIT_FIELDS = 8
 """Site, whose hidden values it takes, first column, the site's columns, where those begin in y; three unused."""
 RECORD_HEAD = 2
-"""Of a site's record: the number of chunks and the offset of the vectors. MAX_CHUNKS offsets of A tiles follow, and
-as many of B tiles."""
+"""Fields before the offsets in a site's record: the number of chunks and the offset of the vectors. MAX_CHUNKS offsets
+of A tiles follow, and as many of B tiles."""
 SMALL, LARGE = 0, 1
 SHRINK, EXPAND = 0, 1
 
@@ -225,7 +225,7 @@ class LoraPlanner:
         )
 
     def _block_r(self, widest: NDArray[np.int32], slots: NDArray[np.int32]) -> int:
-        """As many ranks at a time as the widest adapter with large pieces has, where they fit: x is read once then."""
+        """Ranks at a time: as many as the widest adapter with large pieces has, if they fit, so that x is read once."""
         most = int(widest[slots].max(initial=0)) * CHUNK
         return next(
             (size for size in self.tiling.large_blocks_r if size >= most), self.tiling.large_blocks_r[-1]

@@ -77,7 +77,7 @@ def _put_hidden(h_ptr, total, ranks, num_rows, has_rank, ROWS: tl.constexpr, BLO
 
 @triton.jit
 def _piece_of(work_ptr, start, item, units, num_items):
-    """Of an item: the first row, the rows, the slot, the first chunk, where its hidden values begin, and ranks a row.
+    """An item's first row, its rows, the slot, the first chunk, where its hidden values begin, and ranks a row.
     Zeros behind the last item."""
     there = item < num_items
     piece_ptr = work_ptr + start + item // units * PIECE
@@ -102,7 +102,7 @@ def _site_of(
     SITES: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
 ):
-    """Of an adapter's site: its chunks, and two A tiles from the first chunk on."""
+    """The chunks of an adapter's site, and two A tiles from the first chunk on."""
     record_ptr = records_ptr + ((slot * LAYERS + layer) * SITES + site) * (HEAD + 2 * MAX_CHUNKS)
     tiles_ptr = record_ptr + HEAD + first_chunk
     return tl.load(record_ptr), tl.load(tiles_ptr), tl.load(tiles_ptr + 1, first_chunk + 1 < MAX_CHUNKS, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from loraplex.kernels.lora.types import CHUNK
 
 _REGISTERS = 65536
-"""Of a multiprocessor; threads get them by eights."""
+"""Registers of a multiprocessor; threads get them by eights."""
 ROW_ROWS = 4
 """B sides of pieces of up to this number of rows are computed without tensor cores."""
 
@@ -86,7 +86,7 @@ class LoraTiling:
         return _REGISTERS // (self.expand_programs * self.small_warps * 32) // 8 * 8
 
     def split(self, in_features: int, wanted: int) -> tuple[int, int]:
-        """Of a small piece: the columns in a plane, and the number of planes. `wanted` planes would give every program
+        """The columns in a plane of a small piece, and the number of planes. `wanted` planes would give every program
         work; they are counted in powers of two. Without `splits_by_work`, and where a row's bits must not depend on
         the step, the site alone decides."""
         most = self.max_splits
@@ -100,4 +100,4 @@ class LoraTiling:
 INVARIANT_TILING = LoraTiling(
     batch_invariant=True, max_splits=8, fuse_rotary=False, fuse_gated=False, fuse_norm_rows=0
 )
-"""For the same bits in every step, recorded or not. Fewer planes, since prompts have as many."""
+"""The tiling for the same bits in every step, recorded or not. Fewer planes, since prompts have as many."""

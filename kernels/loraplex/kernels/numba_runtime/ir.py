@@ -307,7 +307,7 @@ class _BFloat16Pairs(_BFloat16):
 
 
 def elements(context, like) -> Elements:
-    """By the numba type of a `like` argument (see `numba_runtime.vectors.LIKE`)."""
+    """The elements by the numba type of a `like` argument (see `numba_runtime.vectors.LIKE`)."""
     if like == types.float32:
         return _Float32()
     if like == types.int16:

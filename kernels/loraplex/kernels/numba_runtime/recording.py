@@ -43,7 +43,7 @@ class LayerMemory:
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
 
     def buffer(self, layer: int, number: int, num_bytes: int) -> torch.Tensor:
-        """At least `num_bytes` bytes for tensor `number` of a layer."""
+        """A buffer of `num_bytes` bytes or more for tensor `number` of a layer."""
         key = (layer % 2, number)
         found = self._buffers.get(key)
         if found is None or found.numel() < num_bytes:
@@ -99,7 +99,7 @@ class Recording(TorchDispatchMode):
         return buffer[:num_bytes].view(dtype).view(*shape)
 
     def call_list(self, *used: object) -> CallList:
-        """What was recorded, once it is left. `used`: what else the arguments are addresses of."""
+        """The recorded calls, once recording has ended. `used`: other owners of memory that the arguments point to."""
         return CallList(self._calls, (self._used, used))
 
 

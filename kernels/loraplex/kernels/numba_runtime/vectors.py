@@ -109,12 +109,12 @@ def _at_least(builder, a, b):
 fma = _vector_intrinsic(float32x16, 3, nir.fma)
 """a·b + c"""
 maximum = _vector_intrinsic(float32x16, 2, _maximum)
-"""By lane; b where one is NaN."""
+"""Maximum by lane; b where one is NaN."""
 at_least = _vector_intrinsic(float32x16, 2, _at_least)
-"""By lane: a where it is b or more, else 0."""
+"""Select by lane: a where it is b or more, else 0."""
 horizontal_sum = _vector_intrinsic(types.float32, 1, _reassociated("llvm.vector.reduce.fadd.v16f32", -0.0))
 horizontal_max = _vector_intrinsic(types.float32, 1, _reassociated("llvm.vector.reduce.fmax.v16f32", None))
-"""Of the lanes that are not NaN."""
+"""Maximum of the lanes that are not NaN."""
 first_lane = _vector_intrinsic(
     types.float32, 1, lambda builder, a: builder.extract_element(a, ir.Constant(nir.I32, 0))
 )

@@ -34,7 +34,7 @@ from loraplex.kernels.numba_runtime.vectors import (
 )
 
 _BINS = 8192
-"""Of the leading 13 of a weight's 30 bits; 9 and 8 follow."""
+"""Bins of the leading 13 of a weight's 30 bits; 9 and 8 follow."""
 _BLOCK = 512
 """Weights that are added up in float32, sixteen sums at a time; blocks are added up in float64."""
 _F32 = np.float32(0)

@@ -235,8 +235,8 @@ def gather(
 
 @triton.jit
 def _tally(x_ptr, size, least, best, temperature, BLOCK: tl.constexpr):
-    """Of the logits x [size]: how many weights have keys of `least` or more, their sum, the least of these keys, and
-    the largest of the others."""
+    """Tallies of the logits x [size]: how many weights have keys of `least` or more, their sum, the least of these
+    keys, and the largest of the others."""
     count = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.int64)
     above = tl.full([BLOCK], 2147483647, tl.int32)

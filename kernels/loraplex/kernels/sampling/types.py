@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 TOKEN_BITS = 20
-"""Of an entry of `History`: the token's; the count is in front of them."""
+"""Bits of the token in an entry of `History`; the count is in front of them."""
 MAX_VOCAB = (1 << 19) - 1
 """Tokens in a vocabulary: with more, sums of weights could exceed 63 bits (see `sampling.triton_programs`)."""
 

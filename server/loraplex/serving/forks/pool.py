@@ -18,7 +18,7 @@ WALL_FACTOR, MIN_WALL_S = 60.0, 30.0
 """A job has its CPU time multiplied by this to end, and no less than that, where the machine is busy."""
 RESTART_PAUSE_S = 1.0
 LIGHT_SHARE = 1 / 20
-"""Of `burst_s`: the CPU time that a tenant may recently have used and still be one whose jobs are taken for short."""
+"""Part of `burst_s`: CPU time that a tenant may recently have used if its jobs are to count as short."""
 
 
 def wall_s(cpu_s: float) -> float:
@@ -66,7 +66,7 @@ class _Spent:
 
 
 class ForkPool:
-    """For one event loop. `setup` is what the process of `command` loads."""
+    """A pool of one event loop. `setup` is what the process of `command` loads."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _KEPT = re.compile(
 
 
 class ProcessFailed(Exception):
-    """It did not start, or was lost meanwhile."""
+    """The process did not start, or was lost meanwhile."""
 
 
 class ForkProcess:
@@ -89,7 +89,7 @@ class ForkProcess:
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """It, and what it has under way, ends."""
+        """End the process and its jobs."""
         self.alive = False
         self._reading.cancel()
         self._writer.close()

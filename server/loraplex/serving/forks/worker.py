@@ -24,12 +24,12 @@ from loraplex.serving.forks.messages import HEADER, Done, Job, Outcome, Start, S
 NICENESS = 10
 """The engine goes first."""
 MAX_JOBS = 256
-"""Of one fork."""
+"""Most jobs of one fork."""
 MAX_IDLE = 8
 """Forks that wait for another job of their owner."""
 MAX_ERROR = 600
 KEPT_SHARE = 1 / 32
-"""Of the memory of a job: what a fork may keep of it and still get another, which is to have all of its own."""
+"""Part of a job's memory that a fork may keep and still get another job, which is to have all of its own."""
 
 Work = Callable[[bytes], bytes]
 """Does a job. What it raises is taken for too much nesting or memory."""
@@ -188,7 +188,7 @@ class _Forks:
 
 
 def _cause(status: int) -> Outcome:
-    """What has ended a fork that did not answer."""
+    """The cause that ended a fork that did not answer."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if number in (signal.SIGPROF, signal.SIGXCPU):
         return "too_slow"

@@ -14,7 +14,7 @@ from loraplex.serving.errors import GrammarRefused
 from loraplex.serving.grammar.schema_rules import checked_text
 
 MAX_GRAMMAR_BYTES = 64 << 10
-"""Of a Lark or GBNF text, and of all choices together."""
+"""Most bytes of a Lark or GBNF text, and of all choices together."""
 MAX_REGEX_BYTES = 8 << 10
 MAX_CHOICES = 4096
 

@@ -21,7 +21,7 @@ from loraplex.serving.grammar.verdicts import Verdict, VerdictCache, verdict_key
 WORKER_COMMAND = (sys.executable, "-m", "loraplex.serving.grammar.worker")
 CACHE_BYTES = 8 << 20
 CPU_SHARE = 0.01
-"""Of one core: the part of it that a tenant's checks may take over time, beside `burst_s`."""
+"""Part of one core that a tenant's checks may take over time, beside `burst_s`."""
 
 CheckOutcome = Literal["accepted", "refused", "too_costly", "rejected", "unavailable"]
 _WORDS = PoolWords(
@@ -63,8 +63,8 @@ class GrammarLimits:
 
 
 class GrammarChecker:
-    """For one event loop. `model_dir` has the model's tokenizer, `eos_ids` end its answers. `on_check` gets the outcome
-    and the seconds of every check that was not answered from the cache."""
+    """A checker of one event loop. `model_dir` has the model's tokenizer, `eos_ids` end its answers. `on_check` gets
+    the outcome and the seconds of every check that was not answered from the cache."""
 
     def __init__(
         self,

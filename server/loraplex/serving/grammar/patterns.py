@@ -13,7 +13,7 @@ import re
 _UNWRITTEN = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 _NEEDS_ESCAPE = re.compile(f"[{_UNWRITTEN}]")
 _OPENING = r"(?P<opening>\[\^?\]?)"
-"""Of a set. A bracket that closes it cannot be its first character."""
+"""The opening of a set. A bracket that closes the set cannot be its first character."""
 _OUTSIDE = re.compile(
     r"(?P<code>\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[xuU]\{[0-9a-fA-F]+\}))"
     rf"|(?P<property>\\[pP](?:\{{[^}}\\]*\}}|[^{{]))|\\(?P<escaped>.)|{_OPENING}"

@@ -1,4 +1,4 @@
-"""What is checked of a JSON schema before llguidance sees it, and where in it the reason of a refusal stands.
+"""Checks of a JSON schema before llguidance sees it, and the place in it of the reason of a refusal.
 
 llguidance judges the keywords: it refuses what it cannot enforce. Here are the limits that it does not have, the
 rules that it accepts and does not enforce, and the way from its message to a place in the schema.
@@ -20,10 +20,10 @@ MAX_SCHEMA_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 64
 """Levels of objects and arrays of the schema itself."""
 MAX_INTEGER = 1 << 53
-"""Of what a schema compares with: a 64-bit float has each integer up to it."""
+"""Largest number that a schema compares with: a 64-bit float has each integer up to it."""
 MAX_EXPONENT = 22
-"""Of ten, for the same numbers. llguidance's reader multiplies or divides by a power of ten. That rounds once: 10^22 is
-the last power that a float has."""
+"""Largest exponent of ten, for the same numbers. llguidance's reader multiplies or divides by a power of ten. That
+rounds once: 10^22 is the last power that a float has."""
 
 _HOLDS: Mapping[str, Literal["one", "named", "one or listed"]] = {
     **dict.fromkeys(("additionalProperties", "additionalItems", "propertyNames", "contains"), "one"),
@@ -227,7 +227,7 @@ def _subschemas(schema: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
 
 
 def _referenced(schema: Any, reference: str) -> tuple[_Path, Any]:
-    """What a JSON pointer behind `#` names in the whole schema, with its path; None where it names nothing."""
+    """The value that a JSON pointer behind `#` names in the whole schema, with its path; None if it names nothing."""
     path: _Path = None
     node = schema
     for part in unquote(reference.partition("#")[2]).split("/")[1:]:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 ENTRY_BYTES = 256
-"""What one takes beside its text."""
+"""Bytes that an entry takes beside its text."""
 
 
 @dataclass(frozen=True, slots=True)

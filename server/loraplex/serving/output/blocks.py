@@ -23,7 +23,7 @@ Reading = Generator[None, str, T]
 _ESCAPED = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
 _FIRST_HALF, _SECOND_HALF = ("d800", "dbff"), ("dc00", "dfff")
-"""Of a surrogate pair, in hexadecimal."""
+"""Bounds of the halves of a surrogate pair, in hexadecimal."""
 _DIGITS = frozenset("0123456789")
 _WORDS = {"t": "rue", "f": "alse", "n": "ull"}
 
@@ -297,7 +297,8 @@ def _one_of(texts: tuple[str, ...], char: str) -> Reading[str]:
 
 
 def _rest_of_string(max_length: int | None = None) -> Reading[None]:
-    """Of a JSON string whose quote has been read. Half a surrogate pair is no text: most libraries refuse it."""
+    """Read the rest of a JSON string whose quote has been read. Half a surrogate pair is no text: most libraries refuse
+    it."""
     length = 0
     half = False  # the first half of a pair came last
     while (char := (yield)) != '"' or half:
@@ -321,7 +322,7 @@ def _rest_of_string(max_length: int | None = None) -> Reading[None]:
 
 
 def _rest_of_object() -> Reading[None]:
-    """Of a JSON object whose brace has been read."""
+    """Read the rest of a JSON object whose brace has been read."""
     open_brackets = bytearray(b"}")  # what closes them
     char = yield from _skip((yield))
     first = True  # in its bracket

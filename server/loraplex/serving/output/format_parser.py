@@ -29,7 +29,7 @@ class _Opening:
 
 @dataclass(frozen=True)
 class Openings:
-    """What may begin a block: anywhere, only at the head of the answer, only behind a call."""
+    """Markers that may begin a block: anywhere, only at the head of the answer, only behind a call."""
 
     anywhere: Sequence[_Opening]
     at_head: Sequence[_Opening]
@@ -236,7 +236,7 @@ class FormatParser:
         self._at_head, self._behind_call = False, True
 
     def _break_block(self, block: Block, again: int = 0) -> str:
-        """It is none: its text is shown, except the last `again` characters, which are returned."""
+        """Show a block that is none as text, except the last `again` characters, which are returned."""
         self._block = None
         if self.streams:
             self._tell(block)

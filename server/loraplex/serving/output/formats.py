@@ -21,7 +21,7 @@ OTHER_KEYS = ("id", "type")
 
 
 class Shape(Enum):
-    """What stands between the markers of a block. Calls are JSON objects: name and arguments."""
+    """The content between the markers of a block. Calls are JSON objects: name and arguments."""
 
     OBJECT = "one object"
     LIST = "a list of objects"
@@ -66,7 +66,7 @@ class ToolFormat:
     tools_markers: tuple[str, str] | None = None
 
     def under_grammar(self, notation: Notation) -> tuple[Notation, ...]:
-        """What is read of answers that a grammar keeps to one written notation."""
+        """The notations that are read in answers that a grammar keeps to one written notation."""
         return (notation, *(other for other in self.notations if other.follows))
 
     @property
@@ -137,12 +137,12 @@ ALL_MARKERS: frozenset[str] = frozenset(RESULT_MARKERS).union(
     *(found.markers for found in REASONING_FORMATS.values()),
     *(found.tools_markers or () for found in TOOL_FORMATS.values()),
 )
-"""Of all formats: a version may have any of them."""
+"""Markers of all formats: a version may have any of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """Of a base model or a version. None: it has none."""
+    """The formats of a base model or a version. None: it has none."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None

@@ -19,7 +19,7 @@ from loraplex.serving.output.formats import Notation, ReasoningFormat, Shape, To
 MAX_CALLS = 16
 """In an answer that has to call, so that a model which would never stop does."""
 MAX_BYTES = 256 << 10
-"""Of the grammar, which has the schemas of all tools."""
+"""Most bytes of the grammar, which has the schemas of all tools."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -1,4 +1,4 @@
-"""What makes parts of the text of a choice while it comes."""
+"""Parsers that make parts of a choice's text while it comes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from loraplex.serving.output.parts import Part, TextPart
 
 
 class OutputParser(Protocol):
-    """Of one choice. Whatever pieces the text comes in, the merged parts are the same."""
+    """The parser of one choice. In whatever pieces the text comes, the merged parts are the same."""
 
     @property
     def in_reasoning(self) -> bool:

@@ -1,4 +1,4 @@
-"""What an answer consists of, in the order in which the model wrote it."""
+"""Parts of an answer, in the order in which the model wrote them."""
 
 from __future__ import annotations
 

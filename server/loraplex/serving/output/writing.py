@@ -48,7 +48,7 @@ def write_calls(
 def write_tools(
     tool_format: ToolFormat, notation: Notation, tools: Sequence[Mapping[str, Any]], tokens: Collection[str]
 ) -> str:
-    """What the system message says of tools, where the template does not list them."""
+    """The system message's text about tools, if the template does not list them."""
     listed = [json.dumps(tool, ensure_ascii=False) for tool in tools]
     markers = tool_format.tools_markers
     if markers is not None and set(markers).issubset(tokens):

@@ -24,12 +24,12 @@ from loraplex.serving.supervision.watchdog import TICK_S, Watchdog, WatchdogPoli
 MAX_SOCKET_PATH_BYTES = 100
 """Below what any Unix takes for sun_path (104 on macOS, 108 on Linux)."""
 CONNECT_TIMEOUT_S = 60.0
-"""For a process to start up to its connection; the model is loaded after that."""
+"""Longest time for a process to start up to its connection; the model is loaded after that."""
 SPARE_CONNECT_TIMEOUT_S = 15.0
-"""For a spare, which should have imported by now what takes long; then it is given up for a fresh process."""
+"""Longest time for a spare, which should have done its long imports by now; then a fresh process replaces it."""
 LAST_WORDS_S = 0.2
 EXIT_WAIT_S = 0.5
-"""For a process that has said that it ends; then it is killed."""
+"""Longest time for a process that has said that it ends; then it is killed."""
 KILL_WAIT_S = 5.0
 
 

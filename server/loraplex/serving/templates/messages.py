@@ -27,7 +27,7 @@ class Conversation(msgspec.Struct, frozen=True, tag=True):
 
 
 class Trial(msgspec.Struct, frozen=True, tag=True):
-    """Of a version's templates at its upload, and of the formats that it names."""
+    """A trial of a version's templates at its upload, and of the formats that it names."""
 
     own: OwnChat
     tool_format: str | None = None

@@ -35,7 +35,7 @@ WORKER_COMMAND = (sys.executable, "-m", "loraplex.serving.templates.worker")
 TOKEN_S = 2e-5
 """CPU time of a job for each token that the context has: some tokenizers take that for long prompts."""
 CPU_SHARE = 0.25
-"""Of one core: the part of it that a tenant's templates may take over time, beside `burst_s`."""
+"""Part of one core that a tenant's templates may take over time, beside `burst_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class TemplateLimits:
 
 
 class TemplateRenderer:
-    """For one event loop. `model_dir` has the base's tokenizer."""
+    """A renderer of one event loop. `model_dir` has the base's tokenizer."""
 
     def __init__(
         self,

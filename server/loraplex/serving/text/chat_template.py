@@ -79,7 +79,7 @@ def _strftime_now(format_: str) -> str:
 
 
 def _effort_variables(effort: str | None) -> dict[str, Any]:
-    """As the templates of models that reason know it: some by name, some as a switch."""
+    """The effort as templates of models that reason expect it: some by name, some as a switch."""
     if effort is None:
         return {}
     if effort in ("none", "some"):

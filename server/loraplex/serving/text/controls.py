@@ -130,7 +130,7 @@ class Controls:
 
 
 def token_ids_of(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    """As `tokenizer.encode` has it, which holds the interpreter lock all the while; a batch of one does not, and
-    leaves out the offsets that no caller needs."""
+    """Token ids as `tokenizer.encode` gives them. That holds the interpreter lock all the while; a batch of one does
+    not, and leaves out the offsets that no caller needs."""
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return list(encoding.ids)

@@ -157,8 +157,9 @@ class TokenSpans:
         self._spans.append((start, self._length + in_character))
 
     def take_shown(self, shown: int, *, ended: bool = False) -> tuple[int, ...]:
-        """For each token, in order, that has not been taken and whose text lies within the first `shown` characters:
-        where its text begins. With `ended`, these are all that will be shown: a token that begins in them counts."""
+        """The places where tokens' texts begin, in order, of those that have not been taken and whose text lies within
+        the first `shown` characters. With `ended`, these are all that will be shown: a token that begins in them
+        counts."""
         taken = []
         while self._spans and (self._spans[0][1] <= shown or (ended and self._spans[0][0] < shown)):
             taken.append(self._spans.popleft()[0])

@@ -27,7 +27,7 @@ from loraplex.serving.text.detokenize import IncrementalDetokenizer, TextStream,
 from loraplex.serving.text.tool_rendering import PROBE_TOOLS, probes, reads_probe
 
 _OPENING_TOKENS = 16
-"""At the end of a prompt, in which the opening of the reasoning stands if it does."""
+"""Tokens at the end of a prompt that are searched for the opening of the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class TextProcessor:
         self._named_tokens = _special_tokens(path, config)
         self._added = frozenset(self._special_ids) | frozenset(self._written.values())
         self.chat = self._chat(self.template_sources, self._named_tokens, "the model's")
-        """By the model's own templates."""
+        """The encoder by the model's own templates."""
 
     @property
     def vocab_size(self) -> int:
@@ -89,7 +89,7 @@ class TextProcessor:
         return len(self.table.token_bytes)
 
     def token_id(self, token: str) -> int | None:
-        """Of a token as the vocabulary writes it."""
+        """The id of a token as the vocabulary writes it."""
         number: int | None = self._tokenizer.token_to_id(token)
         return number
 
@@ -108,7 +108,7 @@ class TextProcessor:
         tool_format: ToolFormat | None = None,
         effort: str | None = None,
     ) -> list[int]:
-        """As `ChatEncoder.encode`, by the model's own templates."""
+        """Encode a chat as `ChatEncoder.encode` does, by the model's own templates."""
         return self.chat.encode(
             messages,
             tools,
@@ -161,7 +161,7 @@ class TextProcessor:
         return written_notation(tool_format, self._added)
 
     def control_id(self, text: str) -> int | None:
-        """Of the special token that is written so."""
+        """The id of the special token that is written so."""
         return self._special_ids.get(text)
 
     def opens_reasoning(self, prompt_ids: Sequence[int], reasoning: ReasoningFormat) -> bool:
@@ -230,8 +230,8 @@ class TextProcessor:
         return ChatEncoder(self._tokenizer, templates, added=self._added, max_chars=self._max_chars)
 
     def own_chat(self, own: OwnChat) -> ChatEncoder:
-        """By a version's templates. To be called where their cost is bounded. Raises TemplateError, and what Jinja and
-        Python's compiler raise for what is too large."""
+        """The encoder by a version's templates. Call it where their cost is bounded. Raises TemplateError, and what
+        Jinja and Python's compiler raise for what is too large."""
         return self._chat(own.templates, {**self._named_tokens, **own.special_tokens}, "this version's")
 
 

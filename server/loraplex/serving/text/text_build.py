@@ -1,4 +1,4 @@
-"""What decides the tokens that a text becomes, beside the text: for fingerprints of answers."""
+"""The build that decides the tokens of a text, for fingerprints of answers."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _MARKERS = [
 
 @dataclass(frozen=True, slots=True)
 class ToolRendering:
-    """What a template does by itself for one format: list tools, show results, take a system message."""
+    """A template's own work for one format: list tools, show results, take a system message."""
 
     calls: Calls
     lists_tools: bool

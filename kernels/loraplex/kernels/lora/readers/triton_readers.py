@@ -25,7 +25,7 @@ from loraplex.kernels.lora.readers.triton_rotary import expand_rotary
 from loraplex.kernels.lora.triton_lora import LoraLauncher
 
 _BASE_HEADS = 8
-"""Of a row that no adapter changes."""
+"""Heads a program computes of a row that no adapter changes."""
 _BASE_COLUMNS = 1024
 _MAX_WARPS = 16
 _WARP_COLUMNS = 256
@@ -63,7 +63,7 @@ class FusedReaders:
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> bool:
-        """Of a group of Q, K and V, or of one site for the three. False also for heads that are wider than what a
+        """Compute a group of Q, K and V, or one site for the three. False also for heads that are wider than what a
         program computes. Raises ValueError where the shapes are not the group's, or not those of
         `loraplex.kernels.layers.triton_rope`."""
         tiling = self._launcher.tiling
@@ -121,7 +121,7 @@ class FusedReaders:
     def gated(
         self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor, *, gelu: bool
     ) -> torch.Tensor | None:
-        """Of a group of gate and up, or of one site for both. Raises ValueError where the shapes are not the
+        """Compute a group of gate and up, or one site for both. Raises ValueError where the shapes are not the
         group's."""
         tiling = self._launcher.tiling
         if not tiling.fuse_gated:
@@ -161,7 +161,8 @@ class FusedReaders:
         eps: float,
         residual: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Of a group of one site. Raises ValueError where the shapes are not the group's, or do not fit each other."""
+        """Compute a group of one site. Raises ValueError where the shapes are not the group's, or do not fit each
+        other."""
         tiling = self._launcher.tiling
         rows, columns = y.shape
         if rows > tiling.fuse_norm_rows or columns > _MAX_NORM_COLUMNS:
