@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,6 +214,28 @@ def test_cuda_graphs_are_recorded_on_one_stream(monkeypatch):
     for _ in range(3):
         recorder.record(lambda: torch.zeros(1))
     assert recorded_on == streams * 3
+
+
+def test_a_recording_keeps_the_tensors_that_its_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds addresses: what lies there must not be given to anything else while the graph can be replayed."""
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    graph = SimpleNamespace(pool=lambda: "pool", replay=lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
+    rows = torch.arange(3)
+    gone = weakref.ref(rows)
+    replay = CudaRecorder().record(partial(torch.index_select, torch.zeros(4), 0, rows))
+    del rows
+    assert gone() is not None
+    assert replay().shape == (3,)
+    del replay
+    assert gone() is None
 
 
 def test_the_a_side_on_a_lane_of_its_own_changes_nothing(tmp_path):

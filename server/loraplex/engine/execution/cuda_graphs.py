@@ -9,7 +9,7 @@ recordings of their own; those of steps with prompt chunks are also told which r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,20 @@ def recorded_sizes(limits: StepLimits, prompt_rows: int) -> tuple[RecordedSize, 
     return (*decoding, *prompts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """Replays a graph. The graph reads tensors that `work` was made with at fixed addresses, and owns none of them:
+    they must live as long as it does."""
+
+    graph: torch.cuda.CUDAGraph
+    answer: torch.Tensor
+    work: Callable[[], torch.Tensor]
+
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.answer
+
+
 class CudaRecorder:
     """CUDA graphs that share one pool of memory: only one runs at a time, and what it returns is valid until the
     next one runs.
@@ -74,12 +88,7 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             answer = work()
         self._pool = self._pool or graph.pool()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return answer
-
-        return replay
+        return _Recording(graph, answer, work)
 
     def forget(self) -> None:
         # A pool is gone with the last of its graphs.
