@@ -151,7 +151,7 @@ class Suite:
     catalogue: str
     out: Path
     budget_s: float
-    only: str = ""
+    only: Sequence[str] = ("",)
     lanes: int = LANES
     commit: str = "unknown"
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -171,7 +171,7 @@ class Suite:
         try:
             hello = first.hello()
             self._begin(hello["environment"])
-            cases = [case for case in hello["cases"] if self.only in case["key"]]
+            cases = [case for case in hello["cases"] if any(part in case["key"] for part in self.only)]
             keys = [case["key"] for case in cases]
             done = self._journal.results()
             self._run_all([case for case in cases if not _counts(done.get(case["key"]))], first)
@@ -306,7 +306,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu.suite", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results and report")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
-    parser.add_argument("--only", default="", help="cases whose section and name hold this")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        help="cases whose section and name hold this; may be repeated: then those that hold one of them",
+    )
     parser.add_argument("--small", action="store_true", help="tiny shapes, interpreted, without a GPU")
     parser.add_argument("--lanes", type=int, default=LANES, help="processes for cases that are not timed")
     parser.add_argument("--commit", default=None, help="where git is not there to ask")
@@ -328,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         catalogue=":".join(["bench.gpu.catalogue", f"{size}_ab" if given.ab else size, *given.ab]),
         out=given.out,
         budget_s=given.budget,
-        only=given.only,
+        only=given.only or ("",),
         lanes=1 if given.small else given.lanes,
         commit=given.commit or current_commit(),
         environment=environment,

@@ -94,7 +94,7 @@ def test_interrupted_run_counts_and_is_resumed(tmp_path):
     )
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"case": "steps/third", "sta')  # a run that was killed as it wrote
-    made, said = suite(tmp_path, "slow_cases", only="third")
+    made, said = suite(tmp_path, "slow_cases", only=("third",))
     assert made.run()
     assert len(said) == 1
     made, said = suite(tmp_path, "slow_cases", commit="another")
