@@ -13,7 +13,7 @@ HELM := $(CLIENTS)/helm/.installed
 ARGS ?=
 # Where 'make gpu' writes its results.
 OUT ?= build/gpu
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --rerun-failed
 
 .PHONY: quickstart test test-slow test-all check docs chart soak gpu gpu-site gpu-wheels fmt clean clients outside dashboards
 

@@ -15,6 +15,8 @@ import httpx
 import hypothesis
 import pytest
 
+from support import rerun_failed
+
 # Triton decides when it is imported whether kernels are interpreted, the only way to run them without a GPU. On a
 # machine that has one, TRITON_INTERPRET=0 runs them there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -54,12 +56,14 @@ Durations = dict[str, dict[str, float]]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long versions of the seeded suites")
     parser.addoption("--record-durations", action="store_true", help="record what each group takes")
+    rerun_failed.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "fast")
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
+    rerun_failed.register(config)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
