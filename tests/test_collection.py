@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,10 @@ def test_the_name_of_a_checkout_marks_no_test(tmp_path: Path, folder: str) -> No
     (tests / "durations.json").write_text("{}")
     (tests / "test_one.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-v", "--record-durations", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, check=False, cwd=tests.parent, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        command, check=False, cwd=tests.parent, env=environment, capture_output=True, text=True
+    )
     results = {
         line.split()[0].rpartition("::")[2]: line.split()[1]
         for line in done.stdout.splitlines()

@@ -52,7 +52,7 @@ def test_an_object_becomes_a_grammar(plane: DataPlane) -> None:
 
 def test_a_refusal_names_the_field(plane: DataPlane) -> None:
     refusal = GrammarRefused("the keyword 'not' is not supported")
-    tried = {"type": "string", "pattern": "^a+$"}  # no simple schema, which is built without a trial
+    tried = {"type": "string", "pattern": "^a+$"}
     plane.on_loop(lambda: plane.services.grammars.refuse_with.extend([refusal, refusal]))  # type: ignore[attr-defined]
     error = ask(plane, "/v1/responses", json_schema("/v1/responses", tried)).json()["error"]
     assert error["param"].startswith("text.format.schema"), error

@@ -35,10 +35,8 @@ def post(plane: DataPlane, route: str, body: dict[str, Any], **fields: Any) -> h
     return plane.http.post(f"{plane.url}/v1/{route}", json={**body, **fields}, headers=KEY)
 
 
-def grammar_of(
-    plane: DataPlane, route: str, body: dict[str, Any], *, tried: bool = True, **fields: Any
-) -> str:
-    """What the engine is asked to follow, in each of its sequences. `tried`: whether it is built on trial before."""
+def grammar_of(plane: DataPlane, route: str, body: dict[str, Any], **fields: Any) -> str:
+    """The grammar that the engine is asked to follow, in each of its sequences. It was built on trial before."""
     before = len(plane.grammars.checked)
     answer = post(plane, route, body, **fields)
     assert answer.status_code == 200, answer.text
@@ -47,7 +45,7 @@ def grammar_of(
     grammar = grammars.pop()
     assert grammar is not None
     checked = plane.grammars.checked[before:]
-    assert checked in ([[("acme", grammar)], [("acme", grammar.removeprefix("lark of "))]] if tried else [[]])
+    assert checked in ([[("acme", grammar)], [("acme", grammar.removeprefix("lark of "))]])
     return grammar
 
 
@@ -69,7 +67,7 @@ def test_schema_is_enforced_whatever_strict_says(
     plane: DataPlane, route: str, body: Any, strict: Any
 ) -> None:
     wanted = by_schema(SCHEMA, strict=strict, description="what a is")
-    grammar = grammar_of(plane, route, body, tried=False, response_format=wanted, n=2)
+    grammar = grammar_of(plane, route, body, response_format=wanted, n=2)
     assert len(plane.engine.requests) == 2
     assert takes(grammar, '{"a": 5}')
     assert not takes(grammar, '{"a": "5"}')
@@ -77,12 +75,12 @@ def test_schema_is_enforced_whatever_strict_says(
 
 @BOTH
 def test_json_object_is_any_object(plane: DataPlane, route: str, body: Any) -> None:
-    for tried, fields in (
-        (True, {"response_format": {"type": "json_object"}}),
-        (True, {"structured_outputs": {"json_object": True}}),
-        (False, {"structured_outputs": {"json": {"type": "object"}, "disable_fallback": True}}),
+    for fields in (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+        {"structured_outputs": {"json": {"type": "object"}, "disable_fallback": True}},
     ):
-        grammar = grammar_of(plane, route, body, tried=tried, **fields)
+        grammar = grammar_of(plane, route, body, **fields)
         assert takes(grammar, '{"a": [1]}')
         assert not takes(grammar, "[1]")
 
@@ -104,8 +102,7 @@ def test_json_object_is_any_object(plane: DataPlane, route: str, body: Any) -> N
 def test_each_structure(
     plane: DataPlane, route: str, body: Any, structure: Any, fits: str, not_: str
 ) -> None:
-    is_simple = structure.get("json") in (SCHEMA, json.dumps(SCHEMA))
-    grammar = grammar_of(plane, route, body, tried=not is_simple, structured_outputs=structure)
+    grammar = grammar_of(plane, route, body, structured_outputs=structure)
     assert takes(grammar, fits)
     assert not takes(grammar, not_)
 

@@ -13,8 +13,8 @@ from loraplex.serving.errors import GrammarRefused
 async def checked_grammar(
     request: Request, reading: Reading, tenant_id: str, grammars: Grammars, capacity: TenantCapacity
 ) -> str | None:
-    """The grammar that each answer must follow; None if it is free. `grammars` checks it, unless it needs no trial.
-    Raises ApiError (400) that names the field, and what `grammars` raises."""
+    """The grammar that each answer must follow; None if it is free. `grammars` checks it. Raises
+    ApiError (400) that names the field, and what `grammars` raises."""
     if (with_tools := reading.constraint) is not None:
         try:
             await grammars.check(tenant_id, with_tools.text)
@@ -28,8 +28,6 @@ async def checked_grammar(
     )
     if constraint is None:
         return None
-    if not constraint.needs_trial:
-        return constraint.text
     try:
         if constraint.gbnf:
             return await grammars.lark_of_gbnf(tenant_id, constraint.text)

@@ -20,8 +20,9 @@ from loraplex.serving.grammar.verdicts import Verdict, VerdictCache, verdict_key
 
 WORKER_COMMAND = (sys.executable, "-m", "loraplex.serving.grammar.worker")
 CACHE_BYTES = 8 << 20
-CPU_SHARE = 0.01
-"""Part of one core that a tenant's checks may take over time, beside `burst_s`."""
+CPU_SHARE = 0.05
+"""Part of one core that a tenant's checks may take over time, beside `burst_s`: about 25 new schemas of 2 ms a
+second."""
 
 CheckOutcome = Literal["accepted", "refused", "too_costly", "rejected", "unavailable"]
 _WORDS = PoolWords(

@@ -13,7 +13,6 @@ from loraplex.http.text import printable
 from loraplex.serving.errors import GrammarRefused
 from loraplex.serving.grammar import builders
 from loraplex.serving.grammar.schema_rules import locate
-from loraplex.serving.grammar.simple_schemas import is_simple
 
 MAX_PATH = 200
 """Characters of a place in a schema, in an error."""
@@ -23,14 +22,12 @@ MAX_REASON = 400
 @dataclass(frozen=True)
 class Constraint:
     """One grammar that an answer must follow. `field` asks for it; `schema` is the JSON schema that stands there.
-    `gbnf`: the text is GBNF, still to be converted. `needs_trial`: nothing but a trial says what building it costs, and
-    whether it can be enforced."""
+    `gbnf`: the text is GBNF, still to be converted."""
 
     field: str
     text: str
     schema: Any = None
     gbnf: bool = False
-    needs_trial: bool = True
 
     def refusal(self, error: GrammarRefused) -> ApiError:
         """The 400 for a grammar that the checker has refused."""
@@ -71,7 +68,7 @@ def _structured(asked: StructuredOutputs) -> Constraint:
 
 def _json(field: str, schema: dict[str, Any], *, compact: bool = False) -> Constraint:
     built = _built(field, partial(builders.json_schema, schema, compact=compact))
-    return replace(built, schema=schema, needs_trial=not is_simple(schema, built.text))
+    return replace(built, schema=schema)
 
 
 def _built(field: str, build: Callable[[], str]) -> Constraint:
