@@ -19,13 +19,17 @@ from typing import Any
 
 import torch
 
-from loraplex.kernels.attention.dispatch import build_attention_batch as torch_batch
-from loraplex.kernels.attention.dispatch import paged_attention as torch_attention
 from loraplex.kernels.attention.numba_attention import build_attention_batch as numba_batch
 from loraplex.kernels.attention.numba_attention import paged_attention as numba_attention
+from loraplex.kernels.attention.torch_attention import build_attention_batch as torch_batch
+from loraplex.kernels.attention.torch_attention import paged_attention as torch_attention
 from loraplex.kernels.lora.dispatch import LoraPass, Scratch, Segment, begin_pass
+from loraplex.kernels.lora.numba_lora import NumbaLoraPass
+from loraplex.kernels.lora.reference import TorchLoraPass
 from loraplex.kernels.lora.site_groups import SiteGroup
-from loraplex.kernels.ops import Ops, resolve_ops
+from loraplex.kernels.numba_backend import numba_ops
+from loraplex.kernels.ops import Ops
+from loraplex.kernels.torch_backend import torch_ops
 from support.kernels.lora_arena import ManualArena, make_arena
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, INNER = 30, 9, 3, 64, 576, 1536
@@ -105,7 +109,8 @@ def lora(name: str, arena: ManualArena, rows: int, adapters: int) -> None:
     each = rows // adapters
     segments: list[Segment] = [(slot, slot * each, each) for slot in range(adapters)]
     ours, theirs = (
-        begin_pass(kind, arena.weights, Scratch(CPU), segments, rows) for kind in ("numba", "torch")
+        begin_pass(make, arena.weights, Scratch(CPU), segments, rows)
+        for make in (NumbaLoraPass, TorchLoraPass)
     )
     assert ours is not None
     assert theirs is not None
@@ -165,7 +170,7 @@ def main() -> None:
     print(f"load {os.getloadavg()}")
 
 
-OURS, TORCH = resolve_ops("numba"), resolve_ops("torch")
+OURS, TORCH = numba_ops(), torch_ops()
 
 if __name__ == "__main__":
     with torch.inference_mode():

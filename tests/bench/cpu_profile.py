@@ -36,8 +36,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the engine's process has 
 
 import torch
 
-from loraplex.engine import build
-from loraplex.engine.model import loading
+from loraplex.engine import device_parts, devices
+from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.layers import dense, numba_dense
 from loraplex.serving.text.detokenize import TextStream
 from loraplex.serving.text.processor import TextProcessor
@@ -109,10 +109,8 @@ class Engine:
             "gelu_tanh_and_mul": "activation",
             "rotate_and_write": "rotate and write",
         }
-        resolve, choose = loading.resolve_ops, loading.choose_attention
 
-        def timed_ops(*args: Any, **kwargs: Any) -> Any:
-            ops = resolve(*args, **kwargs)
+        def timed_ops(ops: Any) -> Any:
             if not by_part:
                 return ops
             changed: Any = {name: clock.around(part, getattr(ops, name)) for name, part in parts.items()}
@@ -121,11 +119,16 @@ class Engine:
             )
             return dataclasses.replace(ops, **changed, record_layers=None)
 
-        def timed_attention(*args: Any, **kwargs: Any) -> Any:
-            choice: Any = choose(*args, **kwargs)
-            if by_part:
-                choice.kernel.run = clock.around("attention", choice.kernel.run)
-            return choice
+        def timed_kernels(*args: Any, **kwargs: Any) -> Any:
+            kernels = resolve_kernels(*args, **kwargs)
+
+            def timed_attention(*asked: Any) -> Any:
+                choice: Any = kernels.choose_attention(*asked)
+                if by_part:
+                    choice.kernel.run = clock.around("attention", choice.kernel.run)
+                return choice
+
+            return dataclasses.replace(kernels, ops=timed_ops(kernels.ops), choose_attention=timed_attention)
 
         class TimedPass:
             def __init__(self, lora: Any) -> None:
@@ -150,11 +153,10 @@ class Engine:
             sampler.sample = clock.around("sampling", sampler.sample)
             return sampler
 
-        make = build.make_sampler
+        make = device_parts.make_sampler
         with (
-            mock.patch.object(loading, "resolve_ops", timed_ops),
-            mock.patch.object(loading, "choose_attention", timed_attention),
-            mock.patch.object(build, "make_sampler", timed_sampler),
+            mock.patch.object(devices, "resolve_kernels", timed_kernels),
+            mock.patch.object(device_parts, "make_sampler", timed_sampler),
         ):
             self.engine = LocalEngine(
                 arguments.model,

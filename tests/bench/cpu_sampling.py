@@ -14,6 +14,7 @@ import torch
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.sampling.sampler import make_sampler
 from loraplex.engine.types import SamplingParams
+from loraplex.kernels.backend import make_kernels
 from support.engine.sampling import EOS, row
 
 VOCABULARY, TURNS = 49_152, 15
@@ -30,7 +31,7 @@ def main() -> None:
     torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
     print(f"threads {torch.get_num_threads()}, load {os.getloadavg()[0]:.1f}")
     samplers = {
-        backend: make_sampler(backend, vocab_size=VOCABULARY, max_rows=64, device=CPU)
+        backend: make_sampler(make_kernels(backend, CPU), vocab_size=VOCABULARY, max_rows=64)
         for backend in ("numba", "torch")
     }
     for size in (1, 16, 32):

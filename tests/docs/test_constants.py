@@ -36,7 +36,7 @@ from loraplex.control.limits import budget_store, budgets, limiter, redis_limite
 from loraplex.control.tenancy import key_use, keys
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.usage import journal, roll_up
-from loraplex.engine import build, sizing
+from loraplex.engine import build, device_parts, sizing
 from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
 from loraplex.engine.execution import device_memory, kv_cache
 from loraplex.engine.grammar import dictated
@@ -362,7 +362,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     (
         "reliability.md",
         "no more positions than {:g} MiB of logits hold",
-        (build._MAX_SCORED_BYTES / MIB,),
+        (device_parts._MAX_SCORED_BYTES / MIB,),
     ),
 ]
 

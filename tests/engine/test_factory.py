@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.engine import build
+from loraplex.engine import device_parts
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import save_tiny
 
@@ -69,7 +69,7 @@ def test_pools_beyond_the_free_memory_are_warned_of(
     is_told: bool,
 ) -> None:
     """Nothing fails at the start: the pools fill up later."""
-    monkeypatch.setattr(build, "free_host_memory", lambda: free)
+    monkeypatch.setattr(device_parts, "free_host_memory", lambda: free)
     LocalEngine(base, tmp_path, num_threads=1, **SIZES)
     told = [record.getMessage() for record in caplog.records if "the pools want" in record.getMessage()]
     assert bool(told) is is_told

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from loraplex.engine import kernel_report
+from loraplex.kernels.backend import make_kernels
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,9 @@ from loraplex.engine import kernel_report
 )
 def test_a_gpu_is_named_with_what_it_records(capability, asked, recorded, monkeypatch) -> None:
     monkeypatch.setattr(kernel_report, "set_threads", lambda _: "")
-    monkeypatch.setattr(kernel_report, "resolve_kernels", lambda *_: (torch.device("cuda"), "triton"))
+    monkeypatch.setattr(
+        kernel_report, "choose_kernels", lambda *_: make_kernels("triton", torch.device("cuda"))
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Card")
     major, minor = capability

@@ -9,11 +9,12 @@ import torch
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine import numerics
-from loraplex.engine.model.loading import load_model
-from loraplex.engine.numerics import numerical_build, obstacle_to_same_bits
+from loraplex.engine.numerics import numerical_build
+from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.layers import numba_dense
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
+from support.models.loading import load_model
 
 SIZES = {
     "kv_cache_memory": 1 << 20,
@@ -36,7 +37,8 @@ def granite(tmp_path_factory):
 
 
 def obstacle(backend, dtype=torch.float32, *, asked=False):
-    return obstacle_to_same_bits(backend, dtype, batch_invariant=asked) or ""
+    kernels = make_kernels(backend, torch.device("cpu"))
+    return kernels.obstacle_to_same_bits(dtype, asked) or ""
 
 
 def test_kernels_that_keep_the_promise(monkeypatch):
@@ -89,7 +91,7 @@ def test_the_build_is_the_same_for_the_same_and_another_for_whatever_changes_bit
     model = load_model(llama, "cpu", "float32", kernels="torch")
 
     def build(backend="torch", of=model, **changed):
-        return numerical_build(of, backend, batch_invariant=changed.get("batch_invariant", False))
+        return numerical_build(of, make_kernels(backend, torch.device("cpu"), **changed))
 
     first = build()
     assert build(of=load_model(llama, "cpu", "float32", kernels="torch")) == first

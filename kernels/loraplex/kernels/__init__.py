@@ -1,6 +1,6 @@
 """Kernels of the forward pass: one formula each, in torch, Triton (GPU) and numba (CPU).
 
-`backend.resolve_backend` chooses the implementation once, at the start. `ops.resolve_ops` gives the layers of a decoder
-their functions. `lora` and `attention` hold the batched kernels, `layers` what a decoder layer needs beside them,
-`sampling` the sampling of tokens, `numba_runtime` what kernels in numba are built on.
+`backend.resolve_kernels` chooses a backend once, at the start, and gives its `bundle.Kernels`; a backend is one file
+(`torch_backend`, `numba_backend`, `triton_backend`). `lora` and `attention` hold the batched kernels, `layers` what a
+decoder layer needs beside them, `sampling` the sampling of tokens, `numba_runtime` what kernels in numba are built on.
 """

@@ -1,42 +1,58 @@
-"""Which implementation of the kernels runs, resolved once when the engine is built."""
+"""The backend whose kernels run, resolved once when the engine is built."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from functools import cache
-from typing import Literal
+from typing import get_args
 
 import torch
 
-Backend = Literal["torch", "numba", "triton"]
-"""The implementations, by name. "torch" runs on any device, "numba" on CPUs, "triton" on GPUs, and where its kernels
-are interpreted, as in tests (TRITON_INTERPRET=1)."""
+from loraplex.kernels.bundle import Backend, Kernels
+from loraplex.kernels.failures import describe_failure
+from loraplex.kernels.torch_backend import torch_kernels
+
 _MIN_CAPABILITY = (8, 0)
-"""Of a GPU: what the kernels' tiles and types are made for."""
+"""Compute capability of a GPU that the kernels' tiles and types are made for."""
 
 
 class BackendUnavailable(ValueError):
     """An implementation was asked for by name that can't run here."""
 
 
-def resolve_backend(choice: str, device: torch.device) -> Backend:
-    """The implementation to use on `device`: the best there is for "auto", else the one that `choice` names.
+def resolve_kernels(choice: str, device: torch.device, *, batch_invariant: bool = False) -> Kernels:
+    """The kernels to use on `device`: the best there are for "auto", else those that `choice` names. `batch_invariant`:
+    those whose rows have the same bits in every step, where that is a choice.
 
     Raises BackendUnavailable rather than fall back where an explicit choice can't be had.
     """
-    if choice == "torch":
-        return "torch"
     if choice == "auto":
         best = best_backend(device)
-        return best if obstacle_to(best, device) is None else "torch"
-    asked: Backend | None = "numba" if choice == "numba" else "triton" if choice == "triton" else None
-    if asked is not None:
-        obstacle = obstacle_to(asked, device)
-        if obstacle is None:
-            return asked
-        raise BackendUnavailable(f"the {choice} kernels can't run here: {obstacle}; choose auto or torch")
+        return make_kernels(
+            best if obstacle_to(best, device) is None else "torch", device, batch_invariant=batch_invariant
+        )
+    for backend in get_args(Backend):
+        if choice == backend:
+            obstacle = obstacle_to(backend, device)
+            if obstacle is None:
+                return make_kernels(backend, device, batch_invariant=batch_invariant)
+            raise BackendUnavailable(f"the {choice} kernels can't run here: {obstacle}; choose auto or torch")
     raise BackendUnavailable(f"there are no '{choice}' kernels; choose auto, torch, numba or triton")
+
+
+def make_kernels(backend: Backend, device: torch.device, *, batch_invariant: bool = False) -> Kernels:
+    """The kernels of a backend that runs on `device`."""
+    if backend == "numba":
+        from loraplex.kernels.numba_backend import numba_kernels  # takes a second to import
+
+        return numba_kernels(device, batch_invariant=batch_invariant)
+    if backend == "triton":
+        # Triton need not be there where it does not run.
+        from loraplex.kernels.triton_backend import triton_kernels
+
+        return triton_kernels(device, batch_invariant=batch_invariant)
+    return torch_kernels(device, batch_invariant=batch_invariant)
 
 
 def best_backend(device: torch.device) -> Backend:
@@ -73,12 +89,6 @@ def _numba_failure() -> str | None:
     except Exception as error:  # of any kind: what is installed does not fit together
         return describe_failure("numba", error)
     return None
-
-
-def describe_failure(library: str, error: Exception) -> str:
-    """In one line."""
-    reason = (str(error).strip().splitlines() or [""])[0]
-    return f"{library} failed with {type(error).__name__}: {reason}"
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:

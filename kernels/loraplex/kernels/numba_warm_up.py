@@ -11,19 +11,18 @@ from loraplex.kernels.layers import numba_dense, numba_dense_tiles
 from loraplex.kernels.lora import numba_lora
 from loraplex.kernels.numba_runtime.thread_team import run_calls
 from loraplex.kernels.numba_runtime.vectors import LIKE
-from loraplex.kernels.ops import resolve_ops
+from loraplex.kernels.ops import Ops
 from loraplex.kernels.sampling.numba_argmax import largest
 from loraplex.kernels.sampling.numba_logsumexp import log_sum_exp
 from loraplex.kernels.sampling.numba_sampling import draw
 from loraplex.kernels.sampling.types import TokenMasks
 
 
-def warm_up(dtype: torch.dtype) -> None:
-    """Compile all kernels for a model in `dtype`. Kernels do not depend on sizes. For the thread that will run the
-    steps."""
+def warm_up(dtype: torch.dtype, ops: Ops) -> None:
+    """Compile all kernels for a model in `dtype`. `ops` are numba's. Kernels do not depend on sizes. For the thread
+    that will run the steps."""
     if dtype not in LIKE:
         return
-    ops = resolve_ops("numba")
     x = torch.zeros(1, 64, dtype=dtype)
     for weight in (torch.ones(64, dtype=dtype), torch.ones(64)):
         ops.rms_norm(x, weight, 1e-5)

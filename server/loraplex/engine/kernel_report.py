@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from loraplex.engine.build import resolve_kernels
+from loraplex.engine.devices import choose_kernels
 from loraplex.engine.execution.threads import set_threads
 from loraplex.engine.sizing import REFERENCE_LAYERS, REFERENCE_WEIGHTS, most_recorded_rows
 from loraplex.kernels.backend import best_backend, obstacle_to
@@ -14,8 +14,9 @@ def describe_kernels(choice: str, device: str, num_threads: int, recorded_prompt
     """The kernels that `choice` selects on `device`, how they compute there, and what they record. Arguments as in
     EngineConfig. Raises DeviceUnavailable for what can't run here."""
     shown_threads = set_threads(num_threads)
-    found, backend = resolve_kernels(device, choice)
-    if backend == "triton":
+    kernels = choose_kernels(device, choice)
+    found = kernels.device
+    if kernels.lora_pass is None:
         if found.type != "cuda":
             return "triton, interpreted: far too slow to serve with"
         major, minor = torch.cuda.get_device_capability(found)
@@ -26,7 +27,7 @@ def describe_kernels(choice: str, device: str, num_threads: int, recorded_prompt
             recorded += f" and those with prompt chunks of up to {rows} rows{chosen}"
         name = torch.cuda.get_device_name(found)
         return f"triton on {name}, compute capability {major}.{minor}; {recorded} are recorded"
-    if backend == "numba":
+    if kernels.compilation is not None:
         return f"{_describe_numba()}, {shown_threads}; {_describe_cache()}"
     if choice == "torch":
         return f"torch, as was asked for, {shown_threads}"

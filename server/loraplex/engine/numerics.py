@@ -18,7 +18,7 @@ import loraplex.engine
 import loraplex.kernels
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.fused import FusedDecoder
-from loraplex.kernels.backend import Backend
+from loraplex.kernels.bundle import Kernels
 
 _PACKAGES = (loraplex.kernels, loraplex.engine, loraplex.adapters)
 _LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton", "llguidance")
@@ -29,44 +29,24 @@ _VARIABLES = (
 """Variables by which libraries choose other instructions."""
 
 
-def obstacle_to_same_bits(backend: Backend, dtype: torch.dtype, *, batch_invariant: bool) -> str | None:
-    """Why these kernels cannot promise the same bits of a model in this dtype; None where they can. `batch_invariant`
-    as in EngineConfig."""
-    if backend == "torch":
-        return "torch's kernels choose the order of their sums by the other rows of a step"
-    if backend == "triton" and not batch_invariant:
-        return "--batch-invariant is off"
-    if backend == "numba":
-        from loraplex.kernels.layers import numba_dense  # numba takes a second to import
-
-        if not numba_dense.is_for(dtype, batch_invariant=batch_invariant):
-            name = str(dtype).removeprefix("torch.")
-            return f"oneDNN multiplies in {name} on this processor, by the number of rows"
-    return None
-
-
-def numerical_build(model: Model, backend: Backend, *, batch_invariant: bool) -> str:
+def numerical_build(model: Model, kernels: Kernels) -> str:
     """A digest of what decides the bits of its answers, the weights and dtype aside: sources, versions of libraries,
     processor or GPU, the kernels chosen, and the RoPE frequencies that the served length chose (ADR 0013)."""
+    decides = kernels.obstacle_to_same_bits(model.dtype, False) is not None
     parts = [
         *(f"{package.__name__} {_digest(Path(package.__path__[0]))}" for package in _PACKAGES),
         *(f"{name} {_version(name)}" for name in _libraries(model)),
         *(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ),
-        f"{backend} {type(model).__name__} {model.shape.max_positions}",
+        f"{kernels.backend} {type(model).__name__} {model.shape.max_positions}",
         f"attention {model.attention.name} {_version(model.attention.name)}",
-        f"batch invariant {_decides(backend, model.dtype) and batch_invariant}",
-        *_processor(model.device, backend),
+        f"batch invariant {decides and kernels.batch_invariant}",
+        *_processor(model.device, kernels),
     ]
-    obstacle = obstacle_to_same_bits(backend, model.dtype, batch_invariant=batch_invariant)
+    obstacle = kernels.obstacle_to_same_bits(model.dtype, kernels.batch_invariant)
     if obstacle is not None or not isinstance(model, FusedDecoder):
         # Libraries may cut sums by the number of threads. Kernels that keep the promise do not.
         parts.append(f"threads {torch.get_num_threads()}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _decides(backend: Backend, dtype: torch.dtype) -> bool:
-    """Whether `batch_invariant` changes what is computed."""
-    return obstacle_to_same_bits(backend, dtype, batch_invariant=False) is not None
 
 
 def _libraries(model: Model) -> tuple[str, ...]:
@@ -89,13 +69,7 @@ def _digest(package: Path) -> str:
     return digest.hexdigest()
 
 
-def _processor(device: torch.device, backend: Backend) -> list[str]:
+def _processor(device: torch.device, kernels: Kernels) -> list[str]:
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device), f"cuda {torch.version.cuda}"]
-    found = [torch.backends.cpu.get_cpu_capability()]
-    if backend == "numba":
-        from loraplex.kernels.numba_runtime import amx
-        from loraplex.kernels.numba_runtime.vectors import host_features, host_name
-
-        found += [host_name(), *sorted(host_features()), f"tiles {amx.is_permitted()}"]
-    return found
+    return [torch.backends.cpu.get_cpu_capability(), *kernels.processor()]

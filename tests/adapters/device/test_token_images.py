@@ -16,6 +16,7 @@ from loraplex.adapters.device.host_slab import loose_pages
 from loraplex.adapters.device.image_files import ImageFiles, image_key
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.engine.execution.inputs import PlainInputs
+from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from support.adapters.drafts import AdapterFiles, TinyBase, draft_adapter, write_base
 
@@ -56,7 +57,7 @@ def made(tmp_path: Path, layout: ArenaLayout) -> tuple[HostImage, AdapterFiles]:
 
 def looked_up(layout: ArenaLayout, image: HostImage) -> tuple[torch.Tensor, torch.Tensor]:
     """What every token's embedding is changed by, and the logits of one row."""
-    arena = AdapterArena(layout, image.num_pages + 3, 2, torch.device("cpu"), kernels="torch")
+    arena = AdapterArena(layout, image.num_pages + 3, 2, resolve_kernels("torch", torch.device("cpu")))
     arena.write(image, 1, tuple(range(2, image.num_pages + 2)))
     found = arena.token_pass([(1, 0, V)], [(1, 0, 1)], PlainInputs(torch.device("cpu")))
     assert found is not None

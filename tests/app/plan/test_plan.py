@@ -18,9 +18,9 @@ from loraplex.app.plan.shapes import SHAPES, SOURCES
 from loraplex.app.settings import Settings
 from loraplex.engine.build import build_engine
 from loraplex.engine.config import BLOCK_SIZE, EngineConfig
-from loraplex.engine.model.loading import load_model
 from loraplex.engine.model.outline import ModelOutline, outline_model
 from loraplex.engine.sizing import adapter_pages
+from support.models.loading import load_model
 from support.servers.live_server import (
     LiveServer,
     checked,

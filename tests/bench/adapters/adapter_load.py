@@ -40,6 +40,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.files import digest_upload
+from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.lora.site_groups import SiteGroup
 from support.adapters.drafts import ALL_SITES
 from support.servers.live_server import write_real_adapter
@@ -109,7 +110,7 @@ def run(root: Path, options: argparse.Namespace) -> None:
 
     per_adapter = build_image(*inspect(digests[0]), layout).num_pages
     num_pages = 2 * per_adapter * options.count
-    arena = AdapterArena(layout, num_pages, 2 * options.count, torch.device("cpu"))
+    arena = AdapterArena(layout, num_pages, 2 * options.count, resolve_kernels("auto", torch.device("cpu")))
     pages = iter([tuple(range(n, n + per_adapter)) for n in range(0, num_pages, per_adapter)])
     woken = threading.Semaphore(0)
     host = HostSlab(2 * per_adapter * options.count * layout.page_bytes, layout.page_bytes)

@@ -22,8 +22,9 @@ import torch
 
 from loraplex.kernels.attention.numba_attention import build_attention_batch, paged_attention
 from loraplex.kernels.lora.dispatch import LoraPass, Scratch, begin_pass
+from loraplex.kernels.lora.numba_lora import NumbaLoraPass
 from loraplex.kernels.lora.site_groups import SiteGroup
-from loraplex.kernels.ops import resolve_ops
+from loraplex.kernels.numba_backend import numba_ops
 from support.kernels.lora_arena import ManualArena, make_arena
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, INNER, RANK = 30, 9, 3, 64, 576, 1536, 16
@@ -42,7 +43,7 @@ class Layers:
     """Weights of all layers, so that they come from memory as in a step, and the clocks of the parts."""
 
     def __init__(self) -> None:
-        ops = resolve_ops("numba")
+        ops = numba_ops()
         self.spent: dict[str, float] = defaultdict(float)
         self._norm = self._timed("norms", ops.rms_norm)
         self._add_norm = self._timed("norms", ops.add_rms_norm)
@@ -107,7 +108,7 @@ def measure(layers: Layers, arena: ManualArena, rows: int, adapters: int, contex
     batch = build_attention_batch(counts, lengths, tables)
     each = rows // max(adapters, 1)
     segments = [(slot, slot * each, each) for slot in range(adapters)]
-    lora = begin_pass("numba", arena.weights, Scratch(torch.device("cpu")), segments, rows)
+    lora = begin_pass(NumbaLoraPass, arena.weights, Scratch(torch.device("cpu")), segments, rows)
     start = torch.randn(rows, HIDDEN, dtype=DTYPE)
     totals, parts = [], []
     for turn in range(turns + 2):

@@ -15,12 +15,12 @@ import torch
 
 from bench.gpu.stopwatch import Stopwatch
 from bench.gpu.timing import Ceilings, eager_ms, median_ms, relative_error
-from loraplex.kernels.attention import dispatch as attention
+from loraplex.kernels.attention import torch_attention as attention
 from loraplex.kernels.attention import triton_attention
-from loraplex.kernels.attention.choice import choose_attention
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds
 from loraplex.kernels.attention.triton_plan import AttentionCapacity, AttentionPlan
 from loraplex.kernels.attention.triton_tiling import AttentionShape, Tiling, Tilings, choose_tilings
+from loraplex.kernels.backend import make_kernels
 from support.kernels.paged import PagedStep, expected_attention, paged_step
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -250,7 +250,7 @@ def _step(case: AttentionCase, device: torch.device) -> PagedStep:
 def _kernel(choice: str, case: AttentionCase, device: torch.device) -> AttentionKernel:
     shape = AttentionShape(case.heads, case.kv_heads, case.head_dim, BLOCK_SIZE)
     needs = AttentionNeeds(shape, (case.window,), case.softcap is not None)
-    return choose_attention(choice, "triton", needs, case.dtype, device).kernel
+    return make_kernels("triton", device).choose_attention(choice, needs, case.dtype).kernel
 
 
 def _options(case: AttentionCase) -> dict[str, Any]:

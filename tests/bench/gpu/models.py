@@ -18,9 +18,7 @@ from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.spec import AdapterSpec, SiteWeights, TensorSlice
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import FusedDecoder, attention_needs, fused_decoder
-from loraplex.kernels.attention.choice import choose_attention
-from loraplex.kernels.backend import resolve_backend
-from loraplex.kernels.ops import resolve_ops
+from loraplex.kernels.backend import resolve_kernels
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -131,12 +129,9 @@ def decoder_of(
     batch_invariant: bool = False,
     attention: str = "auto",
 ) -> FusedDecoder:
-    backend = resolve_backend("triton", device)
-    ops = resolve_ops(backend, batch_invariant=batch_invariant)
-    chosen = choose_attention(
-        attention, backend, attention_needs(spec), dtype, device, batch_invariant=batch_invariant
-    )
-    return fused_decoder(tensors, spec, dtype, device, ops=ops, attention=chosen)
+    kernels = resolve_kernels("triton", device, batch_invariant=batch_invariant)
+    chosen = kernels.choose_attention(attention, attention_needs(spec), dtype)
+    return fused_decoder(tensors, spec, dtype, device, ops=kernels.ops, attention=chosen)
 
 
 def random_reference(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:

@@ -23,6 +23,7 @@ from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.engine.types import Sequence as EngineSequence
 from loraplex.kernels.attention.kernel import RecordableAttention
+from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.lora.overlap import Lane, StreamLane
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
@@ -88,7 +89,9 @@ class Rig:
             model.site_groups, model.num_layers, model.dtype, max_rank=size.max_rank, head=model.head_group
         )
         self.num_pages = size.arena_bytes // self.layout.page_bytes
-        self.arena = AdapterArena(self.layout, self.num_pages, size.slots, self.device, kernels="triton")
+        self.arena = AdapterArena(
+            self.layout, self.num_pages, size.slots, make_kernels("triton", self.device)
+        )
         tiling = tiling or (INVARIANT_TILING if batch_invariant else LoraTiling())
         assert isinstance(model.attention, RecordableAttention)
         self.source = PackedSource(

@@ -192,7 +192,7 @@ class StepBench:
             lora=self.rig.arena,
             inputs=self.rig.source,
             sampler=make_sampler(
-                "triton", vocab_size=self.rig.model.shape.vocab_size, max_rows=rows, device=self.device
+                self.rig.arena.kernels, vocab_size=self.rig.model.shape.vocab_size, max_rows=rows
             ),
         )
         later = [replace(item, pending_input=True, output_index=1) for item in first]

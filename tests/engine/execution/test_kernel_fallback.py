@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.kernels.backend import resolve_backend
+from loraplex.kernels.backend import resolve_kernels
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, save_tiny
 
@@ -107,7 +107,7 @@ def test_kernel_that_cannot_be_compiled(
 ) -> None:
     numba_warm_up = pytest.importorskip("loraplex.kernels.numba_warm_up")
 
-    def fail(dtype: object) -> None:
+    def fail(*of: object) -> None:
         raise RuntimeError("LLVM ERROR: cannot select\nmore")
 
     monkeypatch.setattr(numba_warm_up, "warm_up", fail)
@@ -115,7 +115,7 @@ def test_kernel_that_cannot_be_compiled(
         LoraplexError, match="--kernels numba: numba failed with RuntimeError: LLVM ERROR: cannot"
     ):
         LocalEngine(base, tmp_path / "asked", num_threads=1, kernels="numba", **SIZES)
-    assert resolve_backend("auto", torch.device("cpu")) == "numba"
+    assert resolve_kernels("auto", torch.device("cpu")).backend == "numba"
     with caplog.at_level(logging.WARNING):
         engine = LocalEngine(base, tmp_path / "auto", num_threads=1, **SIZES)
     assert "torch's kernels are used, which are slower: numba failed with RuntimeError" in caplog.text

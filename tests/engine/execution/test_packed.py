@@ -16,7 +16,7 @@ from loraplex.engine.execution.inputs import PlainInputs, RecordedSize, StepLimi
 from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence, StepPlan
 from loraplex.kernels.attention.kernel import AttentionNeeds
-from loraplex.kernels.attention.torch_kernel import TorchAttention
+from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,12 +14,15 @@ from unittest import mock
 import pytest
 import torch
 
-from loraplex.engine.model import loading
+from loraplex.engine import devices
 from loraplex.engine.model.base import ForwardBatch
+from loraplex.kernels.backend import resolve_kernels
+from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.numba_layers import MAX_ROWS, NumbaRecordedLayers
 from loraplex.kernels.ops import Ops
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
 from support.engine.local_engine import LocalEngine
+from support.models import loading
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -63,13 +68,21 @@ def _equal(found: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert torch.equal(found.view(torch.uint8), want.view(torch.uint8)), what
 
 
-def ops_that(change: Any) -> Any:
-    resolve = loading.resolve_ops
+def ops_that(change: Any) -> AbstractContextManager[None]:
+    return changed_ops(lambda ops: dataclasses.replace(ops, record_layers=change))
 
-    def changed(*args: Any, **kwargs: Any) -> Ops:
-        return dataclasses.replace(resolve(*args, **kwargs), record_layers=change)
 
-    return mock.patch.object(loading, "resolve_ops", changed)
+@contextmanager
+def changed_ops(change: Callable[[Ops], Ops]) -> Iterator[None]:
+    def changed(*args: Any, **kwargs: Any) -> Kernels:
+        kernels = resolve_kernels(*args, **kwargs)
+        return dataclasses.replace(kernels, ops=change(kernels.ops))
+
+    with (
+        mock.patch.object(devices, "resolve_kernels", changed),
+        mock.patch.object(loading, "resolve_kernels", changed),
+    ):
+        yield
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -117,17 +130,14 @@ def test_products_of_a_library_are_not_recorded(tmp_path: Path) -> None:
     """As oneDNN's, on processors with AMX."""
     base = save_tiny(tmp_path / "base", FAMILIES["llama"])
     seen: Counter[bool] = Counter()
-    resolve = loading.resolve_ops
 
-    def with_library(*args: Any, **kwargs: Any) -> Ops:
-        ops = resolve(*args, **kwargs)
-
+    def with_library(ops: Ops) -> Ops:
         def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
             return ops.linear(x.clone(), weight, bias)
 
         return dataclasses.replace(ops, linear=linear, record_layers=lambda: Counting(seen))
 
-    with mock.patch.object(loading, "resolve_ops", with_library):
+    with changed_ops(with_library):
         engine = LocalEngine(base, tmp_path / "work", kernels="numba", dtype="float32", num_threads=1)
     engine.add("one", [5, 6, 7], max_tokens=5)
     engine.run()

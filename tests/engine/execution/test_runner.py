@@ -16,11 +16,11 @@ from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.model.base import KVCache
-from loraplex.engine.model.loading import load_model
 from loraplex.engine.sampling.noise import uniform
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence, StepPlan
 from support.engine.fake_transport import FakeTransport, make_cache
 from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, reference_logits, save_tiny
+from support.models.loading import load_model
 
 NUM_BLOCKS = 64
 

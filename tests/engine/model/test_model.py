@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from loraplex.engine.model import loading
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.fused import FusedDecoder
-from loraplex.engine.model.loading import TESTED, load_model, load_wrapped
+from loraplex.engine.model.loading import TESTED, load_wrapped
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.wrapped import TransformersDecoder
 from support.models.checkpoints import (
@@ -24,6 +24,7 @@ from support.models.checkpoints import (
     reference_logits,
     save_tiny,
 )
+from support.models.loading import load_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -12,10 +12,11 @@ from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import build_image
 from loraplex.adapters.device.layout import ArenaLayout
-from loraplex.engine.model.loading import load_model
+from loraplex.kernels.backend import resolve_kernels
 from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import save_adapters
 from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, reference_logits, save_tiny
+from support.models.loading import load_model
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.soak]
 
@@ -71,7 +72,9 @@ def with_adapters(base, out, prompts, rng) -> tuple[float, float]:
     model = load_model(base, "cpu", "float32")
     adapters = save_adapters(base, out)
     layout = ArenaLayout(model.site_groups, model.num_layers, model.dtype, max_rank=32)
-    arena = AdapterArena(layout, num_pages=16, num_slots=4, device=torch.device("cpu"))
+    arena = AdapterArena(
+        layout, num_pages=16, num_slots=4, kernels=resolve_kernels("auto", torch.device("cpu"))
+    )
     spec, used = load_base_spec(base), 0
     for slot, path in enumerate(adapters.values()):
         files = path / "adapter_config.json", path / "adapter_model.safetensors"

@@ -12,11 +12,12 @@ import torch
 
 from loraplex.adapters.admission.base_model import BaseModelInvalid, load_base_spec
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.loading import TESTED, examine_model, load_model
+from loraplex.engine.model.loading import TESTED, examine_model
 from loraplex.engine.model.outline import outline_model
 from support.adapters.tiny_adapters import save_adapters
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
 from support.models.checkpoints import FAMILIES, edit_config, save_tiny, save_tiny_gemma3_with_vision
+from support.models.loading import load_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

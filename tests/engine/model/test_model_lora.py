@@ -12,10 +12,11 @@ from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import build_image
 from loraplex.adapters.device.layout import ArenaLayout
-from loraplex.engine.model.loading import load_model
+from loraplex.kernels.backend import resolve_kernels
 from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
 from support.models.checkpoints import FAMILIES, OTHERS, VOCAB, PagedRun, save_tiny
+from support.models.loading import load_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -54,9 +55,7 @@ def test_mixed_batches_equal_peft(family, kernels, tmp_path):
     # In blocks of columns, the last one narrower.
     assert len(layout.head.out_features) > 1
     assert len(set(layout.head.out_features)) == 2
-    arena = AdapterArena(
-        layout, num_pages=512, num_slots=len(adapters), device=torch.device("cpu"), kernels=kernels
-    )
+    arena = AdapterArena(layout, 512, len(adapters), resolve_kernels(kernels, torch.device("cpu")))
     spec, used = load_base_spec(base), 0
     weights = BaseWeights(spec)
     for slot, path in enumerate(adapters.values()):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loraplex.engine.model.loading import load_model
 from support.models.checkpoints import FAMILIES, PagedRun, save_tiny
+from support.models.loading import load_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

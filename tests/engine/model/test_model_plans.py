@@ -14,7 +14,6 @@ import torch
 
 from loraplex.engine.model import plans as plans_module
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.loading import load_model
 from loraplex.engine.model.plans import KEPT_S, KeptPlans
 from support.models.checkpoints import (
     FAMILIES,
@@ -23,6 +22,7 @@ from support.models.checkpoints import (
     save_tiny,
     save_tiny_gemma3_with_vision,
 )
+from support.models.loading import load_model
 from support.servers.live_server import importable_tests, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

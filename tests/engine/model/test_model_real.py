@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from loraplex.engine.model.base import Model
-from loraplex.engine.model.loading import eos_token_ids, load_model
+from loraplex.engine.model.loading import eos_token_ids
 from loraplex.kernels.layers.dense import multiplies
 from support.models.checkpoints import PagedRun
+from support.models.loading import load_model
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ import torch
 
 from loraplex.engine.execution.kv_cache import SequenceTooLong, size_kv_cache
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.loading import load_model
 from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, edit_config, reference_logits, save_tiny
+from support.models.loading import load_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -22,13 +22,13 @@ from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.logprobs import Logprobs, Scores, cut_scores, join_scores, wrong_scores
 from loraplex.engine.model.base import KVCache
-from loraplex.engine.model.loading import load_model
 from loraplex.engine.sampling import sampler, scoring
 from loraplex.engine.sampling.scoring import score_tokens
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from support.engine.fake_transport import FakeTransport, make_cache
 from support.engine.logprobs import pack_logprobs
 from support.models.checkpoints import FAMILIES, VOCAB, reference_logits, save_tiny
+from support.models.loading import load_model
 
 MAX_SCORED = 12
 

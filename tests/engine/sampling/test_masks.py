@@ -15,7 +15,8 @@ from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.sampling.noise import uniform
 from loraplex.engine.sampling.sampler import make_sampler
 from loraplex.engine.types import SamplingParams, ScheduledSequence
-from loraplex.kernels.backend import Backend
+from loraplex.kernels.backend import make_kernels
+from loraplex.kernels.bundle import Backend
 from loraplex.kernels.sampling.types import TokenMasks
 from support.engine.sampling import EOS, cuts, reference_weights, row
 from support.engine.sampling_options import sampling_params
@@ -58,7 +59,7 @@ class Drawer:
         sampler = self._samplers.get(size)
         if sampler is None:
             sampler = self._samplers[size] = make_sampler(
-                self.backend, vocab_size=size, max_rows=16, device=CPU
+                make_kernels(self.backend, CPU), vocab_size=size, max_rows=16
             )
         batch = sampler.plan(rows, eos_ids=EOS, upload=PlainInputs(CPU))
         last = torch.zeros(len(rows), dtype=torch.int64)

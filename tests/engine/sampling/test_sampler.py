@@ -18,6 +18,7 @@ from loraplex.engine.sampling.batch import TokenHistory, build_sampling_batch
 from loraplex.engine.sampling.noise import uniform
 from loraplex.engine.sampling.sampler import NumbaSampler, make_sampler, sample
 from loraplex.engine.types import SamplingParams, ScheduledSequence
+from loraplex.kernels.backend import make_kernels
 from support.engine.sampling import EOS, cuts, reference_weights, row
 from support.engine.sampling_options import sampling_params, token_lists
 from support.work import lines_run
@@ -218,7 +219,7 @@ def test_all_samplers_give_a_growing_sequence_the_same_tokens():
     logits = rng.normal(0, 1, (6, 2, 40)).astype(np.float32)
     answers = []
     for backend in ("torch", "numba", "triton"):
-        chosen = make_sampler(backend, vocab_size=40, max_rows=4, device=CPU)
+        chosen = make_sampler(make_kernels(backend, CPU), vocab_size=40, max_rows=4)
         seqs = [row(str(i), p, prompt=(1, 5)).seq for i, p in enumerate(tables)]
         last, found = torch.zeros(2, dtype=torch.int64), []
         for step, x in enumerate(logits):

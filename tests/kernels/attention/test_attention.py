@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loraplex.kernels.attention import reference as attention_torch
-from loraplex.kernels.attention.dispatch import build_attention_batch, paged_attention, write_kv
+from loraplex.kernels.attention import torch_attention as attention_torch
+from loraplex.kernels.attention.torch_attention import build_attention_batch, paged_attention, write_kv
 
 BLOCK = 4
 CPU = torch.device("cpu")
 
 
 def reference(q, k, v, start, *, scale, window, softcap):
-    """q [n, Hq, D] at positions start…; k, v [L, Hkv, D]; the formula of `loraplex.kernels.attention.dispatch`."""
+    """q [n, Hq, D] at positions start…; k, v [L, Hkv, D]; the formula of `attention.torch_attention`."""
     out = torch.empty(q.shape, dtype=torch.float64)
     group = q.shape[1] // k.shape[1]
     for t in range(q.shape[0]):

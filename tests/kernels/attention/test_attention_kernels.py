@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.attention.choice import AttentionUnavailable, choose_attention
+from loraplex.kernels.attention.choice import AttentionUnavailable
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds, RecordableAttention
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
 from loraplex.kernels.attention.triton_tiling import AttentionShape
+from loraplex.kernels.backend import make_kernels
 from support.kernels.fake_flash_attn import install_fake
 from support.kernels.paged import PagedStep, expected_attention, paged_step
 from support.kernels.poison import poison_new_memory
@@ -57,7 +58,7 @@ def needs_of(step: PagedStep, *, window=None, softcap=None) -> AttentionNeeds:
 
 def choose(name: str, needs: AttentionNeeds, dtype=torch.float32, **options) -> AttentionKernel:
     backend, choice = KERNELS[name]
-    return choose_attention(choice, backend, needs, dtype, CPU, **options).kernel
+    return make_kernels(backend, CPU, **options).choose_attention(choice, needs, dtype).kernel
 
 
 def fill(kernel: AttentionKernel, step: PagedStep) -> tuple[torch.Tensor, object]:
@@ -245,18 +246,21 @@ NEEDS = AttentionNeeds(AttentionShape(8, 2, 64, 16))
 )
 def test_an_unavailable_choice_is_refused_with_the_reason(choice, backend, changes, options, reason):
     with pytest.raises(AttentionUnavailable, match=reason):
-        choose_attention(choice, backend, replace(NEEDS, **changes), torch.float32, CPU, **options)
+        make_kernels(backend, CPU, **options).choose_attention(
+            choice, replace(NEEDS, **changes), torch.float32
+        )
 
 
 def test_the_choice_tells_what_was_chosen_and_why_not_the_others(monkeypatch):
-    found = choose_attention("auto", "triton", NEEDS, torch.float32, CPU)
+    triton = make_kernels("triton", CPU)
+    found = triton.choose_attention("auto", NEEDS, torch.float32)
     assert (found.name, found.kernel.name) == ("triton", "triton")
     assert "--attention torch, flash-attn-3 would run too" in found.reason
     monkeypatch.delitem(__import__("sys").modules, "flash_attn_interface")
     windows = replace(NEEDS, windows=(None, 512))
-    found = choose_attention("auto", "triton", windows, torch.float32, CPU)
+    found = triton.choose_attention("auto", windows, torch.float32)
     assert "not installed" in found.reason
     assert "sliding windows" in found.reason
-    assert choose_attention("torch", "triton", NEEDS, torch.float32, CPU).reason == "as was asked for"
-    assert choose_attention("auto", "numba", NEEDS, torch.float32, CPU).name == "numba"
-    assert choose_attention("auto", "torch", NEEDS, torch.float32, CPU).name == "torch"
+    assert triton.choose_attention("torch", NEEDS, torch.float32).reason == "as was asked for"
+    for backend in ("numba", "torch"):
+        assert make_kernels(backend, CPU).choose_attention("auto", NEEDS, torch.float32).name == backend

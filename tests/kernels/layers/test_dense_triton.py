@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loraplex.kernels.layers.triton_dense import LinearTiling, choose_tiling, linear
-from loraplex.kernels.ops import resolve_ops
+from loraplex.kernels.triton_backend import triton_ops
 from support.kernels.poison import poison_new_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,7 +50,7 @@ def test_the_product(dtype, with_bias, tiling):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_row_has_the_same_bits_beside_any_others(dtype):
     rng = random.Random(0)
-    ops = resolve_ops("triton", batch_invariant=True)
+    ops = triton_ops(batch_invariant=True)
     weight, bias = draw(72, 200, dtype=dtype), draw(72, dtype=dtype)
     x = draw(40, 200, dtype=dtype, seed=3)
     whole = ops.linear(x, weight, bias)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from loraplex.kernels.attention import reference as attention_torch
+from loraplex.kernels.attention import torch_attention as attention_torch
 from loraplex.kernels.attention import triton_attention
 from loraplex.kernels.layers import activation, norm, rope, triton_activation, triton_norm, triton_rope
 from support.kernels.poison import poison_new_memory
@@ -144,7 +146,7 @@ def test_rotation_and_kv_write_are_those_of_the_references(
     want_cache = kv_cache(8, block_size, kv_heads, head_dim, dtype)
     real = slots >= 0
     kv = want[:, heads:].reshape(rows, 2, kv_heads, head_dim)
-    attention_torch.write_kv(kv[real], want_cache, slots[real].long())
+    attention_torch.write_kv(kv[real], want_cache, SimpleNamespace(slots=slots[real].long()))
     before, cache = qkv.clone(), kv_cache(8, block_size, kv_heads, head_dim, dtype)
     triton_rope.rope_and_write_kv(qkv, heads, cos, sin, cache, slots, **weights)
     torch.testing.assert_close(
@@ -174,7 +176,7 @@ def test_kv_write_alone(dtype):
     slots = torch.tensor([6, -1, 0, 11], dtype=torch.int32, device=DEVICE)
     cache, want = (kv_cache(3, 4, 3, 16, dtype) for _ in range(2))
     triton_attention.write_kv(kv, cache, slots)
-    attention_torch.write_kv(kv[[0, 2, 3]], want, slots[[0, 2, 3]].long())
+    attention_torch.write_kv(kv[[0, 2, 3]], want, SimpleNamespace(slots=slots[[0, 2, 3]].long()))
     torch.testing.assert_close(cache, want, atol=0, rtol=0, equal_nan=True)
     triton_attention.write_kv(kv[:0], cache, slots[:0])
 

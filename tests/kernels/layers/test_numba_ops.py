@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from loraplex.kernels.attention.dispatch import build_attention_batch as torch_batch
 from loraplex.kernels.attention.numba_attention import BLOCK, build_attention_batch
+from loraplex.kernels.attention.torch_attention import build_attention_batch as torch_batch
 from loraplex.kernels.layers.rope import rope_cos_sin
-from loraplex.kernels.ops import resolve_ops
+from loraplex.kernels.numba_backend import numba_ops
+from loraplex.kernels.torch_backend import torch_ops
 from support.kernels.numba_cache import packed_cache
 
 pytestmark = pytest.mark.slow  # compiling them takes most of a minute
 
-OURS, TORCH = resolve_ops("numba"), resolve_ops("torch")
+OURS, TORCH = numba_ops(), torch_ops()
 DTYPES = [torch.float32, torch.bfloat16]
 # A unit in the last place of bfloat16: sums are made in another order.
 CLOSE = {torch.float32: {"atol": 1e-6, "rtol": 3e-6}, torch.bfloat16: {"atol": 1e-6, "rtol": 2**-7}}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loraplex.adapters.device.layout import ArenaLayout
-from loraplex.kernels.backend import BackendUnavailable, resolve_backend
+from loraplex.kernels.backend import BackendUnavailable, resolve_kernels
 from loraplex.kernels.lora.dispatch import lora_reference
 from loraplex.kernels.lora.packing import pack_rows
 from support.adapters.lora_zoo import GROUPS, ODD_GROUPS, OpCounter, Zoo, make_adapter
@@ -261,19 +261,19 @@ def test_bad_shapes_are_refused(zoos: dict[str, Zoo]) -> None:
 
 def test_backends_are_resolved_and_never_replaced_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert resolve_backend("auto", cpu) == "numba"
-    assert resolve_backend("torch", cpu) == "torch"
-    assert resolve_backend("numba", cpu) == "numba"
+    assert resolve_kernels("auto", cpu).backend == "numba"
+    assert resolve_kernels("torch", cpu).backend == "torch"
+    assert resolve_kernels("numba", cpu).backend == "numba"
     with pytest.raises(BackendUnavailable, match="for CPUs"):
-        resolve_backend("numba", torch.device("cuda"))
-    assert resolve_backend("triton", cpu) == "triton"  # interpreted, in tests
+        resolve_kernels("numba", torch.device("cuda"))
+    assert resolve_kernels("triton", cpu).backend == "triton"  # interpreted, in tests
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert resolve_backend("auto", cpu) == "numba"
+    assert resolve_kernels("auto", cpu).backend == "numba"
     with pytest.raises(BackendUnavailable, match="the device is 'cpu'"):
-        resolve_backend("triton", cpu)
+        resolve_kernels("triton", cpu)
     with pytest.raises(BackendUnavailable, match="no 'cuda' kernels"):
-        resolve_backend("cuda", cpu)
+        resolve_kernels("cuda", cpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert resolve_backend("auto", cpu) == "torch"
+    assert resolve_kernels("auto", cpu).backend == "torch"
     with pytest.raises(BackendUnavailable, match="numba is not installed"):
-        resolve_backend("numba", cpu)
+        resolve_kernels("numba", cpu)

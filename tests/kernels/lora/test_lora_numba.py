@@ -252,4 +252,4 @@ def test_shapes_that_are_not_the_groups_are_refused(arenas: dict[str, ManualAren
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_numba_is_chosen_for_every_dtype(dtype: torch.dtype) -> None:
     arena = make_arena(GROUPS, 1, dtype, [8])
-    assert isinstance(begin_pass("numba", arena.weights, Scratch(CPU), [(0, 0, 1)], 1), NumbaLoraPass)
+    assert isinstance(begin_pass(NumbaLoraPass, arena.weights, Scratch(CPU), [(0, 0, 1)], 1), NumbaLoraPass)

@@ -11,6 +11,7 @@ import torch
 
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.kernels.lora.dispatch import begin_pass
+from loraplex.kernels.lora.reference import TorchLoraPass
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
 from loraplex.kernels.lora.triton_tiling import LoraTiling
@@ -329,7 +330,7 @@ def test_real_images_in_an_arena_of_pages(tmp_path: Path) -> None:
         ],
     )
     weights, segments = zoo.arena.layers, lengths([(0, 1), (3, 2), (-1, 1), (1, 18), (2, 1)])
-    reference = begin_pass("torch", weights, Scratch(torch.device("cpu")), segments, 23)
+    reference = begin_pass(TorchLoraPass, weights, Scratch(torch.device("cpu")), segments, 23)
     lora = one_pass(weights, segments, 23, programs=3)
     assert reference is not None
     for layer in range(LAYERS):

@@ -17,6 +17,7 @@ from loraplex.adapters.device.host_image import HostImage, build_image
 from loraplex.adapters.device.host_slab import HostPages
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.spec import AdapterSpec, SiteWeights, TensorSlice
+from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.lora.site_groups import SiteGroup
 
 GROUPS = (
@@ -120,7 +121,7 @@ def dirty_arena(layout: ArenaLayout, num_pages: int, num_slots: int) -> AdapterA
     """An arena in memory that was not clean when it was allocated, and whose pages were anybody's."""
     torch.use_deterministic_algorithms(True)  # fills new memory with ones: NaN in every dtype
     try:
-        arena = AdapterArena(layout, num_pages, num_slots, torch.device("cpu"), kernels="torch")
+        arena = AdapterArena(layout, num_pages, num_slots, resolve_kernels("torch", torch.device("cpu")))
     finally:
         torch.use_deterministic_algorithms(False)
     _poison(arena)

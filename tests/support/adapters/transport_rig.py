@@ -18,6 +18,7 @@ from loraplex.adapters.device.transport import ThreadedTransport
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.files import digest_upload
+from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.lora.site_groups import SiteGroup
 from support.adapters.drafts import AdapterDraft, AdapterFiles, TinyBase, write_base
 from support.adapters.lora_zoo import dirty_arena
@@ -55,8 +56,7 @@ class TransportRig:
                 self.layout,
                 num_pages=num_pages,
                 num_slots=num_slots,
-                device=torch.device("cpu"),
-                kernels="torch",
+                kernels=resolve_kernels("torch", torch.device("cpu")),
             )
         self.woken = threading.Semaphore(0)
         self.host = HostSlab(host_bytes, self.layout.page_bytes)

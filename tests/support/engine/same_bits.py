@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from loraplex.engine import build
+from loraplex.engine import device_parts
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.types import ScheduledSequence
 from support.engine.local_engine import LocalEngine
@@ -48,9 +48,9 @@ class Recorder:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        make = build.make_sampler
+        make = device_parts.make_sampler
         with mock.patch.object(
-            build, "make_sampler", lambda *args, **kwargs: self._wrap(make(*args, **kwargs))
+            device_parts, "make_sampler", lambda *args, **kwargs: self._wrap(make(*args, **kwargs))
         ):
             yield
 

@@ -67,7 +67,7 @@ def paged_step(
 def expected_attention(
     step: PagedStep, *, scale: float, window: int | None = None, softcap: float | None = None
 ) -> torch.Tensor:
-    """The formula of `loraplex.kernels.attention.dispatch` in float64, [T, Hq, D]."""
+    """The formula of `loraplex.kernels.attention.torch_attention` in float64, [T, Hq, D]."""
     out = torch.empty(step.q.shape, dtype=torch.float64, device=step.q.device)
     row = 0
     for count, length, k, v in zip(step.num_rows, step.seq_lens, step.keys, step.values, strict=True):

@@ -11,8 +11,7 @@ import torch
 
 from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
-from loraplex.kernels.attention.dispatch import build_attention_batch
-from loraplex.kernels.attention.torch_kernel import TorchAttention
+from loraplex.kernels.attention.torch_attention import TorchAttention, build_attention_batch
 
 VOCAB = 131
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from loraplex.engine.model.family import decoder_spec, is_fused
-from loraplex.engine.model.loading import load_model, read_model_config
+from loraplex.engine.model.loading import read_model_config
 from support.models.checkpoints import PagedRun
+from support.models.loading import load_model
 
 _PROMPT = [1, *range(20, 60), *range(90, 50, -3)]
 

@@ -15,7 +15,7 @@ from loraplex.adapters.device.host_slab import adjacent_runs
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.placement import HEAD_LAYER
 from loraplex.adapters.device.token_tables import describe_tokens
-from loraplex.kernels.backend import resolve_backend
+from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora.dispatch import GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment, begin_pass
 from loraplex.kernels.lora.site_groups import SiteGroup
@@ -26,7 +26,7 @@ _TILING = LoraTiling()
 
 
 class AdapterArena:
-    """`num_pages` pages of `layout.page_bytes` on `device`, for at most `num_slots` adapters at a time.
+    """`num_pages` pages of `layout.page_bytes`, for at most `num_slots` adapters at a time, on the device of `kernels`.
 
     It does not allocate pages to adapters, and does not guard them: `AdapterCache` does. `write` and `clear_slot`
     may run in another thread than `lora_pass`, for a slot and pages that no step in flight uses. One page more is
@@ -38,16 +38,15 @@ class AdapterArena:
         layout: ArenaLayout,
         num_pages: int,
         num_slots: int,
-        device: torch.device,
+        kernels: Kernels,
         *,
-        kernels: str = "auto",
         queue: CopyQueue | None = None,
     ) -> None:
         """`queue` takes the copies to the device; None: the calling thread's current stream, and on a CPU nothing
         does."""
         self.layout = layout
-        self.device = device
-        self.backend = resolve_backend(kernels, device)
+        self.kernels = kernels
+        self.device = device = kernels.device
         self._num_pages = num_pages
         sizes = (num_pages + 1, layout.page_bytes)
         if device.type == "cpu":
@@ -137,7 +136,7 @@ class AdapterArena:
     def lora_pass(self, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
         """Prepare the layers of a step of `num_rows` rows: `segments` are (slot, first_row, num_rows), slot -1 for
         base rows, which may also be left out. None if no row has an adapter that changes a layer. Raises ValueError
-        as `begin_pass` does, and for an empty slot. Not for the backend "triton": see `device_lora`.
+        as `begin_pass` does, and for an empty slot. Not for kernels whose lists lie on the device: see `device_lora`.
 
         The last pass is kept: a step like the one before, as most are while all sequences decode, costs nothing.
         """
@@ -171,7 +170,7 @@ class AdapterArena:
     def device_lora(self, max_rows: int, max_sequences: int, tiling: LoraTiling = _TILING) -> DeviceLora:
         """Passes whose lists travel with a step's other inputs, for steps of up to `max_rows` rows of `max_sequences`
         sequences; with INVARIANT_TILING a row gets the same bits in every step. Call it once, in the thread that
-        runs the steps, before the first `write`; for the backend "triton"."""
+        runs the steps, before the first `write`; for kernels whose lists lie on the device."""
         assert self._device_lora is None
         assert not self._filled.any()
         self._device_lora = DeviceLora(
@@ -188,9 +187,9 @@ class AdapterArena:
         return self._device_lora
 
     def _begin(self, weights: LoraWeights, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
-        assert self.backend != "triton"
+        assert self.kernels.lora_pass is not None
         chosen = effective_segments(segments, weights, self._filled)
-        return begin_pass(self.backend, weights, self._scratch, chosen, num_rows)
+        return begin_pass(self.kernels.lora_pass, weights, self._scratch, chosen, num_rows)
 
     def _empty_tables(self, groups: tuple[SiteGroup, ...], num_layers: int, num_slots: int) -> LoraWeights:
         places = (num_layers, sum(len(group.sites) for group in groups))

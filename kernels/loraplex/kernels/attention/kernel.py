@@ -1,6 +1,6 @@
 """The seam of paged attention: what a decoder and a step's inputs need of an implementation.
 
-The formula and the legend of the shapes are those of `loraplex.kernels.attention.dispatch`. A batch is what
+The formula and the legend of the shapes are those of `loraplex.kernels.attention.torch_attention`. A batch is what
 `AttentionKernel.lay_out` or `AttentionLayout.lay_out` returns. Its `slots` [T] say where each row's K and V go, block·P
 + offset; all else of it is for the kernel that made it.
 """

@@ -30,7 +30,7 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_attention import TritonAttentionBatch, write_kv
 from loraplex.kernels.attention.triton_kernel import TritonAttention, TritonLayout, lay_out_alone
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
-from loraplex.kernels.backend import describe_failure
+from loraplex.kernels.failures import describe_failure
 
 _FLASH_ATTN_3 = "flash_attn_interface"
 """The module that the wheel of FlashAttention 3 installs, from hopper/ of its repository."""

@@ -1,10 +1,10 @@
 """Paged attention on a CPU, compiled by numba: decode, prefill with a past and mixes of both in one kernel.
 
-The formula is that of `loraplex.kernels.attention.dispatch`. A block's memory [16, 2, Hkv, D] has an order of its own
-here: for each KV head K and then V, each as 8·D pairs of elements that vectors are made of (see `key_value_offsets`). A
-unit of work is a tile of rows of one sequence, a KV head, and the spans of its positions; threads take the next unit
-when they finish one. Where a sequence has few tiles, each span is a unit of its own, and the thread that finishes the
-last one joins them in their order, as one that computes them one after the other does.
+The formula is that of `loraplex.kernels.attention.torch_attention`. A block's memory [16, 2, Hkv, D] has an order of
+its own here: for each KV head K and then V, each as 8·D pairs of elements that vectors are made of (see
+`key_value_offsets`). A unit of work is a tile of rows of one sequence, a KV head, and the spans of its positions;
+threads take the next unit when they finish one. Where a sequence has few tiles, each span is a unit of its own, and the
+thread that finishes the last one joins them in their order, as one that computes them one after the other does.
 
 A row's result has the same bits for any threads, any other sequences of the step, any other rows of its own sequence
 that the step computes, and any blocks (see `numba_attention_tiles`).
@@ -159,8 +159,8 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """`loraplex.kernels.attention.dispatch.paged_attention`, after `layers.numba_rope.rotate_and_write` of the same
-    step.
+    """`loraplex.kernels.attention.torch_attention.paged_attention`, after `layers.numba_rope.rotate_and_write` of the
+    same step.
 
     q: [T, Hq, D], D even, last axis contiguous; cache: [N, 16, 2, Hkv, D], contiguous; one dtype of
     `numba_runtime.vectors.LIKE`. Returns [T, Hq, D] in that dtype, contiguous. Raises ValueError for other shapes.

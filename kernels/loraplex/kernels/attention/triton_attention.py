@@ -119,7 +119,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """The formula of `loraplex.kernels.attention.dispatch`, after this step's K and V were written.
+    """The formula of `loraplex.kernels.attention.torch_attention`, after this step's K and V were written.
 
     q: [T, Hq, D], last axis contiguous; cache: [N, P, 2, Hkv, D], last axis contiguous; the same floating dtype.
     Returns [T, Hq, D] in that dtype, contiguous; rows of padding are 0. Sums are made in float32; the probabilities

@@ -1,6 +1,6 @@
 """Types that the implementations of paged attention share: a step's sequences, laid out once for all layers.
 
-Shapes as in `loraplex.kernels.attention.dispatch`.
+Shapes as in `loraplex.kernels.attention.torch_attention`.
 """
 
 from __future__ import annotations

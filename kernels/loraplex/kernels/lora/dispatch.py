@@ -22,12 +22,10 @@ step is prepared by `loraplex.kernels.lora.triton_lora.TritonLora`, over tables 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from loraplex.kernels.lora.reference import TorchLoraPass
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.types import (
     CHUNK,
@@ -52,25 +50,19 @@ __all__ = [
 
 
 def begin_pass(
-    backend: Literal["torch", "numba"],
+    make: Callable[[LoraWeights, Scratch, Mapping[int, Sequence[Segment]], int], LoraPass],
     weights: LoraWeights,
     scratch: Scratch,
     segments: Sequence[Segment],
     num_rows: int,
 ) -> LoraPass | None:
     """Prepare a step of `num_rows` rows; None if no row has an adapter. Rows that no segment names are the base
-    model's. Segments must not overlap; one adapter may have several.
+    model's. Segments must not overlap; one adapter may have several. `make`: a backend's (`Kernels.lora_pass`).
 
     Raises ValueError for a segment outside the rows, an overlap, or an empty slot.
     """
     by_slot = segments_by_slot(segments, weights.num_chunks, num_rows)
-    if not by_slot:
-        return None
-    if backend == "torch":
-        return TorchLoraPass(weights, scratch, by_slot, num_rows)
-    from loraplex.kernels.lora.numba_lora import NumbaLoraPass  # takes a second to import
-
-    return NumbaLoraPass(weights, scratch, by_slot, num_rows)
+    return make(weights, scratch, by_slot, num_rows) if by_slot else None
 
 
 def lora_reference(

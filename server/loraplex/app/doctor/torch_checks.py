@@ -91,7 +91,7 @@ def _device(questions: Questions) -> str:
     """`cpu`, or `cuda` and the bytes of its memory."""
     import torch
 
-    from loraplex.engine.build import resolve_device
+    from loraplex.engine.devices import resolve_device
 
     device = resolve_device(questions.device)
     if device.type == "cpu":
@@ -108,7 +108,7 @@ def _kernels(questions: Questions) -> str:
 
 
 def _model(questions: Questions) -> str:
-    from loraplex.engine.build import refuse_bits, resolve_kernels
+    from loraplex.engine.devices import choose_kernels, refuse_bits
     from loraplex.engine.model.loading import (
         examine_attention,
         examine_dtype,
@@ -117,29 +117,22 @@ def _model(questions: Questions) -> str:
         read_model_config,
         serving_dtype,
     )
-    from loraplex.engine.numerics import obstacle_to_same_bits
 
     if questions.model_dir is None:
         return ""
     model_dir = Path(questions.model_dir)
     kind = examine_model(model_dir, questions.max_model_len)
-    device, backend = resolve_kernels(questions.device, questions.kernels)
+    kernels = choose_kernels(questions.device, questions.kernels, batch_invariant=questions.batch_invariant)
+    device = kernels.device
     served = serving_dtype(read_model_config(model_dir)[0], questions.dtype, device)
-    obstacle = obstacle_to_same_bits(backend, served, batch_invariant=questions.batch_invariant)
+    obstacle = kernels.obstacle_to_same_bits(served, kernels.batch_invariant)
     if obstacle is not None and questions.batch_invariant:
         raise refuse_bits(obstacle)
     obstacle = examine_same_bits(model_dir, questions.batch_invariant) or obstacle
     bits = "the same bits in every batch"
     if obstacle is not None:
         bits = f"bits that may depend on the batch ({obstacle})"
-    attention = examine_attention(
-        model_dir,
-        questions.attention,
-        backend,
-        served,
-        device,
-        batch_invariant=questions.batch_invariant,
-    )
+    attention = examine_attention(model_dir, questions.attention, kernels, served)
     return f"{kind}, {attention}, {bits}, {examine_dtype(model_dir, questions.dtype, device)}"
 
 

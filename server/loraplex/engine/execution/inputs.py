@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.engine.host_to_device import HostToDevice
-from loraplex.engine.model.base import LoraPass, TokenRows
+from loraplex.engine.model.base import TokenRows
 from loraplex.engine.types import StepPlan
 from loraplex.kernels.attention.kernel import AttentionKernel
+from loraplex.kernels.lora.types import LoraPass
 
 Segments = Sequence[tuple[int, int, int]]
 

@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.device.device_lora import DeviceLora
 from loraplex.engine.execution.inputs import RecordedSize, Segments, StepLimits, find_recorded
-from loraplex.engine.model.base import LoraPass, TokenRows
+from loraplex.engine.model.base import TokenRows
 from loraplex.engine.types import StepPlan
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionLayout, RecordableAttention
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
 from loraplex.kernels.lora.triton_lora import LoraLauncher
+from loraplex.kernels.lora.types import LoraPass
 
 _ALIGN = 64
 _FREE_BYTES = 256 << 10

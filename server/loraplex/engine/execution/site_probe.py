@@ -22,11 +22,10 @@ from loraplex.adapters.numerics.probes import column_signs, probe_inputs
 from loraplex.engine.execution.inputs import PlainInputs, Segments
 from loraplex.engine.execution.torch_errors import as_device_fault
 from loraplex.engine.host_to_device import HostToDevice
-from loraplex.engine.model.base import LoraPass
 from loraplex.engine.types import MEASURE_STEPS, StepPlan
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 from loraplex.kernels.lora.token_rows import TokenRowPass, TokenTables
-from loraplex.kernels.lora.types import LoraWeights
+from loraplex.kernels.lora.types import LoraPass, LoraWeights
 
 _log = logging.getLogger(__name__)
 _TOKENS = 8192

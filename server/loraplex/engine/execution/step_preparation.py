@@ -60,7 +60,7 @@ class StepPreparation:
     def begin(self, kv: KVCache, limits: StepLimits) -> None:
         """Once: make the inputs, and record steps over `kv`."""
         self._limits = limits
-        if self._arena.backend != "triton":
+        if self._arena.kernels.lora_pass is not None:
             return
         # Triton need not be there where it does not run.
         from loraplex.engine.execution.cuda_graphs import CudaRecorder, prepare_inputs

@@ -13,21 +13,13 @@ from loraplex.engine.config import BLOCK_SIZE
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.lora.types import LoraPass
 
 
 class ModelUnsupported(LoraplexError):
     """This checkpoint can't be served; the message says which property of it, and what to do."""
 
     code = "model_unsupported"
-
-
-class LoraPass(Protocol):
-    """The adapters of one step (see `AdapterArena.lora_pass`)."""
-
-    def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """y += (x·Aᵀ)·Bᵀ in place, for each row's own adapter. x: [T, in_features] of the group, y: [T,
-        Σ out_features] with the sites' columns side by side."""
-        ...
 
 
 class TokenRows(Protocol):

@@ -17,12 +17,13 @@ from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import open_checkpoint, tensor_bytes
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds
-from loraplex.kernels.attention.torch_kernel import TorchAttention
+from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.layers.rope import CosSinTable, rope_cos_sin
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
-from loraplex.kernels.ops import Ops, resolve_ops
+from loraplex.kernels.ops import Ops
 from loraplex.kernels.recorded_layers import LayerInputs
+from loraplex.kernels.torch_backend import torch_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +342,7 @@ class _Reader:
         ops: Ops | None,
         attention: AttentionChoice | None,
     ) -> None:
-        self._ops = ops or resolve_ops("torch")
+        self._ops = ops or torch_ops()
         self._attention = attention or AttentionChoice(
             TorchAttention(spec.num_kv_heads, spec.head_dim, dtype, device), "the default"
         )

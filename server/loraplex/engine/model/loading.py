@@ -21,10 +21,9 @@ from loraplex.engine.model.probe import probe
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 from loraplex.engine.model.text_part import TextPart, text_part
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
-from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable, choose_attention
-from loraplex.kernels.backend import Backend, resolve_backend
+from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable
+from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.layers.dense import multiplies
-from loraplex.kernels.ops import resolve_ops
 
 _log = logging.getLogger(__name__)
 
@@ -43,14 +42,12 @@ _TURN_ENDS = dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "<end_o
 
 def load_model(
     model_dir: Path,
-    device: str | torch.device,
+    kernels: Kernels,
     dtype: str | torch.dtype = "auto",
     *,
     max_model_len: int = 0,
-    kernels: str = "auto",
     attention: str = "auto",
     plans: KeptPlans | None = None,
-    batch_invariant: bool = False,
 ) -> Model:
     """Load a checkpoint of safetensors files: `FusedDecoder` for its families, `TransformersDecoder` for others.
 
@@ -58,10 +55,10 @@ def load_model(
     length that was asked for, 0 if none was: where RoPE depends on the length, it decides for all sequences (ADR 0013).
     With `plans`, transformers is not imported where a config of the families has been read before (ADR 0023). Nothing
     in the directory is executed. Raises ModelUnsupported with the reason if it can't be served exactly as transformers
-    would, or, for `batch_invariant`, only by transformers' own code, and for an `attention` that cannot compute this
-    model's; BackendUnavailable for `kernels` that can't run there.
+    would, or, for batch-invariant kernels, only by transformers' own code, and for an `attention` that cannot compute
+    this model's.
     """
-    device = torch.device(device)
+    device = kernels.device
     content, raw = read_config_json(model_dir)
     plan = None if plans is None else plans.find(content, max_model_len)
     if plan is None:
@@ -76,15 +73,13 @@ def load_model(
     if plan is not None:
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, device)
-        backend = resolve_backend(kernels, device)
-        ops = resolve_ops(backend, batch_invariant=batch_invariant)
-        choice = fused_attention(
-            attention, backend, plan.spec, chosen, device, batch_invariant=batch_invariant
+        choice = fused_attention(attention, kernels, plan.spec, chosen)
+        return load_fused(
+            model_dir, plan.spec, chosen, device, unread=plan.unread, ops=kernels.ops, attention=choice
         )
-        return load_fused(model_dir, plan.spec, chosen, device, unread=plan.unread, ops=ops, attention=choice)
     if attention not in ("auto", "torch"):
         raise _refuse_attention(attention, config.model_type)
-    if batch_invariant:
+    if kernels.batch_invariant:
         raise _refuse_bits(config.model_type)
     decoder = load_wrapped(model_dir, config, _dtype(_stored_dtype(config), dtype, device), device)
     if config.model_type not in TESTED:
@@ -93,20 +88,12 @@ def load_model(
 
 
 def fused_attention(
-    attention: str,
-    backend: Backend,
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    batch_invariant: bool,
+    attention: str, kernels: Kernels, spec: DecoderSpec, dtype: torch.dtype
 ) -> AttentionChoice:
     """What computes the attention of a model on the fused decoder. Raises ModelUnsupported where an `attention` that
     was asked for cannot."""
     try:
-        return choose_attention(
-            attention, backend, attention_needs(spec), dtype, device, batch_invariant=batch_invariant
-        )
+        return kernels.choose_attention(attention, attention_needs(spec), dtype)
     except AttentionUnavailable as error:
         raise ModelUnsupported(f"--attention {attention}: {error}") from error
 
@@ -172,20 +159,12 @@ def examine_same_bits(model_dir: Path, asked: bool) -> str | None:
     return no_same_bits(config.model_type)
 
 
-def examine_attention(
-    model_dir: Path,
-    asked: str,
-    backend: Backend,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    batch_invariant: bool,
-) -> str:
+def examine_attention(model_dir: Path, asked: str, kernels: Kernels, dtype: torch.dtype) -> str:
     """What would compute a checkpoint's attention, and why, from its config alone. Raises ModelUnsupported."""
     config, part = read_model_config(model_dir)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw)
-        found = fused_attention(asked, backend, spec, dtype, device, batch_invariant=batch_invariant)
+        found = fused_attention(asked, kernels, spec, dtype)
         return f"attention {found.name} ({found.reason})"
     if asked not in ("auto", "torch"):
         raise _refuse_attention(asked, config.model_type)

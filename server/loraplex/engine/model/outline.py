@@ -14,9 +14,8 @@ from loraplex.engine.model.family import decoder_spec, is_fused
 from loraplex.engine.model.fused import fused_decoder
 from loraplex.engine.model.loading import model_shape, read_model_config, serving_dtype
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
-from loraplex.kernels.backend import resolve_backend
+from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.lora.site_groups import SiteGroup
-from loraplex.kernels.ops import resolve_ops
 
 _META = torch.device("meta")
 
@@ -74,7 +73,7 @@ def _packs(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cpu":
         return False
     weight = torch.zeros(64, 64, dtype=dtype)
-    return resolve_ops(resolve_backend("auto", device)).pack_weight(weight) is not weight
+    return resolve_kernels("auto", device).ops.pack_weight(weight) is not weight
 
 
 class _CountedTensors:

@@ -29,7 +29,7 @@ from loraplex.engine.sampling.batch import (
 from loraplex.engine.sampling.rows import TokenCounts, build_sample_rows
 from loraplex.engine.sampling.scoring import TokenScores, score_tokens, torch_log_sum_exp
 from loraplex.engine.types import ScheduledSequence
-from loraplex.kernels.backend import Backend
+from loraplex.kernels.bundle import Backend, Kernels
 from loraplex.kernels.sampling.types import TokenMasks
 
 _CANDIDATES = 1024
@@ -66,16 +66,6 @@ class Sampler(Protocol):
     ) -> TokenScores:
         """See `scoring.score_tokens`."""
         ...
-
-
-def make_sampler(backend: Backend, *, vocab_size: int, max_rows: int, device: torch.device) -> Sampler:
-    """For a backend that `resolve_backend` returned. `max_rows`: the most that a step samples. Raises ValueError for a
-    vocabulary that the backend's kernels can't take."""
-    if backend == "triton":
-        return TritonSampler(vocab_size, max_rows, device)
-    if backend == "numba":
-        return NumbaSampler(vocab_size)
-    return TorchSampler(vocab_size)
 
 
 class _Scorer:
@@ -336,3 +326,16 @@ def _ranked_thresholds(
     by_p = ranked.gather(1, last.clamp_max(depth - 1)) * (p < 1.0)
     decided = limited | (last < depth) if depth < vocab_size else torch.ones_like(limited)
     return torch.maximum(by_k, by_p)[:, 0], decided[:, 0]
+
+
+_SAMPLERS: dict[Backend, Callable[[int, int, torch.device], Sampler]] = {
+    "torch": lambda vocab_size, max_rows, device: TorchSampler(vocab_size),
+    "numba": lambda vocab_size, max_rows, device: NumbaSampler(vocab_size),
+    "triton": TritonSampler,
+}
+
+
+def make_sampler(kernels: Kernels, *, vocab_size: int, max_rows: int) -> Sampler:
+    """The sampler beside these kernels. `max_rows`: the most that a step samples. Raises ValueError for a vocabulary
+    that they can't take."""
+    return _SAMPLERS[kernels.backend](vocab_size, max_rows, kernels.device)

@@ -1,0 +1,52 @@
+"""The kernels of one backend for one device, as the engine gets them: resolved once, at the start, and handed down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from loraplex.kernels.attention.choice import AttentionChoice
+from loraplex.kernels.attention.kernel import AttentionNeeds
+from loraplex.kernels.lora.types import LoraPass, LoraWeights, Scratch, Segment
+from loraplex.kernels.ops import Ops
+
+Backend = Literal["torch", "numba", "triton"]
+"""The implementations, by name. "torch" runs on any device, "numba" on CPUs, "triton" on GPUs, and where its kernels
+are interpreted, as in tests (TRITON_INTERPRET=1)."""
+MakeLoraPass = Callable[[LoraWeights, Scratch, Mapping[int, Sequence[Segment]], int], LoraPass]
+"""Prepares a step's adapters: weights, scratch memory, segments by slot, rows of the step."""
+
+
+class Compilation(Protocol):
+    """Kernels that are compiled before the first step. Both take the model's dtype."""
+
+    def is_done(self, dtype: torch.dtype) -> bool: ...
+
+    def run(self, dtype: torch.dtype) -> None:
+        """In the thread that will run the steps. Raises whatever the compiler does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One backend on one device. Made by `loraplex.kernels.backend.resolve_kernels`.
+
+    `choose_attention` gives the attention of a model in a dtype: `choice` names one of
+    `loraplex.kernels.attention.choice.AttentionName`; it raises AttentionUnavailable for one that can't be had.
+    `lora_pass` prepares a step's adapters on the host; None where lists of work lie on the device
+    (`loraplex.kernels.lora.triton_lora`). `obstacle_to_same_bits` (dtype, batch_invariant) says why these kernels
+    cannot promise the same bits of a model in this dtype; None where they can. `processor`: what decides bits beside
+    sources and versions, on a CPU. `compilation` None: kernels are compiled as they are launched, or not at all."""
+
+    backend: Backend
+    device: torch.device
+    batch_invariant: bool
+    ops: Ops
+    choose_attention: Callable[[str, AttentionNeeds, torch.dtype], AttentionChoice]
+    lora_pass: MakeLoraPass | None
+    obstacle_to_same_bits: Callable[[torch.dtype, bool], str | None]
+    processor: Callable[[], list[str]] = list
+    compilation: Compilation | None = None

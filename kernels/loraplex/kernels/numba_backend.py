@@ -1,0 +1,86 @@
+"""Kernels compiled by numba, for CPUs. numba takes a second to import: import this where they run."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from loraplex.kernels import numba_layers
+from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable, check_name, reason_for
+from loraplex.kernels.attention.kernel import AttentionNeeds
+from loraplex.kernels.attention.numba_kernel import NumbaAttention
+from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.host_memory import HugePagePool
+from loraplex.kernels.layers import numba_activation, numba_dense, numba_norm, numba_rope, numba_widen
+from loraplex.kernels.lora.numba_lora import NumbaLoraPass
+from loraplex.kernels.numba_runtime import amx
+from loraplex.kernels.numba_runtime.vectors import host_features, host_name
+from loraplex.kernels.ops import Ops
+
+
+def numba_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
+    """`batch_invariant`: linears too are of the kernels whose rows have the same bits in every step (ADR 0040)."""
+    return Kernels(
+        backend="numba",
+        device=device,
+        batch_invariant=batch_invariant,
+        ops=numba_ops(batch_invariant=batch_invariant),
+        choose_attention=_choose_attention,
+        lora_pass=NumbaLoraPass,
+        obstacle_to_same_bits=_obstacle_to_same_bits,
+        processor=lambda: [host_name(), *sorted(host_features()), f"tiles {amx.is_permitted()}"],
+        compilation=_Compilation(),
+    )
+
+
+def numba_ops(*, batch_invariant: bool = False) -> Ops:
+    """For tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
+    return Ops(
+        rms_norm=numba_norm.rms_norm,
+        add_rms_norm=numba_norm.add_rms_norm,
+        rms_norm_float32=numba_norm.rms_norm_float32,
+        add_rms_norm_float32=numba_norm.add_rms_norm_float32,
+        silu_and_mul=numba_activation.silu_and_mul,
+        gelu_tanh_and_mul=numba_activation.gelu_tanh_and_mul,
+        rotate_and_write=numba_rope.rotate_and_write,
+        pack_weight=partial(numba_dense.pack_weight, batch_invariant=batch_invariant, pool=HugePagePool()),
+        linear=numba_dense.linear,
+        to_float32=numba_widen.to_float32,
+        record_layers=numba_layers.NumbaRecordedLayers,
+    )
+
+
+def _choose_attention(choice: str, needs: AttentionNeeds, dtype: torch.dtype) -> AttentionChoice:
+    check_name(choice)
+    if choice in ("triton", "flash-attn-3"):
+        raise AttentionUnavailable("it runs beside Triton's kernels, and numba's are used; choose auto")
+    if choice == "torch":
+        raise AttentionUnavailable("numba's kernels keep K and V in an order of their own; choose auto")
+    return AttentionChoice(NumbaAttention(), reason_for(choice, "numba"))
+
+
+def _obstacle_to_same_bits(dtype: torch.dtype, batch_invariant: bool) -> str | None:
+    if numba_dense.is_for(dtype, batch_invariant=batch_invariant):
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"oneDNN multiplies in {name} on this processor, by the number of rows"
+
+
+class _Compilation:
+    """See `Compilation`. Compiled code is kept on the disk where that can be written to."""
+
+    def is_done(self, dtype: torch.dtype) -> bool:
+        from loraplex.kernels.numba_runtime.cache import KERNELS
+
+        return KERNELS.is_compiled(_name(dtype))
+
+    def run(self, dtype: torch.dtype) -> None:
+        from loraplex.kernels import numba_warm_up
+        from loraplex.kernels.numba_runtime.cache import KERNELS
+
+        KERNELS.compile(_name(dtype), lambda: numba_warm_up.warm_up(dtype, numba_ops()))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,78 @@
+"""torch's own operations: they run on any device, and are the reference of the others."""
+
+from __future__ import annotations
+
+import torch
+
+from loraplex.kernels.attention import torch_attention
+from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable, check_name, reason_for
+from loraplex.kernels.attention.kernel import AttentionNeeds
+from loraplex.kernels.attention.types import AttentionBatch
+from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.layers import activation, dense, norm, rope
+from loraplex.kernels.lora.reference import TorchLoraPass
+from loraplex.kernels.ops import Ops
+
+
+def torch_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
+    """`batch_invariant` changes nothing: torch chooses the order of its sums by the other rows of a step."""
+
+    def choose_attention(choice: str, needs: AttentionNeeds, dtype: torch.dtype) -> AttentionChoice:
+        check_name(choice)
+        if choice in ("triton", "flash-attn-3"):
+            raise AttentionUnavailable("it runs beside Triton's kernels, and torch's are used; choose auto")
+        shape = needs.shape
+        kernel = torch_attention.TorchAttention(shape.num_kv_heads, shape.head_dim, dtype, device)
+        return AttentionChoice(kernel, reason_for(choice, "torch"))
+
+    return Kernels(
+        backend="torch",
+        device=device,
+        batch_invariant=batch_invariant,
+        ops=torch_ops(),
+        choose_attention=choose_attention,
+        lora_pass=TorchLoraPass,
+        obstacle_to_same_bits=lambda dtype, invariant: (
+            "torch's kernels choose the order of their sums by the other rows of a step"
+        ),
+    )
+
+
+def torch_ops() -> Ops:
+    return Ops(
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        rms_norm_float32=norm.rms_norm_float32,
+        add_rms_norm_float32=norm.add_rms_norm_float32,
+        silu_and_mul=activation.silu_and_mul,
+        gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
+        rotate_and_write=_rotate_and_write,
+        pack_weight=dense.pack_weight,
+        linear=dense.linear,
+        to_float32=torch.Tensor.float,
+    )
+
+
+def _rotate_and_write(
+    heads: torch.Tensor,
+    num_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> None:
+    num_rows, _, head_dim = heads.shape
+    num_kv_heads = cache.shape[3]
+    if q_norm is not None and k_norm is not None:
+        q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+        # A weight in float32 is one that must not be rounded first.
+        rms_norm = norm.rms_norm if q_norm.dtype is heads.dtype else norm.rms_norm_float32
+        q.copy_(rms_norm(q, q_norm, eps))
+        k.copy_(rms_norm(k, k_norm, eps))
+    # q and k lie side by side: one rotation for both, and k beside v: one write for both.
+    rope.apply_rope(heads[:, : num_heads + num_kv_heads], cos, sin)
+    torch_attention.write_kv(heads[:, num_heads:].view(num_rows, 2, num_kv_heads, head_dim), cache, batch)

@@ -1,0 +1,94 @@
+"""Triton's kernels, for GPUs. Import this where they run: Triton need not be there elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from loraplex.kernels.attention import library_kernel, triton_attention
+from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable, check_name
+from loraplex.kernels.attention.kernel import AttentionNeeds
+from loraplex.kernels.attention.triton_kernel import TritonAttention
+from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.layers import dense, triton_activation, triton_dense, triton_norm, triton_rope
+from loraplex.kernels.ops import Ops
+
+
+def triton_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
+    """`batch_invariant`: those whose rows have the same bits in every step (ADR 0039)."""
+
+    def choose_attention(choice: str, needs: AttentionNeeds, dtype: torch.dtype) -> AttentionChoice:
+        return _choose_attention(choice, needs, dtype, device, batch_invariant=batch_invariant)
+
+    return Kernels(
+        backend="triton",
+        device=device,
+        batch_invariant=batch_invariant,
+        ops=triton_ops(batch_invariant=batch_invariant),
+        choose_attention=choose_attention,
+        lora_pass=None,
+        obstacle_to_same_bits=lambda dtype, invariant: None if invariant else "--batch-invariant is off",
+    )
+
+
+def triton_ops(*, batch_invariant: bool = False) -> Ops:
+    return Ops(
+        rms_norm=triton_norm.rms_norm,
+        add_rms_norm=triton_norm.add_rms_norm,
+        rms_norm_float32=triton_norm.rms_norm_float32,
+        add_rms_norm_float32=triton_norm.add_rms_norm_float32,
+        silu_and_mul=triton_activation.silu_and_mul,
+        gelu_tanh_and_mul=triton_activation.gelu_tanh_and_mul,
+        rotate_and_write=_rotate_and_write,
+        pack_weight=dense.pack_weight,
+        linear=triton_dense.linear if batch_invariant else dense.linear,
+        to_float32=torch.Tensor.float,
+    )
+
+
+def _rotate_and_write(
+    heads: torch.Tensor,
+    num_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    batch: triton_attention.TritonAttentionBatch,
+    *,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> None:
+    triton_rope.rope_and_write_kv(
+        heads, num_heads, cos, sin, cache, batch.slots, q_norm=q_norm, k_norm=k_norm, eps=eps
+    )
+
+
+def _choose_attention(
+    choice: str, needs: AttentionNeeds, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
+) -> AttentionChoice:
+    check_name(choice)
+    obstacles = {
+        name: find(needs, dtype, device, batch_invariant=batch_invariant)
+        for name, find in (
+            ("torch", library_kernel.obstacle_to_torch),
+            ("flash-attn-3", library_kernel.obstacle_to_flash_attn_3),
+        )
+    }
+    if choice in ("auto", "triton"):
+        kernel = TritonAttention(needs, dtype, device, batch_invariant=batch_invariant)
+        return AttentionChoice(kernel, "as was asked for" if choice == "triton" else _why(obstacles))
+    obstacle = obstacles[choice]
+    if obstacle is not None:
+        raise AttentionUnavailable(f"{obstacle}; choose auto or triton")
+    library: library_kernel.Library = (
+        library_kernel.TorchPrompts() if choice == "torch" else library_kernel.FlashAttention3()
+    )
+    return AttentionChoice(library_kernel.LibraryAttention(library, needs, dtype, device), "as was asked for")
+
+
+def _why(obstacles: dict[str, str | None]) -> str:
+    """Why Triton's attention is the default, and what stands in the way of others."""
+    others = [name for name, obstacle in obstacles.items() if obstacle is None]
+    parts = [f"{name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle is not None]
+    if others:
+        parts.insert(0, f"--attention {', '.join(others)} would run too")
+    return "; ".join(["the default", *parts])

@@ -1,0 +1,286 @@
+"""The parts of an engine that belong to one device: model, adapter arena, KV cache, recordings, sampler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from loraplex.adapters.device.arena import AdapterArena
+from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.adapters.spec import BaseSpec
+from loraplex.engine.config import BLOCK_SIZE, EngineConfig
+from loraplex.engine.devices import refuse_bits
+from loraplex.engine.execution.device_memory import DeviceMemory
+from loraplex.engine.execution.executor import Executor
+from loraplex.engine.execution.inputs import Recorder, StepLimits
+from loraplex.engine.execution.kv_cache import (
+    KVSize,
+    WatchedKVCache,
+    available_memory,
+    block_bytes,
+    blocks_of,
+    free_host_memory,
+    size_kv_cache,
+)
+from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.execution.site_probe import SiteProbe
+from loraplex.engine.execution.step_preparation import StepPreparation
+from loraplex.engine.grammar.masks import MaskMaker
+from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.model.base import KVCache, Model
+from loraplex.engine.model.fused import FusedDecoder
+from loraplex.engine.model.loading import load_model, no_same_bits
+from loraplex.engine.model.plans import KeptPlans
+from loraplex.engine.sampling.sampler import Sampler, make_sampler
+from loraplex.engine.sizing import (
+    adapter_budget,
+    arena_size,
+    most_recorded_rows,
+    most_tokens,
+    row_bytes,
+    too_large_pools,
+)
+from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.failures import describe_failure
+
+_log = logging.getLogger(__name__)
+_MAX_SCORED_BYTES = 64 << 20
+"""Bytes of a step's logits that are kept for the log probabilities of prompts, as float32."""
+
+
+class CompilationFailed(Exception):
+    """The kernels cannot be compiled for this processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device with its kernels, and the thread that runs its steps. `memory`: that of the device; None on a CPU, where
+    the KV cache gets a share of what is free. `recorder`: records steps in place of CUDA graphs."""
+
+    kernels: Kernels
+    executor: Executor
+    memory: DeviceMemory | None
+    recorder: Recorder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with the arena for its adapters. `obstacle`: why it cannot promise the same bits; None where it can.
+    `free_host`: bytes of host memory that were free before pools took any; None where that is not known."""
+
+    model: Model
+    arena: AdapterArena
+    num_pages: int
+    num_slots: int
+    obstacle: str | None
+    free_host: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceParts:
+    """Everything on one device, ready to run steps. `max_step_tokens` and `max_scored`: tokens of a step, and positions
+    of prompts that it scores. `workspace`: bytes that the largest step takes; None where that was not measured."""
+
+    loaded: LoadedModel
+    kv: KVCache
+    kv_size: KVSize
+    steps: StepPreparation
+    runner: ModelRunner
+    max_step_tokens: int
+    max_scored: int
+    workspace: int | None
+
+
+def load_device(
+    config: EngineConfig, device: Device, base: BaseSpec, on_stage: Callable[[str], None]
+) -> LoadedModel:
+    """The model on its device, with the arena beside it. Raises LoraplexError, and CompilationFailed."""
+    plans = None if config.plan_dir is None else KeptPlans(Path(config.plan_dir))
+    kernels, executor = device.kernels, device.executor
+    model = executor.submit(
+        lambda: load_model(
+            Path(config.model_path),
+            kernels,
+            config.dtype,
+            max_model_len=config.max_model_len,
+            attention=config.attention,
+            plans=plans,
+        )
+    ).result()
+    obstacle = kernels.obstacle_to_same_bits(model.dtype, config.batch_invariant)
+    if not isinstance(model, FusedDecoder):
+        obstacle = no_same_bits(base.model_type)
+    if obstacle is not None and config.batch_invariant:
+        raise refuse_bits(obstacle)
+    if obstacle is not None and kernels.device.type == "cpu":
+        _log.warning("answers may depend on what is computed beside them: %s", obstacle)
+    layout = ArenaLayout(
+        model.site_groups,
+        model.num_layers,
+        model.dtype,
+        max_rank=config.max_adapter_rank,
+        head=model.head_group,
+        embedding=model.embedding_shape,
+    )
+    budget = config.adapter_memory or adapter_budget(available_memory(kernels.device), kernels.device.type)
+    num_pages, num_slots = arena_size(budget, layout)
+    free_host = free_host_memory()
+    arena = executor.submit(lambda: AdapterArena(layout, num_pages, num_slots, kernels)).result()
+    _compile(kernels, model.dtype, executor, on_stage)
+    return LoadedModel(model, arena, num_pages, num_slots, obstacle, free_host)
+
+
+def build_device(
+    config: EngineConfig,
+    device: Device,
+    loaded: LoadedModel,
+    heartbeat: StepHeartbeat,
+    host_pools: Mapping[str, int],
+    make_masks: Callable[[int], MaskMaker],
+    *,
+    eos_ids: frozenset[int],
+    wrap_model: Callable[[Model], Model] | None = None,
+) -> DeviceParts:
+    """KV cache, recordings, sampler and runner around a loaded model. `host_pools`: bytes of host memory that the
+    engine takes beside, by the option that sets them. `make_masks` gets the size of the vocabulary. Raises
+    LoraplexError."""
+    model, kernels, memory = loaded.model, device.kernels, device.memory
+    max_step_tokens = most_tokens(
+        config.max_num_batched_tokens,
+        kernels.device.type,
+        row_bytes(model.site_groups, model.dtype.itemsize),
+        0 if memory is None else memory.total(),
+    )
+    vocab_size = model.shape.vocab_size
+    served = model if wrap_model is None else wrap_model(model)
+    sampler = make_sampler(kernels, vocab_size=vocab_size, max_rows=config.max_num_seqs)
+    max_scored = max(1, _MAX_SCORED_BYTES // (4 * vocab_size))
+    steps = _steps(config, device, loaded, served, sampler, max_scored)
+    make_kv = _KVMaker(config, device, model, heartbeat, 2 * -(-max_step_tokens // BLOCK_SIZE))
+    limits = StepLimits(max_step_tokens, config.max_num_seqs, 0)
+    workspace = None
+    if memory is None:
+        size = make_kv.size(None)
+        pools = {
+            "--kv-cache-memory": size.num_blocks * block_bytes(model.shape, model.dtype),
+            "--adapter-memory": loaded.arena.num_bytes,
+        }
+        _warn_of_memory(pools | dict(host_pools), loaded.free_host)
+        kv = make_kv(size.num_blocks)
+        steps.begin(kv, replace(limits, max_blocks=blocks_of(size.max_model_len)))
+    else:
+        _warn_of_memory(host_pools, loaded.free_host)
+        limits = replace(limits, max_blocks=blocks_of(config.max_model_len or model.shape.max_positions))
+        workspace, budget = steps.measure(memory, make_kv, limits)
+        if config.kv_cache_memory > budget:
+            _log.warning("--kv-cache-memory leaves less than is needed for the steps: %d bytes would", budget)
+        size = make_kv.size(budget)
+        kv = make_kv(size.num_blocks)
+        steps.record_again(kv)
+    runner = ModelRunner(
+        served,
+        kv,
+        device.executor,
+        eos_ids=eos_ids,
+        lora=loaded.arena,
+        inputs=steps.inputs,
+        sampler=sampler,
+        masks=make_masks(vocab_size),
+        probe=SiteProbe(loaded.arena, served.dtype, served.device),
+    )
+    if memory is None:
+        steps.warm_up(runner)
+    else:
+        steps.run_largest(runner)
+    return DeviceParts(loaded, kv, size, steps, runner, max_step_tokens, max_scored, workspace)
+
+
+@dataclass(frozen=True, slots=True)
+class _KVMaker:
+    """Sizes KV caches, and makes them in the thread that runs the steps."""
+
+    config: EngineConfig
+    device: Device
+    model: Model
+    heartbeat: StepHeartbeat
+    blocks_ahead: int
+
+    def __call__(self, num_blocks: int) -> KVCache:
+        model = self.model
+        return self.device.executor.submit(
+            lambda: WatchedKVCache(
+                model.shape,
+                num_blocks,
+                model.dtype,
+                self.device.kernels.device,
+                self.heartbeat,
+                blocks_ahead=self.blocks_ahead,
+            )
+        ).result()
+
+    def size(self, budget: int | None) -> KVSize:
+        """`budget`: bytes of the device that are left for it; None: a share of what is free."""
+        return size_kv_cache(
+            self.model.shape,
+            self.model.dtype,
+            self.device.kernels.device,
+            kv_cache_memory=self.config.kv_cache_memory,
+            max_model_len=self.config.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            budget=budget,
+        )
+
+
+def _steps(
+    config: EngineConfig,
+    device: Device,
+    loaded: LoadedModel,
+    served: Model,
+    sampler: Sampler,
+    max_scored: int,
+) -> StepPreparation:
+    model, place = loaded.model, device.kernels.device
+    capability = torch.cuda.get_device_capability(place) if place.type == "cuda" else None
+    return StepPreparation(
+        served,
+        loaded.arena,
+        device.executor,
+        sampler,
+        recorder=device.recorder,
+        max_scored=max_scored,
+        prompt_rows=most_recorded_rows(
+            config.recorded_prompt_rows,
+            capability,
+            model.num_layers,
+            model.weight_bytes // model.dtype.itemsize,
+        ),
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def _compile(
+    kernels: Kernels, dtype: torch.dtype, executor: Executor, on_stage: Callable[[str], None]
+) -> None:
+    """Compile what must be before the first step. Raises CompilationFailed."""
+    compilation = kernels.compilation
+    if compilation is None:
+        return
+    if not compilation.is_done(dtype):
+        on_stage("compiling kernels for this processor (once; 10 to 20 s, minutes where the machine is slow)")
+    try:
+        executor.submit(lambda: compilation.run(dtype)).result()
+    except Exception as error:  # of any kind: what is compiled depends on the processor
+        raise CompilationFailed(describe_failure(kernels.backend, error)) from error
+    on_stage("loading")
+
+
+def _warn_of_memory(pools: Mapping[str, int], free: int | None) -> None:
+    """`pools`: bytes of host memory by the option that sets them. They fill up as they are used for the first time: a
+    start that takes more than there is goes well, and the process is killed hours later."""
+    reason = too_large_pools(pools, free)
+    if reason is not None:
+        _log.warning(reason)

@@ -1,0 +1,40 @@
+"""The device and the kernels that an engine runs with."""
+
+from __future__ import annotations
+
+import torch
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.kernels.backend import BackendUnavailable, resolve_kernels
+from loraplex.kernels.bundle import Kernels
+
+
+class DeviceUnavailable(LoraplexError):
+    """The device that was asked for is not there, or can't run the kernels that were."""
+
+    code = "device_unavailable"
+
+
+def choose_kernels(device: str, kernels: str, *, batch_invariant: bool = False) -> Kernels:
+    """The kernels of an engine with these settings, on its device. Raises DeviceUnavailable."""
+    found = resolve_device(device)
+    try:
+        return resolve_kernels(kernels, found, batch_invariant=batch_invariant)
+    except BackendUnavailable as error:
+        raise DeviceUnavailable(f"--kernels {kernels}: {error}") from error
+
+
+def resolve_device(asked: str) -> torch.device:
+    """Raises DeviceUnavailable."""
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise DeviceUnavailable("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
+    return torch.device(asked)
+
+
+def refuse_bits(obstacle: str) -> DeviceUnavailable:
+    """The refusal of --batch-invariant where the kernels cannot promise the same bits."""
+    return DeviceUnavailable(
+        f"--batch-invariant: {obstacle}; serve without it, or with other --kernels or another --dtype"
+    )
