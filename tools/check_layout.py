@@ -1,6 +1,6 @@
 """Checks how files lie in folders, and prints the table of a decision record.
 
-    python tools/check_layout.py            # exit status 1 if a folder or a file is too large
+    python tools/check_layout.py            # exit status 1 if a folder, a file or a function is too large
     python tools/check_layout.py --table    # sizes of the code, and how its packages import each other
 
 "A package" below is a folder with Python files in it.
@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -19,6 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ("adapters", "admin", "kernels", "migrations", "server")
 MAX_FILES = 18
 MAX_LINES = 450
+MAX_FUNCTION_LINES = 80
+KERNELS = "kernels"
+"""Functions there may be longer: a GPU's or numba's program is one function."""
 ROOT_PACKAGES = (
     "loraplex.adapters",
     "loraplex.admin",
@@ -43,7 +48,7 @@ def python_files() -> dict[Path, int]:
 
 
 def too_large(files: dict[Path, int]) -> list[str]:
-    """One line for each folder and each file above its limit."""
+    """One line for each folder, each file and each function above its limit."""
     folders = Counter(path.parent for path in files if path.parts[-2:-1] != ("versions",))
     found = [
         f"{folder}: {count} files; a folder has at most {MAX_FILES}: group them by theme"
@@ -55,7 +60,21 @@ def too_large(files: dict[Path, int]) -> list[str]:
         for path, lines in sorted(files.items())
         if lines > MAX_LINES
     ]
+    found += [
+        f"{path}:{line}: {name} has {lines} lines; a function has at most {MAX_FUNCTION_LINES}: cut it into parts"
+        for path in sorted(files)
+        if path.parts[0] in SOURCE and path.parts[0] != KERNELS
+        for line, name, lines in functions(path)
+        if lines > MAX_FUNCTION_LINES
+    ]
     return found
+
+
+def functions(path: Path) -> Iterator[tuple[int, str, int]]:
+    """First line, name and number of lines of each function of a file."""
+    for node in ast.walk(ast.parse((ROOT / path).read_bytes())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name, (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def arrows() -> tuple[int, int, int]:

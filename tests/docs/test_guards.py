@@ -66,6 +66,19 @@ def test_too_many_files_and_too_long_a_file_are_found(layout: ModuleType) -> Non
     assert [line.partition(":")[0] for line in found] == ["a", "b/long.py"]
 
 
+def test_too_long_a_function_is_found(
+    layout: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "ROOT", tmp_path)
+    paths = [Path(f"{portion}/of.py") for portion in ("server", "kernels")]
+    for path in paths:
+        (tmp_path / path).parent.mkdir()
+        body = "    pass\n" * layout.MAX_FUNCTION_LINES
+        (tmp_path / path).write_text(f"def fits():\n{body[9:]}\n\nasync def long():\n{body}")
+    (found,) = layout.too_large(dict.fromkeys(paths, 1))
+    assert found.startswith("server/of.py:83: long has 81 lines")
+
+
 def test_the_layout_looks_at_the_files_of_the_checkout(layout: ModuleType) -> None:
     lines = layout.python_files()
     assert lines[Path("tools/check_layout.py")] > 100

@@ -15,15 +15,10 @@ import structlog
 import uvloop
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.app.factory import (
-    Apps,
-    Installation,
-    create_apps,
-    create_starting_apps,
-    engine_config,
-    prepare,
-)
+from loraplex.app.engine_settings import engine_config
+from loraplex.app.installation import Installation, prepare
 from loraplex.app.logs import configure_logging, log_everything
+from loraplex.app.planes import Apps, create_apps, create_starting_apps
 from loraplex.app.ports.sockets import Ports, open_ports, url
 from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid

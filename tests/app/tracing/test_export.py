@@ -241,7 +241,7 @@ def test_a_server_without_a_collector_imports_no_tracing() -> None:
     """OpenTelemetry's API is not counted: another library imports it."""
     heavy = ("opentelemetry.sdk", "opentelemetry.exporter", "google.protobuf", "loraplex.api.tracing.spans")
     program = (
-        "import sys, loraplex.app.serve, loraplex.app.factory, loraplex.api.generation.endpoints;"
+        "import sys, loraplex.app.serve, loraplex.app.planes, loraplex.api.generation.endpoints;"
         f"print([name for name in sys.modules if name.startswith({heavy})])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.app.factory import prepare
+from loraplex.app.installation import prepare
 from loraplex.app.settings import Settings
 from loraplex.control.usage.dead_lives import trim_leftovers
 from loraplex.control.usage.journal import UsageJournal, leftovers

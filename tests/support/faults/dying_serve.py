@@ -5,15 +5,14 @@ It dies at the first such step that it announces while the file ARMED is there.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
 from pathlib import Path
 
+from loraplex.adapters.store import open_store
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.fault_points import FaultPoint
-from loraplex.app import factory
 from loraplex.app.cli import main
 
 if __name__ == "__main__":
@@ -24,6 +23,6 @@ if __name__ == "__main__":
             armed.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    factory.ArtifactStore = functools.partial(ArtifactStore, fault=fault)  # type: ignore[assignment,misc]
+    open_store.ArtifactStore = lambda folder, _: ArtifactStore(folder, fault)  # type: ignore[assignment,misc]
     del sys.argv[1:3]
     main()

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from loraplex.app.factory import Apps, Installation, create_apps
+from loraplex.app.installation import Installation
+from loraplex.app.planes import Apps, create_apps
 from loraplex.app.ports.sockets import open_ports, url
 from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings

@@ -146,7 +146,14 @@ class Metrics:
         )
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._generation = self._histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
-        names = ["model_name"]
+        self._make_totals()
+        self._make_answers()
+        self._make_limits_and_adapters()
+        self._make_state()
+
+    def _make_totals(self) -> None:
+        """Totals of the answers that ended, by vLLM's names."""
+        names, model_name = ["model_name"], self.model_name
         self._prompt_tokens = Counter(
             "vllm:prompt_tokens", "Prompt tokens processed.", names, registry=self._vllm
         ).labels(model_name)
@@ -164,9 +171,12 @@ class Metrics:
         )
         self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"loraplex_{name}", text, labels, registry=self._own)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"loraplex_{name}", text, labels, registry=self._own)
 
+    def _make_answers(self) -> None:
+        """Answers and tokens by tenant, and changes by the admin API."""
+        counter = self._counter
         self._requests = OwnedCounter(
             counter("requests", "Requests answered, by HTTP status.", "tenant", "adapter", "status")
         )
@@ -186,6 +196,10 @@ class Metrics:
         self._version_checks = counter("version_checks", "Checks of new versions' numbers.", "outcome")
         for outcome in get_args(CheckOutcome):
             self._version_checks.labels(outcome)
+
+    def _make_limits_and_adapters(self) -> None:
+        """Decisions over limits, answers that ended early, and the times of adapters."""
+        counter = self._counter
         self._reached = counter(
             "limiter_limits_reached", "Requests refused, by the limit they are told.", "owner", "limit"
         )
@@ -214,6 +228,9 @@ class Metrics:
             buckets=LOAD_S,
             registry=self._own,
         )
+
+    def _make_state(self) -> None:
+        """The state of the server: its requests, its database, the usage on its way there."""
         self.in_flight = Gauge(
             "loraplex_http_requests_in_flight", "HTTP requests being answered.", registry=self._own
         )

@@ -4,6 +4,7 @@ the thread that planned it: they may change while the step runs."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,91 +82,126 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
     # A request that is measured is a row of the base's here: its adapter's numbers may be infinite.
     slots = [-1 if item.seq.request.measured else item.slot for item in scheduled]
     order = sorted(range(len(scheduled)), key=slots.__getitem__)
-    token_ids: list[int] = []
-    positions: list[int] = []
-    fresh: list[int] = []
-    logits_rows: list[int] = []
-    sampled_logits: list[int] = []  # which of them are sampled
-    scored: list[int] = []  # which are of prompts
-    watched: list[int] = []  # and which are neither
-    unseen: list[int] = []
-    targets: list[int] = []
-    slices: list[tuple[int, int, int]] = []
-    ranked: set[int] = set()
-    sampled: list[int] = []
-    pending: list[tuple[int, str]] = []
-    segments: list[tuple[int, int, int]] = []
-    failed: dict[int, str] = {}
-    pooled = PooledRowsBuilder()
+    rows = _Rows(vocab_size)
     for index in order:
-        item = scheduled[index]
-        first, count = len(token_ids), item.num_tokens
+        rows.add(index, scheduled[index], slots[index])
+    return rows.send(inputs, [scheduled[index] for index in order], measured_slices(plan))
+
+
+class _Rows:
+    """The rows of a step while slices are added to it, sorted by slot."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._token_ids: list[int] = []
+        self._positions: list[int] = []
+        self._fresh: list[int] = []
+        self._logits_rows: list[int] = []
+        self._sampled_logits: list[int] = []  # which of them are sampled
+        self._scored: list[int] = []  # which are of prompts
+        self._watched: list[int] = []  # and which are neither
+        self._unseen: list[int] = []
+        self._targets: list[int] = []
+        self._slices: list[tuple[int, int, int]] = []
+        self._ranked: set[int] = set()
+        self._sampled: list[int] = []
+        self._pending: list[tuple[int, str]] = []
+        self._segments: list[tuple[int, int, int]] = []
+        self._failed: dict[int, str] = {}
+        self._pooled = PooledRowsBuilder()
+
+    def add(self, index: int, item: ScheduledSequence, slot: int) -> None:
+        """The slice with this index in the plan."""
+        vocab_size, first, count = self._vocab_size, len(self._token_ids), item.num_tokens
         tokens = item.token_ids
         if item.pending_input:
-            pending.append((first, item.seq.request_id))
+            self._pending.append((first, item.seq.request_id))
         elif min((*tokens, *item.targets)) < 0 or max((*tokens, *item.targets)) >= vocab_size:
             # On a GPU a lookup beyond the embedding would end the whole process.
-            failed[index] = f"a token id is not below the model's vocabulary size {vocab_size}"
+            self._failed[index] = f"a token id is not below the model's vocabulary size {vocab_size}"
             tokens = (0,) * count
-        token_ids += tokens
-        positions += range(item.start, item.start + count)
-        fresh += _fresh_blocks(item)
+        self._token_ids += tokens
+        self._positions += range(item.start, item.start + count)
+        self._fresh += _fresh_blocks(item)
         if item.targets:
-            num_scored = len(item.targets)
-            scored += range(len(logits_rows), len(logits_rows) + num_scored)
-            start = first + item.score_start - item.start
-            logits_rows += range(start, start + num_scored)
-            targets += (0,) * num_scored if index in failed else item.targets
-            slices.append((index, num_scored, item.seq.request.sampling.prompt_logprobs or 0))
-            if item.seq.request.sampling.prompt_ranks:
-                ranked.add(index)
+            self._score(index, item, first)
+        self._want_logits(index, item, first)
+        if slot >= 0:
+            if self._segments and self._segments[-1][0] == slot:
+                _, start, length = self._segments[-1]
+                self._segments[-1] = (slot, start, length + count)
+            else:
+                self._segments.append((slot, first, count))
+
+    def _score(self, index: int, item: ScheduledSequence, first: int) -> None:
+        """Want the log probabilities of a prompt's tokens."""
+        num_scored, sampling = len(item.targets), item.seq.request.sampling
+        self._scored += range(len(self._logits_rows), len(self._logits_rows) + num_scored)
+        start = first + item.score_start - item.start
+        self._logits_rows += range(start, start + num_scored)
+        self._targets += (0,) * num_scored if index in self._failed else item.targets
+        self._slices.append((index, num_scored, sampling.prompt_logprobs or 0))
+        if sampling.prompt_ranks:
+            self._ranked.add(index)
+
+    def _want_logits(self, index: int, item: ScheduledSequence, first: int) -> None:
+        """Want what comes of the slice's last row: a token, hidden states, or only whether its numbers are finite."""
+        end = first + item.num_tokens
         if item.samples:
             named = item.seq.request.sampling.logprob_token_ids
-            if named and max(named) >= vocab_size:
-                failed.setdefault(index, f"a token id in logprob_token_ids is not below {vocab_size}")
-            sampled_logits.append(len(logits_rows))
-            logits_rows.append(first + count - 1)
-            sampled.append(index)
+            if named and max(named) >= self._vocab_size:
+                self._failed.setdefault(
+                    index, f"a token id in logprob_token_ids is not below {self._vocab_size}"
+                )
+            self._sampled_logits.append(len(self._logits_rows))
+            self._logits_rows.append(end - 1)
+            self._sampled.append(index)
         elif item.pool_start is not None:
-            pooled.add(index, item, first)
-        elif not item.targets or item.score_start + len(item.targets) < item.start + count:
-            watched.append(len(logits_rows))
-            logits_rows.append(first + count - 1)
-            unseen.append(index)
-        if slots[index] >= 0:
-            if segments and segments[-1][0] == slots[index]:
-                slot, start, length = segments[-1]
-                segments[-1] = (slot, start, length + count)
-            else:
-                segments.append((slots[index], first, count))
-    attention = inputs.attention(
-        [scheduled[i].num_tokens for i in order],
-        [scheduled[i].start + scheduled[i].num_tokens for i in order],
-        [scheduled[i].block_ids for i in order],
-    )
-    all_rows = inputs.logits_rows(logits_rows)
-    all_sampled = len(sampled_logits) == len(logits_rows)
-    return FlatStep(
-        token_ids=inputs.rows("token_ids", token_ids),
-        positions=inputs.rows("positions", positions),
-        attention=attention,
-        fresh_blocks=inputs.ints(fresh),
-        logits_rows=all_rows,
-        sampled_rows=all_rows if all_sampled else inputs.ints([logits_rows[row] for row in sampled_logits]),
-        sampled_logits=None if all_sampled else inputs.ints(sampled_logits),
-        prompt_rows=PromptRows(inputs.ints(scored), inputs.ints(targets), tuple(slices), frozenset(ranked))
-        if slices
-        else None,
-        watched=WatchedRows(inputs.ints(watched), tuple(unseen)) if watched else None,
-        pooled=pooled.build(inputs),
-        measured=measured_slices(plan),
-        sampled=tuple(sampled),
-        pending=tuple(pending),
-        segments=tuple(segments),
-        logits_segments=_segments_among(segments, logits_rows),
-        failed=failed,
-        num_rows=len(token_ids),
-    )
+            self._pooled.add(index, item, first)
+        elif not item.targets or item.score_start + len(item.targets) < item.start + item.num_tokens:
+            self._watched.append(len(self._logits_rows))
+            self._logits_rows.append(end - 1)
+            self._unseen.append(index)
+
+    def send(
+        self, inputs: StepInputs, items: Sequence[ScheduledSequence], measured: tuple[MeasuredSlice, ...]
+    ) -> FlatStep:
+        """`items`: the slices in the order of their rows."""
+        attention = inputs.attention(
+            [item.num_tokens for item in items],
+            [item.start + item.num_tokens for item in items],
+            [item.block_ids for item in items],
+        )
+        all_rows = inputs.logits_rows(self._logits_rows)
+        all_sampled = len(self._sampled_logits) == len(self._logits_rows)
+        return FlatStep(
+            token_ids=inputs.rows("token_ids", self._token_ids),
+            positions=inputs.rows("positions", self._positions),
+            attention=attention,
+            fresh_blocks=inputs.ints(self._fresh),
+            logits_rows=all_rows,
+            sampled_rows=all_rows
+            if all_sampled
+            else inputs.ints([self._logits_rows[row] for row in self._sampled_logits]),
+            sampled_logits=None if all_sampled else inputs.ints(self._sampled_logits),
+            prompt_rows=PromptRows(
+                inputs.ints(self._scored),
+                inputs.ints(self._targets),
+                tuple(self._slices),
+                frozenset(self._ranked),
+            )
+            if self._slices
+            else None,
+            watched=WatchedRows(inputs.ints(self._watched), tuple(self._unseen)) if self._watched else None,
+            pooled=self._pooled.build(inputs),
+            measured=measured,
+            sampled=tuple(self._sampled),
+            pending=tuple(self._pending),
+            segments=tuple(self._segments),
+            logits_segments=_segments_among(self._segments, self._logits_rows),
+            failed=self._failed,
+            num_rows=len(self._token_ids),
+        )
 
 
 def _segments_among(

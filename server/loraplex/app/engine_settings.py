@@ -1,0 +1,37 @@
+"""The configuration of the engine process, from the server's settings."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from loraplex.app.base_model.source import plan_dir
+from loraplex.app.settings import Settings
+from loraplex.app.storage.artifacts import artifact_dir
+from loraplex.engine.config import EngineConfig
+
+
+def engine_config(settings: Settings, model_dir: Path, served_name: str) -> EngineConfig:
+    """Fields that both have by the same name are copied; the others are named here."""
+    shared = {field.name for field in fields(EngineConfig)} & Settings.model_fields.keys()
+    values: dict[str, Any] = {name: getattr(settings, name) for name in shared}
+    return EngineConfig(
+        **values
+        | {
+            "model_path": str(model_dir),
+            "model_name": served_name,
+            "artifact_dir": str(artifact_dir(settings)),
+            "artifact_cache_bytes": settings.artifact_cache_size,
+            "lookahead": -1 if settings.lookahead == "auto" else int(settings.lookahead),
+            "num_threads": settings.threads,
+            "cache_dir": str(settings.data_dir.resolve()),
+            "plan_dir": str(plan_dir(settings.data_dir.resolve())),
+            "image_dir": str(image_dir(settings)),
+        }
+    )
+
+
+def image_dir(settings: Settings) -> Path:
+    """The folder of laid-out adapters."""
+    return settings.data_dir.resolve() / "images"

@@ -1,0 +1,264 @@
+"""The data plane and the admin plane, put together around an engine."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+from starlette.routing import BaseRoute, Mount
+from starlette.types import ASGIApp
+
+from loraplex.adapters.sources.urls import AllowedSources
+from loraplex.admin.app import (
+    admin_routes,
+    create_admin_app,
+    create_starting_admin_app,
+    create_starting_tenant_app,
+    create_tenant_app,
+    tenant_document,
+)
+from loraplex.admin.runtime_loading import RuntimeLoading
+from loraplex.admin.services import AdminServices
+from loraplex.admin.version_checks import VersionChecks
+from loraplex.api.application import create_data_app, create_starting_data_app, service_probes
+from loraplex.api.deps import ApiServices
+from loraplex.api.drain import Drain
+from loraplex.api.metrics import Metrics, Scraper
+from loraplex.api.routes.metrics import metrics_route
+from loraplex.api.routes.probes import probe_routes
+from loraplex.app.base_model.output_formats import base_formats, check_named_formats
+from loraplex.app.base_model.own_chats import ChatExaminer, OwnChatsOfVersions
+from loraplex.app.base_model.source import cache_dir
+from loraplex.app.installation import Installation
+from loraplex.app.settings import Settings
+from loraplex.app.storage.artifacts import artifact_dir
+from loraplex.app.storage.redis import make_limiter
+from loraplex.control.audit.log import AuditLog
+from loraplex.control.catalog.retention import Retention
+from loraplex.control.limits.budget_store import BudgetStore
+from loraplex.control.limits.budgets import Budgets
+from loraplex.control.limits.limiter import Limiter
+from loraplex.control.limits.service import RequestLimits
+from loraplex.control.types import Limits
+from loraplex.http.routing import exact
+from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
+from loraplex.serving.templates.renderer import TemplateRenderer
+from loraplex.serving.text.processor import TextProcessor
+from loraplex.serving.text.text_build import text_build
+
+if TYPE_CHECKING:  # it imports OpenTelemetry
+    from loraplex.app.tracing.setup import Tracing
+
+
+@dataclass(frozen=True, slots=True)
+class Apps:
+    """The two planes of a server, and what drives their beginning and end."""
+
+    data: ASGIApp
+    admin: ASGIApp
+    drain: Drain
+    metrics: Metrics
+    limits: RequestLimits
+    grammars: GrammarChecker
+    templates: TemplateRenderer
+    checks: VersionChecks
+    tracing: Tracing | None
+
+
+def create_starting_apps(installation: Installation, engine: EngineClient) -> tuple[ASGIApp, ASGIApp]:
+    """The data plane and the admin plane until the engine has been started: probes, metrics, and a 503 for the rest."""
+    name = installation.served_name
+    metrics = Metrics(name)
+    metrics.watch_background(installation.background)
+    routes: list[BaseRoute] = [
+        *probe_routes(engine, Drain(), serving=False, in_document=False),
+        metrics_route(Scraper(metrics, engine), in_document=False),
+    ]
+    data = create_starting_data_app(engine, name, extra_routes=[_tenant_mount(create_starting_tenant_app())])
+    return data, create_starting_admin_app(routes)
+
+
+def _written_directories(settings: Settings) -> dict[str, Path]:
+    """By what they hold."""
+    found = {"data": settings.data_dir, "artifacts": artifact_dir(settings)}
+    with contextlib.suppress(RuntimeError):  # a user without a home has no cache
+        found["cache"] = cache_dir()
+    return found
+
+
+def _tenant_mount(app: ASGIApp) -> BaseRoute:
+    """Where the tenants' admin routes are on the data port."""
+    return exact(Mount("/admin/v1", app))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Parts that both planes use, or that begin and end with the server."""
+
+    engine: EngineClient
+    metrics: Metrics
+    drain: Drain
+    limiter: Limiter
+    limits: RequestLimits
+    text: TextProcessor
+    templates: TemplateRenderer
+    grammars: GrammarChecker
+    tracing: Tracing | None
+
+
+def create_apps(installation: Installation, engine: EngineClient) -> Apps:
+    """The data plane and the admin plane around an engine that has been started."""
+    shared = _shared(installation, engine)
+    admin_services = _admin_services(installation, shared)
+    data_services = _data_services(installation, shared, admin_services)
+    operator_routes: list[BaseRoute] = [
+        *service_probes(data_services, in_document=False),
+        metrics_route(Scraper(shared.metrics, engine), in_document=False),
+    ]
+    return Apps(
+        data=create_data_app(
+            data_services,
+            extra_routes=[_tenant_mount(create_tenant_app(admin_services))],
+            extra_document=tenant_document,
+        ),
+        admin=create_admin_app(admin_services, extra_routes=operator_routes),
+        drain=shared.drain,
+        metrics=shared.metrics,
+        limits=shared.limits,
+        grammars=shared.grammars,
+        templates=shared.templates,
+        checks=admin_services.checks,
+        tracing=shared.tracing,
+    )
+
+
+def _shared(installation: Installation, engine: EngineClient) -> _Shared:
+    settings, tasks, model_dir = installation.settings, installation.background, installation.model_dir
+    metrics = _metrics(installation)
+    limiter = make_limiter(settings, metrics.limiter, tasks)
+    budgets = Budgets(BudgetStore(installation.database), installation.database.run)
+    tracing = None
+    if settings.otlp_endpoint:
+        # Only here, so that a server without traces does not import OpenTelemetry.
+        from loraplex.app.tracing.setup import start_tracing
+
+        tracing = start_tracing(settings, installation.served_name, metrics.traces)
+    warn = structlog.get_logger("loraplex").warning
+    return _Shared(
+        engine=engine,
+        metrics=metrics,
+        drain=Drain(),
+        limiter=limiter,
+        limits=RequestLimits(limiter, budgets, server=_server_limits(settings), background=tasks),
+        text=TextProcessor(model_dir, max_model_len=engine.info.max_model_len),
+        templates=TemplateRenderer(str(model_dir), max_model_len=engine.info.max_model_len, log=warn),
+        grammars=GrammarChecker(
+            str(model_dir),
+            eos_ids=engine.info.eos_ids,
+            limits=GrammarLimits(settings.grammar_time_limit, settings.grammar_processes),
+            on_check=metrics.grammars.checked,
+            log=warn,
+        ),
+        tracing=tracing,
+    )
+
+
+def _metrics(installation: Installation) -> Metrics:
+    metrics = Metrics(installation.served_name)
+    health = installation.database_health
+    metrics.database_up.set_function(lambda: 0.0 if health.warning() else 1.0)
+    metrics.database_outage.set_function(lambda: health.outage_s)
+    metrics.watch_background(installation.background)
+    metrics.watch_disks(_written_directories(installation.settings))
+    metrics.expect_changes(route.action for route in admin_routes() if route.action is not None)
+    metrics.watch_usage(installation.usage_journal, installation.usage_writer)
+    return metrics
+
+
+def _admin_services(installation: Installation, shared: _Shared) -> AdminServices:
+    settings, engine, metrics = installation.settings, shared.engine, shared.metrics
+    retention = Retention(installation.database, installation.artifacts, settings.keep_versions)
+    checks = VersionChecks(
+        database=installation.database,
+        catalog=installation.catalog,
+        validation=installation.validation,
+        tenants=installation.tenants,
+        store=installation.store,
+        engine=engine,
+        retention=retention,
+        on_outcome=metrics.version_checked,
+    )
+    return AdminServices(
+        database=installation.database,
+        tenants=installation.tenants,
+        keys=installation.keys,
+        key_cache=installation.key_cache,
+        catalog=installation.catalog,
+        releases=installation.releases,
+        artifacts=installation.artifacts,
+        audit=AuditLog(installation.database),
+        engine=engine,
+        sources=AllowedSources(settings.adapter_sources),
+        retention=retention,
+        checks=checks,
+        max_upload_bytes=settings.max_adapter_upload,
+        on_change=metrics.admin_changed,
+        check_formats=partial(check_named_formats, shared.text),
+        examine_chat=ChatExaminer(
+            shared.text, engine.info.eos_ids, shared.templates, own_serves=_owns_serve(settings)
+        ),
+    )
+
+
+def _data_services(installation: Installation, shared: _Shared, admin_services: AdminServices) -> ApiServices:
+    settings, engine, tracing = installation.settings, shared.engine, shared.tracing
+    own_chats = OwnChatsOfVersions(installation.database, installation.catalog, shared.templates)
+    return ApiServices(
+        text_build=text_build(installation.model_dir),
+        engine=engine,
+        text=shared.text,
+        formats=base_formats(settings, shared.text),
+        own_chats=own_chats if _owns_serve(settings) else None,
+        grammars=shared.grammars,
+        authenticator=installation.key_cache,
+        resolver=installation.resolver,
+        limiter=shared.limits,
+        ledger=installation.usage_journal,
+        adapters=RuntimeLoading(admin_services),
+        metrics=shared.metrics,
+        drain=shared.drain,
+        served_model_name=installation.served_name,
+        max_model_len=engine.info.max_model_len,
+        default_max_tokens=settings.default_max_tokens,
+        max_body=settings.max_body,
+        stall_timeout=settings.stream_stall_timeout,
+        cors_origins=tuple(settings.cors_origins),
+        metrics_on_data_port=settings.metrics_on_data_port,
+        database=installation.database_health,
+        usage_failure=installation.usage_journal.failure,
+        limits_warning=shared.limiter.warning,
+        tracing=None if tracing is None else tracing.requests,
+    )
+
+
+def _owns_serve(settings: Settings) -> bool:
+    """Whether versions' own chat templates are used."""
+    return settings.adapter_templates == "own"
+
+
+def _server_limits(settings: Settings) -> Limits:
+    budget = settings.server_token_budget or None
+    return Limits(
+        requests_per_minute=settings.server_requests_per_minute or None,
+        tokens_per_minute=settings.server_tokens_per_minute or None,
+        max_concurrency=settings.server_max_concurrency or None,
+        max_sequences=settings.server_max_sequences or None,
+        max_output_tokens=settings.server_max_output_tokens or None,
+        token_budget=budget,
+        budget_period=None if budget is None else settings.server_budget_period,
+    )

@@ -1,0 +1,35 @@
+"""The engine's configuration has every field from the server's settings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from loraplex.app import engine_settings
+from loraplex.app.settings import Settings
+from loraplex.engine.config import EngineConfig
+
+
+def test_every_field_of_the_engine_is_filled() -> None:
+    """By a setting of the same name, or by a line of its own: one that is forgotten would keep its default."""
+    named = set(re.findall(r'"(\w+)": ', inspect.getsource(engine_settings.engine_config)))
+    shared = {field.name for field in fields(EngineConfig)} & Settings.model_fields.keys()
+    assert named | shared == {field.name for field in fields(EngineConfig)}
+
+
+def test_shared_names_are_copied_and_others_are_translated(tmp_path: Path) -> None:
+    settings = Settings(
+        model="x",
+        data_dir=tmp_path,
+        max_waiting=7,
+        kernels="torch",
+        threads=3,
+        lookahead="1",
+        batch_invariant=True,
+    )
+    config = engine_settings.engine_config(settings, tmp_path / "model", "served")
+    assert (config.max_waiting, config.kernels, config.batch_invariant) == (7, "torch", True)
+    assert (config.num_threads, config.lookahead, config.model_name) == (3, 1, "served")
+    assert config.model_path == str(tmp_path / "model")
