@@ -46,7 +46,7 @@ gpu-site:
 
 # For Python 3.12 on Linux with glibc 2.31 or later.
 gpu-wheels:
-	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --constraint constraints.txt --requirement tests/bench/gpu/wheels.txt --dest gpu-wheels
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --constraint constraints.txt --requirement bench/gpu/wheels.txt --dest gpu-wheels
 
 check: $(STAMP)-dev
 	$(BIN)/ruff check .

@@ -55,7 +55,7 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True)
 class Charges:
     """The prices of the fair queue, in units of service: a prompt token on the base model is one. Whatever was
-    computed before and had to be computed again is free. The last two were measured on a CPU by tests/bench/charges.py
+    computed before and had to be computed again is free. The last two were measured on a CPU
     (SmolLM2-135M: 0.004 to 0.006, and 0.74; there an output token costs 2.2).
     """
 

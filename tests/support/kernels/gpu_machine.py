@@ -15,7 +15,7 @@ INSTALLED = (
     "torch", "triton", "transformers", "numpy", "ml_dtypes", "safetensors", "pytest", "hypothesis", "peft",
 )  # fmt: skip
 """What such a machine has, with what these need."""
-WHEELS = Path(__file__).parents[2] / "bench/gpu/wheels.txt"
+WHEELS = Path(__file__).parents[3] / "bench/gpu/wheels.txt"
 """What `make gpu-wheels` fetches: names, whose versions are in constraints.txt."""
 
 _HIDE = """
@@ -50,7 +50,7 @@ quicken_interpreter()
 def gpu_environment(*before: Path) -> dict[str, str]:
     """Of a process that interprets kernels, with nothing of ours but the files. `before`: first in its path."""
     root = Path(__file__).parents[3]
-    parts = [*before, *(root / part for part in ("tests", "server", "adapters", "kernels"))]
+    parts = [*before, root, *(root / part for part in ("tests", "server", "adapters", "kernels"))]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, parts)),
         "TRITON_INTERPRET": "1",

@@ -21,7 +21,7 @@ from loraplex.adapters.numerics.upload import Upload, UploadedRows, UploadedSite
 from loraplex.adapters.spec import BaseSpec
 
 TOLERANCE = 3.0
-"""The largest error of a site, in units of the rounding of its outputs. See docs/lab-notes.md for the figures."""
+"""The largest error of a site, in units of the rounding of its outputs. See docs/lab/notes.md for the figures."""
 MAX_ERROR = 1e6
 """The value for any larger error, and for the error of a site that was not computed."""
 MAX_REPORTED_MODULES = 1024

@@ -3,7 +3,7 @@
 A kernel takes units of work until none are left, so any number of threads may take part. The thread that runs it takes
 part at once, and waits in the end only for those that have joined. A thread without a core delays no other thread. Each
 of a step's hundreds of OpenMP barriers waits for the slowest thread: beside one other busy process on two cores a step
-with OpenMP took ten to seventy times as long (docs/lab-notes.md).
+with OpenMP took ten to seventy times as long (docs/lab/notes.md).
 
 Each thread begins with a share of the units that is its own, and takes from the others' when that is done. Where units
 are rows in their order, a row stays in the cache of one core from one kernel to the next.

@@ -49,5 +49,5 @@ def parser_limits() -> LLParserLimits:
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """The matcher of one grammar's text; `get_error` says what is wrong with it. Runs without the interpreter lock, and
-    for some grammars without end: see docs/lab-notes.md."""
+    for some grammars without end: see docs/lab/notes.md."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
