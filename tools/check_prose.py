@@ -46,6 +46,8 @@ WORDS: tuple[tuple[str, str], ...] = (
 )
 """Words to avoid, as a regular expression over whole words (a space is any white space), and their replacement."""
 
+SOURCE = ("adapters", "admin", "kernels", "migrations", "server")
+"""Folders whose docstrings begin with a noun phrase or a verb."""
 BASE = "173b6da"
 """Subjects of later commits are checked."""
 SUBJECT = re.compile(r"(Revert \")?[a-z][a-z0-9_./, -]*: \S.*")
@@ -60,6 +62,10 @@ _WORDS = re.compile(
 )
 _HEADLESS = re.compile(r"(?:\A|(?<=[.:;|] )|(?<=\n\n)|(?<=\*\* )|(?<=- ))Who\s[^.?!|]*\.", re.MULTILINE)
 """A sentence without a head, such as "Who comes late waits.": a question may begin so, a statement not."""
+
+
+_FRAGMENT = re.compile(r"\s*(Of|For|By|As|At|It|They|What)\b")
+"""Beginnings of a docstring that leave its subject to the reader; a noun phrase or a verb names it."""
 
 
 class Finding(NamedTuple):
@@ -95,6 +101,13 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value.value
 
 
+def fragments(source: str) -> Iterator[Finding]:
+    """Docstrings that begin with a fragment."""
+    for line, text in docstrings(source):
+        if match := _FRAGMENT.match(text):
+            yield Finding(line, f"{match[1]} …", "a docstring that begins with a noun phrase or a verb")
+
+
 def comments(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of each run of comments on lines of their own, and of each comment behind code."""
     first, last, lines = 0, 0, list[str]()
@@ -117,6 +130,8 @@ def check_file(path: Path) -> Iterator[Finding]:
     if path.suffix == ".py":
         for line, text in (*docstrings(source), *comments(source)):
             yield from (found._replace(line=found.line + line - 1) for found in check_text(text))
+        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in SOURCE:
+            yield from fragments(source)
     else:
         yield from check_text(source)
 

@@ -63,6 +63,12 @@ def test_code_questions_and_other_words_are_left_alone(text: str) -> None:
     assert list(prose.check_text(text)) == []
 
 
+def test_a_docstring_begins_with_its_subject() -> None:
+    source = '"""Sizes of a step."""\nA = 1\n"""Of a step."""\n\ndef f():\n    """What it is."""\n'
+    assert [(found.line, found.text) for found in prose.fragments(source)] == [(3, "Of …"), (6, "What …")]
+    assert list(prose.fragments('"""Ofelia, Bytes of a step, Formats."""')) == []
+
+
 def test_lines_are_those_of_the_file(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One\n\n```\nanew\n```\n\nTwo, anew.\n")

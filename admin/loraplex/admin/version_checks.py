@@ -57,11 +57,11 @@ from loraplex.serving.errors import (
 WAIT_S = 30.0
 """How long an upload waits for its verdict. Common HTTP clients wait for a minute."""
 MEASURE_S = 90.0
-"""For one version in the engine, which ends a measurement itself after 60 s."""
+"""Longest time for one version in the engine, which ends a measurement itself after 60 s."""
 MAX_CHECKS = 64
 """Versions that are checked at a time, one of a tenant. Most wait in the engine's queue: it measures one a step."""
 REFERENCE_S = 0.05
-"""For which the reference computes one version before the next one has its turn."""
+"""Time that the reference computes one version before the next one has its turn."""
 STUCK_S = 300.0
 """After which a turn of the reference is given up: its storage hangs. One site may take a minute, as DoRA of a high
 rank on an output head."""
@@ -74,8 +74,8 @@ MAX_DEATHS = 3
 """Once the engine has ended so often while a version was measured, each attempt waits for LONGEST_RETRY_S. The version
 may be what ends it, and an engine that dies five times within five minutes is given up."""
 DEATH_PAUSES_S = (10.0, 120.0, 600.0, 3600.0)
-"""For a tenant's checks after the first death of the engine during one of them, the second, and so on. Five within five
-minutes, with nothing served between them, and the engine would stay down."""
+"""Pauses of a tenant's checks after the first death of the engine during one of them, the second, and so on. Five
+within five minutes, with nothing served between them, and the engine would stay down."""
 FORGET_DEATHS_S = 3600.0
 """After the pause, without another one."""
 _MOST_DOUBLINGS = 16
@@ -105,14 +105,14 @@ class _Retry:
 
 
 class _ChecksPaused(LoraplexError):
-    """Of a tenant, after the engine died during one."""
+    """The tenant's checks wait, since the engine died during one."""
 
     code = "numbers_unchecked"
 
 
 class VersionChecks:
-    """For one event loop. Checks of one tenant go one after the other. `on_outcome` hears of each attempt. `clock` is
-    monotonic seconds."""
+    """The checks of one event loop. Checks of one tenant go one after the other. `on_outcome` hears of each attempt.
+    `clock` is monotonic seconds."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ def numba_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
 
 
 def numba_ops(*, batch_invariant: bool = False) -> Ops:
-    """For tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
+    """Functions for tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
     return Ops(
         rms_norm=numba_norm.rms_norm,
         add_rms_norm=numba_norm.add_rms_norm,

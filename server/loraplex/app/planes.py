@@ -84,7 +84,7 @@ def create_starting_apps(installation: Installation, engine: EngineClient) -> tu
 
 
 def _written_directories(settings: Settings) -> dict[str, Path]:
-    """By what they hold."""
+    """Folders by what they hold."""
     found = {"data": settings.data_dir, "artifacts": artifact_dir(settings)}
     with contextlib.suppress(RuntimeError):  # a user without a home has no cache
         found["cache"] = cache_dir()

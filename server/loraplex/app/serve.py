@@ -69,7 +69,7 @@ def _show_token(installation: Installation) -> None:
 
 
 def _log_engine(event: str, **fields: Any) -> None:
-    """What the engine's client reports of its process."""
+    """Log a report of the engine's client about its process."""
     structlog.get_logger("loraplex").log(ENGINE_LEVELS.get(event, logging.INFO), event, **fields)
 
 
@@ -207,7 +207,7 @@ async def _start(
 
 
 async def _drain(settings: Settings, apps: Apps, engine: EngineClient, stop: _StopSignals) -> None:
-    """As docs/operations.md says of SIGTERM; a second signal cuts it short."""
+    """Drain as docs/operations.md says of SIGTERM; a second signal cuts it short."""
     log = structlog.get_logger("loraplex")
     log.info("draining", in_flight=apps.drain.in_flight, grace_s=settings.drain_grace)
     apps.metrics.draining.set(1)

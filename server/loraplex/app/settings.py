@@ -392,7 +392,7 @@ def _shown(value: object) -> str:
 
 
 def make_data_dir(path: Path) -> None:
-    """For the server's user alone. Raises SettingsInvalid."""
+    """Make a folder for the server's user alone. Raises SettingsInvalid."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

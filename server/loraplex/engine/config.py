@@ -10,7 +10,7 @@ BLOCK_SIZE = 16
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 """Sequences of a step where no setting says, by device."""
 MAX_RECORDED_ROWS = 1024
-"""Of a step with prompt chunks that is recorded: larger ones take a GPU longer than the host takes to launch them."""
+"""Most rows of a recorded step with prompt chunks: larger ones take a GPU longer than the host takes to launch them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Charges:
     """Bringing an adapter to the device, for each of its ranks."""
 
     def price(self, rank: int) -> float:
-        """By what a token on an adapter of this rank (0: the base model) is dearer than one on the base."""
+        """The price of a token on an adapter of this rank (0: the base model), as a multiple of one on the base."""
         return 1.0 + self.per_rank * rank
 
 

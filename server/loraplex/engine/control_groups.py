@@ -48,7 +48,7 @@ class ControlGroups:
 
 
 def _v2_cpus(path: Path) -> float | None:
-    """Of "QUOTA PERIOD" in microseconds, or "max PERIOD"."""
+    """CPUs of "QUOTA PERIOD" in microseconds, or of "max PERIOD"."""
     quota, _, period = _text(path).partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 

@@ -43,7 +43,7 @@ class EventBuffer:
             self._last = msgspec.structs.replace(event, adapter_state=before.adapter_state)
 
     def take(self) -> TokenEvent:
-        """What was added since the last call; something must have been."""
+        """Everything added since the last call; something must have been."""
         event, token_ids = self._last, self._token_ids
         assert event is not None, "nothing was added"
         self._last = None

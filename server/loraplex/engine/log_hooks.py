@@ -1,4 +1,4 @@
-"""What Python itself writes to standard error, as events of a log. Both processes of a server use it."""
+"""Python's own writes to standard error, as events of a log. Both processes of a server use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides the bits of an answer beside the request: whether a step's other rows do, and the numerical build.
+"""Causes of an answer's bits beside the request: whether a step's other rows do, and the numerical build.
 
 The promise "same bits": a request's tokens depend on its fingerprint, its seed and itself, never on what is computed
 beside it, how its prompt was cut, what the prefix cache held, or whether it was preempted (docs/determinism.md).
@@ -61,7 +61,7 @@ def _version(library: str) -> str:
 
 
 def _digest(package: Path) -> str:
-    """Of all *.py below it."""
+    """The digest of all *.py below a package."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         content = path.read_bytes()

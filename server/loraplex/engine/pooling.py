@@ -29,9 +29,9 @@ def fraction_bits(num_prompt: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PooledPart:
-    """What one slice of a prompt brings. `num_positions`: how many of its positions are pooled. `values`,
-    little-endian: of a mean int64 [C], the sum of these positions' hidden states times 2^`fraction_bits`; of the last
-    token float32 [C], empty where the slice does not hold it."""
+    """The part of a pooled prompt that one slice gives. `num_positions`: how many of its positions are pooled.
+    `values`, little-endian: of a mean int64 [C], the sum of these positions' hidden states times 2^`fraction_bits`; of
+    the last token float32 [C], empty where the slice does not hold it."""
 
     num_positions: int
     values: bytes

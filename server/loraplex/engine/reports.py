@@ -51,7 +51,7 @@ class EngineInfo:
     decoder: str = ""
     """Which implementation runs the model: "fused" or "transformers"."""
     attention: str = ""
-    """What computes its attention, by the name of the setting's choices or "numba"."""
+    """The kernel of its attention, by the name of the setting's choices or "numba"."""
     attention_reason: str = ""
     """Why, in words."""
     base_fingerprint: str = ""
@@ -113,7 +113,7 @@ class EngineStats:
     adapter_copies: int = 0
     adapter_load_failures: int = 0
     adapter_load_seconds: dict[str, float] = field(default_factory=dict)
-    """What loads ("disk") and copies ("copy") took together."""
+    """Seconds that all loads ("disk") and copies ("copy") took."""
     num_adapter_waits: int = 0
     """Ended sequences that waited in the queue for their adapter, and what they waited together."""
     adapter_wait_s: float = 0.0
@@ -130,13 +130,13 @@ class EngineStats:
     """Adapters that are still to be loaded by recorded demand, and what became of the others by outcome."""
     warmed: dict[str, int] = field(default_factory=dict)
     evictions: dict[str, dict[str, int]] = field(default_factory=dict)
-    """What left a tier ("device", "host"), by reason: "room" for another adapter, "cap" of its tenant, "deleted",
-    "failed" (its copy, or it does not fit)."""
+    """Adapters that left a tier ("device", "host"), by reason: "room" for another adapter, "cap" of its tenant,
+    "deleted", "failed" (its copy, or it does not fit)."""
     reserved_bytes: int = 0
     """Device memory that the reservations of the tenants seen so far ask for, and the most that they can be kept."""
     reservable_bytes: int = 0
     tenant_bytes: dict[str, TenantBytes] = field(default_factory=dict)
-    """What the adapters of each tenant take."""
+    """Bytes of each tenant's adapters."""
     running_adapters: tuple[str, ...] = ()
     """Digests of the adapters with a running sequence."""
     waiting_adapters: tuple[str, ...] = ()

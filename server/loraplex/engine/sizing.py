@@ -20,7 +20,7 @@ _CPU_TOKENS = 256
 for 512 tokens of a small model."""
 _CUDA_TOKENS = (8192, 4096, 2048)
 _RECORDED_ROWS = {(8, 0): 128, (9, 0): 640, (10, 0): 640}
-"""By compute capability: up to this number of rows, a step with adapters takes the host longer to launch than the GPU
+"""Rows by compute capability: up to this number a step with adapters takes the host longer to launch than the GPU
 to compute, padding included. By arithmetic (docs/performance.md), for `REFERENCE_LAYERS` layers of `REFERENCE_WEIGHTS`
 weights."""
 REFERENCE_LAYERS, REFERENCE_WEIGHTS = 32, 8_030_261_248
@@ -111,7 +111,7 @@ def too_large_pools(pools: Mapping[str, int], free: int | None) -> str | None:
 
 
 def require_room(option: str, num_bytes: int, layout: ArenaLayout) -> None:
-    """For the smallest adapter that changes every site. A larger one is refused when it is asked for."""
+    """Require room for the smallest adapter that changes every site. A larger one is refused when it is asked for."""
     needed = layout.smallest_full_bytes
     if num_bytes < needed:
         raise AdapterMemoryTooSmall(

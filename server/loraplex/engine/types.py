@@ -97,7 +97,7 @@ class EngineRequest:
     max_load: float | None = None
     grammar: str | None = None
     memory: MemoryLimits = NO_MEMORY_LIMITS
-    """What its tenant's adapters are kept of the memory, and may take, from now on."""
+    """The tenant's reserved and maximum adapter memory from now on."""
     pooling: Pooling | None = None
     """The hidden states of the prompt are wanted, pooled so. Nothing is sampled then: `max_tokens` is 0."""
     measured: bool = False

@@ -62,7 +62,7 @@ class Demand:
         self.num_changes += 1
 
     def know(self, ref: AdapterRef) -> Known:
-        """It may be used soon, or is pinned."""
+        """Know a version that may be used soon, or is pinned."""
         known = self._known.get(ref.digest)
         if known is None:
             known = self._known[ref.digest] = Known(ref)
@@ -81,12 +81,12 @@ class Demand:
                 self.num_changes += 1
 
     def forget(self, digest: str) -> None:
-        """It was deleted."""
+        """Forget a deleted version."""
         if self._known.pop(digest, None) is not None:
             self.num_changes += 1
 
     def restore(self, uses: Iterable[Uses]) -> None:
-        """What was recorded of an earlier life, as of now. Uses since then are added."""
+        """Restore the uses that an earlier life recorded, as of now. Uses since then are added."""
         now = self._clock()
         for recorded in uses:
             known = self.know(recorded.ref)
@@ -95,12 +95,12 @@ class Demand:
         self.num_changes += 1
 
     def ranked(self, also: Collection[str] = ()) -> list[Uses]:
-        """At most `MAX_RANKED` versions, the most used first, and of equal ones the most recent. Without a use, only
-        those of `also`."""
+        """The versions by use, at most `MAX_RANKED`, the most used first, and of equal ones the most recent. Without a
+        use, only those of `also`."""
         return rank(self.known(), self._clock(), also)
 
     def known(self) -> list[Known]:
-        """What is known, for `rank` in another thread."""
+        """Everything known, for `rank` in another thread."""
         return list(self._known.values())
 
 
@@ -115,5 +115,6 @@ def rank(known: Sequence[Known], now: float, also: Collection[str] = ()) -> list
 
 
 def decay(age_s: float) -> float:
-    """What is left of a use after this time. A clock that was set back, or a time from the future, decays nothing."""
+    """The part of a use that is left after this time. A clock that was set back, or a time from the future, decays
+    nothing."""
     return float(0.5 ** (max(0.0, age_s) / HALF_LIFE_S))

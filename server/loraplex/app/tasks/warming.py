@@ -134,8 +134,8 @@ class Warming:
 def in_order(
     recorded: list[Recorded], ready: dict[str, VersionInfo], limits: dict[str, MemoryLimits]
 ) -> list[AdapterRef]:
-    """By demand; what fills a tenant's reservation of device memory comes before what does not. A version's size in
-    memory is not known yet: that of its files stands in."""
+    """Versions by demand; those that fill a tenant's reservation of device memory come before others. A version's size
+    in memory is not known yet: that of its files stands in."""
     left = {tenant: its.device_bytes_reserved or 0 for tenant, its in limits.items()}
     reserved: list[AdapterRef] = []
     rest: list[AdapterRef] = []

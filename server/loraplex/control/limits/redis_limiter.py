@@ -43,9 +43,9 @@ from loraplex.control.limits.redis_share import LocalShare
 from loraplex.control.types import Decision, LimitWindow
 
 TIMEOUT_S = 0.05
-"""For what a request waits for."""
+"""Longest time for a call that a request waits for."""
 PATIENCE_S = 0.5
-"""For what is done in the background."""
+"""Longest time for a call in the background."""
 HEARTBEAT_S = 0.25
 """A replica that Redis has not heard of for 15 s (LEASE in the script) has given back what it held."""
 RETRY_S = (0.0, 0.02, 0.05, 0.1)
@@ -71,7 +71,7 @@ class LimiterWatch(Protocol):
         """Decisions come from Redis, or not; `replicas` that live, as last heard."""
 
     def redis_lost_data(self) -> None:
-        """It came back without data that this server had sent it."""
+        """Redis came back without data that this server had sent it."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from loraplex.control.limits.redis_link import LinkDown, RedisLink
 from loraplex.control.limits.redis_messages import Caller, Reply
 
 STEP_US = 1e6
-"""As in the script: by so much Redis' clock may be set forward without being noticed."""
+"""Microseconds that Redis' clock may be set forward unnoticed, as in the script."""
 
 
 class RedisSession:
@@ -32,7 +32,7 @@ class RedisSession:
         self._offset_us: float | None = None
 
     def caller(self) -> Caller:
-        """As it stands at this moment, for the next call."""
+        """The session at this moment, for the next call."""
         clock = -1.0
         if self._offset_us is not None and not self.is_doubtful:
             clock = self._clock() * 1e6 + self._offset_us

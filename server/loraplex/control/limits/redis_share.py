@@ -71,7 +71,8 @@ class LocalShare:
         return window.wait(min(charge.seconds * self._parts, PERIOD_S), now)
 
     def _refused_places(self, plan: LimitPlan, running: Running) -> Iterator[str]:
-        """At least one request, and one of any number of sequences where nothing else runs."""
+        """Limits of places that refuse the plan. One request is let through always, and one of any number of sequences
+        if nothing else runs."""
         for place in plan.places:
             requests, sequences = running.requests(place.owner), running.sequences(place.owner)
             if place.limit is not None and requests >= max(1, place.limit // self._parts):

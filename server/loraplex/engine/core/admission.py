@@ -11,7 +11,7 @@ from loraplex.engine.types import MEASURE_STEPS, EngineError, EngineRequest
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_GRAMMAR_CHARS = 1 << 20
-"""Of a grammar's text."""
+"""Most characters of a grammar's text."""
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Beyond these limits the sums of service per weight would lose single tokens."""
 
@@ -98,7 +98,7 @@ def check_request(
 
 
 def too_slow(request: EngineRequest, seconds: float) -> EngineError:
-    """For a request whose adapter will not be on the device for `seconds`, which is longer than it waits."""
+    """The refusal of a request whose adapter needs `seconds` to the device, longer than the request waits."""
     assert request.adapter is not None
     assert request.max_load is not None
     adapter = request.adapter

@@ -4,8 +4,8 @@
 every request ends in exactly one terminal event; what a request held (blocks, leases, its place in the queue) comes
 back in the same step in which it ends; and nothing that one request or one step does wrong reaches another request.
 
-Its parts: the `scheduler` says what is computed next, `steps` sees each step through, `answers` has the requests and
-what they are told. Here is what drives them: `add`, `abort` and `step`.
+Its parts: the scheduler plans steps, `InFlightSteps` carries each step through, `RequestTracker` reports to requests.
+This module drives them: `add`, `abort` and `step`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOOK_AGAIN_S = 0.25
 
 
 class GrammarSource(Protocol):
-    """What builds the matchers of requests with a grammar: `engine.grammar.matchers.GrammarMatchers`."""
+    """Builds the matchers of requests with a grammar: `engine.grammar.matchers.GrammarMatchers`."""
 
     def open(self, request_id: str, tenant_id: str, text: str) -> bool: ...
     def take_built(self) -> list[tuple[str, str | None]]: ...
@@ -144,7 +144,7 @@ class EngineCore:
         now = self._clock()
         self._cache.tenants.set_limits(request.tenant_id, request.memory)
         if request.request_id in self._tracker.live:
-            error = EngineError("internal_error", f"request id {request.request_id} is in step already")
+            error = EngineError("internal_error", f"request id {request.request_id} is already in use")
             self._tracker.refuse(request, error, duplicate=True)
             return
         refusal = check_request(
@@ -183,7 +183,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason "abort"; it holds nothing any more when this returns. An id that is
-        not in step is ignored."""
+        not live is ignored."""
         seq = self._tracker.live.get(request_id)
         if seq is not None:
             self._tracker.end(seq, "abort")
@@ -298,7 +298,7 @@ class EngineCore:
         return self._cache.residency()
 
     def memory_by_tenant(self) -> dict[str, TenantBytes]:
-        """What the adapters of each tenant take on the device and in host memory."""
+        """Bytes of each tenant's adapters on the device and in host memory."""
         return self._cache.tenants.tenant_bytes()
 
     def take_damaged(self) -> tuple[str, ...]:

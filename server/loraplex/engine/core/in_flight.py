@@ -24,12 +24,12 @@ class Runner(Protocol):
     """Computes steps, in the order in which they are submitted."""
 
     def submit(self, plan: StepPlan) -> object:
-        """Begin a step; returns a handle to collect it by. At most `lookahead` + 1 steps are in step. Raises as
-        `collect` does; then nothing is in step for it."""
+        """Begin a step; returns a handle to collect it by. At most `lookahead` + 1 steps are in flight. Raises as
+        `collect` does; then the step is not in flight."""
         ...
 
     def collect(self, handle: object) -> StepResult:
-        """Wait for the oldest step in step. Raises DeviceOutOfMemory: then it is computed again in smaller steps.
+        """Wait for the oldest step in flight. Raises DeviceOutOfMemory: then it is computed again in smaller steps.
         Raises DeviceLost: then the engine ends. Raises anything else: then all requests of the step end with an
         error."""
         ...
@@ -50,7 +50,7 @@ class InFlightStep:
 
 
 class InFlightSteps:
-    """The steps in step, oldest first.
+    """The steps in flight, oldest first.
 
     Each holds a lease on every adapter that it reads, and releases it when it is collected, computed or failed. Results
     go to the `tracker`. A step that raises ends its own requests and no others; one that does not fit into device

@@ -80,7 +80,7 @@ class RequestTracker:
         self.live[seq.request_id] = seq
 
     def refuse(self, request: EngineRequest, error: EngineError, *, duplicate: bool = False) -> None:
-        """It is not taken in. `duplicate`: a live one has its id, and goes on."""
+        """Refuse a request. `duplicate`: a live one has its id, and goes on."""
         self._events.append(
             TokenEvent(
                 request.request_id,
@@ -195,7 +195,8 @@ class RequestTracker:
             self.end(seq, reason, taken, stop_token_id=stop_token_id, scores=scores)
 
     def blame_adapter(self, seq: Sequence) -> None:
-        """The base alone gives finite numbers for whatever prompt; a row that has none has them from its adapter."""
+        """End a request whose numbers are not finite: the base gives finite ones for every prompt, so its adapter is at
+        fault."""
         adapter = seq.request.adapter
         if seq.state is SequenceState.FINISHED or adapter is None:
             return

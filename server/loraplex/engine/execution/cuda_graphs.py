@@ -41,8 +41,8 @@ def prompt_graph_sizes(most_rows: int) -> tuple[int, ...]:
 
 
 def recorded_sizes(limits: StepLimits, prompt_rows: int) -> tuple[RecordedSize, ...]:
-    """What is recorded, the cheapest first. `prompt_rows`: the largest step with prompt chunks. Without adapters there
-    are about half the launches, so that recording pays for half the rows."""
+    """Sizes of recorded steps, the cheapest first. `prompt_rows`: the largest step with prompt chunks. Without adapters
+    there are about half the launches, so that recording pays for half the rows."""
     decoding = [RecordedSize(size, size) for size in graph_sizes(limits.max_sequences)]
     most = min(limits.max_sequences, _SIZES[-1])
     prompts = [

@@ -9,8 +9,8 @@ import torch
 
 MIN_HEADROOM = 256 << 20
 HEADROOM_SHARE = 0.02
-"""Of the device's memory, at least MIN_HEADROOM: for the fragments of torch's allocator, and for what the driver takes
-while steps run."""
+"""Share of the device's memory, at least MIN_HEADROOM, that is kept for the fragments of torch's allocator, and for
+what the driver takes while steps run."""
 
 
 class DeviceMemory(Protocol):
@@ -19,8 +19,8 @@ class DeviceMemory(Protocol):
     def total(self) -> int: ...
 
     def free(self) -> int:
-        """What nobody has taken now, in this process or another. What torch keeps for its next tensors is taken: the
-        largest step that ever ran shows in it."""
+        """Bytes that nobody has taken now, in this process or another. Memory that torch keeps for its next tensors is
+        taken: the largest step that ever ran shows in it."""
         ...
 
     def give_back(self) -> None:
@@ -29,7 +29,7 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """Of one GPU."""
+    """The memory of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

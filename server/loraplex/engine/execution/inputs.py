@@ -33,7 +33,7 @@ class LoraSource(Protocol):
     def token_pass(
         self, segments: Segments, logits_segments: Segments, upload: HostToDevice
     ) -> TokenRows | None:
-        """What they change by token, in the step's rows and in the rows whose logits are wanted."""
+        """Their changes by token, in the step's rows and in the rows whose logits are wanted."""
         ...
 
 
@@ -73,14 +73,14 @@ class StepInputs(HostToDevice, Protocol):
         ...
 
     def replay(self, with_adapters: bool) -> torch.Tensor | None:
-        """For the worker: run the recorded pass that the step is laid out for, and return its logits, first those of
+        """Run the recorded pass that the step is laid out for, in the worker, and return its logits, first those of
         `logits_rows`. None where there is none, and the model must be run."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
-    """What the adapters of a step change: in the layers, in the head, and by token. None: nothing."""
+    """Changes by the adapters of a step: in the layers, in the head, and by token. None: nothing."""
 
     layers: LoraPass | None
     head: LoraPass | None
@@ -110,7 +110,7 @@ class Recorder(Protocol):
         ...
 
     def forget(self) -> None:
-        """What was recorded so far is not replayed any more, and its memory may go."""
+        """Release all recordings so far: none is replayed any more."""
         ...
 
 

@@ -34,7 +34,7 @@ from loraplex.kernels.lora.types import LoraPass
 
 _ALIGN = 64
 _FREE_BYTES = 256 << 10
-"""For what sampling needs. Steps that need more, as with penalties over long texts, copy the rest by itself."""
+"""Bytes for what sampling needs. Steps that need more, as with penalties over long texts, copy the rest by itself."""
 _FRAMES = 4
 """Host memory for this number of steps: two in flight, one that is being filled, one to spare."""
 ROWS = ("token_ids", "positions")

@@ -39,7 +39,7 @@ class InputSource(Protocol):
     """Where a step's inputs begin."""
 
     def begin_inputs(self, plan: StepPlan) -> StepInputs:
-        """For the planning thread, once a step."""
+        """Begin a step's inputs, on the planning thread, once a step."""
         ...
 
 
@@ -369,7 +369,7 @@ def _pending(step: FlatStep, previous: _SampledTokens, upload: HostToDevice) -> 
 def _prompt_scores(
     handle: StepHandle, prompt: TokenScores | None, failed: dict[int, str]
 ) -> dict[int, Scores]:
-    """By index in the plan. A slice with a row that is not finite is put into `failed`."""
+    """Scores by index in the plan. A slice with a row that is not finite is put into `failed`."""
     found: dict[int, Scores] = {}
     if prompt is None:
         return found

@@ -70,8 +70,8 @@ class MeasuredSlice:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a slice brings. `sums` [sites, PROBE_ROWS, SKETCH_SUMS] float32 and `finite` [sites] bool are on the device,
-    or on their way to the host; None where the slice failed."""
+    """The measurement of a slice. `sums` [sites, PROBE_ROWS, SKETCH_SUMS] float32 and `finite` [sites] bool are on the
+    device, or on their way to the host; None where the slice failed."""
 
     index: int
     dtype: str
@@ -250,7 +250,7 @@ class _TokenProbe:
 
 
 def collect_outputs(found: Sequence[Measured], failed: dict[int, str]) -> dict[int, SiteOutputs]:
-    """By index in the plan, once it has arrived on the host. Slices that failed are put into `failed`."""
+    """Outputs by index in the plan, once they have arrived on the host. Slices that failed are put into `failed`."""
     outputs: dict[int, SiteOutputs] = {}
     for one in found:
         if one.sums is None or one.finite is None:

@@ -25,8 +25,8 @@ class StepMasks:
     future: Future[FilledMasks]
 
     def wait(self) -> tuple[TokenMasks, dict[int, str]]:
-        """For the worker, after the forward pass is queued: the masks on the device, and what is wrong with rows, by
-        their numbers."""
+        """Wait in the worker, after the forward pass is queued, for the masks on the device, and what is wrong with
+        rows, by their numbers."""
         filled = self.future.result()
         bits = torch.from_numpy(filled.bits)
         device = self.numbers.device

@@ -1,4 +1,4 @@
-"""What a start does before the first step: inputs, recordings, compiled kernels, and the memory that it all takes."""
+"""Preparation of the first step: inputs, recordings, compiled kernels, and the memory that it all takes."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from llguidance import LLMatcher, LLTokenizer
 
 MAX_DICTATED_BYTES = 8 << 10
-"""Of the text that a grammar may dictate at one place. To find it takes up to 1 µs a byte, within one step."""
+"""Most bytes that a grammar may dictate at one place. To find it takes up to 1 µs a byte, within one step."""
 WINDOW_BYTES = 1 << 10
-"""Of a dictated text, what is spelled at a time."""
+"""Bytes of a dictated text that are spelled at a time."""
 
 
 class DictatesTooMuch(Exception):
@@ -20,7 +20,7 @@ class DictatesTooMuch(Exception):
 
 
 def dictated_text(matcher: LLMatcher) -> bytes:
-    """What must follow, whatever is sampled. Raises DictatesTooMuch."""
+    """The text that must follow, whatever is sampled. Raises DictatesTooMuch."""
     text = b"" if matcher.is_stopped() else matcher.compute_ff_bytes()
     if len(text) > MAX_DICTATED_BYTES:
         raise DictatesTooMuch(

@@ -132,8 +132,8 @@ class MaskMaker:
             self._compute(matchers)
 
     def _forced(self, row: MaskRow) -> list[int]:
-        """What must follow the row's new token; what ends the answer before is for the tracker to see. Special tokens,
-        and those that the model has not got, are left to a mask. Raises DictatesTooMuch."""
+        """Tokens that must follow the row's new token; what ends the answer before is for the tracker to see. Special
+        tokens, and those that the model has not got, are left to a mask. Raises DictatesTooMuch."""
         seq, vocabulary = row.scheduled.seq, self._matchers.vocabulary
         most = min(MAX_FORCED, seq.request.sampling.max_tokens - seq.num_outputs - 1)
         if seq.request.sampling.logprobs is not None or most <= 0:

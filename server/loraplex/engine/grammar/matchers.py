@@ -31,7 +31,7 @@ BUILD_THREADS = 2
 MAX_STUCK = 4
 """Threads that are replaced when they are stuck. After that no grammar is built."""
 BUILD_TIMEOUT_S = 30.0
-"""Of one build. The API's checker has built each grammar in less."""
+"""Longest time of one build. The API's checker has built each grammar in less."""
 MAX_KEPT = 64
 MAX_KEPT_CHARS = 4 << 20
 """Grammars that are kept after their last request, and their texts' length together."""
@@ -39,8 +39,8 @@ MAX_KEPT_CHARS = 4 << 20
 
 @dataclass(eq=False)
 class BuiltGrammar:
-    """What the copies of one matcher share. `fault`: why no request may use it. `is_spent`: a copy has failed, perhaps
-    at a limit of the lexer that all copies share; the next request gets one that is built again."""
+    """The state that copies of one matcher share. `fault`: why no request may use it. `is_spent`: a copy has failed,
+    perhaps at a limit of the lexer that all copies share; the next request gets one that is built again."""
 
     fault: str = ""
     is_spent: bool = False
@@ -212,7 +212,7 @@ class GrammarMatchers:
         return max(0.0, min(begun) + BUILD_TIMEOUT_S - self._clock()) if begun else None
 
     def matcher(self, request_id: str) -> SequenceMatcher:
-        """Of a request whose wait has ended well, and that was not closed."""
+        """The matcher of a request whose wait has ended well, and that was not closed."""
         return self._matchers[request_id]
 
     def close_request(self, request_id: str) -> None:
@@ -324,7 +324,7 @@ class GrammarMatchers:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """What is wrong with a grammar, or with its use, in one line; empty if nothing is."""
+    """The fault of a grammar, or of its use, in one line; empty if there is none."""
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
 
 

@@ -37,7 +37,7 @@ def load_grammar_tokenizer(model_dir: Path, eos_ids: Collection[int]) -> LLToken
 
 
 def parser_limits() -> LLParserLimits:
-    """What the matcher of one request may use. A mask takes 1 ms at most of the grammars that were tried, and about
+    """Limits of the matcher of one request. A mask takes 1 ms at most of the grammars that were tried, and about
     4 ms where it uses up both limits of a step; a state of the lexer 2 KB."""
     return LLParserLimits(
         step_lexer_fuel=40_000,

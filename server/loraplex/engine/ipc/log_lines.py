@@ -33,7 +33,7 @@ def log(event: str, *, level: str = "info", exc_info: bool | BaseException = Fal
 
 
 def report(event: str, error: BaseException, **fields: Any) -> None:
-    """For `install_log_hooks`."""
+    """Write an error as a line of the log, for `install_log_hooks`."""
     log(event, level="error", exc_info=error, **fields)
 
 

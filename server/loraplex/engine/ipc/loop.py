@@ -24,7 +24,7 @@ from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Toke
 RESIDENCY_INTERVAL_S = 0.05
 """How stale a client's view of residency may be while steps pass."""
 ABORT_GRACE_S = 2.0
-"""For the aborts at the end of a drain to take effect."""
+"""Time for the aborts at the end of a drain to take effect."""
 POLL_WHILE_WAITING_S = 1.0
 """Upper bound on a sleep with work at hand, should a wake-up be lost."""
 

@@ -35,9 +35,9 @@ from loraplex.engine.log_hooks import install_log_hooks
 from loraplex.engine.types import TokenEvent
 
 FLUSH_S = 2.0
-"""For the last events to reach the client after the loop has ended."""
+"""Time for the last events to reach the client after the loop has ended."""
 ORPHAN_GRACE_S = 1.0
-"""For a step to end after the client has gone; then the process ends in the middle of it."""
+"""Time for a step to end after the client has gone; then the process ends in the middle of it."""
 MAX_EVENTS_PER_FRAME = 4096
 MAX_TOKENS_PER_FRAME = 1 << 20
 OPENMP_SPINS = "10000"
@@ -254,7 +254,7 @@ def show_as(name: str) -> None:
 
 
 def set_switch_interval(device: str) -> None:
-    """For an engine on this device, as torch names it."""
+    """Set the switch interval of an engine on this device, as torch names it."""
     if device.startswith("cuda"):
         sys.setswitchinterval(GPU_SWITCH_INTERVAL_S)
 

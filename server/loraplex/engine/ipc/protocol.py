@@ -153,7 +153,7 @@ class Warm(Notification, frozen=True, tag=True):
 
 
 class SetMemory(Notification, frozen=True, tag=True):
-    """What these tenants' adapters are kept of the memory, and may take, as their requests would bring it."""
+    """Reserved and maximum memory of these tenants' adapters, as their requests would bring it."""
 
     limits: dict[str, MemoryLimits]
 

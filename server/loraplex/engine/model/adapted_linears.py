@@ -21,7 +21,7 @@ class Linear:
 
 
 class _Norms(TypedDict):
-    """Of queries and keys."""
+    """Norms of queries and keys."""
 
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None

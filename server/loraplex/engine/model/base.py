@@ -23,7 +23,7 @@ class ModelUnsupported(LoraplexError):
 
 
 class TokenRows(Protocol):
-    """What the adapters of one step change by token: see `loraplex.kernels.lora.token_rows`."""
+    """Changes by token of the adapters of one step: see `loraplex.kernels.lora.token_rows`."""
 
     def replace_embeddings(self, token_ids: torch.Tensor, y: torch.Tensor) -> None:
         """y [T, C]: the base's embeddings of token_ids [T], not scaled yet, changed in place."""
@@ -179,7 +179,7 @@ class Model(Protocol):
 
     @property
     def attention(self) -> AttentionKernel:
-        """What computes its attention. It lays out the batch of each step."""
+        """The kernel that computes its attention. It lays out the batch of each step."""
         ...
 
     @property

@@ -192,7 +192,7 @@ class FusedDecoder:
     def _layers_of(
         self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[_CosSin]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the layers leave: what is still to be added, and to what."""
+        """The result of the layers: the residual, and what is still to be added to it."""
 
         def run(given: LayerInputs) -> torch.Tensor:
             inputs = replace(batch, attention=given.attention, lora=given.lora, begin_lora=given.begin_lora)
@@ -205,7 +205,7 @@ class FusedDecoder:
         return recorded or (run(given), residual)
 
     def _cos_sin(self, positions: torch.Tensor) -> list[_CosSin]:
-        """Of each kind of rotation."""
+        """cos and sin of each kind of rotation."""
         if positions.device.type == "cpu":
             return [table.rows(positions) for table in self._cos_sin_tables]
         return [

@@ -90,7 +90,7 @@ def load_model(
 def fused_attention(
     attention: str, kernels: Kernels, spec: DecoderSpec, dtype: torch.dtype
 ) -> AttentionChoice:
-    """What computes the attention of a model on the fused decoder. Raises ModelUnsupported where an `attention` that
+    """The attention of a model on the fused decoder. Raises ModelUnsupported where an `attention` that
     was asked for cannot."""
     try:
         return kernels.choose_attention(attention, attention_needs(spec), dtype)
@@ -160,7 +160,7 @@ def examine_same_bits(model_dir: Path, asked: bool) -> str | None:
 
 
 def examine_attention(model_dir: Path, asked: str, kernels: Kernels, dtype: torch.dtype) -> str:
-    """What would compute a checkpoint's attention, and why, from its config alone. Raises ModelUnsupported."""
+    """The attention that a checkpoint would get, and why, from its config alone. Raises ModelUnsupported."""
     config, part = read_model_config(model_dir)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw)

@@ -27,7 +27,7 @@ ATTENTION_NAME = "loraplex_paged"
 _BATCH: ContextVar[ForwardBatch] = ContextVar("loraplex_forward_batch")
 """The batch of the forward pass that runs in this thread."""
 _KERNEL: ContextVar[AttentionKernel] = ContextVar("loraplex_attention_kernel")
-"""What computes its attention."""
+"""The kernel of the attention."""
 
 _IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "cache_position", "position_embeddings", "past_key_values"}

@@ -22,8 +22,8 @@ MIN_TEMPERATURE = 1e-20
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """For P of the sampled rows: `rows` [P]; `repetition`, `presence`, `frequency` [P, 1] float32; `context` and
-    `outputs`: flat indices p·V + token of every token of the sequence, and of every output token, as often as it
+    """Penalties of P of the sampled rows: `rows` [P]; `repetition`, `presence`, `frequency` [P, 1] float32; `context`
+    and `outputs`: flat indices p·V + token of every token of the sequence, and of every output token, as often as it
     occurs. `pending` [≤ P] are the p whose newest output token is known to the device alone."""
 
     rows: torch.Tensor
@@ -37,8 +37,9 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """For F of the sampled rows, positions `index` [F] among them: `top_k` [F, 1] int64 (the vocabulary's size where it
-    is off) and `top_p` [F, 1] float64. `depths` is top_k on the host, where it decides how far a row must be sorted."""
+    """Ranking of F of the sampled rows, positions `index` [F] among them: `top_k` [F, 1] int64 (the vocabulary's size
+    where it is off) and `top_p` [F, 1] float64. `depths` is top_k on the host, where it decides how far a row must be
+    sorted."""
 
     index: torch.Tensor
     top_k: torch.Tensor
@@ -48,7 +49,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """For the R sampled rows that are not greedy: `rows` [R] int64, `temperature` [R, 1] float32, `uniform` [R, 1]
+    """Draws of the R sampled rows that are not greedy: `rows` [R] int64, `temperature` [R, 1] float32, `uniform` [R, 1]
     float64 in [0, 1), `min_p` [R, 1] float32 or None where no row has one."""
 
     rows: torch.Tensor
@@ -60,9 +61,9 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class AskedScores:
-    """For the L sampled rows whose log probabilities are wanted: `rows` [L] int64 and the same as `sampled` on the
-    host, `num_top` how many of the most likely tokens each wants, `lists` which tokens it wants instead, if it names
-    any. `listed` [L, M] int64 are these with zeros behind them; None where no row names any."""
+    """Scores of the L sampled rows whose log probabilities are wanted: `rows` [L] int64 and the same as `sampled` on
+    the host, `num_top` how many of the most likely tokens each wants, `lists` which tokens it wants instead, if it
+    names any. `listed` [L, M] int64 are these with zeros behind them; None where no row names any."""
 
     rows: torch.Tensor
     sampled: tuple[int, ...]

@@ -22,10 +22,10 @@ _MAX_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """For L rows: `values` [L, 1 + k] float32, the given token's log probability and then those of the k most likely
-    tokens, the likeliest first; `ids` [L, k] int32, which these are. Of equally likely ones the lower id is first.
-    Where they were asked for: `listed` [L, M] float32, the log probabilities of tokens that are named; `ranks` [L]
-    int32, how many tokens are as likely as the given one at least."""
+    """Scores of L rows: `values` [L, 1 + k] float32, the given token's log probability and then those of the k most
+    likely tokens, the likeliest first; `ids` [L, k] int32, which these are. Of equally likely ones the lower id is
+    first. Where they were asked for: `listed` [L, M] float32, the log probabilities of tokens that are named; `ranks`
+    [L] int32, how many tokens are as likely as the given one at least."""
 
     values: torch.Tensor
     ids: torch.Tensor
@@ -106,7 +106,7 @@ def pack(scores: HostScores, rows: slice, num_top: int, *, ranked: bool = False)
 
 
 def pack_listed(scores: HostScores, row: int, ids: Sequence[int]) -> Logprobs:
-    """Of one row, with the tokens that are named for it, which are `ids`."""
+    """Log probabilities of one row, with the tokens that are named for it, which are `ids`."""
     assert scores.listed is not None
     values = np.concatenate((scores.values[row, :1], scores.listed[row, : len(ids)]))
     return Logprobs(len(ids), values.astype("<f4").tobytes(), np.array(ids, dtype="<i4").tobytes())

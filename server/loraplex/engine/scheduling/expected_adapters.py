@@ -27,7 +27,7 @@ class ExpectedAdapter:
 
 
 class ExpectedAdapters:
-    """By digest, in the order in which they were first expected."""
+    """Expected adapters by digest, in the order in which they were first expected."""
 
     def __init__(self) -> None:
         self._by_digest: OrderedDict[str, ExpectedAdapter] = OrderedDict()

@@ -19,10 +19,10 @@ from loraplex.engine.scheduling import prefix_keys
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
 from loraplex.engine.scheduling.block_needs import blocks_for, blocks_missing, reserved_blocks
 from loraplex.engine.scheduling.blocks import BlockManager
-from loraplex.engine.scheduling.draft import Draft, forced_budget, is_forced, pool_start
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.integrity import check_places
 from loraplex.engine.scheduling.preemption import TenantShares, choose_victims, preemption_order
+from loraplex.engine.scheduling.step_draft import StepDraft, forced_budget, is_forced, pool_start
 from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
 
 
@@ -141,7 +141,7 @@ class Scheduler:
         """The next step, of at most `max_tokens` (None: as configured); its `scheduled` is empty if nothing can be
         computed now. Sequences whose adapter cannot be loaded are put into `failed`; the caller ends them."""
         budget = self._max_tokens if max_tokens is None else max_tokens
-        draft = Draft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
+        draft = StepDraft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
         self._cache.begin_pass()
         self._shrink_batch(draft)
         draft.forced_budget = forced_budget(draft, len(self.running), self.queue.num_ready)
@@ -180,7 +180,7 @@ class Scheduler:
     def _counter(self, seq: Sequence) -> float:
         return self.queue.counter(seq.request.tenant_id)
 
-    def _shrink_batch(self, draft: Draft) -> None:
+    def _shrink_batch(self, draft: StepDraft) -> None:
         """Steps have become smaller, and fewer sequences may run: preempt the excess."""
         excess = len(self.running) - draft.max_running
         if excess > 0:
@@ -188,7 +188,9 @@ class Scheduler:
             for seq in preemption_order(victims, self._shares())[:excess]:
                 self._preempt(draft, seq)
 
-    def _preempt_for_head(self, draft: Draft, decoding: list[Sequence], prefilling: list[Sequence]) -> None:
+    def _preempt_for_head(
+        self, draft: StepDraft, decoding: list[Sequence], prefilling: list[Sequence]
+    ) -> None:
         """Preempt sequences of tenants with a larger share, if the head of the queue lacks a place or blocks. Preempt
         none if that would not be enough, or if sequences before the head use up the step."""
         head = self.queue.head()
@@ -232,7 +234,7 @@ class Scheduler:
     def _shares(self) -> TenantShares:
         return TenantShares(self.running, self._max_running, self.blocks.num_blocks, self.queue.weight)
 
-    def _schedule_running(self, draft: Draft, behind: list[Sequence]) -> None:
+    def _schedule_running(self, draft: StepDraft, behind: list[Sequence]) -> None:
         behind = [seq for seq in behind if seq.state is SequenceState.RUNNING]
         free = self.blocks.num_free
         if free < len(behind) and free < sum(blocks_missing(seq) for seq in behind):
@@ -247,7 +249,7 @@ class Scheduler:
             ):  # it may have been preempted for another
                 self._schedule(draft, seq)
 
-    def _schedule(self, draft: Draft, seq: Sequence) -> None:
+    def _schedule(self, draft: StepDraft, seq: Sequence) -> None:
         # Runs for every sequence of every step: work that decoding does not need is skipped.
         request, token_ids, start = seq.request, seq.token_ids, seq.num_computed
         if request.measured:
@@ -303,7 +305,7 @@ class Scheduler:
         seq.num_computed = end
         seq.num_pending += samples
 
-    def _preempt_for_blocks(self, draft: Draft, seq: Sequence, missing: int) -> bool:
+    def _preempt_for_blocks(self, draft: StepDraft, seq: Sequence, missing: int) -> bool:
         """Preempt until `missing` blocks are free. False if `seq` itself was preempted, or must skip this step.
 
         No order of victims can livelock: blocks run short only because a sequence decoded 16 more tokens, tokens are
@@ -322,7 +324,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, draft: Draft, seq: Sequence) -> None:
+    def _preempt(self, draft: StepDraft, seq: Sequence) -> None:
         """Put a running sequence back into the queue, before its tenant's others, to be computed again.
 
         A token that a step in flight samples for it stays valid: that step was submitted while the blocks and the
@@ -350,7 +352,7 @@ class Scheduler:
         if lease is not None:
             self._cache.release(lease)
 
-    def _admit(self, draft: Draft, before: float = inf) -> None:
+    def _admit(self, draft: StepDraft, before: float = inf) -> None:
         """Start waiting sequences in fair order, of tenants with a counter below `before`, while budget, places and
         blocks last.
 
@@ -370,7 +372,7 @@ class Scheduler:
                 return
             reserved += reserved_blocks(seq)
 
-    def _start(self, draft: Draft, seq: Sequence, reserved: int) -> bool:
+    def _start(self, draft: StepDraft, seq: Sequence, reserved: int) -> bool:
         """Give a waiting sequence its lease, the blocks of its cached prefix, and its first slice. False if its tokens
         do not all fit beside the `reserved` blocks of running sequences."""
         assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"

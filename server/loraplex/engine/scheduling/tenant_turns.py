@@ -51,7 +51,7 @@ class TenantTurns:
 
 
 class AgedTurns(TenantTurns):
-    """Of each tenant the lane that has waited longest is first."""
+    """Turns in which each tenant's lane that has waited longest is first."""
 
     def return_turn(self, lane: TenantLane) -> None:
         """Put back a lane that did not use its turn: it and its tenant are first again."""
@@ -60,8 +60,8 @@ class AgedTurns(TenantTurns):
 
 
 class LoadTurns(TenantTurns):
-    """Of each tenant the lane is first whose first request is: by the order in which its requests would run, so that a
-    load follows a request's priority. No lane may be empty. Costs O(log lanes) for each change."""
+    """Turns in which each tenant's lane with the first request is first, by the order in which its requests would run,
+    so that a load follows a request's priority. No lane may be empty. Costs O(log lanes) for each change."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -175,7 +175,7 @@ class EngineClient(Protocol):
 
     @property
     def weights(self) -> dict[str, float]:
-        """By the tenants with a request that has not ended, the weight that the engine serves them at."""
+        """Weights that the engine serves tenants at, of those with a request that has not ended."""
         ...
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
@@ -187,10 +187,10 @@ class EngineClient(Protocol):
         ...
 
     async def measure_sites(self, ref: AdapterRef, *, tenant: str) -> SiteOutputs:
-        """What the sites of this version give for the fixed probes, computed before all other requests of the tenant
-        that wait. It is loaded as for any request, within the tenant's limits of memory that the engine knows; where
-        that fails, the outputs say so. Raises ServingError: EngineUnavailable and EngineOverloaded where it makes sense
-        to try again, EngineLost where the engine died meanwhile, MeasureFailed with the engine's code else."""
+        """Measure the outputs of this version's sites for the fixed probes, computed before all other requests of the
+        tenant that wait. It is loaded as for any request, within the tenant's limits of memory that the engine knows;
+        where that fails, the outputs say so. Raises ServingError: EngineUnavailable and EngineOverloaded where it makes
+        sense to try again, EngineLost where the engine died meanwhile, MeasureFailed with the engine's code else."""
         ...
 
 

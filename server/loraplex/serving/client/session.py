@@ -24,7 +24,7 @@ from loraplex.serving.fair_share import FairShare
 
 CALL_TIMEOUT_S = 10.0
 PINS_TIMEOUT_S = 15.0
-"""For the pinned versions to come to the device before requests are taken."""
+"""Time for the pinned versions to come to the device before requests are taken."""
 _PINS_LOOK_S = 0.02
 MAX_KNOWN_LIMITS = 4096
 """Tenants whose memory limits are sent to a new engine."""
@@ -165,7 +165,7 @@ class EngineSession(ABC):
         await self.call(wire.Unpin, digest)
 
     async def drop(self, digest: str) -> None:
-        """As `unpin`."""
+        """Drop an adapter; waits and raises as `unpin` does."""
         self._pins.pop(digest, None)
         self._demand.forget(digest)
         self._check()

@@ -27,7 +27,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "loraplex.engine.ipc.process")
 STOP_GRACE_S = 5.0
 """Beyond the drain, for the process to end by itself before it is killed."""
 RESTORE_S = 60.0
-"""For the adapters that were on the device to come back after a restart."""
+"""Time for the adapters that were on the device to come back after a restart."""
 MAX_WARMED_DEATHS = 2
 """After more deaths with nothing served between them, only the pins are loaded: a load may be what ends the engine."""
 FIRST_START_S = 5.0

@@ -11,7 +11,7 @@ SMALL_STEP = 64
 
 
 @dataclass(slots=True)
-class Draft:
+class StepDraft:
     """A plan in the making."""
 
     now: float
@@ -33,7 +33,7 @@ def pool_start(seq: Sequence, start: int, end: int) -> int:
     return end - (end == seq.num_prompt)
 
 
-def forced_budget(draft: Draft, num_running: int, num_ready: int) -> int:
+def forced_budget(draft: StepDraft, num_running: int, num_ready: int) -> int:
     """Positions of forced tokens in a step beside one of each running sequence. With them a step has as many positions
     as there are places. A small one may have a quarter of the places more. Running sequences, and ready ones for which
     there are places, have a token each before."""
