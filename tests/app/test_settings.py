@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loraplex.app.cli import create_cli
+from loraplex.app.setting_groups import GROUPS, is_hidden, server_limits
 from loraplex.app.settings import Settings, SettingsInvalid, load_settings
 
 OTHER: dict[str, tuple[str, Any]] = {
@@ -259,11 +260,32 @@ def test_a_wrong_value_is_shown_as_the_file_has_it(tmp_path: Path, text: str, sh
     assert f"(got {shown}" in refused({}, file)
 
 
+def shown_by(option: str) -> str:
+    return CliRunner().invoke(create_cli(), ["serve", option], env={"COLUMNS": "250"}).output
+
+
 def test_the_help_lists_every_setting() -> None:
-    shown = CliRunner().invoke(create_cli(), ["serve", "--help"], env={"COLUMNS": "250"}).output
+    """`--help` those that people set, in panels; `--help-all` all of them."""
+    brief, full = shown_by("--help"), shown_by("--help-all")
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(Settings.model_fields)
     for name, field in Settings.model_fields.items():
-        assert f"--{name.replace('_', '-')}" in shown
+        option = f"--{name.replace('_', '-')} "
+        assert option in full or f"{option.strip()}/" in full or f"{option.strip()}," in full
+        assert (option in brief or option.replace(" ", "/") in brief) is not is_hidden(name), name
         assert field.description
+    for panel in GROUPS:
+        assert f"\n{panel}:\n" in brief
+    assert "--help-all" in brief
+
+
+def test_limits_of_the_server_are_one_option(tmp_path: Path) -> None:
+    limits = server_limits(["tokens-per-minute=500", "max_concurrency=3"])
+    assert load_settings(limits).server_tokens_per_minute == 500
+    assert load_settings(limits).server_max_concurrency == 3
+    with pytest.raises(SettingsInvalid, match=r"no limit 'tokens_per_minut'.*tokens_per_minute"):
+        server_limits(["tokens_per_minut=5"])
+    with pytest.raises(SettingsInvalid, match="'max_sequences' has no value"):
+        server_limits(["max_sequences"])
 
 
 def test_settings_do_not_change_afterwards() -> None:

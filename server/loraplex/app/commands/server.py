@@ -11,8 +11,11 @@ from pydantic.fields import FieldInfo
 
 from loraplex.app.commands.shared.errors import json_failures
 from loraplex.app.output import Output
+from loraplex.app.setting_groups import GROUPS, SERVER_LIMITS, is_hidden, server_limits
 from loraplex.app.settings import Settings, load_settings, parse_size
 from loraplex.app.supported_platform import require_supported_platform
+
+_PANELS = {name: panel for panel, names in GROUPS.items() for name in names}
 
 
 def create_serve_command() -> Any:
@@ -65,26 +68,14 @@ def with_settings(run: Any, only: tuple[str, ...] = (), **flags: Any) -> Any:
 
     def command(**given: Any) -> None:
         config = given.pop("config")
+        given.pop("help_all")
+        limits = given.pop("server_limit", None) or ()
         own = {name: given.pop(name) for name in flags}
         with json_failures(Output(own.get("as_json", False))):
+            given |= server_limits(limits)
             run(load_settings(given, Path(config) if config else None), **own)
 
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=typer.Option(
-                None,
-                _option_names(name, is_switch=field.annotation is bool),
-                metavar=_metavar(field),
-                help=f"{field.description}{_shown_default(field)}",
-                show_default=False,
-            ),
-            annotation=(bool | None) if field.annotation is bool else (str | None),
-        )
-        for name, field in Settings.model_fields.items()
-        if not only or name in only
-    ]
+    parameters = [*_setting_parameters(only), *_common_parameters(only)]
     parameters += [
         inspect.Parameter(
             name,
@@ -94,6 +85,66 @@ def with_settings(run: Any, only: tuple[str, ...] = (), **flags: Any) -> Any:
         )
         for name, option in flags.items()
     ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _setting_parameters(only: tuple[str, ...]) -> list[inspect.Parameter]:
+    """One for each setting."""
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=typer.Option(
+                None,
+                _option_names(name, is_switch=field.annotation is bool),
+                metavar=_metavar(field),
+                help=f"{field.description}{_shown_default(field)}",
+                show_default=False,
+                rich_help_panel=_PANELS[name],
+                hidden=is_hidden(name) and not only,
+            ),
+            annotation=(bool | None) if field.annotation is bool else (str | None),
+        )
+        for name, field in Settings.model_fields.items()
+        if not only or name in only
+    ]
+
+
+def _common_parameters(only: tuple[str, ...]) -> list[inspect.Parameter]:
+    """Those that are no setting by themselves."""
+    parameters = []
+    if not only:
+        parameters.append(
+            inspect.Parameter(
+                "server_limit",
+                inspect.Parameter.KEYWORD_ONLY,
+                default=typer.Option(
+                    None,
+                    "--server-limit",
+                    metavar="<name=value>",
+                    help=f"A limit of all tenants on this server; may be repeated: {', '.join(SERVER_LIMITS)}",
+                    rich_help_panel="Limits",
+                ),
+                annotation=list[str] | None,
+            )
+        )
+    parameters.append(
+        inspect.Parameter(
+            "help_all",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=typer.Option(
+                False,
+                "--help-all",
+                is_eager=True,
+                callback=_show_everything,
+                help="Show expert settings too",
+                hidden=bool(only),
+            ),
+            annotation=bool,
+        )
+    )
     parameters.append(
         inspect.Parameter(
             "config",
@@ -104,9 +155,16 @@ def with_settings(run: Any, only: tuple[str, ...] = (), **flags: Any) -> Any:
             annotation=str | None,
         )
     )
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+    return parameters
+
+
+def _show_everything(context: typer.Context, asked: bool) -> None:
+    """Print the help with every option, and end."""
+    if asked:
+        for parameter in context.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        print(context.get_help())
+        raise typer.Exit()
 
 
 def _option_names(name: str, *, is_switch: bool) -> str:

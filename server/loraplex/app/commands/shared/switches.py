@@ -9,7 +9,8 @@ from typer.core import TyperCommand
 
 
 class SwitchCommand(TyperCommand):
-    """A command whose options with a `--no-` form take a value too, as `--flag false` or `--flag=false`."""
+    """A command whose options with a `--no-` form take a value too, as `--flag false` or `--flag=false`, and whose help
+    has a section for each panel."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         forms = {
@@ -18,6 +19,17 @@ class SwitchCommand(TyperCommand):
             if param.secondary_opts
         }
         return super().parse_args(ctx, _as_flags(args, forms))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Options in a section for each panel, in the panels' order; those without one come last."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(record)
+        for panel in sorted(sections, key=lambda panel: panel == "Options"):
+            with formatter.section(panel):
+                formatter.write_dl(sections[panel])
 
 
 def _as_flags(args: list[str], forms: dict[str, dict[str, str]]) -> list[str]:

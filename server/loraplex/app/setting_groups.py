@@ -1,0 +1,72 @@
+"""How help and documents group the settings, and which of them hardly anyone sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from loraplex.app.settings import SettingsInvalid
+from loraplex.app.suggestions import did_you_mean
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Model": (
+        "model", "served_model_name", "device", "dtype", "max_model_len", "tool_format", "reasoning_format",
+        "adapter_templates", "default_max_tokens", "kernels", "attention", "batch_invariant", "recorded_prompt_rows",
+        "lookahead", "threads", "engine_spare",
+    ),
+    "Memory": (
+        "kv_cache_memory", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs",
+        "max_num_batched_tokens", "max_waiting",
+    ),
+    "Ports": (
+        "host", "port", "admin_host", "admin_port", "admin_token", "key_pepper", "cors_origins", "metrics_on_data_port",
+        "stream_stall_timeout", "drain_grace", "drain_timeout",
+    ),
+    "Limits": (
+        "max_adapter_rank", "max_adapter_upload", "max_body", "adapter_load_timeout", "grammar_processes",
+        "grammar_time_limit", "keep_versions", "limits_when_apart", "server_requests_per_minute",
+        "server_tokens_per_minute", "server_max_concurrency", "server_max_sequences", "server_max_output_tokens",
+        "server_token_budget", "server_budget_period",
+    ),
+    "Storage": (
+        "data_dir", "database_url", "database_staleness", "redis_url", "artifact_url", "artifact_cache_size",
+        "adapter_sources", "usage_keep_days", "usage_journal_size",
+    ),
+    "Telemetry": (
+        "log_level", "otlp_endpoint", "otlp_headers", "otlp_service_name", "trace_sample_ratio", "trace_follow_caller",
+    ),
+}  # fmt: skip
+"""Names of settings by the panel of `--help` that shows them."""
+_LIMITS = "server_"
+SERVER_LIMITS = tuple(name.removeprefix(_LIMITS) for name in GROUPS["Limits"] if name.startswith(_LIMITS))
+"""Names that `--server-limit NAME=VALUE` takes."""
+EXPERT = frozenset(
+    {
+        "adapter_image_cache", "adapter_load_timeout", "artifact_cache_size", "attention", "database_staleness",
+        "drain_grace", "engine_spare", "grammar_processes", "grammar_time_limit", "lookahead", "max_num_batched_tokens",
+        "max_waiting", "otlp_service_name", "recorded_prompt_rows", "stream_stall_timeout", "threads",
+        "trace_follow_caller", "usage_journal_size",
+    }
+)  # fmt: skip
+"""Settings whose default hardly anyone changes: `--help` leaves them out, `--help-all` shows them."""
+
+
+def is_hidden(name: str) -> bool:
+    """Whether `--help` leaves the option out."""
+    return name in EXPERT or name.startswith(_LIMITS)
+
+
+def server_limits(given: Iterable[str]) -> dict[str, str]:
+    """The settings that `--server-limit NAME=VALUE` stands for. Raises SettingsInvalid."""
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in SERVER_LIMITS:
+            raise SettingsInvalid(
+                f"--server-limit: there is no limit '{name}'{did_you_mean(name, SERVER_LIMITS)}; "
+                f"NAME is one of {', '.join(SERVER_LIMITS)}"
+            )
+        if not equals:
+            raise SettingsInvalid(f"--server-limit: '{name}' has no value: say {name}=VALUE")
+        found[f"{_LIMITS}{name}"] = value.strip()
+    return found
