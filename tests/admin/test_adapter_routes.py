@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.engine.reports import CacheEntry, EngineStats
+from loraplex.adapters.cache.residency import CacheEntry
+from loraplex.engine.reports import EngineStats
 from loraplex.serving.errors import EngineUnavailable, ServingError
 from support.adapters.drafts import draft_adapter
 from support.http.admin_plane import ARCH, SERVED_NAME, AdminPlane, adapter_files, assert_problem

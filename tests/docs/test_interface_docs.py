@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.adapters.admission.peft_config import parse_peft_config
 from loraplex.adapters.admission.support_page import render
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
 from loraplex.admin.app import PREFIX, admin_routes
@@ -27,7 +28,7 @@ from loraplex.api.openai import messages, schemas
 from loraplex.api.routes.probes import probe_routes
 from loraplex.control.background import BackgroundTasks, TaskState
 from loraplex.control.types import SCOPES, Limits, ReachedLimit
-from loraplex.engine.reports import CacheEntry, EngineStats, TenantStats
+from loraplex.engine.reports import EngineStats, TenantStats
 from loraplex.engine.types import Timing
 from loraplex.http.application import create_app
 from loraplex.serving.text.processor import TextProcessor

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc import protocol as wire
-from loraplex.engine.reports import CacheEntry, EngineStats
+from loraplex.engine.reports import EngineStats
 from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.client import session as session_module
 from loraplex.serving.client.measuring import measure_request

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
-from loraplex.engine.reports import CacheEntry, EngineInfo
+from loraplex.engine.reports import EngineInfo
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.supervision.supervisor import MAX_SOCKET_PATH_BYTES, EngineProcess, RestartPolicy

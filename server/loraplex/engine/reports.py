@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from loraplex.adapters.cache.residency import CacheUsage
 from loraplex.adapters.cache.tenant_memory import TenantBytes
-from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.types import AdapterState
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """The sizes by which `EngineStats` counts steps: the bounds of vLLM's vllm:iteration_tokens_total."""
@@ -79,8 +78,9 @@ class TenantStats:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Gauges of this moment and counters since the engine process began. Prefix-cache figures in tokens."""
+class EngineStats(CacheUsage):
+    """Gauges of this moment and counters since the engine process began, those of the adapter cache too. Prefix-cache
+    figures in tokens."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -101,37 +101,9 @@ class EngineStats:
     generation_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    num_arena_pages: int = 0
-    num_arena_pages_used: int = 0
-    host_bytes: int = 0
-    host_bytes_used: int = 0
-    num_leases: int = 0
-    num_adapter_slots: int = 0
-    num_adapter_slots_used: int = 0
-    adapter_loads: int = 0
-    """Adapters read from the disk, and those copied to the device, since the engine process began."""
-    adapter_copies: int = 0
-    adapter_load_failures: int = 0
-    adapter_load_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds that all loads ("disk") and copies ("copy") took."""
     num_adapter_waits: int = 0
     """Ended sequences that waited in the queue for their adapter, and what they waited together."""
     adapter_wait_s: float = 0.0
-    device_evictions: int = 0
-    """Adapters evicted from the device, and from host memory, to make room for others."""
-    host_evictions: int = 0
-    cap_evictions: dict[str, int] = field(default_factory=dict)
-    """Those of them, by tier ("device", "host"), of a tenant that was at its cap."""
-    num_pins: int = 0
-    """Pinned adapters; those of them on the device, and on their way there. The others failed or find no memory."""
-    num_pins_held: int = 0
-    num_pins_coming: int = 0
-    num_warming: int = 0
-    """Adapters that are still to be loaded by recorded demand, and what became of the others by outcome."""
-    warmed: dict[str, int] = field(default_factory=dict)
-    evictions: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Adapters that left a tier ("device", "host"), by reason: "room" for another adapter, "cap" of its tenant,
-    "deleted", "failed" (its copy, or it does not fit)."""
     reserved_bytes: int = 0
     """Device memory that the reservations of the tenants seen so far ask for, and the most that they can be kept."""
     reservable_bytes: int = 0
@@ -141,21 +113,3 @@ class EngineStats:
     """Digests of the adapters with a running sequence."""
     waiting_adapters: tuple[str, ...] = ()
     tenants: dict[str, TenantStats] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEntry:
-    """Where one adapter version is. `state` is hot (device), warm (host memory) or cold (disk only);
-    `load_seconds` is the last load's time by stage, and of "disk" by its parts; `idle_s` is the time since its last
-    use, None if never."""
-
-    ref: AdapterRef
-    state: AdapterState
-    loading: bool = False
-    pinned: bool = False
-    leases: int = 0
-    device_bytes: int = 0
-    host_bytes: int = 0
-    idle_s: float | None = None
-    load_seconds: dict[str, float] = field(default_factory=dict)
-    error: str | None = None

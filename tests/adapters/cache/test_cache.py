@@ -28,7 +28,12 @@ def test_the_way_from_disk_to_device_and_its_states() -> None:
     assert entry.load_seconds["disk"] == pytest.approx(0.01)
     assert entry.load_seconds["copy"] == pytest.approx(0.01)
     usage = rig.cache.usage()
-    assert (usage.num_pages_used, usage.num_slots_used, usage.host_bytes_used, usage.loads) == (
+    assert (
+        usage.num_arena_pages_used,
+        usage.num_adapter_slots_used,
+        usage.host_bytes_used,
+        usage.adapter_loads,
+    ) == (
         1,
         1,
         PAGE_BYTES,
@@ -197,7 +202,7 @@ def test_a_copy_that_hangs_keeps_its_pages_until_it_ends() -> None:
     rig.step(A)
     rig.clock.now += 60
     assert rig.step(A) == [Residency.FAILED]
-    assert rig.cache.usage().num_pages_used == 1
+    assert rig.cache.usage().num_arena_pages_used == 1
     rig.bring(B)
     lease = rig.cache.acquire("b")
     rig.clock.now += 5
@@ -235,7 +240,7 @@ def test_a_failed_copy_gives_its_pages_back() -> None:
     rig.step(A)
     rig.transport.finish_copy(error="the device is on fire")
     assert rig.step(A) == [Residency.FAILED]
-    assert rig.cache.usage().num_pages_used == 0
+    assert rig.cache.usage().num_arena_pages_used == 0
 
 
 def test_concurrent_loads_are_limited() -> None:

@@ -147,7 +147,7 @@ def test_a_dropped_version_is_forgotten_when_nothing_uses_it() -> None:
     rig.cache.release(lease)
     rig.cache.check_integrity()
     assert rig.cache.entries() == ()
-    assert rig.cache.usage().num_pages_used == 0
+    assert rig.cache.usage().num_arena_pages_used == 0
     assert rig.cache.usage().host_bytes_used == 0
 
 
@@ -159,10 +159,10 @@ def test_dropping_on_the_way_cancels_the_load_and_waits_for_the_copy() -> None:
     rig.cache.drop("a")
     rig.cache.drop("b")
     assert rig.transport.loads[0].cancelled
-    assert rig.cache.usage().num_pages_used == 1
+    assert rig.cache.usage().num_arena_pages_used == 1
     rig.transport.finish_copy()
     rig.step()
-    assert rig.cache.usage().num_pages_used == 0
+    assert rig.cache.usage().num_arena_pages_used == 0
     assert rig.cache.entries() == ()
 
 

@@ -186,7 +186,7 @@ class History:
         self.cache.poll()
         self.cache.check_integrity()
         usage = self.cache.usage()
-        assert (usage.num_pages_used, usage.num_slots_used, usage.host_bytes_used) == (0, 0, 0)
+        assert (usage.num_arena_pages_used, usage.num_adapter_slots_used, usage.host_bytes_used) == (0, 0, 0)
         assert self.cache.entries() == ()
 
     def _bring(self, ref: object) -> None:

@@ -72,7 +72,7 @@ def test_a_tenant_at_its_cap_evicts_its_own_alone() -> None:
     rig.bring(*acme)
     assert rig.on_device(*acme) == ["acme-2", "acme-3"]
     assert rig.on_device(*other) == [ref.digest for ref in other]
-    assert rig.cache.usage().num_pages_used == 5
+    assert rig.cache.usage().num_arena_pages_used == 5
 
 
 def test_at_its_cap_with_all_in_use_it_waits() -> None:

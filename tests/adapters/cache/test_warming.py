@@ -31,10 +31,10 @@ def warmed(rig: CacheRig) -> dict[str, int]:
 def test_in_order_to_the_device_and_then_to_host_memory() -> None:
     rig = CacheRig(num_pages=2, host_pages=4)
     rig.cache.warm(REFS)
-    assert rig.cache.num_warming == len(REFS)
+    assert rig.cache.usage().num_warming == len(REFS)
     assert settle(rig) == ["a", "b", "c", "d"]
     assert rig.cache.residency() == {"a": "hot", "b": "hot", "c": "warm", "d": "warm"}
-    assert rig.cache.num_warming == 0
+    assert rig.cache.usage().num_warming == 0
     assert warmed(rig) == {"device": 2, "host": 2, "skipped": 4}
 
 
@@ -164,7 +164,7 @@ def test_failures_deletions_and_a_new_list() -> None:
     rig.cache.warm([A, D])
     assert settle(rig) == [], "what failed is not tried again at once, what is there is not loaded again"
     assert rig.cache.state("e") == "cold"
-    assert rig.cache.num_warming == 0
+    assert rig.cache.usage().num_warming == 0
 
 
 def test_pins_on_their_way_and_those_that_will_not_come() -> None:
@@ -172,7 +172,7 @@ def test_pins_on_their_way_and_those_that_will_not_come() -> None:
 
     def pins() -> tuple[int, int, int]:
         usage = rig.cache.usage()
-        return usage.num_pinned, usage.num_pins_held, usage.num_pins_coming
+        return usage.num_pins, usage.num_pins_held, usage.num_pins_coming
 
     for name in "abc":
         rig.cache.pin(make_ref(name, tenant=f"tenant-{name}"))

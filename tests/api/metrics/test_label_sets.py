@@ -9,9 +9,10 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.api.metrics import EngineSnapshot, Metrics
 from loraplex.api.metrics.label_sets import IDLE_S, OTHER, LabelSets
-from loraplex.engine.reports import CacheEntry, EngineStats
+from loraplex.engine.reports import EngineStats
 from support.engine.fake_engine import fake_engine_info
 from support.http.data_plane import BASE, ref
 

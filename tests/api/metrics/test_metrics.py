@@ -12,12 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.api.metrics import EngineSnapshot, Metrics, Scraper
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.control.errors import QuotaSpent, RateLimited
 from loraplex.control.types import ReachedLimit
-from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats, TenantStats
+from loraplex.engine.reports import EngineInfo, EngineStats, TenantStats
 from loraplex.engine.types import Timing
 from loraplex.serving.errors import EngineUnavailable
 from support.clients import vllm_metrics

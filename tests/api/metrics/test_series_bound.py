@@ -12,6 +12,7 @@ import httpx
 import pytest
 from starlette.routing import Route
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import ANSWERS
@@ -19,7 +20,7 @@ from loraplex.api.metrics import Metrics, Scraper
 from loraplex.api.metrics.api_metrics import MAX_LABEL_SETS
 from loraplex.api.metrics.label_sets import OTHER
 from loraplex.api.routes.metrics import metrics_route
-from loraplex.engine.reports import CacheEntry, EngineStats, TenantStats
+from loraplex.engine.reports import EngineStats, TenantStats
 from support import markdown
 from support.http.data_plane import DataPlane, ref, running_data_plane
 

@@ -11,12 +11,12 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.app.storage.demand_file import FILE_NAME, Recorded, read_demand, write_demand
 from loraplex.app.tasks.warming import Warming, in_order
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.types import ReleaseTarget, VersionInfo
-from loraplex.engine.reports import CacheEntry
 from loraplex.serving.demand import Demand, Uses
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient

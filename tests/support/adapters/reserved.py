@@ -12,12 +12,12 @@ def kept_by_reservations(cache: AdapterCache[FakeImage], ref: AdapterRef, num_pa
     on the device than it has reserved, if all reservations can be kept."""
     entries, usage = cache.entries(), cache.usage()
     pinned = [entry for entry in entries if entry.pinned and entry.pages]
-    unpinned = usage.num_pages - sum(entry.pages for entry in pinned)
+    unpinned = usage.num_arena_pages - sum(entry.pages for entry in pinned)
     kept: set[str] = set()
     for tenant, held in cache.tenants.tenant_bytes().items():
         reserved = cache.tenants.limits(tenant).device_bytes_reserved or 0
         if tenant != ref.tenant_id and held.device <= reserved:
             kept |= {e.ref.digest for e in entries if e.state == "hot" and e.ref.tenant_id == tenant}
     pages = sum(entry.pages for entry in entries if entry.ref.digest in kept)
-    too_many = pages > unpinned // 2 or len(kept) > (usage.num_slots - len(pinned)) // 2
+    too_many = pages > unpinned // 2 or len(kept) > (usage.num_adapter_slots - len(pinned)) // 2
     return set() if too_many or num_pages + pages > unpinned else kept

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.numerics import SiteOutputs
@@ -27,7 +28,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.ipc.log_lines import log
-from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats, TenantStats
+from loraplex.engine.reports import EngineInfo, EngineStats, TenantStats
 from loraplex.engine.types import (
     AdapterState,
     EngineError,
@@ -195,8 +196,8 @@ class FakeCore:
             self.prefetch(ref)
 
     @property
-    def num_warming(self) -> int:
-        return 0
+    def is_warming(self) -> bool:
+        return False
 
     def prefetch(self, ref: AdapterRef) -> None:
         self._refs[ref.digest] = ref

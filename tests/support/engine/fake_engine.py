@@ -21,11 +21,12 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Logprobs, Scores
-from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats, MemoryUse
+from loraplex.engine.reports import EngineInfo, EngineStats, MemoryUse
 from loraplex.engine.types import (
     AdapterState,
     EngineError,

@@ -257,15 +257,15 @@ class AdapterCache(Generic[ImageT]):
     def entries(self, digests: Iterable[str] | None = None) -> tuple[CacheEntry, ...]:
         """Every version that is in memory, loading, pinned, or whose load failed recently: those of `digests`, or all
         of them."""
-        return list_entries(self._entries, self._pins, self._failures, digests)
+        return list_entries(self._entries, self._pins, self._failures, digests, self._clock())
 
     def usage(self) -> CacheUsage:
         return count_usage(self._entries, self._pins, self._failures, self._background, self._host.limit)
 
     @property
-    def num_warming(self) -> int:
-        """Adapters of `warm` that are still to come."""
-        return self._background.num_warming
+    def is_warming(self) -> bool:
+        """Whether adapters of `warm` are still to come."""
+        return self._background.num_warming > 0
 
     # The way to the device.
 

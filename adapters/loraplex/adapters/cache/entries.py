@@ -79,7 +79,7 @@ class CachedAdapter(Generic[ImageT]):
             return "cold"
         return "hot" if self.stage is Stage.DEVICE else "warm"
 
-    def shown(self, *, pinned: bool, error: str | None) -> CacheEntry:
+    def shown(self, now: float, *, pinned: bool, error: str | None) -> CacheEntry:
         """A copy for callers, with its pin and the error of its last load."""
         return CacheEntry(
             ref=self.ref,
@@ -90,7 +90,7 @@ class CachedAdapter(Generic[ImageT]):
             pages=len(self.pages),
             device_bytes=self.num_bytes if self.pages else 0,
             host_bytes=self.num_bytes if self.image is not None else 0,
-            last_used=self.last_used,
+            idle_s=None if self.last_used is None else max(0.0, now - self.last_used),
             load_seconds=dict(self.seconds),
             error=error,
         )

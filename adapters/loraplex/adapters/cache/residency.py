@@ -150,10 +150,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """One adapter as the cache reports it. `last_used` is by the cache's clock (None: never requested); `load_seconds`
-    holds its last way here by stage ("disk": disk to host, "copy": host to device), and of "disk" the parts that the
-    transport reports: "fetch" (until its files were there), and "read" (its laid-out image) or "lay_out"; `error` is
-    why its last load failed."""
+    """One adapter as the cache reports it. `state` is hot (device), warm (host memory) or cold (disk only); `idle_s` is
+    the time since its last use (None: never requested); `load_seconds` holds its last way here by stage ("disk": disk
+    to host, "copy": host to device), and of "disk" the parts that the transport reports: "fetch" (until its files were
+    there), and "read" (its laid-out image) or "lay_out"; `error` is why its last load failed."""
 
     ref: AdapterRef
     state: AdapterState
@@ -163,40 +163,42 @@ class CacheEntry:
     pages: int = 0
     device_bytes: int = 0
     host_bytes: int = 0
-    last_used: float | None = None
+    idle_s: float | None = None
     load_seconds: dict[str, float] = field(default_factory=dict)
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """Gauges of this moment, and counters since the cache was made. `num_pages_used` counts pages that are being
-    copied to as well; `load_seconds` sums up what loads took, by stage; `cap_evictions` are the evictions, by tier,
-    that a tenant's cap made necessary, and `evictions` what left a tier, by tier and reason ("room", "cap", "deleted",
-    "failed"). Of the pins `num_pins_held` are on the device, and `num_pins_coming` on their
-    way there: the others failed or find no memory. `num_warming` adapters are still to be warmed; `warmed` counts what
-    became of the others."""
+    """Gauges of this moment, and counters since the cache was made. A field that is added here is a field of the
+    engine's statistics too."""
 
-    num_pages: int
-    num_pages_used: int
-    num_slots: int
-    num_slots_used: int
-    host_bytes: int
-    host_bytes_used: int
-    num_leases: int
-    num_pinned: int
-    num_pins_held: int
-    num_pins_coming: int
-    num_device: int
-    num_host: int
-    num_loading: int
-    loads: int
-    load_failures: int
-    copies: int
-    device_evictions: int
-    host_evictions: int
-    load_seconds: dict[str, float]
-    cap_evictions: dict[str, int]
-    evictions: dict[str, dict[str, int]]
-    num_warming: int
-    warmed: dict[str, int]
+    num_arena_pages: int = 0
+    num_arena_pages_used: int = 0
+    """Pages that are being copied to count too."""
+    num_adapter_slots: int = 0
+    num_adapter_slots_used: int = 0
+    host_bytes: int = 0
+    host_bytes_used: int = 0
+    num_leases: int = 0
+    adapter_loads: int = 0
+    """Adapters read from the disk, and those copied to the device."""
+    adapter_copies: int = 0
+    adapter_load_failures: int = 0
+    adapter_load_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds that all loads ("disk") and copies ("copy") took."""
+    device_evictions: int = 0
+    """Adapters evicted from the device, and from host memory, to make room for others."""
+    host_evictions: int = 0
+    cap_evictions: dict[str, int] = field(default_factory=dict)
+    """Those of them, by tier ("device", "host"), of a tenant that was at its cap."""
+    evictions: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Adapters that left a tier ("device", "host"), by reason: "room" for another adapter, "cap" of its tenant,
+    "deleted", "failed" (its copy, or it does not fit)."""
+    num_pins: int = 0
+    """Pinned adapters; those of them on the device, and on their way there. The others failed or find no memory."""
+    num_pins_held: int = 0
+    num_pins_coming: int = 0
+    num_warming: int = 0
+    """Adapters that are still to be loaded by recorded demand, and what became of the others by outcome."""
+    warmed: dict[str, int] = field(default_factory=dict)

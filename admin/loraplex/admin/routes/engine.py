@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.admin.framework.dependencies import Operator, Services
 from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.schemas.engine import (
@@ -21,7 +22,7 @@ from loraplex.admin.schemas.engine import (
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.control.catalog.all_versions import list_all_versions
 from loraplex.control.types import VersionInfo
-from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.serving.errors import ServingError
 
 _RESIDENCY = {"hot": ["device", "host", "disk"], "warm": ["host", "disk"], "cold": ["disk"]}

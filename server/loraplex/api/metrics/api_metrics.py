@@ -18,6 +18,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import ANSWERS
 from loraplex.api.metrics.background_metrics import BackgroundCollector
@@ -32,7 +33,6 @@ from loraplex.control.background import BackgroundTasks
 from loraplex.control.types import CheckOutcome, LimitKind, LimitOwner, ReachedLimit
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.writer import UsageWriter
-from loraplex.engine.reports import CacheEntry
 from loraplex.engine.types import FinishReason, Timing
 
 E2E_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)

@@ -12,9 +12,10 @@ from prometheus_client.utils import floatToGoString
 
 from loraplex.adapters.cache.background_loads import WARM_OUTCOMES
 from loraplex.adapters.cache.entries import EVICTION_REASONS
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.metrics.label_sets import OTHER, LabelSets
-from loraplex.engine.reports import STEP_TOKENS, CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.reports import STEP_TOKENS, EngineInfo, EngineStats
 
 MAX_NAMED_ADAPTERS = 100
 """Adapters that vllm:lora_requests_info names at most."""

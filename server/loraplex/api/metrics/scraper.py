@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.errors import LoraplexError
 from loraplex.api.metrics.api_metrics import Metrics
 from loraplex.api.metrics.engine_metrics import EngineSnapshot
-from loraplex.engine.reports import CacheEntry, EngineStats
+from loraplex.engine.reports import EngineStats
 from loraplex.serving.client.engine_client import EngineClient
 
 

@@ -15,16 +15,17 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import MemoryLimits, TenantBytes
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.admission import check_request, too_slow
 from loraplex.engine.core.in_flight import InFlightSteps, Runner
 from loraplex.engine.core.request_tracker import RequestTracker
-from loraplex.engine.core.stats import cache_entries, engine_stats
+from loraplex.engine.core.stats import engine_stats
 from loraplex.engine.core.timers import SequenceTimers
 from loraplex.engine.heartbeat import StepHeartbeat
-from loraplex.engine.reports import CacheEntry, EngineStats
+from loraplex.engine.reports import EngineStats
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.step_budget import StepBudget
 from loraplex.engine.types import (
@@ -134,7 +135,10 @@ class EngineCore:
         """No load and no copy has ended since the last call. If one has, another pass may succeed where the last did
         not: the cache protects a newly loaded adapter from eviction for one pass."""
         usage = self._cache.usage()
-        moves, self._moves = self._moves, usage.loads + usage.copies + usage.load_failures
+        moves, self._moves = (
+            self._moves,
+            usage.adapter_loads + usage.adapter_copies + usage.adapter_load_failures,
+        )
         return moves == self._moves
 
     # Requests.
@@ -290,8 +294,8 @@ class EngineCore:
 
     # The adapter cache belongs to the step thread as well: this is how others reach it.
 
-    def cache_entries(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
-        return cache_entries(self._cache, self._clock(), digests)
+    def cache_entries(self, digests: Collection[str] | None = None) -> tuple[CacheEntry, ...]:
+        return self._cache.entries(digests)
 
     def residency(self) -> dict[str, AdapterState]:
         """The versions on the device or in host memory."""
@@ -326,9 +330,9 @@ class EngineCore:
         self._cache.tenants.set_limits(tenant_id, limits)
 
     @property
-    def num_warming(self) -> int:
-        """Adapters that are still to be loaded by recorded demand."""
-        return self._cache.num_warming
+    def is_warming(self) -> bool:
+        """Whether adapters are still to be loaded by recorded demand."""
+        return self._cache.is_warming
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every request is in exactly one place, and every block, every lease and

@@ -56,8 +56,8 @@ class CoreLike(wire.Operations, Protocol):
         ...
 
     @property
-    def num_warming(self) -> int:
-        """Versions of `warm` that are still to be loaded."""
+    def is_warming(self) -> bool:
+        """Whether versions of `warm` are still to be loaded."""
         ...
 
     def take_damaged(self) -> tuple[str, ...]:
@@ -292,7 +292,7 @@ class EngineLoop:
         if now - self._states_at < RESIDENCY_INTERVAL_S and core.has_work:
             return
         self._states_at = now
-        is_warming = core.num_warming > 0
+        is_warming = core.is_warming
         if is_warming != self._is_warming:
             self._is_warming = is_warming
             self._emit(wire.Warming(is_warming))

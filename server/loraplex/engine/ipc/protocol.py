@@ -13,9 +13,10 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.types import AdapterState, EngineRequest, TokenEvent
 
 MAX_FRAME_BYTES = 32 * 1024 * 1024

@@ -10,11 +10,12 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, Self
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.event_buffer import EventBuffer
-from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.types import (
     AdapterState,
     EngineError,

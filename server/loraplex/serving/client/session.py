@@ -10,11 +10,12 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
 
+from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc import protocol as wire
-from loraplex.engine.reports import CacheEntry, EngineInfo, EngineStats
+from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
 from loraplex.serving.client.engine_client import RequestStream, error_event
 from loraplex.serving.client.measuring import measure_request, read_outputs
