@@ -238,6 +238,20 @@ def test_pieces_change_nothing(
     assert parse(tool_format, text, **options) == whole
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize(
+    "text", ["\n[1, 2]", " \n[TOOL_CALLS]", "\n\n[[", " {x", "\t<tool_call>[", " functools[1"]
+)
+def test_white_space_before_what_is_no_call_comes_to_an_end(
+    text: str, tool_format: str, streams: bool
+) -> None:
+    """A parser that looks at the same character again and again holds the event loop of the whole server."""
+    for pieces in ([text], list(text)):
+        parts = parse(tool_format, pieces, streams=streams, reasoning=THINK, in_reasoning=False)
+        assert "".join(part.text for part in parts if isinstance(part, TextPart)).strip() == text.strip()
+
+
 NOTATION = re.compile(
     r"\s*(?:<tool_call>|</tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|<\|/?tool_call\|>|functools|\[ARGS\]|;"
     r'|\[CALL_ID\][^\[]*|"(?:name|id|type|arguments|parameters)"|"[^"]*"|[\[\]{},:]|f|get_weather|\s)*'

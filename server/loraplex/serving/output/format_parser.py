@@ -241,6 +241,8 @@ class FormatParser:
         if self.streams:
             self._tell(block)
         read = ("" if block.num_calls and self.streams else self._block_prefix) + "".join(block.held)
-        cut = max(1, len(read) - again)  # so that each block that is none takes the text further
+        # At least one character that is no white space, so that each block that is none takes the text further.
+        least = len(read) - len(read.lstrip(WHITE)) + 1
+        cut = max(least, len(read) - again)
         self._show(read[:cut])
         return read[cut:]
