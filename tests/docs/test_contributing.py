@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from support import markdown
 from support.markdown import ROOT
 
@@ -22,3 +24,19 @@ def test_each_of_ten_changes_names_at_most_four_files_and_its_test() -> None:
         assert len(tests) == 1, (name, tests)
         assert re.fullmatch(r"tests/(\w+/)+test_\w+\.py", *tests), name
         assert [file for file in files | tests if not (ROOT / file).is_file()] == [], name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("keep_versions", id="a setting"),
+        pytest.param("num_warming", id="a metric of the adapter cache"),
+        pytest.param("host_bytes_max", id="a limit"),
+    ],
+)
+def test_the_walk_is_true_of_known_examples(name: str) -> None:
+    """Another one like it changes as many files of the source, four at most."""
+    portions = ("adapters", "admin", "kernels", "migrations", "server")
+    files = [path for portion in portions for path in (ROOT / portion).rglob("*.py")]
+    naming = [path for path in files if re.search(rf"\b{name}\b", path.read_text("utf-8"))]
+    assert 1 < len(naming) <= 4, [str(path.relative_to(ROOT)) for path in naming]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 
 Scope = Literal["inference", "adapters:read", "adapters:write", "usage:read"]
@@ -37,6 +38,11 @@ class Limits:
     device_bytes_reserved: int | None = None
     device_bytes_max: int | None = None
     host_bytes_max: int | None = None
+
+    @property
+    def memory(self) -> MemoryLimits:
+        """The limits on adapter memory, as the engine takes them."""
+        return MemoryLimits(self.device_bytes_reserved, self.device_bytes_max, self.host_bytes_max)
 
 
 ADAPTER_LIMITS = (

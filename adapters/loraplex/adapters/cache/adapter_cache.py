@@ -265,7 +265,7 @@ class AdapterCache(Generic[ImageT]):
     @property
     def is_warming(self) -> bool:
         """Whether adapters of `warm` are still to come."""
-        return self._background.num_warming > 0
+        return self._background.is_warming
 
     # The way to the device.
 

@@ -56,6 +56,10 @@ class BackgroundLoads(Generic[ImageT]):
         """Adapters that are still to be warmed, or are being loaded for that."""
         return len(self._warming) + (self._current is not None and self._is_warm)
 
+    @property
+    def is_warming(self) -> bool:
+        return self.num_warming > 0
+
     def warm(self, refs: Iterable[AdapterRef]) -> None:
         """Load these, in their order, in place of those of the last call."""
         self._warming.clear()

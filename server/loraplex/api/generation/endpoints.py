@@ -13,7 +13,6 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from loraplex.adapters.admission.chat_files import OwnChat
-from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.api.auth import authenticate
 from loraplex.api.context import DataContext, context_of
 from loraplex.api.deadline import Deadline
@@ -44,7 +43,7 @@ from loraplex.api.openai.formats import WholeChoice
 from loraplex.api.openai.logprobs import PromptLogprobs
 from loraplex.api.openai.parsing import parse_request
 from loraplex.api.openai.schemas import ChatRequest
-from loraplex.control.types import Limits, Principal, Reservation, ResolvedModel
+from loraplex.control.types import Principal, Reservation, ResolvedModel
 from loraplex.http.errors import ClientGone
 from loraplex.serving.errors import ServingError, WorkTimeSpent, WorkUnavailable
 from loraplex.serving.output.formats import OutputFormats
@@ -205,7 +204,7 @@ class GenerationEndpoint:
                 max_output_tokens=reservation.max_output_tokens,
                 deadline_s=context.deadline.left_s,
                 max_load_s=None if context.max_load_ms is None else context.max_load_ms / 1000,
-                memory=_memory_limits(principal.tenant_limits),
+                memory=principal.tenant_limits.memory,
             )
             generation = Generation.start(
                 services.engine,
@@ -338,10 +337,6 @@ class GenerationEndpoint:
                 log.error("stream_failed", request_id=context.label, id=context.internal_id, exc_info=error)
             await generation.cut()  # so that what was drawn is known
             return answer.failed(failure)
-
-
-def _memory_limits(limits: Limits) -> MemoryLimits:
-    return MemoryLimits(limits.device_bytes_reserved, limits.device_bytes_max, limits.host_bytes_max)
 
 
 def _headers(

@@ -30,7 +30,7 @@ from loraplex.control.db.tables import (
 )
 from loraplex.control.errors import Conflict, InvalidValue, TenantIdRetired, TenantNotFound
 from loraplex.control.limits.budget_store import budget_states
-from loraplex.control.types import Page, TenantInfo, TenantRemoval
+from loraplex.control.types import Limits, Page, TenantInfo, TenantRemoval
 
 MAX_IDS = 500
 """Ids that one query names."""
@@ -113,11 +113,7 @@ class Tenants:
                 ids = wanted[start : start + MAX_IDS]
                 rows = session.execute(select(Tenant.id, Tenant.limits).where(Tenant.id.in_(ids)))
                 for tenant_id, limits in rows.tuples():
-                    found[tenant_id] = MemoryLimits(
-                        limits.get("device_bytes_reserved"),
-                        limits.get("device_bytes_max"),
-                        limits.get("host_bytes_max"),
-                    )
+                    found[tenant_id] = Limits(**limits).memory
         return found
 
     def update(
