@@ -278,7 +278,7 @@ def test_speed_is_the_formula_of_the_document(tmp_path: Path) -> None:
 def test_for_people() -> None:
     told = run_here("plan", "--model", "llama-3.1-8b", "--gpu", "L40S").stdout
     assert "LORAPLEX_MODEL=hf:meta-llama/Llama-3.1-8B-Instruct" in told
-    assert "One H100 took 1.2 times the estimate for the base, 1.5 times with adapters." in told
+    assert "One H100 took 1.2 times the estimate for the base, 1.5 to 1.9 times with adapters." in told
     assert re.search(r"weights +14\.96 GiB", told)
     assert "gpu:\n  enabled: true\nsettings:\n  model: hf:meta-llama" in told
 

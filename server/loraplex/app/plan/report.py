@@ -10,7 +10,7 @@ from loraplex.app.plan.memory import Plan
 from loraplex.app.plan.speed import FORMULA, Speed
 
 _ESTIMATE = "an estimate: bytes over the device's bandwidth, without launches, host and sampling."
-_MEASURED = "One H100 took 1.2 times the estimate for the base, 1.5 times with adapters."
+_MEASURED = "One H100 took 1.2 times the estimate for the base, 1.5 to 1.9 times with adapters."
 
 
 def print_plan(
