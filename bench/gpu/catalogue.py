@@ -121,8 +121,8 @@ def _switched(shape: StepsShape, names: Sequence[str], steps: Sequence[tuple[int
 
 
 def _on_switch(shape: StepsShape, name: str, of: tuple[int, int, int], bench: Bench) -> Row:
-    held = bench.hold((name, shape), lambda: SwitchBench(name, shape, bench.device, bench.ceilings))
-    found: Row = held.compare(*of)
+    held = bench.hold(("ab", shape), lambda: SwitchBench(shape, bench.device, bench.ceilings))
+    found: Row = held.compare(name, *of)
     return found
 
 

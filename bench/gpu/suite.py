@@ -35,7 +35,10 @@ _BUILD_S = 180.0
 """So long a worker may take to make what several cases share: a model with its recordings."""
 _START_S = 90.0
 """So long a worker may take until it is there."""
-AB_NAMES = ("programs", "splits", "rows", "fused", "pdl", "side-stream", "prompt-recordings", "prefill")
+AB_NAMES = (
+    "programs", "splits", "rows", "fused", "pdl", "side-stream", "prompt-recordings", "columns", "planes",
+    "prompt-rows", "prefill",
+)  # fmt: skip
 """Keys of `bench.gpu.decoding.switches`, which imports torch; "prefill" compares attention to prompts."""
 LANES = 4
 """Processes beside each other, for cases that are not timed."""

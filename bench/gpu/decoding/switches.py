@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from loraplex.kernels.lora.triton_tiling import LoraTiling
 FULL_AB = replace(
     FULL,
     size=RigSize(
-        max_rows=512, max_sequences=256, max_len=1040, sizes=(64, 256), arena_bytes=6 << 30, slots=64, max_rank=16
+        max_rows=2048, max_sequences=256, max_len=1040, sizes=(64, 256), arena_bytes=6 << 30, slots=64, max_rank=16
     ),
 )  # fmt: skip
 SMALL_AB = SMALL
@@ -26,14 +27,14 @@ _ERROR = 2e-2
 
 @dataclass(frozen=True)
 class Switch:
-    """`make` builds each side from the options of `StepBench`; the first is named `a`. `mixed`: of steps with a prompt
-    chunk, else of decoding."""
+    """`make` builds each side from the options of `StepBench`; the first is named `a`. `runs` gives the step that is
+    timed, without adapters and with them."""
 
     a: str
     b: str
     make_a: Callable[..., StepBench]
     make_b: Callable[..., StepBench]
-    mixed: bool = False
+    runs: Callable[[StepBench, int, int, int], list[Callable[[], torch.Tensor]]] = StepBench.decoding_runs
 
 
 def _tiled(**changes: Any) -> Callable[..., StepBench]:
@@ -52,6 +53,13 @@ def _on_a_stream(*arguments: Any, **options: Any) -> StepBench:
 def _prompts_recorded(shape: StepsShape, *arguments: Any, **options: Any) -> StepBench:
     size = replace(shape.size, prompt_sizes=tuple(2 * rows for rows in shape.size.sizes))
     return StepBench(replace(shape, size=size), *arguments, **options)
+
+
+def _longest_prompt(
+    bench: StepBench, rows: int, adapters: int, rank: int
+) -> list[Callable[[], torch.Tensor]]:
+    """A prompt of one adapter that fills a step."""
+    return bench.prompt_runs(bench.shape.size.max_rows, rank)
 
 
 SWITCHES: Mapping[str, Switch] = {
@@ -91,35 +99,55 @@ SWITCHES: Mapping[str, Switch] = {
         "prompt chunks recorded",
         StepBench,
         _prompts_recorded,
-        mixed=True,
+        StepBench.mixed_runs,
+    ),
+    "columns": Switch(
+        "B sides by 256 columns",
+        "B sides by 512 columns",
+        _tiled(block_n=256),
+        _tiled(block_n=512),
+    ),
+    "planes": Switch(
+        "the A side by 256 of K in up to 16 planes",
+        "the A side by 512 of K in up to 8 planes",
+        _tiled(block_k=256, max_splits=16),
+        _tiled(block_k=512, max_splits=8),
+    ),
+    "prompt-rows": Switch(
+        "prompts expanded by 32 rows",
+        "prompts expanded by 16 rows",
+        _tiled(expand_rows=32),
+        _tiled(expand_rows=16),
+        _longest_prompt,
     ),
 }
 
 
 class SwitchBench:
-    """Both sides of a switch over one model and one KV cache."""
+    """Both sides of one switch after the other, over one model and one KV cache."""
 
-    def __init__(self, name: str, shape: StepsShape, device: torch.device, ceilings: Ceilings) -> None:
-        self._switch = SWITCHES[name]
-        self._a = self._switch.make_a(shape, device, ceilings)
-        rig = self._a.rig
-        self._b = self._switch.make_b(shape, device, ceilings, model=rig.model, kv=rig.kv)
+    def __init__(self, shape: StepsShape, device: torch.device, ceilings: Ceilings) -> None:
+        self._made_from = shape, device, ceilings
+        self._shared: dict[str, Any] = {}
+        self._name = ""
+        self._sides: tuple[StepBench, ...] = ()
 
-    def compare(self, rows: int, adapters: int, rank: int) -> dict[str, Any]:
+    def compare(self, name: str, rows: int, adapters: int, rank: int) -> dict[str, Any]:
         """Times of one step in turns. `a_to_b`: how often as fast b is."""
-        make = StepBench.mixed_runs if self._switch.mixed else StepBench.decoding_runs
-        base, a = make(self._a, rows, adapters, rank)
-        _, b = make(self._b, rows, adapters, rank)
+        switch = SWITCHES[name]
+        one, other = self._sides_of(name)
+        base, a = switch.runs(one, rows, adapters, rank)
+        _, b = switch.runs(other, rows, adapters, rank)
         with torch.inference_mode():
             before, after = a().clone(), b().clone()
-            base_ms, a_ms, b_ms = self._a.watch.interleaved_ms([base, a, b])
+            base_ms, a_ms, b_ms = one.watch.interleaved_ms([base, a, b])
         error = relative_error(after, before)
         return {
             "rows": rows,
             "adapters": adapters,
             "rank": rank,
-            "a": self._switch.a,
-            "b": self._switch.b,
+            "a": switch.a,
+            "b": switch.b,
             "base_ms": base_ms,
             "a_ms": a_ms,
             "b_ms": b_ms,
@@ -127,3 +155,14 @@ class SwitchBench:
             "error": error,
             "ok": error <= _ERROR,
         }
+
+    def _sides_of(self, name: str) -> tuple[StepBench, ...]:
+        """The benches of a switch; those of another one give their memory back first."""
+        if name != self._name:
+            self._sides = ()
+            gc.collect()
+            one = SWITCHES[name].make_a(*self._made_from, **self._shared)
+            self._shared = {"model": one.rig.model, "kv": one.rig.kv}
+            self._sides = one, SWITCHES[name].make_b(*self._made_from, **self._shared)
+            self._name = name
+        return self._sides

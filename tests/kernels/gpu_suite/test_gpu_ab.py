@@ -53,16 +53,17 @@ def test_a_side_that_computes_something_else_is_noticed(bench, monkeypatch):
     (case,) = catalogue.small_ab("side-stream")
     right = LoraLauncher.shrink
     sides = []
-    make = switches.SwitchBench.__init__
+    make = switches.SwitchBench._sides_of
 
-    def broken(self, *arguments):
-        make(self, *arguments)
-        sides.append(self._b.rig.source.lora.layers)
+    def broken(self, name):
+        both = make(self, name)
+        sides.append(both[1].rig.source.lora.layers)
+        return both
 
     def wrong(self, layer, group, x):
         right(self, layer, group, x * 1.5 if sides and self._planner is sides[0]._planner else x)
 
-    monkeypatch.setattr(switches.SwitchBench, "__init__", broken)
+    monkeypatch.setattr(switches.SwitchBench, "_sides_of", broken)
     monkeypatch.setattr(LoraLauncher, "shrink", wrong)
     assert not case.run(bench)["ok"]
 
