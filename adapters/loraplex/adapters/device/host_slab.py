@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -93,6 +94,8 @@ class HostSlab:
         self._memory = untouched_zeros((self.num_pages, page_bytes), torch.uint8)
         if pinned:
             _pin(self._memory)
+            # Else the driver takes what is allocated there later for memory that it has locked.
+            weakref.finalize(self, _unpin, self._memory.data_ptr()).atexit = False
         self._free = list(range(self.num_pages))  # ascending
         self._changed = threading.Condition()
         self._waiting: list[list[int]] = []  # the pages that each wants, in the order of their arrival
@@ -190,3 +193,8 @@ def _pin(memory: torch.Tensor) -> None:
             f"--adapter-cpu-memory: the driver does not lock {memory.nbytes >> 20} MiB of host memory (CUDA error "
             f"{status}); set it lower, or raise the limit of locked memory (ulimit -l)"
         )
+
+
+def _unpin(address: int) -> None:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart.cudaHostUnregister(address)
