@@ -21,8 +21,9 @@ FULL_AB = replace(
     ),
 )  # fmt: skip
 SMALL_AB = SMALL
-_ERROR = 2e-2
-"""Of the logits of a whole model: sums are taken in another order."""
+_ERROR = 0.1
+"""Of the logits of a whole model, whose sums are taken in another order: five switches that change nothing else differ by
+0.04 to 0.05 in 32 layers of random bfloat16 weights, each kernel right beside float64 on both sides."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ SWITCHES: Mapping[str, Switch] = {
     "rows": Switch(
         "the A side of single rows without tensor cores",
         "the A side on tensor cores",
-        _tiled(shrink_by_rows=True),
+        _tiled(shrink_by_rows=True, block_k=256, max_splits=16),
         _tiled(shrink_by_rows=False),
     ),
     "fused": Switch(

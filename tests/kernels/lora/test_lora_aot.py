@@ -44,7 +44,7 @@ READ = (
 PACKED = SiteGroup("qkv", ("qkv_proj",), 3072, (5120,))
 REGISTERS = 65536
 """Of a multiprocessor."""
-ROWS_APART = LoraTiling(shrink_by_rows=True)
+ROWS_APART = LoraTiling(shrink_by_rows=True, block_k=256, max_splits=16)
 DEPENDENT = "dependent, "
 """Of the names of kernels that are launched while those before them run: Hopper's alone."""
 

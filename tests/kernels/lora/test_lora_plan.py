@@ -29,6 +29,7 @@ GROUPS = (
     SiteGroup("down", ("down_proj",), 14336, (4096,)),
 )
 PLANNER = LoraPlanner(GROUPS, 32, LoraTiling(), 528)
+MANY_PLANES = LoraTiling(block_k=256, max_splits=16)
 MAX_ROWS, MAX_SEGMENTS = 9000, 24
 
 
@@ -147,14 +148,15 @@ def decoding(planner: LoraPlanner, pieces: int, *, fixed: bool) -> Work:
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_k_is_cut_into_as_few_planes_as_give_every_program_work(fixed: bool) -> None:
-    found = {pieces: decoding(PLANNER, pieces, fixed=fixed).splits[SMALL] for pieces in (1, 8, 64, 256)}
+    planner = LoraPlanner(GROUPS, 32, MANY_PLANES, 528)
+    found = {pieces: decoding(planner, pieces, fixed=fixed).splits[SMALL] for pieces in (1, 8, 64, 256)}
     # 64 pieces of three sites: 4 planes make 768 items for 528 programs. 14 of 1,024 columns are the most of `down`.
     assert found == {1: (16, 14), 8: (16, 14), 64: (4, 14), 256: (1, 4)}
 
 
 @pytest.mark.parametrize("change", [{"splits_by_work": False}, {"batch_invariant": True}])
 def test_planes_may_follow_from_the_site_alone(change: dict[str, bool]) -> None:
-    planner = LoraPlanner(GROUPS, 32, replace(LoraTiling(), **change), 528)
+    planner = LoraPlanner(GROUPS, 32, replace(MANY_PLANES, **change), 528)
     assert {decoding(planner, pieces, fixed=True).splits[SMALL] for pieces in (1, 64, 256)} == {(16, 14)}
 
 

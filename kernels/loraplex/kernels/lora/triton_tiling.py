@@ -39,10 +39,10 @@ class LoraTiling:
     """
 
     small_rows: int = 16
-    block_k: int = 256
+    block_k: int = 512
     block_n: int = 256
     block_r: int = 16
-    max_splits: int = 16
+    max_splits: int = 8
     splits_by_work: bool = True
     planes: int = 8
     small_warps: int = 4
@@ -98,6 +98,6 @@ class LoraTiling:
 
 
 INVARIANT_TILING = LoraTiling(
-    batch_invariant=True, max_splits=8, fuse_rotary=False, fuse_gated=False, fuse_norm_rows=0
+    batch_invariant=True, block_k=256, max_splits=8, fuse_rotary=False, fuse_gated=False, fuse_norm_rows=0
 )
 """The tiling for the same bits in every step, recorded or not. Fewer planes, since prompts have as many."""
