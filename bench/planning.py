@@ -72,12 +72,14 @@ class Bench:
         started = time.thread_time()
         plan = self.scheduler.plan(self.now)
         seconds = time.thread_time() - started
+        sequences = {seq.order: seq for seq in self.scheduler.running}
         for row in plan.scheduled:
-            self.scheduler.computed(row)
+            seq = sequences[row.order]
+            self.scheduler.computed(seq, row)
             if row.samples:
-                row.seq.token_ids.append(7)
-                row.seq.num_pending -= 1
-                self.scheduler.delivered(row.seq, 1)
+                seq.token_ids.append(7)
+                seq.num_pending -= 1
+                self.scheduler.delivered(seq, 1)
         return seconds
 
     def end_one(self) -> None:

@@ -108,12 +108,13 @@ class _Simulation:
                 rows += 1
                 context += row.start
         clock.now += self._device.seconds(prompt, rows, context)
+        sequences = {seq.order: seq for seq in scheduler.running}
         for row in plan.scheduled:
-            seq = row.seq
+            seq = sequences[row.order]
             served = live[seq]
             if served.prompt_done < served.arrival.prompt:
                 account.computed(served, min(row.start + row.num_tokens, served.arrival.prompt))
-            scheduler.computed(row)
+            scheduler.computed(seq, row)
             if row.samples:
                 seq.token_ids.append(TOKEN)
                 seq.num_pending -= 1

@@ -21,7 +21,6 @@ from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.model.base import ForwardBatch, KVCache
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
-from loraplex.engine.types import Sequence as EngineSequence
 from loraplex.kernels.attention.kernel import RecordableAttention
 from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.lora.overlap import Lane, StreamLane
@@ -153,7 +152,8 @@ class Rig:
         last = -(-(start + len(tokens)) // BLOCK_SIZE)
         first = place * self.blocks_each
         return ScheduledSequence(
-            seq=EngineSequence(request, 0.0, place, [0]),
+            request=request,
+            order=place,
             epoch=0,
             start=start,
             num_tokens=len(tokens),

@@ -223,7 +223,7 @@ def _is_right(
     token: int,
     allowed: NDArray[np.bool_] | None = None,
 ) -> bool:
-    params = item.seq.request.sampling
+    params = item.request.sampling
     drawn = params.temperature > 0
     u = uniform(params.seed, params.choice, item.output_index) if drawn else 0.5
     weights = reference_weights(logits, item, None, allowed)

@@ -76,6 +76,11 @@ class SamplingParams:
     prompt_ranks: bool = False
     logprob_token_ids: tuple[int, ...] = ()
 
+    @property
+    def has_penalty(self) -> bool:
+        """Whether any token that occurred counts for the next."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
@@ -176,15 +181,15 @@ class SequenceState(Enum):
 class Sequence:
     """One request inside the engine.
 
-    `token_ids` holds the prompt and every output token that has been collected. `num_pending` counts output tokens
-    that submitted steps will sample but that have not been collected yet (0 without lookahead). `num_computed` is how
-    many positions have been *scheduled* for computation; it catches up with `num_tokens`, and is at most
-    `most_computed`. `block_ids[i]` holds positions 16·i … 16·i+15. `epoch` grows at each preemption, so that a result
-    of an older life can be told apart. `num_charged` is the highest position that was ever charged to the tenant, so
-    that recomputation is free. Positions below `lost_until` were computed before a preemption. `block_keys[i]` names
-    the content of the i-th full block. `num_scored` prompt positions have told the log probability of the token behind
-    them. `num_starved` times in a row the step that was to compute position `starved_at`, and nothing else, did not
-    fit into the device's memory.
+    `token_ids` holds the prompt and every output token that has been collected. `num_pending` counts output tokens that
+    submitted steps will sample but that have not been collected yet (0 without lookahead). `num_computed` is how many
+    positions have been *scheduled* for computation; it catches up with `num_tokens`, and is at most `most_computed`.
+    `block_ids[i]` holds positions 16·i … 16·i+15. `epoch` grows at each preemption, so that a result of an older life
+    can be told apart. `num_charged` is the highest position that was ever charged to the tenant, so that recomputation
+    is free. Positions below `lost_until` were computed before a preemption. `block_keys[i]` names the content of the
+    i-th full block. `num_scored` prompt positions have told the log probability of the token behind them.
+    `tells_outputs`: a step that samples is told the tokens of its answer. `num_starved` times in a row the step that
+    was to compute position `starved_at`, and nothing else, did not fit into the device's memory.
     """
 
     request: EngineRequest
@@ -213,6 +218,7 @@ class Sequence:
     pooled: PooledPrompt | None = field(init=False)
     measured: dict[int, SiteOutputs] | None = field(init=False)  # by position
     most_computed: int = field(init=False)
+    tells_outputs: bool = field(init=False)
 
     def __post_init__(self) -> None:
         pooling = self.request.pooling
@@ -220,6 +226,7 @@ class Sequence:
         self.measured = {} if self.request.measured else None
         # The last token is sampled, and never computed.
         self.most_computed = self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
+        self.tells_outputs = self.request.grammar is not None or self.request.sampling.has_penalty
 
     @property
     def request_id(self) -> str:
@@ -254,18 +261,21 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """A slice of one sequence in one step: positions start … start+num_tokens-1 are computed. `samples` says
-    that the last of them is the sequence's last known position, so that a token is sampled from it; that token
-    will be output number `output_index` (0-based). If `pending_input` is set, the token at position `start`
-    is the one that the previous submitted step samples for this sequence and is not on the host yet
-    (then num_tokens is 1). `block_ids` and `slot` are those at planning, so that a later change to the
-    sequence cannot reach a step that is already submitted. `token_ids` are the input tokens of the slice
-    (the placeholder 0 where pending). `targets` are the prompt tokens whose log probabilities are wanted: the first
-    is the one behind position `score_start`, which lies in the slice. With `pool_start` the sequence is pooled: the
-    hidden states from this position on are wanted; none where it is the slice's end. Nobody changes it, though it is
-    not frozen: one is made for every sequence of every step, and a frozen one takes three times as long to make."""
+    """A slice of one sequence in one step: positions start … start+num_tokens-1 are computed. It is plain data: what
+    execution needs, and nothing that changes. `order` is the sequence's, by which the core finds it again. `samples`
+    says that the last of them is the sequence's last known position, so that a token is sampled from it; that token
+    will be output number `output_index` (0-based). If `pending_input` is set, the token at position `start` is the one
+    that the previous submitted step samples for this sequence and is not on the host yet (then num_tokens is 1).
+    `block_ids` and `slot` are those at planning, so that a later change to the sequence cannot reach a step that is
+    already submitted. `token_ids` are the input tokens of the slice (the placeholder 0 where pending). `targets` are
+    the prompt tokens whose log probabilities are wanted: the first is the one behind position `score_start`, which lies
+    in the slice. With `pool_start` the sequence is pooled: the hidden states from this position on are wanted; none
+    where it is the slice's end. `outputs` are the collected tokens of the answer, of a slice that samples and has a
+    grammar or a penalty; else empty. Nobody changes it, though it is not frozen: one is made for every sequence of
+    every step, and a frozen one takes three times as long to make."""
 
-    seq: Sequence
+    request: EngineRequest
+    order: int
     epoch: int
     start: int
     num_tokens: int
@@ -278,6 +288,15 @@ class ScheduledSequence:
     score_start: int = 0
     targets: tuple[int, ...] = ()
     pool_start: int | None = None
+    outputs: tuple[int, ...] = ()
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)

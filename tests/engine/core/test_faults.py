@@ -118,25 +118,17 @@ def test_aborts_and_deadlines_hold_while_the_engine_waits_for_memory() -> None:
     assert engine.core.idle_s() is None
 
 
-def step_of(num_tokens: int) -> StepPlan:
-    engine = CoreEngine(max_num_batched_tokens=num_tokens)
-    engine.runner.keep_plans = True
-    engine.add("r", prompt_ids=tuple(range(num_tokens)))
-    engine.step()
-    return engine.runner.plans[0]
-
-
 def test_steps_grow_again_and_more_slowly_each_time_that_this_is_too_much() -> None:
     size = StepBudget(64)
-    assert size.ran_out(step_of(64), 0.0)
-    assert size.ran_out(step_of(32), 0.0)
+    assert size.ran_out(64, 0, None, 0.0)
+    assert size.ran_out(32, 0, None, 0.0)
     assert size.limit == 16
     for _ in range(FIRST_CALM - 1):
         size.computed()
     assert size.limit == 16
     size.computed()
     assert size.limit == 32
-    size.ran_out(step_of(32), 0.0)
+    size.ran_out(32, 0, None, 0.0)
     for _ in range(2 * FIRST_CALM - 1):
         size.computed()
     assert size.limit == 16
@@ -147,7 +139,7 @@ def test_steps_grow_again_and_more_slowly_each_time_that_this_is_too_much() -> N
     assert size.limit == 64
     for _ in range(LAST_CALM + 1):
         size.computed()
-    size.ran_out(step_of(64), 0.0)
+    size.ran_out(64, 0, None, 0.0)
     for _ in range(FIRST_CALM):
         size.computed()
     assert size.limit == 64, "long calm forgets what was too much before"

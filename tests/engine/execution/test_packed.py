@@ -14,7 +14,7 @@ from loraplex.engine.execution.batch import flatten
 from loraplex.engine.execution.cuda_graphs import graph_sizes, recorded_sizes
 from loraplex.engine.execution.inputs import PlainInputs, RecordedSize, StepLimits, find_recorded
 from loraplex.engine.execution.packed_inputs import PackedSource
-from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence, StepPlan
+from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.attention.triton_kernel import TritonAttention
@@ -45,9 +45,8 @@ def make_plan(rng: random.Random, *, decoding: bool) -> StepPlan:
         blocks = tuple(rng.sample(range(50), -(-(start + count) // 16)))
         tokens = tuple(rng.randrange(VOCAB) for _ in range(count))
         request = EngineRequest(str(number), "t", tokens, SamplingParams(max_tokens=4))
-        seq = Sequence(request, 0.0, 0, list(tokens))
         samples = decoding or rng.random() < 0.7
-        rows.append(ScheduledSequence(seq, 0, start, count, tokens, blocks, -1, samples, False, 0))
+        rows.append(ScheduledSequence(request, 0, 0, start, count, tokens, blocks, -1, samples, False, 0))
     return StepPlan(1, tuple(rows))
 
 

@@ -83,12 +83,13 @@ class Driver:
             samples = end == total
             rows.append(
                 ScheduledSequence(
-                    seq, seq.epoch, start, count, tokens, seq.block_ids, seq.slot, samples, pending,
-                    total - seq.num_prompt,
+                    seq.request, seq.order, seq.epoch, start, count, tokens, seq.block_ids, seq.slot, samples, pending,
+                    total - seq.num_prompt, outputs=tuple(seq.token_ids[seq.num_prompt :]),
                 )
             )  # fmt: skip
             seq.num_computed = end
             seq.num_pending += samples
+        self.sequences = {seq.request_id: seq for seq in seqs}
         self.rng.shuffle(rows)
         self.steps += 1
         return StepPlan(self.steps, tuple(rows))
@@ -110,11 +111,12 @@ class Driver:
         for index, (item, tokens) in enumerate(zip(plan.scheduled, result.token_ids, strict=True)):
             if index in result.failed:
                 assert tokens == ()
-                self.failures.setdefault(item.seq.request_id, result.failed[index])
+                self.failures.setdefault(item.request_id, result.failed[index])
                 continue
             assert bool(tokens) == item.samples
-            item.seq.token_ids += tokens
-            item.seq.num_pending -= len(tokens)
+            seq = self.sequences[item.request_id]
+            seq.token_ids += tokens
+            seq.num_pending -= len(tokens)
 
 
 def sequence(name: str, prompt: list[int], slot: int = -1, **params) -> Sequence:

@@ -136,7 +136,7 @@ def mixed_run(
             generating = [item for item in plan.scheduled if item.pool_start is None]
             for item, row in zip(sorted(generating, key=lambda s: s.slot), recorder.logits[-1], strict=True):
                 if item.samples:
-                    rows.setdefault(item.seq.request_id, []).append(row)
+                    rows.setdefault(item.request_id, []).append(row)
         recorder.adapters_per_step.append(len({s.slot for s in plan.scheduled if s.slot >= 0}))
         return handle
 

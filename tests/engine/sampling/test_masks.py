@@ -97,7 +97,7 @@ def test_rows_equal_the_reference(drawer: Drawer, drawn, size, seed):
     assert all(ok)
     for i, item in enumerate(rows):
         w = reference_weights(logits[i], item, None, allowed[i])
-        p = item.seq.request.sampling
+        p = item.request.sampling
         u = uniform(p.seed, p.choice, item.output_index) if p.temperature else 0.5
         assert w[tokens[i]] > 0
         edges = cuts(w)

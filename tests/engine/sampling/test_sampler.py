@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ def test_rows_equal_the_reference(draw, drawn, seed):
     assert all(ok)
     for i, item in enumerate(rows):
         w = reference_weights(logits[i], item, drawn[i][3])
-        p = item.seq.request.sampling
+        p = item.request.sampling
         u = uniform(p.seed, p.choice, item.output_index) if p.temperature else 0.5
         edges = cuts(w)
         if np.abs(edges - u).min() < 1e-5:
@@ -196,11 +195,11 @@ def test_presence_and_frequency_count_outputs_only_and_the_pending_token(draw):
 def test_history_follows_a_growing_sequence():
     history = TokenHistory()
     item = row("a", SamplingParams(9), prompt=(1, 2), output=(3,))
-    assert history.tokens(item.seq).tolist() == [1, 2, 3]
-    item.seq.token_ids += [4, 5]
-    assert history.tokens(item.seq).tolist() == [1, 2, 3, 4, 5]
+    assert history.tokens(item).tolist() == [1, 2, 3]
+    item = row("a", SamplingParams(9), prompt=(1, 2), output=(3, 4, 5))
+    assert history.tokens(item).tolist() == [1, 2, 3, 4, 5]
     history.retain_requests([])
-    assert history.tokens(item.seq).tolist() == [1, 2, 3, 4, 5]
+    assert history.tokens(item).tolist() == [1, 2, 3, 4, 5]
 
 
 def test_all_greedy_needs_one_pass(draw, monkeypatch):
@@ -220,15 +219,16 @@ def test_all_samplers_give_a_growing_sequence_the_same_tokens():
     answers = []
     for backend in ("torch", "numba", "triton"):
         chosen = make_sampler(make_kernels(backend, CPU), vocab_size=40, max_rows=4)
-        seqs = [row(str(i), p, prompt=(1, 5)).seq for i, p in enumerate(tables)]
+        outputs: list[list[int]] = [[] for _ in tables]
         last, found = torch.zeros(2, dtype=torch.int64), []
         for step, x in enumerate(logits):
-            rows = [replace(row("", p, pending=9), seq=seq, output_index=step, pending_input=step > 0)
-                    for p, seq in zip(tables, seqs, strict=True)]  # fmt: skip
+            rows = [row(str(i), p, prompt=(1, 5), output=tuple(outputs[i]), pending=9 if step else None)
+                    for i, p in enumerate(tables)]  # fmt: skip
+            assert [item.output_index for item in rows] == [step, step]
             batch = chosen.plan(rows, eos_ids=EOS, upload=PlainInputs(CPU))
             if step:
-                for seq, token in zip(seqs, last.tolist(), strict=True):
-                    seq.token_ids.append(token)
+                for own, token in zip(outputs, last.tolist(), strict=True):
+                    own.append(token)
             last, ok = chosen.sample(torch.tensor(x), batch, last)
             assert ok.all()
             found.append(last.tolist())

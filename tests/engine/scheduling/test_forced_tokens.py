@@ -11,12 +11,13 @@ FORCED = 31
 def collect(bench: Bench, plan: StepPlan, *, forcing: str = "") -> None:
     """As `Bench.collect`, and behind each token of a tenant `forcing` its grammar forces some."""
     for row in plan.scheduled:
-        bench.scheduler.computed(row)
+        seq = bench.live[row.request_id]
+        bench.scheduler.computed(seq, row)
         if row.samples:
-            count = 1 + FORCED * (row.seq.request.tenant_id == forcing)
-            row.seq.token_ids += [7] * count
-            row.seq.num_pending -= 1
-            bench.scheduler.delivered(row.seq, count)
+            count = 1 + FORCED * (row.request.tenant_id == forcing)
+            seq.token_ids += [7] * count
+            seq.num_pending -= 1
+            bench.scheduler.delivered(seq, count)
     bench.check()
 
 
@@ -63,7 +64,7 @@ def test_the_least_served_tenants_forced_tokens_are_first() -> None:
     bench.add("light", 2, 2000, tenant="light", first=10**6)
     plan = bench.plan()
     for row in plan.scheduled:
-        collect(bench, StepPlan(plan.step_id, (row,)), forcing=row.seq.request.tenant_id)
+        collect(bench, StepPlan(plan.step_id, (row,)), forcing=row.request.tenant_id)
     plan = bench.plan()
     assert sizes(plan)["light"] == 3, "one, and the two that a batch of 8 leaves to forced tokens"
     assert plan.num_tokens == 8 + 2

@@ -242,7 +242,7 @@ def test_a_place_within_steps_whatever_others_hold(seed: int) -> None:
             light is not None
             and light.num_outputs == 0
             and light.first_scheduled is not None
-            and light in {row.seq for row in plan.scheduled}
+            and light.request_id in sizes(plan)
         ):
             waits.append(step - begun)
         bench.collect(plan)

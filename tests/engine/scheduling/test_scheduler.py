@@ -252,8 +252,8 @@ def test_backlogged_tenants_share_the_engine_by_weight(weight: float) -> None:
     for _ in range(120):
         plan = bench.plan()
         for row in plan.scheduled:
-            prefill = min(row.start + row.num_tokens, row.seq.num_prompt) - row.start
-            served[row.seq.request.tenant_id] += max(prefill, 0) + 2 * row.samples
+            prefill = min(row.start + row.num_tokens, row.num_prompt) - row.start
+            served[row.request.tenant_id] += max(prefill, 0) + 2 * row.samples
         bench.collect(plan)
     assert len([seq for seq in bench.live.values() if seq.request.tenant_id == "light"]) > 10, (
         "still backlogged"

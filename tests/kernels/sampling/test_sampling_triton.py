@@ -134,7 +134,7 @@ def test_rows_equal_float64_and_the_torch_sampler(drawn, seed):
     others, _ = torch_draw(logits, rows, pending)
     for i, item in enumerate(rows):
         w = reference_weights(logits[i], item, drawn[i][3])
-        p = item.seq.request.sampling
+        p = item.request.sampling
         u = uniform(p.seed, p.choice, item.output_index) if p.temperature else 0.5
         edges = cuts(w)
         assert w[tokens[i]] > 0
@@ -317,11 +317,11 @@ def test_long_histories_and_many_biases():
 def test_counts_follow_a_growing_sequence():
     counts = TokenCounts(10)
     item = row("a", SamplingParams(9), prompt=(1, 2, 99), output=(2,))
-    assert counts.entries(item.seq).tolist() == [1, 2 | 1 << 20]
-    item.seq.token_ids += [5, 5, -1, 2]
-    assert counts.entries(item.seq).tolist() == [1, 2 | 2 << 20, 5 | 2 << 20]
+    assert counts.entries(item).tolist() == [1, 2 | 1 << 20]
+    item = row("a", SamplingParams(9), prompt=(1, 2, 99), output=(2, 5, 5, -1, 2))
+    assert counts.entries(item).tolist() == [1, 2 | 2 << 20, 5 | 2 << 20]
     counts.retain_requests([])
-    assert counts.entries(item.seq).tolist() == [1, 2 | 2 << 20, 5 | 2 << 20]
+    assert counts.entries(item).tolist() == [1, 2 | 2 << 20, 5 | 2 << 20]
 
 
 def test_options_are_read_where_they_lie(monkeypatch):

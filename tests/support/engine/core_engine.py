@@ -32,6 +32,7 @@ class CoreEngine:
             self.transport.mark_in_slot,
             VOCAB_SIZE,
             max_in_flight=1 + self.config.lookahead,
+            is_live=lambda row: self.core._tracker.sequence(row) is not None,
         )
         self.core = EngineCore(
             self.config, self.runner, self.cache, eos_ids=frozenset({EOS}), clock=lambda: self.now

@@ -24,7 +24,6 @@ from loraplex.engine.types import (
     MEASURE_STEPS,
     SamplingParams,
     ScheduledSequence,
-    SequenceState,
     StepPlan,
     StepResult,
 )
@@ -153,7 +152,7 @@ class FakeRunner:
     """`mark_in_slot(slot)` reads the arena. Steps run as late as they may, when they are collected: whatever is
     changed too early in what they read shows. `fault(plan)` chooses a step's fault, `tokens_per_row(row)` how many
     tokens (1 and more) a sampling row brings, as speculative decoding would. `has_matcher` says whether the matcher of
-    a request with a grammar was built."""
+    a request with a grammar was built, `is_live` whether the sequence of a row has not ended."""
 
     num_blocks: int
     mark_in_slot: Callable[[int], int]
@@ -162,6 +161,7 @@ class FakeRunner:
     tokens_per_row: Callable[[ScheduledSequence], int] = field(default=lambda row: 1)
     max_in_flight: int = 1
     has_matcher: Callable[[str], bool] = field(default=lambda request_id: False)
+    is_live: Callable[[ScheduledSequence], bool] = field(default=lambda row: True)
 
     def __post_init__(self) -> None:
         positions = self.num_blocks * BLOCK_SIZE
@@ -195,10 +195,10 @@ class FakeRunner:
         handle = _Handle(plan, self.fault(plan))
         hit = plan.scheduled if handle.fault.at else [plan.scheduled[index] for index in handle.fault.rows]
         if not handle.fault.memory:
-            self.faulted.update(row.seq.request_id for row in hit)
+            self.faulted.update(row.request_id for row in hit)
         self._num_submitted += 1
         for row in plan.scheduled:
-            self._first_submitted.setdefault((row.seq.request_id, row.epoch), self._num_submitted)
+            self._first_submitted.setdefault((row.request_id, row.epoch), self._num_submitted)
         if handle.fault.at == "submit":
             raise handle.fault.error()
         self._queue.append(handle)
@@ -227,9 +227,9 @@ class FakeRunner:
         ended: set[int] = set()
         broken: dict[int, str] = {}
         for index, row in enumerate(plan.scheduled):
-            request_id = row.seq.request_id
-            grammar = grammar_of(row.seq.request)
-            if grammar and row.seq.state is not SequenceState.FINISHED and not self.has_matcher(request_id):
+            request_id = row.request_id
+            grammar = grammar_of(row.request)
+            if grammar and self.is_live(row) and not self.has_matcher(request_id):
                 self.complaints.append(f"{request_id} is computed before its matcher is built")
             tokens = row.token_ids
             if row.pending_input:
@@ -250,7 +250,7 @@ class FakeRunner:
                 continue
             if index in fault.poisoned:
                 self._values[self._place(row, row.start + row.num_tokens - 1)] = POISON
-            sampling = row.seq.request.sampling
+            sampling = row.request.sampling
             of_prompt = [
                 score(seen[:position], target, sampling.prompt_logprobs or 0)
                 for position, target in enumerate(row.targets, row.score_start + 1)
@@ -259,7 +259,7 @@ class FakeRunner:
                 scores[index] = Scores(prompt=pack_logprobs(of_prompt, sampling.prompt_logprobs or 0))
             if row.pool_start is not None:
                 pooled[index] = _pooled(row, seen)
-            if row.seq.request.measured:
+            if row.request.measured:
                 if row.num_tokens != 1:
                     self.complaints.append(
                         f"{request_id} is measured at {row.num_tokens} positions of a step"
@@ -306,8 +306,8 @@ class FakeRunner:
 
     def _notice(self, row: ScheduledSequence, seen: tuple[int, ...]) -> None:
         """A row has read poison. From now on no sequence may begin with it."""
-        name = row.seq.request_id
-        if row.seq.state is SequenceState.FINISHED:
+        name = row.request_id
+        if not self.is_live(row):
             return
         self.faulted.add(name)
         for position, value in enumerate(seen):
@@ -321,10 +321,10 @@ class FakeRunner:
 
     def _write(self, row: ScheduledSequence, tokens: tuple[int, ...]) -> None:
         if len(tokens) != row.num_tokens or len(row.block_ids) * BLOCK_SIZE < row.start + row.num_tokens:
-            self.complaints.append(f"a slice of {row.seq.request_id} does not fit its tokens or its blocks")
+            self.complaints.append(f"a slice of {row.request_id} does not fit its tokens or its blocks")
             return
         mark = self._mark(row)
-        tenant = row.seq.request.tenant_id
+        tenant = row.request.tenant_id
         value = self._values[self._place(row, row.start - 1)] if row.start else 0
         for position, token in enumerate(tokens, row.start):
             place = self._place(row, position)
@@ -350,8 +350,8 @@ class FakeRunner:
             tenants += self._tenants[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
         # The row of a sequence that ended while it was in flight reads what it likes: nobody gets its answer.
         owners = set(tenants[:end])
-        if owners != {row.seq.request.tenant_id} and row.seq.state is not SequenceState.FINISHED:
-            self.complaints.append(f"{row.seq.request_id} reads KV that {sorted(owners)} wrote")
+        if owners != {row.request.tenant_id} and self.is_live(row):
+            self.complaints.append(f"{row.request_id} reads KV that {sorted(owners)} wrote")
         return tuple(values[:end])
 
 
@@ -361,8 +361,8 @@ def _pooled(row: ScheduledSequence, seen: tuple[int, ...]) -> PooledPart:
     states = [hidden(seen[: place + 1]) for place in range(row.pool_start, len(seen))]
     if not states:
         return PooledPart(0, b"")
-    if row.seq.request.pooling == "last":
+    if row.request.pooling == "last":
         return PooledPart(len(states), struct.pack("<2f", *states[-1]))
-    scale = 1 << fraction_bits(row.seq.num_prompt)
+    scale = 1 << fraction_bits(row.num_prompt)
     sums = [sum(numbers) * scale for numbers in zip(*states, strict=True)]
     return PooledPart(len(states), struct.pack("<2q", *sums))

@@ -60,7 +60,7 @@ class Recorder:
         def planned(rows: Sequence[ScheduledSequence], **options: Any) -> Any:
             batch = plan(rows, **options)
             # The batch is kept as well, so that no other one gets its id.
-            self._rows[id(batch)] = batch, [(row.seq.request_id, row.output_index) for row in rows]
+            self._rows[id(batch)] = batch, [(row.request_id, row.output_index) for row in rows]
             return batch
 
         def sampled(logits: torch.Tensor, batch: Any, *rest: Any) -> Any:

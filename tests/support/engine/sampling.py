@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence
+from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence
 
 EOS = frozenset({2})
 
@@ -16,10 +16,12 @@ def row(
     pending: int | None = None,
 ) -> ScheduledSequence:  # fmt: skip
     """A row about to draw its next token; `pending` is an output token that only the device knows."""
-    seq = Sequence(EngineRequest(name, "t", prompt, params), 0.0, 0, [*prompt, *output])
     count = len(output) + (pending is not None)
     start = len(prompt) + count - 1
-    return ScheduledSequence(seq, 0, start, 1, (0,), (0,), -1, True, pending is not None, count)
+    request = EngineRequest(name, "t", prompt, params)
+    return ScheduledSequence(
+        request, 0, 0, start, 1, (0,), (0,), -1, True, pending is not None, count, outputs=output
+    )
 
 
 def reference_weights(
@@ -27,10 +29,10 @@ def reference_weights(
 ) -> np.ndarray:
     """The unnormalised distribution of one row, written down plainly in float64; one-hot if greedy. `allowed` [V] bool:
     its grammar's mask."""
-    p = item.seq.request.sampling
+    p = item.request.sampling
     x = logits.astype(np.float64).copy()
-    output = item.seq.token_ids[item.seq.num_prompt :] + ([] if pending is None else [pending])
-    context = [*item.seq.request.prompt_ids, *output]
+    output = [*item.outputs, *(() if pending is None else (pending,))]
+    context = [*item.request.prompt_ids, *output]
     for token in set(context):
         x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
     for token, count in Counter(output).items():

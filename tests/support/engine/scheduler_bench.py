@@ -61,8 +61,8 @@ class Bench:
 
     def collect(self, plan: StepPlan) -> None:
         for row in plan.scheduled:
-            seq = row.seq
-            self.scheduler.computed(row)
+            seq = self.live[row.request_id]
+            self.scheduler.computed(seq, row)
             if row.samples:
                 seq.token_ids.append(7)
                 seq.num_pending -= 1
@@ -87,4 +87,4 @@ class Bench:
 
 
 def sizes(plan: StepPlan) -> dict[str, int]:
-    return {row.seq.request_id: row.num_tokens for row in plan.scheduled}
+    return {row.request_id: row.num_tokens for row in plan.scheduled}

@@ -189,19 +189,19 @@ class FairHistory:
         self.cache.poll()
         before = self._backlogged()
         plan = self.scheduler.plan(self.now)
-        if {row.seq.request_id for row in plan.scheduled} & {*plan.preempted}:
+        if {row.request_id for row in plan.scheduled} & {*plan.preempted}:
             raise Unfair(f"seed {self.seed}: a request was preempted for one that did not start")
         self.fullest = max(self.fullest, sum(seq.num_tokens for seq in self.scheduler.running))
+        sequences = {seq.request_id: seq for seq in self.scheduler.running}
         for row in plan.scheduled:
-            self._take(row)
+            self._take(sequences[row.request_id], row)
         if step % 25 == 0:
             self.scheduler.check_integrity(self.live)
         self._check(before & self._backlogged())
         self._check_places()
 
-    def _take(self, row: ScheduledSequence) -> None:
-        seq = row.seq
-        self.scheduler.computed(row)
+    def _take(self, seq: Sequence, row: ScheduledSequence) -> None:
+        self.scheduler.computed(seq, row)
         end = min(row.start + row.num_tokens, seq.num_prompt)
         if end > self.done[seq]:
             self._serve(seq, (end - self.done[seq]) * self.charges.prefill)

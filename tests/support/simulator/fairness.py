@@ -38,12 +38,12 @@ class Shares:
     def planned(self, plans: Iterable[StepPlan]) -> None:
         for plan in plans:
             for row in plan.scheduled:
-                seq = row.seq
-                done = self._computed.get(seq.request_id, 0)
-                self._unscheduled[seq.request.tenant_id].discard(seq.request_id)
-                end = min(row.start + row.num_tokens, seq.num_prompt)
-                self._served[seq.request.tenant_id] += max(0, end - done)
-                self._computed[seq.request_id] = max(done, end)
+                request_id, tenant = row.request_id, row.request.tenant_id
+                done = self._computed.get(request_id, 0)
+                self._unscheduled[tenant].discard(request_id)
+                end = min(row.start + row.num_tokens, row.num_prompt)
+                self._served[tenant] += max(0, end - done)
+                self._computed[request_id] = max(done, end)
 
     def sent(self, request: EngineRequest) -> None:
         self._unscheduled[request.tenant_id].add(request.request_id)

@@ -88,6 +88,7 @@ class History:
             tokens_per_row=world.tokens_of,
             max_in_flight=1 + world.lookahead,
             has_matcher=lambda request_id: request_id in self.grammars.ready,
+            is_live=lambda row: self.core._tracker.sequence(row) is not None,
         )
         self.grammars = FakeGrammars(lambda: self.now, world.constraining)
         self.core = EngineCore(

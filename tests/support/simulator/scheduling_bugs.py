@@ -110,8 +110,8 @@ def preemption_without_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def prefix_registered_for_a_former_life(patch: pytest.MonkeyPatch) -> None:
-    def register(self: Scheduler, row: ScheduledSequence) -> None:
-        keys = prefix_keys.extend_keys(row.seq)
+    def register(self: Scheduler, seq: Sequence, row: ScheduledSequence) -> None:
+        keys = prefix_keys.extend_keys(seq)
         for index in range(row.start // 16, (row.start + row.num_tokens) // 16):
             if self.blocks._refs[row.block_ids[index]]:
                 self.blocks.register(row.block_ids[index], keys[index])
@@ -126,7 +126,7 @@ def prefix_registered_before_it_was_computed(patch: pytest.MonkeyPatch) -> None:
         schedule(self, draft, seq)
         row = draft.scheduled.get(seq)
         if row is not None and not row.pending_input:
-            self.computed(row)
+            self.computed(seq, row)
 
     patch.setattr(Scheduler, "_schedule", early)
 

@@ -76,9 +76,11 @@ def spoilt_kv_still_found(patch: pytest.MonkeyPatch) -> None:
 def failed_row_registered_as_a_prefix(patch: pytest.MonkeyPatch) -> None:
     take = RequestTracker.take_row
 
-    def register(self: RequestTracker, scheduled: ScheduledSequence, *rest: Any, **options: Any) -> None:
-        self._scheduler.computed(scheduled)
-        take(self, scheduled, *rest, **options)
+    def register(
+        self: RequestTracker, seq: Sequence, scheduled: ScheduledSequence, *rest: Any, **options: Any
+    ) -> None:
+        self._scheduler.computed(seq, scheduled)
+        take(self, seq, scheduled, *rest, **options)
 
     patch.setattr(RequestTracker, "take_row", register)
     spoilt_kv_still_found(patch)
@@ -98,9 +100,9 @@ def blocks_leaked_by_a_failed_row(patch: pytest.MonkeyPatch) -> None:
 def tokens_lost_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
     roll_back = Scheduler.roll_back
 
-    def lose(self: Scheduler, rows: Iterable[ScheduledSequence]) -> None:
+    def lose(self: Scheduler, rows: Iterable[tuple[Sequence, ScheduledSequence]]) -> None:
         chosen = list(rows)
-        for seq in {row.seq for row in chosen}:
+        for seq in {seq for seq, _ in chosen}:
             if seq.num_outputs:
                 del seq.token_ids[-1]
         roll_back(self, chosen)
@@ -111,11 +113,12 @@ def tokens_lost_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
 def token_of_a_lost_step_still_expected(patch: pytest.MonkeyPatch) -> None:
     roll_back = Scheduler.roll_back
 
-    def expect(self: Scheduler, rows: Iterable[ScheduledSequence]) -> None:
-        pending = {row: row.seq.num_pending for row in rows}
-        roll_back(self, pending)
-        for row, count in pending.items():
-            row.seq.num_pending = count
+    def expect(self: Scheduler, rows: Iterable[tuple[Sequence, ScheduledSequence]]) -> None:
+        chosen = list(rows)
+        pending = {seq: seq.num_pending for seq, _ in chosen}
+        roll_back(self, chosen)
+        for seq, count in pending.items():
+            seq.num_pending = count
 
     patch.setattr(Scheduler, "roll_back", expect)
 
@@ -123,8 +126,8 @@ def token_of_a_lost_step_still_expected(patch: pytest.MonkeyPatch) -> None:
 def lost_step_taken_for_computed(patch: pytest.MonkeyPatch) -> None:
     roll_back = Scheduler.roll_back
 
-    def skip(self: Scheduler, rows: Iterable[ScheduledSequence]) -> None:
-        roll_back(self, [row for row in rows if row.samples])
+    def skip(self: Scheduler, rows: Iterable[tuple[Sequence, ScheduledSequence]]) -> None:
+        roll_back(self, [(seq, row) for seq, row in rows if row.samples])
 
     patch.setattr(Scheduler, "roll_back", skip)
 
@@ -151,16 +154,16 @@ def lack_of_memory_ends_all_requests_of_a_step(patch: pytest.MonkeyPatch) -> Non
 
 def lack_of_memory_ends_a_request_at_once(patch: pytest.MonkeyPatch) -> None:
     ran_out = StepBudget.ran_out
-    patch.setattr(StepBudget, "ran_out", lambda self, plan, now: ran_out(self, plan, now) and False)
+    patch.setattr(StepBudget, "ran_out", lambda self, *step: ran_out(self, *step) and False)
 
 
 def request_that_never_fits_retried_forever(patch: pytest.MonkeyPatch) -> None:
     ran_out = StepBudget.ran_out
 
-    def hope(self: StepBudget, plan: StepPlan, now: float) -> bool:
-        if plan.num_tokens == 1:
-            plan.scheduled[0].seq.num_starved = 0
-        return ran_out(self, plan, now)
+    def hope(self: StepBudget, num_tokens: int, start: int, seq: Sequence | None, now: float) -> bool:
+        if num_tokens == 1 and seq is not None:
+            seq.num_starved = 0
+        return ran_out(self, num_tokens, start, seq, now)
 
     patch.setattr(StepBudget, "ran_out", hope)
 
@@ -168,8 +171,8 @@ def request_that_never_fits_retried_forever(patch: pytest.MonkeyPatch) -> None:
 def steps_as_large_as_before_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
     ran_out = StepBudget.ran_out
 
-    def forget(self: StepBudget, plan: StepPlan, now: float) -> bool:
-        goes_on = ran_out(self, plan, now)
+    def forget(self: StepBudget, *step: Any) -> bool:
+        goes_on = ran_out(self, *step)
         self.limit = self._most
         return goes_on
 

@@ -15,7 +15,7 @@ from loraplex.engine.execution.device_errors import DeviceLost, DeviceOutOfMemor
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.step_budget import StepBudget
-from loraplex.engine.types import Sequence, SequenceState, StepPlan, StepResult
+from loraplex.engine.types import StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +45,9 @@ class InFlightStep:
     leases: list[Lease]
 
     @property
-    def sequences(self) -> list[Sequence]:
-        return [row.seq for row in self.plan.scheduled]
+    def orders(self) -> set[int]:
+        """Of its sequences."""
+        return {row.order for row in self.plan.scheduled}
 
 
 class InFlightSteps:
@@ -88,7 +89,7 @@ class InFlightSteps:
     def submit(self, plan: StepPlan) -> bool:
         """Begin a step that has something to compute. False if it was not submitted: its requests have ended then, or
         are planned again. Raises DeviceLost."""
-        adapters = {s.seq.request.adapter.digest for s in plan.scheduled if s.seq.request.adapter is not None}
+        adapters = {ref.digest for row in plan.scheduled if (ref := row.request.adapter) is not None}
         leases = [self._cache.acquire(digest) for digest in sorted(adapters)]
         self.num_steps += 1
         try:
@@ -114,9 +115,10 @@ class InFlightSteps:
         if error is not None:
             self._start_over(step, error)
 
-    def _collect_results(self, step: InFlightStep, void: Collection[Sequence]) -> DeviceOutOfMemory | None:
-        """Wait for a step and take its results, except those of the `void` sequences: they depend on an earlier step
-        that was not computed. Returns the error if the step did not fit into memory; its leases are kept then."""
+    def _collect_results(self, step: InFlightStep, void: Collection[int]) -> DeviceOutOfMemory | None:
+        """Wait for a step and take its results, except those of sequences whose order is in `void`: they depend on an
+        earlier step that was not computed. Returns the error if the step did not fit into memory; its leases are kept
+        then."""
         try:
             result = self._runner.collect(step.handle)
             if result.step_id != step.plan.step_id or len(result.token_ids) != len(step.plan.scheduled):
@@ -138,15 +140,18 @@ class InFlightSteps:
         for index, (scheduled, token_ids) in enumerate(
             zip(step.plan.scheduled, result.token_ids, strict=True)
         ):
-            if scheduled.seq not in void:
+            # One that ended meanwhile (aborted, or at an eos that the step before drew) wants nothing any more.
+            seq = None if scheduled.order in void else tracker.sequence(scheduled)
+            if seq is not None:
                 scores = result.scores.get(index)
-                if index in result.not_finite and scheduled.seq.request.adapter is not None:
-                    tracker.blame_adapter(scheduled.seq)
+                if index in result.not_finite and seq.request.adapter is not None:
+                    tracker.blame_adapter(seq)
                 elif index in result.grammar_failed:
-                    tracker.blame_grammar(scheduled.seq, result.grammar_failed[index])
+                    tracker.blame_grammar(seq, result.grammar_failed[index])
                 else:
                     failure, is_last = result.failed.get(index), index in result.ended
                     tracker.take_row(
+                        seq,
                         scheduled,
                         token_ids,
                         scores,
@@ -163,37 +168,41 @@ class InFlightSteps:
         """A step did not fit into the device's memory. Its work is computed again in smaller steps, for which the
         scheduler preempts sequences if there are too many: no token is lost, and none changes. A request that does
         not fit even alone and token by token ends."""
-        rows, void = list(step.plan.scheduled), set(step.sequences)
+        rows, void = list(step.plan.scheduled), step.orders
         self._release_leases(step)
         while self._in_flight:
             later = self._in_flight.popleft()
             fits = self._collect_results(later, void) is None
-            rows += [row for row in later.plan.scheduled if not fits or row.seq in void]
+            rows += [row for row in later.plan.scheduled if not fits or row.order in void]
             if not fits:
-                void.update(later.sequences)
+                void |= later.orders
                 self._release_leases(later)
-        self._scheduler.roll_back(rows)
-        goes_on = self._step_budget.ran_out(step.plan, self._clock())
+        self._scheduler.roll_back(
+            (seq, row) for row in rows if (seq := self._tracker.sequence(row)) is not None
+        )
+        first = step.plan.scheduled[0]
+        goes_on = self._step_budget.ran_out(
+            step.plan.num_tokens, first.start, self._tracker.sequence(first), self._clock()
+        )
         limit = self._step_budget.limit
         _log.warning(
             "a step of %d tokens: %s; the limit is %d tokens a step now", step.plan.num_tokens, error, limit
         )
         if not goes_on:
             for row in step.plan.scheduled:
-                if row.seq.state is not SequenceState.FINISHED:
+                if (seq := self._tracker.sequence(row)) is not None:
                     self._tracker.error(
-                        row.seq, "server_overloaded", "the device has too little memory for this request now"
+                        seq, "server_overloaded", "the device has too little memory for this request now"
                     )
 
-    def _fail(self, step: InFlightStep, error: Exception, void: Collection[Sequence] = ()) -> None:
+    def _fail(self, step: InFlightStep, error: Exception, void: Collection[int] = ()) -> None:
         """End every request of a step that raised. The step registered no blocks, so its writes cannot be found in the
         prefix cache; later steps overwrite them before they read."""
         _log.error("step %d failed", step.plan.step_id, exc_info=error)
         for scheduled in step.plan.scheduled:
-            if scheduled.seq.state is not SequenceState.FINISHED and scheduled.seq not in void:
-                self._tracker.error(
-                    scheduled.seq, "internal_error", "the step that computed this request failed"
-                )
+            seq = self._tracker.sequence(scheduled)
+            if seq is not None and scheduled.order not in void:
+                self._tracker.error(seq, "internal_error", "the step that computed this request failed")
         self._release_leases(step)
 
     def _release_leases(self, step: InFlightStep) -> None:

@@ -95,8 +95,14 @@ class RequestTracker:
 
     # What a step brings.
 
+    def sequence(self, scheduled: ScheduledSequence) -> Sequence | None:
+        """The sequence of a planned slice; None once it has ended, even where another has its request's id since."""
+        seq = self.live.get(scheduled.request_id)
+        return seq if seq is not None and seq.order == scheduled.order else None
+
     def take_row(
         self,
+        seq: Sequence,
         scheduled: ScheduledSequence,
         token_ids: tuple[int, ...],
         scores: Scores | None,
@@ -107,11 +113,7 @@ class RequestTracker:
         pooled: PooledPart | None = None,
         measured: SiteOutputs | None = None,
     ) -> None:
-        """One slice's outcome. A sequence that ended meanwhile (aborted, or at an eos that the step before drew)
-        does not want it any more. `is_last`: the last of the tokens ends the sequence's grammar."""
-        seq = scheduled.seq
-        if seq.state is SequenceState.FINISHED:
-            return
+        """The outcome of a sequence's slice. `is_last`: the last of the tokens ends the sequence's grammar."""
         if failure is None and bool(token_ids) != scheduled.samples:
             failure = f"{len(token_ids)} tokens came for a slice that draws {'some' if scheduled.samples else 'none'}"
         if failure is None and token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
@@ -129,7 +131,7 @@ class RequestTracker:
             _log.error("request %s failed in step: %s", seq.request_id, failure)
             self.error(seq, "internal_error", "computing this request failed", spoilt=True)
             return
-        self._scheduler.computed(scheduled)
+        self._scheduler.computed(seq, scheduled)
         seq.num_scored += len(scheduled.targets)
         if seq.pooled is not None and pooled is not None:
             seq.pooled.add(pooled)

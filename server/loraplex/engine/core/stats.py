@@ -28,7 +28,7 @@ class StepTokens:
     def computed(self, plan: StepPlan, result: StepResult) -> None:
         num_tokens = sum(map(len, result.token_ids))
         for row in plan.scheduled:
-            num_tokens += max(0, min(row.num_tokens, row.seq.num_prompt - row.start))
+            num_tokens += max(0, min(row.num_tokens, row.num_prompt - row.start))
         self.total += num_tokens
         self._steps[bisect_left(STEP_TOKENS, num_tokens)] += 1
 

@@ -1,5 +1,4 @@
-"""A step plan as the flat tensors of a forward pass. Everything a step needs of its sequences is copied here, on
-the thread that planned it: they may change while the step runs."""
+"""A step plan as the flat tensors of a forward pass."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
     """`inputs` takes the step's numbers to the device."""
     scheduled = plan.scheduled
     # A request that is measured is a row of the base's here: its adapter's numbers may be infinite.
-    slots = [-1 if item.seq.request.measured else item.slot for item in scheduled]
+    slots = [-1 if item.request.measured else item.slot for item in scheduled]
     order = sorted(range(len(scheduled)), key=slots.__getitem__)
     rows = _Rows(vocab_size)
     for index in order:
@@ -115,7 +114,7 @@ class _Rows:
         vocab_size, first, count = self._vocab_size, len(self._token_ids), item.num_tokens
         tokens = item.token_ids
         if item.pending_input:
-            self._pending.append((first, item.seq.request_id))
+            self._pending.append((first, item.request_id))
         elif min((*tokens, *item.targets)) < 0 or max((*tokens, *item.targets)) >= vocab_size:
             # On a GPU a lookup beyond the embedding would end the whole process.
             self._failed[index] = f"a token id is not below the model's vocabulary size {vocab_size}"
@@ -135,7 +134,7 @@ class _Rows:
 
     def _score(self, index: int, item: ScheduledSequence, first: int) -> None:
         """Want the log probabilities of a prompt's tokens."""
-        num_scored, sampling = len(item.targets), item.seq.request.sampling
+        num_scored, sampling = len(item.targets), item.request.sampling
         self._scored += range(len(self._logits_rows), len(self._logits_rows) + num_scored)
         start = first + item.score_start - item.start
         self._logits_rows += range(start, start + num_scored)
@@ -148,7 +147,7 @@ class _Rows:
         """Want what comes of the slice's last row: a token, hidden states, or only whether its numbers are finite."""
         end = first + item.num_tokens
         if item.samples:
-            named = item.seq.request.sampling.logprob_token_ids
+            named = item.request.sampling.logprob_token_ids
             if named and max(named) >= self._vocab_size:
                 self._failed.setdefault(
                     index, f"a token id in logprob_token_ids is not below {self._vocab_size}"

@@ -74,9 +74,9 @@ class PooledRowsBuilder:
         end = first_row + item.num_tokens
         self._rows += range(end - count, end)
         group: int | None = None
-        if wanted and item.seq.request.pooling == "mean":
+        if wanted and item.request.pooling == "mean":
             group, self._num_means = self._num_means, self._num_means + 1
-            scale = 2.0 ** fraction_bits(item.seq.num_prompt)
+            scale = 2.0 ** fraction_bits(item.num_prompt)
             self._mean += [(row, group, scale) for row in range(first, first + count)]
         elif wanted:
             self._last.append(first)

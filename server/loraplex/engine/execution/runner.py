@@ -122,7 +122,7 @@ class StepHandle:
 class ModelRunner:
     """Computes steps in the order of their submission, on the executor's one worker.
 
-    `submit` and `collect` belong to one thread. `submit` copies all that a step needs of its sequences; a row whose
+    `submit` and `collect` belong to one thread. A row whose
     input token the previous submitted step draws takes it from the device, without a turn through the host.
     """
 
@@ -174,7 +174,7 @@ class ModelRunner:
             inputs, step.segments, step.num_rows, step.logits_segments, len(step.logits_rows)
         )
         previous = self._previous
-        own_tokens = _SampledTokens({row.seq.request_id: s for s, row in enumerate(rows)})
+        own_tokens = _SampledTokens({row.request_id: s for s, row in enumerate(rows)})
         pending = _pending(step, previous, inputs)
         masks = begin_masks(self._masks, rows, self._eos_ids, previous.row_of, previous.wait, inputs)
         work = partial(self._compute, inputs, step, sampling, adapters, pending, previous, own_tokens, masks)

@@ -89,7 +89,7 @@ def measured_slices(plan: StepPlan) -> tuple[MeasuredSlice, ...]:
     return tuple(
         MeasuredSlice(index, row.slot, row.start)
         for index, row in enumerate(plan.scheduled)
-        if row.seq.request.measured
+        if row.request.measured
     )
 
 

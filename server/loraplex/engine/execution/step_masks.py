@@ -44,7 +44,7 @@ def begin_masks(
     upload: HostToDevice,
 ) -> StepMasks | None:
     """None where no row has a grammar: then nothing is done. See `MaskMaker` for the arguments."""
-    if all(row.seq.request.grammar is None for row in rows):
+    if all(row.request.grammar is None for row in rows):
         return None
     if maker is None:
         raise RuntimeError("a row has a grammar, and this runner takes none")

@@ -7,7 +7,7 @@ from loraplex.engine.execution.inputs import StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.pooling import Pooling
-from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence, StepPlan
+from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 
 _PROMPT = 17
 """Rows of a sequence that no list of decoding tiles takes, and no multiple of 16: Triton compiles for those apart."""
@@ -106,7 +106,8 @@ def _slice(
     if num_scored is None:
         num_scored = 0 if sampling.prompt_logprobs is None else count - 1
     return ScheduledSequence(
-        seq=Sequence(request, 0.0, 0, list(tokens)),
+        request=request,
+        order=0,
         epoch=0,
         start=start,
         num_tokens=count,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from loraplex.engine.grammar.dictated import DictatesTooMuch
 from loraplex.engine.grammar.matchers import GrammarMatchers, SequenceMatcher
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary, clear_bits
-from loraplex.engine.types import ScheduledSequence, SequenceState
+from loraplex.engine.types import ScheduledSequence
 
 _MAX_THREADS = 8
 MAX_FORCED = 32
@@ -88,12 +88,12 @@ class MaskMaker:
         before."""
         found = []
         for number, row in enumerate(rows):
-            seq = row.seq
-            if seq.request.grammar is None:
+            if row.request.grammar is None:
                 continue
-            matcher = self._matchers.matcher(seq.request_id)
-            matcher.known += seq.token_ids[seq.num_prompt + len(matcher.known) :]
-            source = sources.get(seq.request_id) if row.pending_input else None
+            matcher = self._matchers.matcher(row.request_id)
+            # A step that is computed again may have brought tokens that nobody took.
+            matcher.known[:] = row.outputs
+            source = sources.get(row.request_id) if row.pending_input else None
             barred = _barred(row, eos_ids)
             found.append(MaskRow(number, row, matcher, len(matcher.known), row.pending_input, source, barred))
         return tuple(found)
@@ -106,11 +106,10 @@ class MaskMaker:
 
     def accept(self, row: MaskRow, token: int) -> Accepted:
         """A row's token has been sampled, by the oldest step that was not collected."""
-        seq, matcher = row.scheduled.seq, row.matcher
-        if seq.state is SequenceState.FINISHED or row.scheduled.output_index != seq.num_outputs:
+        matcher = row.matcher
+        if row.scheduled.output_index != len(matcher.known):
             return Accepted((token,))  # nobody uses the token
         with self._in_use:
-            matcher.known += seq.token_ids[seq.num_prompt + len(matcher.known) :]
             error = matcher.move_to(len(matcher.known), token)
             try:
                 forced = self._forced(row) if error is None and not self._lookahead else []
@@ -120,6 +119,7 @@ class MaskMaker:
                 error = matcher.move_to(len(matcher.known), token, *forced)
             # One that failed in the mask of the step behind counts as stopped too. That step tells.
             ends = error is None and matcher.inner.is_stopped() and not matcher.inner.is_error()
+            matcher.known += (token, *forced)
             return Accepted((token, *forced), ends, error)
 
     def begin_next(self, rows: Sequence[MaskRow]) -> None:
@@ -134,9 +134,9 @@ class MaskMaker:
     def _forced(self, row: MaskRow) -> list[int]:
         """Tokens that must follow the row's new token; what ends the answer before is for the tracker to see. Special
         tokens, and those that the model has not got, are left to a mask. Raises DictatesTooMuch."""
-        seq, vocabulary = row.scheduled.seq, self._matchers.vocabulary
-        most = min(MAX_FORCED, seq.request.sampling.max_tokens - seq.num_outputs - 1)
-        if seq.request.sampling.logprobs is not None or most <= 0:
+        sampling, vocabulary = row.scheduled.request.sampling, self._matchers.vocabulary
+        most = min(MAX_FORCED, sampling.max_tokens - row.scheduled.output_index - 1)
+        if sampling.logprobs is not None or most <= 0:
             return []
         forced = list(islice(row.matcher.dictated(vocabulary.tokenizer), most))
         for place, token in enumerate(forced):
@@ -225,7 +225,7 @@ def _finish(row: MaskRow, mask: NDArray[np.uint32], vocabulary: GrammarVocabular
 
 
 def _barred(row: ScheduledSequence, eos_ids: Collection[int]) -> list[int]:
-    params = row.seq.request.sampling
+    params = row.request.sampling
     if row.output_index < params.min_tokens:
         return [*eos_ids, *params.stop_token_ids]
     return [*eos_ids] if params.ignore_eos else []

@@ -50,10 +50,11 @@ class BuiltGrammar:
 class SequenceMatcher:
     """How far one sequence's tokens have been matched. For one thread at a time.
 
-    `known` are the output tokens that the engine has collected; they only grow. `_fed` is what `inner` has consumed: of
-    these the first `_sure` are known ones. A token behind them was sampled by a step that was not collected when it was
-    fed, and may come out as another one if that step is computed again. `mask`, where it is there, is that of the next
-    token. `_ahead` are tokens that must come behind the fed ones, as far as they have been asked for.
+    `known` are the output tokens that the engine has collected, as far as planned and accepted rows tell; of those that
+    a plan has told none is taken back. `_fed` is what `inner` has consumed: of these the first `_sure` are known ones.
+    A token behind them was sampled by a step that was not collected when it was fed, and may come out as another one if
+    that step is computed again. `mask`, where it is there, is that of the next token. `_ahead` are tokens that must
+    come behind the fed ones, as far as they have been asked for.
     """
 
     inner: LLMatcher

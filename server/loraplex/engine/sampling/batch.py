@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.sampling.noise import uniform
-from loraplex.engine.types import SamplingParams, ScheduledSequence
-from loraplex.engine.types import Sequence as EngineSequence
+from loraplex.engine.types import ScheduledSequence
 from loraplex.kernels.sampling.types import SampleRows
 
 MIN_TEMPERATURE = 1e-20
@@ -94,10 +93,12 @@ class TokenHistory:
         self._known: dict[str, array[int]] = {}
         self._biases: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
 
-    def tokens(self, seq: EngineSequence) -> NDArray[np.int64]:
-        """[len(seq.token_ids)]: a copy. A sequence only ever grows."""
-        known = self._known.setdefault(seq.request_id, array("q"))
-        known.extend(seq.token_ids[len(known) :])
+    def tokens(self, row: ScheduledSequence) -> NDArray[np.int64]:
+        """[P + O], prompt and answer of a row that tells its outputs: a copy. A sequence only ever grows."""
+        known = self._known.get(row.request_id)
+        if known is None:
+            known = self._known[row.request_id] = array("q", row.request.prompt_ids)
+        known.extend(row.outputs[len(known) - row.num_prompt :])
         return np.array(known, dtype=np.int64)
 
     def retain_requests(self, request_ids: Iterable[str]) -> None:
@@ -107,15 +108,15 @@ class TokenHistory:
             self._known = {k: v for k, v in self._known.items() if k in keep}
             self._biases = {k: v for k, v in self._biases.items() if k in keep}
 
-    def bias(self, seq: EngineSequence, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def bias(self, row: ScheduledSequence, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens of `logit_bias` and what is added to each, those beyond the vocabulary left out."""
-        known = self._biases.get(seq.request_id)
+        known = self._biases.get(row.request_id)
         if known is None:
-            given = seq.request.sampling.logit_bias
+            given = row.request.sampling.logit_bias
             tokens = np.array([token for token, _ in given], dtype=np.int64)
             values = np.array([value for _, value in given], dtype=np.float32)
             fits = (tokens >= 0) & (tokens < vocab_size)
-            known = self._biases[seq.request_id] = tokens[fits], values[fits]
+            known = self._biases[row.request_id] = tokens[fits], values[fits]
         return known
 
 
@@ -129,7 +130,7 @@ def build_sampling_batch(
 ) -> SamplingBatch:
     """`rows` are the slices that sample, in the order of the logits. Token ids beyond the vocabulary are passed
     over: they can neither occur nor be sampled."""
-    history.retain_requests(row.seq.request_id for row in rows)
+    history.retain_requests(row.request_id for row in rows)
     return SamplingBatch(
         num_rows=len(rows),
         penalties=_penalties(rows, vocab_size, history, upload),
@@ -140,25 +141,20 @@ def build_sampling_batch(
     )
 
 
-def has_penalty(p: SamplingParams) -> bool:
-    """Whether any token that occurred counts for the next."""
-    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-
-
 def _penalties(
     rows: Sequence[ScheduledSequence], vocab_size: int, history: TokenHistory, upload: HostToDevice
 ) -> Penalties | None:
-    chosen = [(s, row) for s, row in enumerate(rows) if has_penalty(row.seq.request.sampling)]
+    chosen = [(s, row) for s, row in enumerate(rows) if row.request.sampling.has_penalty]
     if not chosen:
         return None
     context: list[NDArray[np.int64]] = []
     outputs: list[NDArray[np.int64]] = []
     for p, (_, row) in enumerate(chosen):
-        tokens = history.tokens(row.seq)
-        answer = tokens[row.seq.num_prompt :]
+        tokens = history.tokens(row)
+        answer = tokens[row.num_prompt :]
         for found, into in ((tokens, context), (answer, outputs)):
             into.append(found[(found >= 0) & (found < vocab_size)] + p * vocab_size)
-    params = [row.seq.request.sampling for _, row in chosen]
+    params = [row.request.sampling for _, row in chosen]
     pending = [p for p, (_, row) in enumerate(chosen) if row.pending_input]
     return Penalties(
         rows=upload.ints([s for s, _ in chosen]),
@@ -175,9 +171,7 @@ def _bias(
     rows: Sequence[ScheduledSequence], vocab_size: int, history: TokenHistory, upload: HostToDevice
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     found = [
-        (s, *history.bias(row.seq, vocab_size))
-        for s, row in enumerate(rows)
-        if row.seq.request.sampling.logit_bias
+        (s, *history.bias(row, vocab_size)) for s, row in enumerate(rows) if row.request.sampling.logit_bias
     ]
     if not any(len(tokens) for _, tokens, _ in found):
         return None
@@ -199,18 +193,18 @@ def _banned(
 def barred_tokens(row: ScheduledSequence, vocab_size: int, eos_ids: frozenset[int]) -> list[int]:
     """The tokens that would end a row before its `min_tokens`, in ascending order. A row with a grammar has them barred
     by its mask, unless the grammar allows nothing else."""
-    params = row.seq.request.sampling
-    if row.output_index >= params.min_tokens or row.seq.request.grammar is not None:
+    params = row.request.sampling
+    if row.output_index >= params.min_tokens or row.request.grammar is not None:
         return []
     ends = set(params.stop_token_ids) if params.ignore_eos else eos_ids.union(params.stop_token_ids)
     return sorted(token for token in ends if 0 <= token < vocab_size)
 
 
 def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, upload: HostToDevice) -> Draws | None:
-    chosen = [(s, row) for s, row in enumerate(rows) if row.seq.request.sampling.temperature > 0.0]
+    chosen = [(s, row) for s, row in enumerate(rows) if row.request.sampling.temperature > 0.0]
     if not chosen:
         return None
-    params = [row.seq.request.sampling for _, row in chosen]
+    params = [row.request.sampling for _, row in chosen]
     noise = [uniform(p.seed, p.choice, row.output_index) for p, (_, row) in zip(params, chosen, strict=True)]
     ranked = [r for r, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
     ranking = None
@@ -234,7 +228,7 @@ def asked_scores(
 ) -> AskedScores | None:
     """The rows whose log probabilities were requested, if any. A row that names a token beyond the vocabulary has
     failed."""
-    asked = [(s, row.seq.request.sampling) for s, row in enumerate(rows)]
+    asked = [(s, row.request.sampling) for s, row in enumerate(rows)]
     chosen = {s: sampling for s, sampling in asked if sampling.logprobs is not None}
     if not chosen:
         return None

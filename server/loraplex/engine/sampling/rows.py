@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.engine.host_to_device import HostToDevice
-from loraplex.engine.sampling.batch import MIN_TEMPERATURE, barred_tokens, has_penalty
+from loraplex.engine.sampling.batch import MIN_TEMPERATURE, barred_tokens
 from loraplex.engine.sampling.noise import uniform
 from loraplex.engine.types import ScheduledSequence
-from loraplex.engine.types import Sequence as EngineSequence
 from loraplex.kernels.sampling.types import TOKEN_BITS, Biases, Draws, History, SampleRows
 
 
@@ -35,20 +34,22 @@ class TokenCounts:
         self._vocab_size = vocab_size
         self._known: dict[str, _Counted] = {}
 
-    def entries(self, seq: EngineSequence) -> NDArray[np.int64]:
-        """The entries of `History` for a sequence, which only ever grows: a copy."""
-        counted = self._known.setdefault(seq.request_id, _Counted())
-        places, entries = counted.places, counted.entries
-        for at in range(counted.num_tokens, len(seq.token_ids)):
-            token = seq.token_ids[at]
+    def entries(self, row: ScheduledSequence) -> NDArray[np.int64]:
+        """The entries of `History` for a row that tells its outputs, of a sequence that only ever grows: a copy."""
+        counted = self._known.setdefault(row.request_id, _Counted())
+        places, entries, num_prompt = counted.places, counted.entries, row.num_prompt
+        num_tokens = num_prompt + len(row.outputs)
+        for at in range(counted.num_tokens, num_tokens):
+            is_output = at >= num_prompt
+            token = row.outputs[at - num_prompt] if is_output else row.request.prompt_ids[at]
             if not 0 <= token < self._vocab_size:
                 continue
             place = places.setdefault(token, len(entries))
             if place == len(entries):
                 entries.append(token)
-            if at >= seq.num_prompt:
+            if is_output:
                 entries[place] += 1 << TOKEN_BITS
-        counted.num_tokens = len(seq.token_ids)
+        counted.num_tokens = num_tokens
         return np.array(entries, dtype=np.int64)
 
     def retain_requests(self, request_ids: Iterable[str]) -> None:
@@ -68,7 +69,7 @@ def build_sample_rows(
 ) -> SampleRows:
     """`rows` are the slices that sample, in the order of the logits. Token ids beyond the vocabulary are passed over:
     they can neither occur nor be sampled."""
-    counts.retain_requests(row.seq.request_id for row in rows)
+    counts.retain_requests(row.request_id for row in rows)
     return SampleRows(
         len(rows),
         history=_history(rows, counts, upload),
@@ -78,12 +79,12 @@ def build_sample_rows(
 
 
 def _history(rows: Sequence[ScheduledSequence], counts: TokenCounts, upload: HostToDevice) -> History | None:
-    params = [row.seq.request.sampling for row in rows]
-    penalised = [has_penalty(p) for p in params]
+    params = [row.request.sampling for row in rows]
+    penalised = [p.has_penalty for p in params]
     if not any(penalised):
         return None
     none = np.empty(0, dtype=np.int64)
-    entries = [counts.entries(row.seq) if yes else none for row, yes in zip(rows, penalised, strict=True)]
+    entries = [counts.entries(row) if yes else none for row, yes in zip(rows, penalised, strict=True)]
     pending = [int(yes and row.pending_input) for row, yes in zip(rows, penalised, strict=True)]
     numbers = upload.floats(
         [p.repetition_penalty for p in params]
@@ -106,7 +107,7 @@ def _biases(
     found: list[dict[int, float]] = []
     for row in rows:
         biases: dict[int, float] = {}
-        for token, value in row.seq.request.sampling.logit_bias:
+        for token, value in row.request.sampling.logit_bias:
             if 0 <= token < vocab_size:
                 biases[token] = biases.get(token, 0.0) + value
         biases |= dict.fromkeys(barred_tokens(row, vocab_size, eos_ids), float("-inf"))
@@ -121,7 +122,7 @@ def _biases(
 
 
 def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, upload: HostToDevice) -> Draws | None:
-    params = [row.seq.request.sampling for row in rows]
+    params = [row.request.sampling for row in rows]
     if not any(p.temperature > 0.0 for p in params):
         return None
     temperature = [max(p.temperature, MIN_TEMPERATURE) if p.temperature > 0.0 else 0.0 for p in params]

@@ -109,13 +109,12 @@ class Scheduler:
         seq.state = SequenceState.FINISHED
         self.queue.leave(seq)
 
-    def computed(self, scheduled: ScheduledSequence) -> None:
-        """A slice was computed and collected: register the blocks that it filled in the prefix cache.
+    def computed(self, seq: Sequence, scheduled: ScheduledSequence) -> None:
+        """A sequence's slice was computed and collected: register the blocks that it filled in the prefix cache.
 
         Not if the sequence was preempted since: its blocks may belong to another sequence by then, and hold other
         content.
         """
-        seq = scheduled.seq
         if seq.state is not SequenceState.RUNNING or scheduled.epoch != seq.epoch:
             return
         first, end = scheduled.start // BLOCK_SIZE, (scheduled.start + scheduled.num_tokens) // BLOCK_SIZE
@@ -124,11 +123,10 @@ class Scheduler:
             for index in range(first, end):
                 self.blocks.register(scheduled.block_ids[index], keys[index])
 
-    def roll_back(self, rows: Iterable[ScheduledSequence]) -> None:
+    def roll_back(self, rows: Iterable[tuple[Sequence, ScheduledSequence]]) -> None:
         """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks,
         and sample the same tokens."""
-        for row in rows:
-            seq = row.seq
+        for seq, row in rows:
             seq.num_pending = 0
             if seq.state is SequenceState.RUNNING and seq.epoch == row.epoch:
                 seq.num_computed = min(seq.num_computed, row.start)
@@ -284,7 +282,8 @@ class Scheduler:
             draft.score_budget -= len(targets)
         draft.budget -= count
         draft.scheduled[seq] = ScheduledSequence(
-            seq,
+            request,
+            seq.order,
             seq.epoch,
             start,
             count,
@@ -297,6 +296,7 @@ class Scheduler:
             score_start,
             targets,
             None if seq.pooled is None else pool_start(seq, start, end),
+            tuple(token_ids[num_prompt:]) if samples and seq.tells_outputs else (),
         )
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now

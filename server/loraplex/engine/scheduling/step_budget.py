@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loraplex.engine.types import StepPlan
+from loraplex.engine.types import Sequence
 
 PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Before a step of one token is tried again: another process that took the memory may give it back."""
@@ -36,23 +36,20 @@ class StepBudget:
         """Seconds for which no step should be tried; 0 or less if one may be."""
         return self._resume_at - now
 
-    def ran_out(self, plan: StepPlan, now: float) -> bool:
-        """A step did not fit. False if it was of one token, and that has been tried often enough for its request to
-        end: once if another has just ended so."""
-        num_tokens = plan.num_tokens
+    def ran_out(self, num_tokens: int, start: int, seq: Sequence | None, now: float) -> bool:
+        """A step did not fit. False if it was of one token, at position `start` of `seq` (None: it has ended since),
+        and that has been tried often enough for its request to end: once if another has just ended so."""
         self.num_ran_out += 1
         self._calm = 0
         if self._grown:
             self._calm_needed = min(2 * self._calm_needed, LAST_CALM)
             self._grown = False
         self.limit = max(1, min(self.limit, num_tokens) // 2)
-        if num_tokens > 1:
+        if num_tokens > 1 or seq is None:
             return True
-        (row,) = plan.scheduled
-        seq = row.seq
         # Tokens that are recomputed after a preemption are no progress.
-        if row.start > seq.starved_at:
-            seq.starved_at, seq.num_starved = row.start, 0
+        if start > seq.starved_at:
+            seq.starved_at, seq.num_starved = start, 0
         seq.num_starved += 1
         if self._barren or seq.num_starved > len(PAUSES_S):
             self._barren = True
