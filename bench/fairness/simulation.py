@@ -91,10 +91,10 @@ class _Simulation:
             (number, *(0,) * (arrival.prompt - 1)),  # no two begin alike
             SamplingParams(max_tokens=arrival.most),
             ref,
-            weight=self._account.run.weights[arrival.tenant],
         )
         seq = Sequence(request, self._clock.now, number, list(request.prompt_ids))
         self._live[seq] = self._account.came(number, arrival)
+        self._scheduler.queue.set_weight(arrival.tenant, self._account.run.weights[arrival.tenant])
         self._scheduler.add_sequence(seq)
 
     def _compute(self, plan: StepPlan) -> None:

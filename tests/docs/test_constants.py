@@ -26,7 +26,7 @@ from loraplex.api.metrics import Scraper, api_metrics, engine_metrics, label_set
 from loraplex.api.openai import schemas
 from loraplex.app.ports import connections
 from loraplex.app.settings import Settings
-from loraplex.app.tasks import tenant_weights
+from loraplex.app.tasks import tenant_terms
 from loraplex.control import rules, types
 from loraplex.control.audit import log as audit_log
 from loraplex.control.catalog import releases, resolver
@@ -392,4 +392,4 @@ def test_two_names_of_one_thing_agree() -> None:
 
 def test_other_servers_follow_within_the_5_s_that_are_promised() -> None:
     assert "the others follow within 5 s" in plain("database.md")
-    assert TTL_S + tenant_weights.INTERVAL_S < 5
+    assert TTL_S + tenant_terms.INTERVAL_S < 5

@@ -13,7 +13,7 @@ import pytest
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
-from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
+from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms, TokenEvent
 from loraplex.serving.client.engine_client import EngineClient, RequestStream
 from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
@@ -105,17 +105,19 @@ async def test_tokens_arrive_in_order_and_end_once(client: EngineClient) -> None
     assert client.num_live == 0
 
 
-async def test_weight_is_sent_for_tenants_in_service(client: EngineClient) -> None:
+async def test_terms_are_sent_when_they_change(client: EngineClient) -> None:
     stream = client.submit(ask("r", LONG))[0]
     await first(stream)
-    assert client.weights == {"acme": 1.0}
-    client.set_weights({"acme": 3.0, "nobody": 2.0})
-    assert client.weights == {"acme": 3.0}
+    assert client.served_tenants == {"acme"}
+    client.set_tenants({"acme": TenantTerms(3.0), "nobody": TenantTerms()})
     tenants = (await client.stats()).tenants
     assert {tenant: stats.counter for tenant, stats in tenants.items()} == {"acme": 3.0}
+    client.set_tenants({"acme": TenantTerms()})
+    tenants = (await client.stats()).tenants
+    assert {tenant: stats.counter for tenant, stats in tenants.items()} == {"acme": 1.0}
     stream.abort()
     await read(stream)
-    assert client.weights == {}
+    assert client.served_tenants == set()
 
 
 async def test_the_first_event_tells_where_the_adapter_was(client: EngineClient) -> None:
@@ -128,14 +130,11 @@ async def test_the_first_event_tells_where_the_adapter_was(client: EngineClient)
             await client.stats()
 
 
-async def test_sites_are_measured_with_the_tenants_own_weight(
-    client: EngineClient,
-) -> None:
-    stream = client.submit(replace(ask("r", LONG), weight=2.5))[0]
+async def test_sites_are_measured(client: EngineClient) -> None:
+    stream = client.submit(ask("r", LONG))[0]
     await first(stream)
     found = await asyncio.gather(*(client.measure_sites(adapter(n), tenant="acme") for n in (1, 2, 1)))
     assert [outputs.sites for outputs in found] == [((0, adapter(n).name),) for n in (1, 2, 1)]
-    assert client.weights == {"acme": 2.5}
     stream.abort()
     await read(stream)
 

@@ -36,7 +36,7 @@ def test_every_answer_is_an_event() -> None:
         {"type": "Pin", "call": 1},
         {"type": "Pin", "call": "1", "ref": {}},
         {"type": "Unpin", "digest": "a"},
-        {"type": "SetWeights", "weights": {"acme": "heavy"}},
+        {"type": "SetTenants", "terms": {"acme": {"weight": "heavy"}}},
         {"type": "Ping", "call": None},
         {"type": "Done", "call": 1},
     ],

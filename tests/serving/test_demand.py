@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineStats
-from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms
 from loraplex.serving.client import session as session_module
 from loraplex.serving.client.measuring import measure_request
 from loraplex.serving.client.session import EngineSession
@@ -127,11 +127,10 @@ class Session(EngineSession):
     def _unavailable(self) -> EngineUnavailable:
         return EngineUnavailable("no")
 
-    def ask(self, number: int, times: int = 1, memory: MemoryLimits | None = None) -> None:
+    def ask(self, number: int, times: int = 1) -> None:
         for _ in range(times):
-            given = memory or MemoryLimits()
             name = f"r{len(self.sent)}"
-            self._submit([EngineRequest(name, "acme", (1,), SamplingParams(1), ref(number), memory=given)])
+            self._submit([EngineRequest(name, "acme", (1,), SamplingParams(1), ref(number))])
 
     def answer(self, stats: EngineStats, *entries: CacheEntry) -> None:
         """Every call from now on."""
@@ -148,21 +147,22 @@ class Session(EngineSession):
 
 async def test_a_new_engine_gets_limits_pins_and_the_rest_by_demand(demand: Demand) -> None:
     session = Session(demand)
-    limits = MemoryLimits(device_bytes_max=7)
+    terms = {"acme": TenantTerms(2.0, MemoryLimits(device_bytes_max=7))}
+    session.set_tenants({**terms, "other": TenantTerms()})
     session.ask(1)
-    session.ask(2, 3, limits)
+    session.ask(2, 3)
     session.ask(9)  # never loaded
     session._pins[ref(4).digest] = ref(4)
     session.prefetch([ref(5), ref(6)])
     states = {ref(1).digest: "warm", ref(2).digest: "hot", ref(4).digest: "hot", ref(5).digest: "hot"}
     session._dispatch(wire.ResidencyChanged(states | {ref(6).digest: "warm"}))  # type: ignore[arg-type]
-    expected = [wire.SetMemory({"acme": limits}), wire.Warm((ref(2), ref(1), ref(5)))]
-    session.ask(2, 1, limits)
-    memory, pin, warm = session.restored()
-    assert [memory, warm] == expected
+    expected = [wire.SetTenants(terms), wire.Warm((ref(2), ref(1), ref(5)))]
+    session.ask(2, 1)
+    told, pin, warm = session.restored()
+    assert [told, warm] == expected
     assert isinstance(pin, wire.Pin)
     assert pin.ref == ref(4)
-    assert [type(command) for command in session.restored(warm=False)] == [wire.SetMemory, wire.Pin]
+    assert [type(command) for command in session.restored(warm=False)] == [wire.SetTenants, wire.Pin]
 
 
 async def test_a_request_of_many_sequences_is_one_use(demand: Demand) -> None:
@@ -174,25 +174,27 @@ async def test_a_request_of_many_sequences_is_one_use(demand: Demand) -> None:
 
 async def test_the_check_of_a_version_is_no_use(demand: Demand) -> None:
     session = Session(demand)
-    session._submit([measure_request(ref(1), "acme", weight=1.0, memory=NO_MEMORY_LIMITS)])
+    session._submit([measure_request(ref(1), "acme")])
     demand.loaded([ref(1).digest])
     assert demand.ranked() == []
     assert ref(1).digest in demand
 
 
-async def test_a_measurement_is_no_use_and_keeps_the_tenants_limits(demand: Demand) -> None:
+async def test_a_measurement_is_no_use_and_keeps_the_tenants_terms(demand: Demand) -> None:
     session = Session(demand)
-    capped, other = MemoryLimits(device_bytes_max=7), MemoryLimits(host_bytes_max=9)
-    session.limit_memory({"other": other})
+    capped, other = (
+        TenantTerms(memory=MemoryLimits(device_bytes_max=7)),
+        TenantTerms(memory=MemoryLimits(host_bytes_max=9)),
+    )
+    session.set_tenants({"other": other})
     session.sent.clear()
-    session.limit_memory({"acme": capped})
+    session.set_tenants({"other": other, "acme": capped})
     measuring = asyncio.create_task(session.measure_sites(ref(1), tenant="acme"))
     while len(session.sent) < 2:
         await asyncio.sleep(0)
     told, add = session.sent
-    assert told == wire.SetMemory({"acme": capped})  # of the others nothing has changed
+    assert told == wire.SetTenants({"acme": capped})  # of the others nothing has changed
     assert isinstance(add, wire.Add)
-    assert add.request.memory == capped
     measuring.cancel()
     demand.loaded([ref(1).digest])
     assert demand.ranked() == []

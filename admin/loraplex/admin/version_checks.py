@@ -257,7 +257,7 @@ class VersionChecks:
             return _Attempt(info)
         began = self._clock()
         # Its tenant may never have sent a request to this engine.
-        self.engine.limit_memory(await run(self._tenants.memory_limits, [info.tenant_id]))
+        self.engine.set_tenants(await run(self._tenants.terms, [info.tenant_id]))
         outputs = await self._measure(info)
         refusal, found = await self._judge(info, outputs)
         if refusal is None:

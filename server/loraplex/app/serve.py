@@ -23,7 +23,7 @@ from loraplex.app.ports.sockets import Ports, open_ports, url
 from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.tasks.damage_reports import DamageReports
-from loraplex.app.tasks.tenant_weights import WeightWatch
+from loraplex.app.tasks.tenant_terms import TermsWatch
 from loraplex.app.tasks.warming import Warming
 from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.serving.client.engine_client import EngineClient
@@ -180,7 +180,7 @@ def start_background(
     tasks.start("database-watch", database.watch)
     tasks.start("damage-reports", partial(damage.run, engine))
     tasks.start("adapter-demand", warming.run)
-    tasks.start("weight-watch", partial(WeightWatch(database, installation.tenants).run, engine))
+    tasks.start("terms-watch", partial(TermsWatch(database, installation.tenants).run, engine))
 
 
 async def _start(

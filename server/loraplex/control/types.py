@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.types import TenantTerms
 
 Scope = Literal["inference", "adapters:read", "adapters:write", "usage:read"]
 Sticky = Literal["user", "key", "none"]
@@ -69,6 +70,11 @@ class Principal:
     is_admin: bool = False
     key_limits: Limits = NO_LIMITS
     tenant_limits: Limits = NO_LIMITS
+
+    @property
+    def terms(self) -> TenantTerms:
+        """What the tenant is served by, as the engine takes it."""
+        return TenantTerms(self.weight, self.tenant_limits.memory)
 
 
 @dataclass(frozen=True, slots=True)

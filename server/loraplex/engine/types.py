@@ -83,26 +83,34 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantTerms:
+    """What a tenant is served by: its share `weight`, and its reserved and maximum adapter memory."""
+
+    weight: float = 1.0
+    memory: MemoryLimits = NO_MEMORY_LIMITS
+
+
+DEFAULT_TERMS = TenantTerms()
+"""Of a tenant that the engine was told nothing of."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence to generate. `request_id` is the internal, unique id. `deadline` is in seconds from its arrival in
     the engine, by the engine's clock (None: no deadline); `max_load`, what it waits of that for an adapter that is not
-    on the device (None: as long as it takes; 0: not at all). `weight` is the tenant's share;
-    `priority` (higher first) orders within the tenant only. `adapter` None is the base model. `grammar` is the text of
-    an llguidance grammar (what its LLMatcher takes) that the answer must match; where it ends, the answer ends with
-    finish_reason "stop"."""
+    on the device (None: as long as it takes; 0: not at all). `priority` (higher first) orders within the tenant only.
+    `adapter` None is the base model. `grammar` is the text of an llguidance grammar (what its LLMatcher takes) that the
+    answer must match; where it ends, the answer ends with finish_reason "stop"."""
 
     request_id: str
     tenant_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     adapter: AdapterRef | None = None
-    weight: float = 1.0
     priority: int = 0
     deadline: float | None = None
     max_load: float | None = None
     grammar: str | None = None
-    memory: MemoryLimits = NO_MEMORY_LIMITS
-    """The tenant's reserved and maximum adapter memory from now on."""
     pooling: Pooling | None = None
     """The hidden states of the prompt are wanted, pooled so. Nothing is sampled then: `max_tokens` is 0."""
     measured: bool = False

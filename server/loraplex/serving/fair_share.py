@@ -18,6 +18,11 @@ class FairShare:
     def __len__(self) -> int:
         return self._total
 
+    @property
+    def owners(self) -> set[str]:
+        """Those that hold something."""
+        return set(self._held)
+
     def held(self, owner: str) -> int:
         return self._held.get(owner, 0)
 

@@ -122,7 +122,7 @@ async def test_the_engine_knows_a_tenants_limits_before_it_loads_for_a_check(pla
     measure = plane.measure
 
     async def note(ref: AdapterRef, tenant: str) -> SiteOutputs:
-        known.append(plane.engine.memory.get(tenant))
+        known.append(getattr(plane.engine.terms.get(tenant), "memory", None))
         return await measure(ref, tenant)
 
     plane.engine.measure = note

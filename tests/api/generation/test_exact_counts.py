@@ -76,7 +76,7 @@ class Script:
         await self.engine.start()
         plan = self._plan
         requests = engine_requests(
-            plan, internal_id="r", tenant_id="acme", weight=1.0, adapter=None, max_output_tokens=None
+            plan, internal_id="r", tenant_id="acme", adapter=None, max_output_tokens=None
         )
         return Generation.start(self.engine, self._text, plan, requests, Metrics(BASE), continues=True)
 

@@ -198,7 +198,7 @@ def test_two_requests_without_a_seed_differ(plane: DataPlane) -> None:
     assert first.sampling.seed != second.sampling.seed
     assert first.sampling.top_k == 0
     assert first.sampling.temperature == 0
-    assert first.weight == 3.0
+    assert plane.engine.terms["rival"].weight == 3.0
 
 
 @pytest.mark.parametrize(

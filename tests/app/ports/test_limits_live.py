@@ -120,7 +120,7 @@ def test_changes_are_in_force_at_once_on_the_server_that_made_them(server: Whole
     url = f"{server.admin_url}/admin/v1/tenants/acme"
     assert server.http.patch(url, json=weight, headers=bearer(ADMIN_TOKEN)).status_code == 200
     assert complete(server, headers, max_tokens=4).status_code == 200
-    assert server.plane.engine.requests[-1].weight == 7.0
+    assert server.plane.engine.terms["acme"].weight == 7.0
 
 
 def test_a_keys_limits_change_while_it_is_used(server: WholeServer) -> None:

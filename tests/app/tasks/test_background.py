@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.app.serve import start_background
 from loraplex.app.tasks.damage_reports import DamageReports
-from loraplex.app.tasks.tenant_weights import WeightWatch
+from loraplex.app.tasks.tenant_terms import TermsWatch
 from loraplex.app.tasks.warming import Warming
 from loraplex.control.background import BackgroundTasks
 from loraplex.control.db.database import Database
@@ -23,7 +23,7 @@ from loraplex.control.limits.budgets import Budgets
 from loraplex.control.tenancy.key_use import KeyUse
 from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.control.usage.writer import UsageWriter
-from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms
 from loraplex.serving.demand import Demand
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient, Reply
@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[type, str]] = {
     "usage-roll-up": (UsageRollUp, "run"),
     "database-watch": (Database, "watch"),
     "damage-reports": (DamageReports, "run"),
-    "weight-watch": (WeightWatch, "run"),
+    "terms-watch": (TermsWatch, "run"),
     "adapter-demand": (Warming, "run"),
     "budget-reports": (Budgets, "run"),
 }
@@ -117,21 +117,21 @@ async def test_an_unmapped_database_error_does_not_end_the_weight_watch(
     await engine.start()
     plane.tenants.create("acme", weight=1.0)
     engine.script(Reply(hold=True))
-    engine.submit(EngineRequest("r", "acme", (1,), SamplingParams(5), weight=1.0))
+    engine.submit(EngineRequest("r", "acme", (1,), SamplingParams(5)))
     plane.tenants.update("acme", {"weight": 4.0})
 
-    def refused(*_: object) -> dict[str, float]:
+    def refused(*_: object) -> dict[str, TenantTerms]:
         raise sqlalchemy.exc.ProgrammingError("SELECT", {}, InsufficientPrivilege("permission denied"))
 
-    watch = WeightWatch(plane.database, plane.tenants)
+    watch = TermsWatch(plane.database, plane.tenants)
     with monkeypatch.context() as patch:
-        patch.setattr(plane.tenants, "weights", refused)
-        tasks.start("weight-watch", lambda: watch.run(engine, interval_s=0.001))
+        patch.setattr(plane.tenants, "terms", refused)
+        tasks.start("terms-watch", lambda: watch.run(engine, interval_s=0.001))
         async with asyncio.timeout(10):
             while tasks.states[0].restarts < 2:
                 await asyncio.sleep(0.005)
     async with asyncio.timeout(10):
-        while engine.weights != {"acme": 4.0}:
+        while engine.terms != {"acme": TenantTerms(4.0)}:
             await asyncio.sleep(0.005)
     await engine.close()
     plane.close()

@@ -17,6 +17,7 @@ from loraplex.app.storage.demand_file import FILE_NAME, Recorded, read_demand, w
 from loraplex.app.tasks.warming import Warming, in_order
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.types import ReleaseTarget, VersionInfo
+from loraplex.engine.types import TenantTerms
 from loraplex.serving.demand import Demand, Uses
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient
@@ -99,7 +100,7 @@ async def test_limits_of_the_tenants_come_before_the_loads(rig: Rig) -> None:
     rig.plane.tenants.update("acme", {"limits": {"device_bytes_max": 1 << 20, "device_bytes_reserved": 5}})
     rig.record(rig.plane.add("acme", "a"))
     engine, _, _ = await rig.start()
-    assert engine.memory == {"acme": MemoryLimits(5, 1 << 20, None)}
+    assert engine.terms == {"acme": TenantTerms(1.0, MemoryLimits(5, 1 << 20, None))}
 
 
 def test_what_fills_a_reservation_comes_first(rig: Rig) -> None:

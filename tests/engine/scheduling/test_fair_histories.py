@@ -13,7 +13,6 @@ import pytest
 from loraplex.engine.scheduling import scheduler
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.scheduler import Scheduler
-from loraplex.engine.types import Sequence
 from support.simulator.fair_histories import Outcome, play, play_all
 
 SEEDS = 40
@@ -77,13 +76,6 @@ def credit_kept_while_an_adapter_comes(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def weights_ignored(patch: pytest.MonkeyPatch) -> None:
-    enter = FairQueue.enter
-
-    def alike(self: FairQueue, seq: Sequence) -> None:
-        enter(self, seq)
-        self._tenants[seq.request.tenant_id].weight = 1.0
-
-    patch.setattr(FairQueue, "enter", alike)
     patch.setattr(FairQueue, "set_weight", lambda self, tenant_id, weight: None)
 
 

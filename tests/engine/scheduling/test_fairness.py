@@ -21,7 +21,6 @@ def waiting(
     tenant: str,
     *,
     priority: int = 0,
-    weight: float = 1.0,
     epoch: int = 0,
     adapter: int | None = None,
 ) -> Sequence:
@@ -29,9 +28,7 @@ def waiting(
     prompt = (1,)
     ref = None if adapter is None else AdapterRef(tenant, f"a{adapter}", 1, digest(adapter), 8)
     sampling = SamplingParams(max_tokens=1)
-    request = EngineRequest(
-        f"{tenant}-{order}", tenant, prompt, sampling, ref, weight=weight, priority=priority
-    )
+    request = EngineRequest(f"{tenant}-{order}", tenant, prompt, sampling, ref, priority=priority)
     return Sequence(request, 0.0, order, list(prompt), epoch=epoch)
 
 
@@ -61,12 +58,13 @@ def serve_backlog(
     """Keep every tenant backlogged for `rounds` turns; returns the units served to each."""
     served = dict.fromkeys(weights, 0.0)
     for tenant, weight in weights.items():
-        arrive(queue, waiting(tenant, weight=weight), waiting(tenant, weight=weight))
+        queue.set_weight(tenant, weight)
+        arrive(queue, waiting(tenant), waiting(tenant))
     for _ in range(rounds):
         head = queue.head()
         assert head is not None
         tenant = head.request.tenant_id
-        arrive(queue, waiting(tenant, weight=weights[tenant]))
+        arrive(queue, waiting(tenant))
         assert serve(queue, costs[tenant]) == tenant
         served[tenant] += costs[tenant]
     return served
@@ -269,7 +267,9 @@ def test_a_changed_weight_counts_at_once_and_for_what_comes() -> None:
     queue.set_weight("a", 3.0)
     assert queue.counter("a") == before
     assert [serve(queue, 10.0) for _ in range(40)].count("a") == 30
-    queue.set_weight("nobody", 2.0)
+    queue.set_weight("later", 2.0)
+    arrive(queue, *(waiting("later") for _ in range(30)))
+    assert queue.weight("later") == 2.0
 
 
 def test_a_rank_costs_what_it_is_said_to() -> None:

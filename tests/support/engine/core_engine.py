@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
-from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
+from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms, TokenEvent
 from support.engine.fake_runner import FakeRunner, reference
 from support.engine.fake_transport import FakeTransport, make_cache
 
@@ -39,7 +40,14 @@ class CoreEngine:
         )
         self.events: list[TokenEvent] = []
 
-    def add(self, name: str, adapter: AdapterRef | None = None, **changes: Any) -> EngineRequest:
+    def add(
+        self,
+        name: str,
+        adapter: AdapterRef | None = None,
+        *,
+        memory: MemoryLimits | None = None,
+        **changes: Any,
+    ) -> EngineRequest:
         sampling = {
             key: changes.pop(key) for key in list(changes) if key in SamplingParams.__dataclass_fields__
         }
@@ -47,6 +55,8 @@ class CoreEngine:
         request = EngineRequest(
             name, sampling=SamplingParams(**{"max_tokens": 5, **sampling}), adapter=adapter, **values
         )
+        if memory is not None:
+            self.core.set_terms(request.tenant_id, TenantTerms(memory=memory))
         self.core.add_request(request)
         return request
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
@@ -33,6 +32,7 @@ from loraplex.engine.types import (
     AdapterState,
     EngineError,
     EngineRequest,
+    TenantTerms,
     Timing,
     TokenEvent,
     Usage,
@@ -185,11 +185,8 @@ class FakeCore:
         self._states.pop(digest, None)
         self._refs.pop(digest, None)
 
-    def set_weight(self, tenant_id: str, weight: float) -> None:
-        self._weights[tenant_id] = weight
-
-    def set_memory(self, tenant_id: str, limits: MemoryLimits) -> None:
-        pass
+    def set_terms(self, tenant_id: str, terms: TenantTerms) -> None:
+        self._weights[tenant_id] = terms.weight
 
     def warm(self, refs: Sequence[AdapterRef]) -> None:
         for ref in refs:

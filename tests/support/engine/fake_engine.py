@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Logprobs, Scores
@@ -33,6 +32,7 @@ from loraplex.engine.types import (
     EngineRequest,
     ErrorCode,
     FinishReason,
+    TenantTerms,
     Timing,
     TokenEvent,
     Usage,
@@ -189,11 +189,10 @@ class FakeEngineClient:
         self.aborted: list[str] = []
         self.pins: dict[str, AdapterRef] = {}
         self.drops: list[str] = []
-        self.new_weights: dict[str, float] = {}
         self.prefetches: list[str] = []
         self.warmed: list[AdapterRef] = []
         self.warming = False
-        self.memory: dict[str, MemoryLimits] = {}
+        self.terms: dict[str, TenantTerms] = {}
         self.states: dict[str, AdapterState] = {}
         self.entries: list[CacheEntry] = []
         self.looked_up: set[str] | None = None
@@ -315,22 +314,16 @@ class FakeEngineClient:
     def warm(self, refs: Sequence[AdapterRef]) -> None:
         self.warmed = list(refs)
 
-    def limit_memory(self, limits: Mapping[str, MemoryLimits]) -> None:
-        self.memory |= limits
-
     async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
         wanted = {ref.digest for ref in refs}
         return [entry for entry in self.entries if entry.ref.digest in wanted and entry.state != "hot"]
 
     @property
-    def weights(self) -> dict[str, float]:
-        return {
-            stream.request.tenant_id: self.new_weights.get(stream.request.tenant_id, stream.request.weight)
-            for stream in self._streams.values()
-        }
+    def served_tenants(self) -> set[str]:
+        return {stream.request.tenant_id for stream in self._streams.values()}
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        self.new_weights |= weights
+    def set_tenants(self, terms: Mapping[str, TenantTerms]) -> None:
+        self.terms |= terms
 
     async def drop(self, digest: str) -> None:
         self.drops.append(digest)

@@ -13,7 +13,6 @@ import torch
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
-from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.store.artifact_store import ArtifactStore
@@ -96,7 +95,7 @@ class LocalEngine:
 
     def measure(self, request_id: str, adapter: AdapterRef) -> None:
         """Ask for the outputs of its sites."""
-        asked = measure_request(adapter, adapter.tenant_id, weight=1.0, memory=NO_MEMORY_LIMITS)
+        asked = measure_request(adapter, adapter.tenant_id)
         self.core.add_request(replace(asked, request_id=request_id, deadline=None))
 
     def outputs(self, request_id: str) -> SiteOutputs:

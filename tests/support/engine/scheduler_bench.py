@@ -44,10 +44,10 @@ class Bench:
             prompt,
             SamplingParams(max_tokens=max_tokens),
             adapter,
-            weight=weight,
             priority=priority,
         )
         seq = Sequence(request, self.now, next(self._order), list(prompt))
+        self.scheduler.queue.set_weight(tenant, weight)
         self.scheduler.add_sequence(seq)
         self.live[name] = seq
         return seq

@@ -155,11 +155,11 @@ class FairHistory:
             prompt,
             SamplingParams(max_tokens=rng.choice((length, 40))),
             rng.choice(tenant.adapters),
-            weight=tenant.weight,
             priority=rng.choice((0, 0, 1)),
         )
         seq = Sequence(request, self.now, order, list(prompt))
         self.live[seq] = length
+        self.scheduler.queue.set_weight(tenant.name, tenant.weight)
         self.scheduler.add_sequence(seq)
 
     def _leave(self) -> None:

@@ -31,7 +31,7 @@ from collections import deque
 from math import inf
 
 from loraplex.engine.core.engine_core import EngineCore
-from loraplex.engine.types import EngineRequest, SamplingParams, StepPlan
+from loraplex.engine.types import EngineRequest, SamplingParams, StepPlan, TenantTerms
 from support.engine.fake_runner import FakeRunner, Fault
 from support.engine.fake_transport import Fate
 from support.simulator.fairness import Shares
@@ -264,20 +264,22 @@ class History:
                 prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest)))
                 sampling = SamplingParams(max_tokens=rng.randint(1, max_new), ignore_eos=True)
                 request_id = f"{tenant}-{len(self.oracle.records)}"
-                request = EngineRequest(request_id, tenant, prompt, sampling, weight=weights[tenant])
+                request = EngineRequest(request_id, tenant, prompt, sampling)
                 self.shares.sent(request)
-                self._add(request)
+                self._add(request, TenantTerms(weights[tenant]))
             for _ in range(rng.randint(0, 20)):
                 self._step()
 
     def _arrive(self) -> None:
-        self._add(self.world.request(f"r{len(self.oracle.records)}"))
+        request = self.world.request(f"r{len(self.oracle.records)}")
+        self._add(request, self.world.terms(request.tenant_id))
 
-    def _add(self, request: EngineRequest) -> None:
+    def _add(self, request: EngineRequest, terms: TenantTerms) -> None:
         digest = "" if request.adapter is None else request.adapter.digest
         is_hot = self.core.residency().get(digest) == "hot"
         self.oracle.sent(request, self.now, self.room, is_hot=is_hot)
         self._happened(f"{request.request_id} arrives")
+        self.core.set_terms(request.tenant_id, terms)
         self.core.add_request(request)
 
     def _abort(self, request_id: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,12 +135,7 @@ def service_not_charged(patch: pytest.MonkeyPatch) -> None:
 
 
 def weight_ignored(patch: pytest.MonkeyPatch) -> None:
-    enter = FairQueue.enter
-    patch.setattr(
-        FairQueue,
-        "enter",
-        lambda self, seq: enter(self, replace(seq, request=replace(seq.request, weight=1.0))),
-    )
+    patch.setattr(FairQueue, "set_weight", lambda self, tenant_id, weight: None)
 
 
 def newcomers_not_lifted(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
 from loraplex.engine.pooling import POOLINGS
-from loraplex.engine.types import MEASURE_STEPS, EngineRequest, SamplingParams, ScheduledSequence
+from loraplex.engine.types import MEASURE_STEPS, EngineRequest, SamplingParams, ScheduledSequence, TenantTerms
 from support.adapters.cache_fakes import PAGE_BYTES
 from support.engine.fake_transport import Fate
 
@@ -123,6 +123,10 @@ class World:
         draw = [self.sharing.randint(1, self.num_pages) * PAGE_BYTES for _ in range(3)]
         return MemoryLimits(*(size if self.sharing.random() < 0.5 else None for size in draw))
 
+    def terms(self, tenant: str) -> TenantTerms:
+        """What it is served by when its next request comes."""
+        return TenantTerms(self.weights.get(tenant, 1.0), self.memory.get(tenant, NO_MEMORY_LIMITS))
+
     def request(self, request_id: str) -> EngineRequest:
         """The next request."""
         rng, asking = self.rng, self.asking
@@ -141,12 +145,10 @@ class World:
                 ignore_eos=rng.random() < 0.3,
             ),
             rng.choice(self.adapters[tenant]),
-            weight=self.weights[tenant],
             priority=rng.choice((0, 0, 0, 1)),
             deadline=10 ** rng.uniform(-1, 1) if rng.random() < self.p_deadline else None,
             grammar=self._grammar() if self.constraining.random() < 0.25 else None,
             max_load=self._max_load(),
-            memory=self.memory[tenant],
         )
         if self.embedding.random() < 0.15:
             pooling = self.embedding.choice(POOLINGS)

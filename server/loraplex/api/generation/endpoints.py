@@ -195,16 +195,15 @@ class GenerationEndpoint:
             entry = UsageEntry.open(services.ledger, context, principal, model, plan, self._kind.path)
             client.check()
             context.deadline.check()
+            services.engine.set_tenants({principal.tenant_id or "": principal.terms})
             requests = engine_requests(
                 plan,
                 internal_id=context.internal_id,
                 tenant_id=principal.tenant_id or "",
-                weight=principal.weight,
                 adapter=model.adapter,
                 max_output_tokens=reservation.max_output_tokens,
                 deadline_s=context.deadline.left_s,
                 max_load_s=None if context.max_load_ms is None else context.max_load_ms / 1000,
-                memory=principal.tenant_limits.memory,
             )
             generation = Generation.start(
                 services.engine,

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import invalid
 from loraplex.api.generation.tool_use import PLAIN, Reading
@@ -162,17 +161,14 @@ def engine_requests(
     *,
     internal_id: str,
     tenant_id: str,
-    weight: float,
     adapter: AdapterRef | None,
     max_output_tokens: int | None,
     deadline_s: float | None = None,
     max_load_s: float | None = None,
-    memory: MemoryLimits = NO_MEMORY_LIMITS,
 ) -> list[EngineRequest]:
     """One for each choice, in the order of their indices: all choices of the first prompt, then the next's. A prompt
     is scored with its first choice. `max_output_tokens` is what the limits leave for each answer, `deadline_s` what is
-    left of the request's time, `max_load_s` how long it waits for its adapter, `memory` its
-    tenant's limits on memory for adapters."""
+    left of the request's time, `max_load_s` how long it waits for its adapter."""
     fields = plan.request
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     temperature = 1.0 if fields.temperature is None else fields.temperature
@@ -210,11 +206,9 @@ def engine_requests(
                 prompt_ids=plan.prompts[of_prompt],
                 sampling=sampling,
                 adapter=adapter,
-                weight=weight,
                 priority=fields.priority or 0,
                 deadline=deadline_s,
                 max_load=max_load_s,
-                memory=memory,
                 grammar=plan.grammar,
                 pooling=fields.pooling,
             )

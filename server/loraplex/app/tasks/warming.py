@@ -18,6 +18,7 @@ from loraplex.control.catalog.releases import Releases
 from loraplex.control.db.database import Database
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import VersionInfo
+from loraplex.engine.types import TenantTerms
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.demand import Demand, Uses, rank
 from loraplex.serving.errors import EngineUnavailable
@@ -55,7 +56,7 @@ class Warming:
         """The engine begins without pins: send it the catalog's, and wait for them for some seconds. A pinned version
         that does not come is logged, and comes later if it can. Raises DatabaseUnavailable, DatabaseBusy."""
         pinned = await self._database.run(self._catalog.pinned)
-        await self._limit(engine, pinned)
+        await self._tell_terms(engine, pinned)
         for version in pinned:
             try:
                 await engine.pin(version.ref())
@@ -87,12 +88,12 @@ class Warming:
             recorded = []
         run = self._database.run
         ready = await run(find_ready, self._database, {each.digest: each.tenant_id for each in recorded})
-        limits = await self._limit(engine, list(ready.values()))
+        terms = await self._tell_terms(engine, list(ready.values()))
         self._demand.restore(
             Uses(ready[r.digest].ref(), r.uses) for r in reversed(recorded) if r.digest in ready
         )
         self._is_restored = True
-        wanted = in_order(recorded, ready, limits)
+        wanted = in_order(recorded, ready, {tenant: its.memory for tenant, its in terms.items()})
         newest = await run(self._releases.serving, await run(self._releases.newest, MAX_RELEASES))
         refs = {
             ref.digest: ref for ref in (*newest, *wanted)
@@ -123,12 +124,12 @@ class Warming:
         else:
             self._num_saved = changes
 
-    async def _limit(self, engine: EngineClient, versions: list[VersionInfo]) -> dict[str, MemoryLimits]:
-        """Tell the engine the limits of these versions' tenants, before it loads for them."""
+    async def _tell_terms(self, engine: EngineClient, versions: list[VersionInfo]) -> dict[str, TenantTerms]:
+        """Tell the engine the terms of these versions' tenants, before it loads for them."""
         tenants = {version.tenant_id for version in versions}
-        limits = await self._database.run(self._tenants.memory_limits, tenants)
-        engine.limit_memory(limits)
-        return limits
+        terms = await self._database.run(self._tenants.terms, tenants)
+        engine.set_tenants(terms)
+        return terms
 
 
 def in_order(

@@ -9,7 +9,6 @@ from typing import Any, cast
 from sqlalchemy import ColumnElement, CursorResult, delete, func, select
 from sqlalchemy.orm import Session
 
-from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
@@ -31,6 +30,7 @@ from loraplex.control.db.tables import (
 from loraplex.control.errors import Conflict, InvalidValue, TenantIdRetired, TenantNotFound
 from loraplex.control.limits.budget_store import budget_states
 from loraplex.control.types import Limits, Page, TenantInfo, TenantRemoval
+from loraplex.engine.types import TenantTerms
 
 MAX_IDS = 500
 """Ids that one query names."""
@@ -93,27 +93,18 @@ class Tenants:
             infos = tenant_infos(session, session.scalars(query).all())
             return rules.make_page(infos, limit, lambda info: info.id, lambda info: info)
 
-    def weights(self, tenant_ids: Iterable[str]) -> dict[str, float]:
-        """Weights of those of these tenants that exist."""
+    def terms(self, tenant_ids: Iterable[str]) -> dict[str, TenantTerms]:
+        """What those of these tenants that exist are served by."""
         wanted = sorted(set(tenant_ids))
-        found: dict[str, float] = {}
+        found: dict[str, TenantTerms] = {}
         with self._database.read() as session:
             for start in range(0, len(wanted), MAX_IDS):
                 ids = wanted[start : start + MAX_IDS]
-                rows = session.execute(select(Tenant.id, Tenant.weight).where(Tenant.id.in_(ids)))
-                found |= dict(rows.tuples().all())
-        return found
-
-    def memory_limits(self, tenant_ids: Iterable[str]) -> dict[str, MemoryLimits]:
-        """Memory limits of those of these tenants that exist."""
-        wanted = sorted(set(tenant_ids))
-        found: dict[str, MemoryLimits] = {}
-        with self._database.read() as session:
-            for start in range(0, len(wanted), MAX_IDS):
-                ids = wanted[start : start + MAX_IDS]
-                rows = session.execute(select(Tenant.id, Tenant.limits).where(Tenant.id.in_(ids)))
-                for tenant_id, limits in rows.tuples():
-                    found[tenant_id] = Limits(**limits).memory
+                rows = session.execute(
+                    select(Tenant.id, Tenant.weight, Tenant.limits).where(Tenant.id.in_(ids))
+                )
+                for tenant_id, weight, limits in rows.tuples():
+                    found[tenant_id] = TenantTerms(weight, Limits(**limits).memory)
         return found
 
     def update(

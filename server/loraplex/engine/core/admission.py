@@ -12,7 +12,6 @@ from loraplex.engine.types import MEASURE_STEPS, EngineError, EngineRequest
 MAX_TOKEN_ID = 2**31 - 1
 MAX_GRAMMAR_CHARS = 1 << 20
 """Most characters of a grammar's text."""
-MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Beyond these limits the sums of service per weight would lose single tokens."""
 
 
@@ -67,11 +66,6 @@ def check_request(
             f"a grammar of {len(request.grammar)} characters; at most {MAX_GRAMMAR_CHARS} are taken"
             if takes_grammars
             else "this engine takes no grammars",
-        )
-    if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
-        return EngineError(
-            "internal_error",
-            f"the tenant's weight is {request.weight}, not within {MIN_WEIGHT:g} … {MAX_WEIGHT:g}",
         )
     if request.max_load is not None and not (math.isfinite(request.max_load) and request.max_load >= 0):
         return EngineError("internal_error", f"max_load is {request.max_load}, not a number of seconds")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.adapters.cache.tenant_memory import MemoryLimits, TenantBytes
+from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.admission import check_request, too_slow
@@ -33,9 +33,11 @@ from loraplex.engine.types import (
     EngineError,
     EngineRequest,
     Sequence,
+    TenantTerms,
     TokenEvent,
 )
 
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 LOOK_AGAIN_S = 0.25
 """How often a waiting request whose patience for its adapter is over is looked at, while the adapter is there."""
 
@@ -146,7 +148,6 @@ class EngineCore:
     def add_request(self, request: EngineRequest) -> None:
         """Accept a request, or refuse it by a terminal event of the next `step`. Never raises for bad input."""
         now = self._clock()
-        self._cache.tenants.set_limits(request.tenant_id, request.memory)
         if request.request_id in self._tracker.live:
             error = EngineError("internal_error", f"request id {request.request_id} is already in use")
             self._tracker.refuse(request, error, duplicate=True)
@@ -182,7 +183,7 @@ class EngineCore:
         if request.grammar is not None and self._grammars is not None:
             hold = not self._grammars.open(request.request_id, request.tenant_id, request.grammar)
         if hold and request.adapter is not None:
-            self._scheduler.adapters.expected.expect(request.adapter, request.weight, now)
+            self._scheduler.adapters.expected.expect(request.adapter, now)
         self._scheduler.add_sequence(seq, hold=hold)
 
     def abort(self, request_id: str) -> None:
@@ -192,10 +193,11 @@ class EngineCore:
         if seq is not None:
             self._tracker.end(seq, "abort")
 
-    def set_weight(self, tenant_id: str, weight: float) -> None:
-        """A tenant's share (above 0) is another from now on. Ignored for one without a request here: its next one
-        brings it."""
-        self._scheduler.queue.set_weight(tenant_id, weight)
+    def set_terms(self, tenant_id: str, terms: TenantTerms) -> None:
+        """From now on a tenant is served by these, also what it has here already. A weight out of bounds counts as the
+        nearest within them."""
+        self._scheduler.queue.set_weight(tenant_id, min(MAX_WEIGHT, max(MIN_WEIGHT, terms.weight)))
+        self._cache.tenants.set_limits(tenant_id, terms.memory)
 
     def _shed_for(self, tenant_id: str, held: Mapping[str, int]) -> bool:
         """In a full queue, where tenants hold `held`, end the newest waiting request of the tenant that has most, if
@@ -225,7 +227,7 @@ class EngineCore:
             else:
                 error = too_slow(seq.request, self._scheduler.adapters.seconds_to_device(ref))
                 self._tracker.end(seq, "error", error=error)
-                self._scheduler.adapters.expected.expect(ref, seq.request.weight, now)
+                self._scheduler.adapters.expected.expect(ref, now)
 
     def _refuse_slow_load(self, request: EngineRequest, now: float) -> bool:
         """Whether the request is refused because its adapter cannot be on the device in time. It is loaded then."""
@@ -236,7 +238,7 @@ class EngineCore:
         if 0 < request.max_load >= seconds:
             return False
         self._tracker.refuse(request, too_slow(request, seconds))
-        self._scheduler.adapters.expected.expect(ref, request.weight, now)
+        self._scheduler.adapters.expected.expect(ref, now)
         return True
 
     def _fail_unavailable(self) -> None:
@@ -248,7 +250,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Some request has not ended, a step is in step, or events wait to be returned."""
+        """Some request has not ended, a step is in flight, or events wait to be returned."""
         return bool(self._tracker.live or self._in_flight or self._tracker.has_events)
 
     @property
@@ -325,9 +327,6 @@ class EngineCore:
 
     def warm(self, refs: Iterable[AdapterRef]) -> None:
         self._cache.warm(refs)
-
-    def set_memory(self, tenant_id: str, limits: MemoryLimits) -> None:
-        self._cache.tenants.set_limits(tenant_id, limits)
 
     @property
     def is_warming(self) -> bool:

@@ -14,10 +14,9 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.engine.types import AdapterState, EngineRequest, TokenEvent
+from loraplex.engine.types import AdapterState, EngineRequest, TenantTerms, TokenEvent
 
 MAX_FRAME_BYTES = 32 * 1024 * 1024
 """Above any legal frame: a prompt of a million tokens takes 5 MB."""
@@ -86,11 +85,7 @@ class Operations(Protocol):
     def drop(self, digest: str) -> None: ...
     def prefetch(self, ref: AdapterRef) -> None: ...
     def warm(self, refs: Sequence[AdapterRef]) -> None: ...
-    def set_memory(self, tenant_id: str, limits: MemoryLimits) -> None: ...
-    def set_weight(self, tenant_id: str, weight: float) -> None:
-        """A tenant without a request is ignored."""
-        ...
-
+    def set_terms(self, tenant_id: str, terms: TenantTerms) -> None: ...
     def stats(self) -> EngineStats: ...
     def cache_entries(self, digests: Sequence[str] | None = None) -> Sequence[CacheEntry]: ...
 
@@ -153,24 +148,14 @@ class Warm(Notification, frozen=True, tag=True):
         core.warm(self.refs)
 
 
-class SetMemory(Notification, frozen=True, tag=True):
-    """Reserved and maximum memory of these tenants' adapters, as their requests would bring it."""
+class SetTenants(Notification, frozen=True, tag=True):
+    """Serve these tenants by other terms, also their requests that wait or run."""
 
-    limits: dict[str, MemoryLimits]
-
-    def run(self, core: Operations) -> None:
-        for tenant_id, limits in self.limits.items():
-            core.set_memory(tenant_id, limits)
-
-
-class SetWeights(Notification, frozen=True, tag=True):
-    """Change these tenants' weights, also for requests that wait or run."""
-
-    weights: dict[str, float]
+    terms: dict[str, TenantTerms]
 
     def run(self, core: Operations) -> None:
-        for tenant_id, weight in self.weights.items():
-            core.set_weight(tenant_id, weight)
+        for tenant_id, terms in self.terms.items():
+            core.set_terms(tenant_id, terms)
 
 
 class Pin(Call[Done], frozen=True, tag=True):
@@ -223,19 +208,7 @@ class Ping(Call[Pong], frozen=True, tag=True):
 
 
 Command = (
-    Add
-    | Shutdown
-    | Abort
-    | Prefetch
-    | Warm
-    | SetMemory
-    | SetWeights
-    | Pin
-    | Unpin
-    | Drop
-    | GetStats
-    | GetCache
-    | Ping
+    Add | Shutdown | Abort | Prefetch | Warm | SetTenants | Pin | Unpin | Drop | GetStats | GetCache | Ping
 )
 
 

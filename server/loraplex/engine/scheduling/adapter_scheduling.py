@@ -165,7 +165,7 @@ class AdapterScheduler:
             pending.loading[ref.digest] = None
         if self._is_requested(ref, residency) and not expected.is_charged:
             expected.is_charged = True
-            self._queue.charge_tenant(ref.tenant_id, expected.weight, self._load_charge * ref.rank)
+            self._queue.charge_tenant(ref.tenant_id, self._load_charge * ref.rank)
         if residency in (Residency.READY, Residency.FAILED):
             self.expected.remove(ref.digest)
 

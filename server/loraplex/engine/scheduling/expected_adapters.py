@@ -18,10 +18,9 @@ EXPECTED_S = 60.0
 
 @dataclass(slots=True)
 class ExpectedAdapter:
-    """`weight` is its tenant's; `is_charged`: the tenant was charged for the load."""
+    """`is_charged`: its tenant was charged for the load."""
 
     ref: AdapterRef
-    weight: float
     until: float
     is_charged: bool = False
 
@@ -35,16 +34,15 @@ class ExpectedAdapters:
     def __len__(self) -> int:
         return len(self._by_digest)
 
-    def expect(self, ref: AdapterRef, weight: float, now: float) -> None:
-        """Load this adapter, for a tenant of this weight. Ignored while as many are expected for the tenant as may
-        be."""
+    def expect(self, ref: AdapterRef, now: float) -> None:
+        """Load this adapter for its tenant. Ignored while as many are expected for the tenant as may be."""
         known = self._by_digest.get(ref.digest)
         if known is not None:
             known.until = now + EXPECTED_S
             return
         of_tenant = sum(other.ref.tenant_id == ref.tenant_id for other in self._by_digest.values())
         if of_tenant < MAX_EXPECTED_OF_TENANT and len(self._by_digest) < MAX_EXPECTED:
-            self._by_digest[ref.digest] = ExpectedAdapter(ref, weight, now + EXPECTED_S)
+            self._by_digest[ref.digest] = ExpectedAdapter(ref, now + EXPECTED_S)
 
     def pending(self, now: float) -> list[ExpectedAdapter]:
         """Those that are not there yet and were not given up."""

@@ -33,6 +33,7 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
+        self._weights: dict[str, float] = {}  # of all tenants that have another than 1
         self._entries: dict[Sequence, Entry] = {}
         self._open: set[str] = set()
         self._lanes: dict[str, dict[Tenant, TenantLane]] = {}  # by adapter, the lanes that are not empty
@@ -74,16 +75,15 @@ class FairQueue:
     # Lives of requests.
 
     def enter(self, seq: Sequence) -> None:
-        """A request was added. Its weight (above 0) is its tenant's weight from now on."""
-        tenant_id, weight = seq.request.tenant_id, seq.request.weight
+        """A request was added."""
+        tenant_id = seq.request.tenant_id
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
-            tenant = self._tenants[tenant_id] = Tenant(tenant_id, weight)
+            tenant = self._new_tenant(tenant_id)
         elif tenant.requests == 0:
             self._idle.drop(tenant)
         tenant.requests += 1
         self._active += 1
-        tenant.weight = weight
 
     def leave(self, seq: Sequence) -> None:
         """A request has ended. A tenant without requests is removed as soon as its counter has no effect."""
@@ -151,17 +151,16 @@ class FairQueue:
         tenant.charged += units / tenant.weight
         self._most = max(self._most, tenant.charged)
 
-    def charge_tenant(self, tenant_id: str, weight: float, units: float) -> None:
+    def charge_tenant(self, tenant_id: str, units: float) -> None:
         """Charge service to a tenant that may have no request in the engine. Nothing is charged while no tenant has
         one: then there is no competition."""
         if self._active == 0:
             return
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
-            tenant = self._tenants[tenant_id] = Tenant(tenant_id, weight)
+            tenant = self._new_tenant(tenant_id)
             self._idle.put(tenant)
         if tenant.requests == 0:
-            tenant.weight = weight
             self._lift(tenant)  # as if it had a request: the charge comes on top
         tenant.charged += units / tenant.weight
         self._most = max(self._most, tenant.charged)
@@ -190,9 +189,13 @@ class FairQueue:
             self._add_ready(tenant, -lane.size)
 
     def set_weight(self, tenant_id: str, weight: float) -> None:
-        """Change a tenant's weight. Does nothing for a tenant without a request in the engine."""
+        """A tenant's weight (above 0) from now on, 1 until then."""
+        if weight == 1.0:
+            self._weights.pop(tenant_id, None)
+        else:
+            self._weights[tenant_id] = weight
         tenant = self._tenants.get(tenant_id)
-        if tenant is not None and tenant.requests:
+        if tenant is not None:
             tenant.weight = weight
 
     # Choosing.
@@ -218,6 +221,10 @@ class FairQueue:
     def tenants(self) -> list[tuple[str, int, float]]:
         """(tenant, requests in the engine, counter) of every tenant that has a request in the engine."""
         return [(t.tenant_id, t.requests, t.charged) for t in self._tenants.values() if t.requests]
+
+    def _new_tenant(self, tenant_id: str) -> Tenant:
+        tenant = self._tenants[tenant_id] = Tenant(tenant_id, self._weights.get(tenant_id, 1.0))
+        return tenant
 
     def _add_ready(self, tenant: Tenant, count: int) -> None:
         backlogged = tenant.ready > 0

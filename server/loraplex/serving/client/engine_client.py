@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, Self
 
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.event_buffer import EventBuffer
@@ -21,6 +20,7 @@ from loraplex.engine.types import (
     EngineError,
     EngineRequest,
     ErrorCode,
+    TenantTerms,
     TokenEvent,
 )
 
@@ -163,11 +163,6 @@ class EngineClient(Protocol):
         """Whether loads of `warm`, or of a restart, go on."""
         ...
 
-    def limit_memory(self, limits: Mapping[str, MemoryLimits]) -> None:
-        """From now on the engine keeps and caps the memory of these tenants' adapters so; each request of theirs says
-        it again."""
-        ...
-
     async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
         """Return when no pinned version is on its way to the device, or after some seconds. Those of `refs`, which were
         pinned, that are not there: another one waits for them, they failed, or their pin was taken away meanwhile.
@@ -175,12 +170,13 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def weights(self) -> dict[str, float]:
-        """Weights that the engine serves tenants at, of those with a request that has not ended."""
+    def served_tenants(self) -> set[str]:
+        """The tenants with a request that has not ended."""
         ...
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """From now on the engine serves these tenants at these weights, also what it has of them already."""
+    def set_tenants(self, terms: Mapping[str, TenantTerms]) -> None:
+        """From now on the engine serves these tenants by these terms, also what it has of them already; so does one
+        that comes in its place. Costs nothing where they are as before."""
         ...
 
     async def drop(self, digest: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 
-from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import (
@@ -35,7 +34,7 @@ class MeasureFailed(ServingError):
         self.retry_after_s = error.retry_after_s
 
 
-def measure_request(ref: AdapterRef, tenant: str, *, weight: float, memory: MemoryLimits) -> EngineRequest:
+def measure_request(ref: AdapterRef, tenant: str) -> EngineRequest:
     """A request for the sites of `ref`, before all else that its tenant waits for: it takes no more than a short prompt
     does, and a tenant that always waits for something would never get its version."""
     return EngineRequest(
@@ -44,10 +43,8 @@ def measure_request(ref: AdapterRef, tenant: str, *, weight: float, memory: Memo
         (0,) * MEASURE_STEPS,
         SamplingParams(max_tokens=0),
         ref,
-        weight=weight,
         priority=MEASURE_PRIORITY,
         deadline=MEASURE_DEADLINE_S,
-        memory=memory,
         measured=True,
     )
 

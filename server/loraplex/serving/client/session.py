@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
 
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
+from loraplex.engine.types import (
+    DEFAULT_TERMS,
+    AdapterState,
+    EngineError,
+    EngineRequest,
+    ErrorCode,
+    TenantTerms,
+    TokenEvent,
+)
 from loraplex.serving.client.engine_client import RequestStream, error_event
 from loraplex.serving.client.measuring import measure_request, read_outputs
 from loraplex.serving.demand import Demand
@@ -27,8 +33,6 @@ CALL_TIMEOUT_S = 10.0
 PINS_TIMEOUT_S = 15.0
 """Time for the pinned versions to come to the device before requests are taken."""
 _PINS_LOOK_S = 0.02
-MAX_KNOWN_LIMITS = 4096
-"""Tenants whose memory limits are sent to a new engine."""
 
 ArgsP = ParamSpec("ArgsP")
 AnswerT = TypeVar("AnswerT", bound=wire.Answer)
@@ -48,12 +52,11 @@ class EngineSession(ABC):
         self._info: EngineInfo | None = None
         self._streams: dict[str, RequestStream] = {}
         self._fair_share = FairShare()
-        self._weights: dict[str, float] = {}
         self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
         self._shared: dict[type, asyncio.Future[wire.Answer]] = {}
         self._next_call = 0
         self._states: dict[str, AdapterState] = {}
-        self._memory: OrderedDict[str, MemoryLimits] = OrderedDict()
+        self._terms: dict[str, TenantTerms] = {}  # of tenants that have others than the default
         self.warming = False
         self._pins: dict[str, AdapterRef] = {}
         self._draining = False
@@ -117,37 +120,33 @@ class EngineSession(ABC):
                 raise
             streams.append(RequestStream(request, self._abort))
             self._streams[request.request_id] = streams[-1]
-            self._weights[tenant_id] = request.weight
         if (ref := requests[0].adapter) is not None:
             # The check of a new version is no demand for it.
             self._demand.know(ref) if requests[0].measured else self._demand.use(ref)
-            self._limit(tenant_id, requests[0].memory)
         return streams
 
     @property
-    def weights(self) -> dict[str, float]:
-        return dict(self._weights)
+    def served_tenants(self) -> set[str]:
+        return self._fair_share.owners
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        live = {tenant_id: weight for tenant_id, weight in weights.items() if tenant_id in self._weights}
-        if live and self.healthy:
-            self._weights |= live
-            self._send(wire.SetWeights(live))
+    def terms(self, tenant_id: str) -> TenantTerms:
+        return self._terms.get(tenant_id, DEFAULT_TERMS)
 
-    def _give_back(self, tenant_id: str) -> None:
-        """One of its requests has ended."""
-        self._fair_share.release(tenant_id)
-        if not self._fair_share.held(tenant_id):
-            del self._weights[tenant_id]
+    def set_tenants(self, terms: Mapping[str, TenantTerms]) -> None:
+        changed = {tenant: its for tenant, its in terms.items() if its != self.terms(tenant)}
+        for tenant_id, its in changed.items():
+            self._terms[tenant_id] = its
+            if its == DEFAULT_TERMS:
+                del self._terms[tenant_id]
+        if changed:
+            self._send(wire.SetTenants(changed))
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
             self._send(wire.Abort((request_id,)))
 
     async def measure_sites(self, ref: AdapterRef, *, tenant: str) -> SiteOutputs:
-        # As the engine knows the tenant: a request sets its weight and its limits.
-        weight, memory = self._weights.get(tenant, 1.0), self._memory.get(tenant, NO_MEMORY_LIMITS)
-        (stream,) = self._submit([measure_request(ref, tenant, weight=weight, memory=memory)])
+        (stream,) = self._submit([measure_request(ref, tenant)])
         return await read_outputs(stream, self.info.dtype)
 
     # Adapters.
@@ -179,12 +178,6 @@ class EngineSession(ABC):
             self._demand.know(ref)
         self._send(wire.Prefetch(tuple(refs)))
 
-    def limit_memory(self, limits: Mapping[str, MemoryLimits]) -> None:
-        for tenant_id, its in limits.items():
-            self._limit(tenant_id, its)
-        if limits and self.healthy:
-            self._send(wire.SetMemory(dict(limits)))
-
     def warm(self, refs: Sequence[AdapterRef]) -> None:
         if not refs or not self.healthy:
             return
@@ -214,25 +207,16 @@ class EngineSession(ABC):
         return frozenset(digest for digest, state in self._states.items() if state == "hot")
 
     def _restore(self, hot: frozenset[str], *, warm: bool) -> None:
-        """Ask a new engine for what the old one had: its tenants' limits, the pins, and with `warm` by demand what else
+        """Ask a new engine for what the old one had: its tenants' terms, the pins, and with `warm` by demand what else
         was in memory; `hot` was on the device, used or not."""
-        if self._memory:
-            self._send(wire.SetMemory(dict(self._memory)))
+        if self._terms:
+            self._send(wire.SetTenants(dict(self._terms)))
         for ref in self._pins.values():
             self._next_call += 1
             self._send(wire.Pin(self._next_call, ref))
         ranked = [uses.ref for uses in self._demand.ranked(hot)] if warm else []
         if refs := tuple(ref for ref in ranked if ref.digest not in self._pins):
             self._send(wire.Warm(refs))
-
-    def _limit(self, tenant_id: str, limits: MemoryLimits) -> None:
-        if limits == NO_MEMORY_LIMITS:
-            self._memory.pop(tenant_id, None)
-            return
-        self._memory[tenant_id] = limits
-        self._memory.move_to_end(tenant_id)
-        if len(self._memory) > MAX_KNOWN_LIMITS:
-            self._memory.popitem(last=False)
 
     # Calls.
 
@@ -318,7 +302,7 @@ class EngineSession(ABC):
         if event.finish_reason is not None:
             del self._streams[event.request_id]
             self._num_served += event.finish_reason in ("stop", "length")
-            self._give_back(stream.request.tenant_id)
+            self._fair_share.release(stream.request.tenant_id)
             if self._was_cut(event, stream):
                 code: ErrorCode = "draining" if self._draining else "engine_restarting"
                 error = EngineError(code, "the engine shut down before the request ended")
@@ -337,7 +321,7 @@ class EngineSession(ABC):
         Returns the number of streams that ended."""
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
-            self._give_back(stream.request.tenant_id)
+            self._fair_share.release(stream.request.tenant_id)
             stream.put(error_event(request_id, code, message, retry_after_s))
         for future in list(self._calls.values()):
             if not future.done():

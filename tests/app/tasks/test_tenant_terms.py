@@ -1,4 +1,4 @@
-"""From a tenant's changed weight to the engine that serves it."""
+"""From a tenant's changed weight and limits to the engine that serves it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.app.tasks.tenant_weights import INTERVAL_S, WeightWatch
+from loraplex.adapters.cache.tenant_memory import MemoryLimits
+from loraplex.app.tasks.tenant_terms import INTERVAL_S, TermsWatch
 from loraplex.control.db.database import Database
 from loraplex.control.errors import DatabaseUnavailable
-from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient, Reply
 
@@ -24,12 +25,13 @@ class Rig:
 
     def serve(self, tenant: str, weight: float) -> None:
         self.engine.script(Reply(hold=True))
-        request = EngineRequest(f"of-{tenant}", tenant, (1,), SamplingParams(5), weight=weight)
+        request = EngineRequest(f"of-{tenant}", tenant, (1,), SamplingParams(5))
+        self.engine.set_tenants({tenant: TenantTerms(weight)})
         self.engine.submit(request)
 
     async def until(self, weights: dict[str, float]) -> None:
         async with asyncio.timeout(10):
-            while self.engine.weights != weights:
+            while {tenant: its.weight for tenant, its in self.engine.terms.items()} != weights:
                 await asyncio.sleep(0.005)
 
 
@@ -40,7 +42,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         plane.tenants.create(tenant)
     rig = Rig(plane)
     await rig.engine.start()
-    watch = WeightWatch(plane.database, plane.tenants)
+    watch = TermsWatch(plane.database, plane.tenants)
     task = asyncio.create_task(watch.run(rig.engine, interval_s=0.01))
     yield rig
     task.cancel()
@@ -56,7 +58,7 @@ async def test_a_change_reaches_what_is_being_served_and_nothing_else(rig: Rig) 
     rig.plane.tenants.update("acme", {"weight": 4.0})
     rig.plane.tenants.update("idle", {"weight": 2.0})
     await rig.until({"acme": 4.0, "rival": 1.0})
-    assert rig.engine.new_weights == {"acme": 4.0}
+    assert "idle" not in rig.engine.terms
     assert INTERVAL_S < 5, "a change is in force within five seconds"
 
 
@@ -64,6 +66,15 @@ async def test_a_request_that_brings_an_old_weight_is_put_right(rig: Rig) -> Non
     rig.plane.tenants.update("acme", {"weight": 4.0})
     rig.serve("acme", 1.0)
     await rig.until({"acme": 4.0})
+
+
+async def test_a_changed_limit_of_memory_reaches_what_is_being_served(rig: Rig) -> None:
+    rig.serve("acme", 1.0)
+    rig.plane.tenants.update("acme", {"limits": {"host_bytes_max": 1 << 30}})
+    wanted = {"acme": TenantTerms(1.0, MemoryLimits(host_bytes_max=1 << 30))}
+    async with asyncio.timeout(10):
+        while rig.engine.terms != wanted:
+            await asyncio.sleep(0.005)
 
 
 async def test_a_database_that_is_away_changes_no_weight(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,5 +89,5 @@ async def test_a_database_that_is_away_changes_no_weight(rig: Rig, monkeypatch: 
         rig.serve("acme", 1.0)
         rig.plane.tenants.update("acme", {"weight": 4.0})
         await asyncio.wait_for(asked.wait(), 10)
-        assert rig.engine.weights == {"acme": 1.0}
+        assert rig.engine.terms == {"acme": TenantTerms(1.0)}
     await rig.until({"acme": 4.0})

@@ -1,4 +1,4 @@
-"""A tenant's weight that changes while the tenant is being served."""
+"""A tenant's weight and limits of memory that change while the tenant is being served."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ INTERVAL_S = 1.0
 log = structlog.get_logger("loraplex")
 
 
-class WeightWatch:
-    """Every request brings its tenant's weight; this sends the engine changes for requests that wait and run already,
+class TermsWatch:
+    """A tenant's terms are sent before its requests; this sends changes for requests that wait and run already,
     whichever server made them. A tenant that is not being served costs nothing."""
 
     def __init__(self, database: Database, tenants: Tenants) -> None:
@@ -24,17 +24,13 @@ class WeightWatch:
         self._tenants = tenants
 
     async def run(self, engine: EngineClient, *, interval_s: float = INTERVAL_S) -> None:
-        """Until it is cancelled. While the database does not answer, the weights stay as they are."""
+        """Until it is cancelled. While the database does not answer, the terms stay as they are."""
         while True:
             await asyncio.sleep(interval_s)
-            if not engine.weights:
+            served = engine.served_tenants
+            if not served:
                 continue
             try:
-                found = await self._database.look_up(self._tenants.weights, tuple(engine.weights))
+                engine.set_tenants(await self._database.look_up(self._tenants.terms, tuple(served)))
             except LoraplexError as error:
-                log.debug("weights_not_read", reason=error.message)
-                continue
-            used = engine.weights
-            engine.set_weights(
-                {t: weight for t, weight in found.items() if used.get(t) not in (None, weight)}
-            )
+                log.debug("terms_not_read", reason=error.message)
