@@ -50,7 +50,7 @@ gpu-wheels:
 check: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p loraplex.kernels -p loraplex.adapters -p loraplex.engine -p loraplex.serving -p loraplex.http -p loraplex.api -p loraplex.control -p loraplex.admin -p loraplex.migrations -p loraplex.app -p loraplex.contrib
+	$(BIN)/mypy -p loraplex.kernels -p loraplex.adapters -p loraplex.engine -p loraplex.serving -p loraplex.lifecycle -p loraplex.http -p loraplex.api -p loraplex.control -p loraplex.admin -p loraplex.migrations -p loraplex.app -p loraplex.contrib
 	$(BIN)/lint-imports
 	$(BIN)/deptry server adapters kernels admin migrations
 	$(BIN)/python tools/check_layout.py

@@ -35,6 +35,7 @@ ROOT_PACKAGES = (
     "loraplex.http",
     "loraplex.kernels",
     "loraplex.migrations",
+    "loraplex.lifecycle",
     "loraplex.serving",
 )
 

@@ -26,7 +26,6 @@ from loraplex.api.metrics import Scraper, api_metrics, engine_metrics, label_set
 from loraplex.api.openai import schemas
 from loraplex.app.ports import connections
 from loraplex.app.settings import Settings
-from loraplex.app.tasks import tenant_terms
 from loraplex.control import rules, types
 from loraplex.control.audit import log as audit_log
 from loraplex.control.catalog import releases, resolver
@@ -43,6 +42,7 @@ from loraplex.engine.grammar import dictated
 from loraplex.engine.scheduling import block_needs, step_budget
 from loraplex.http import body, context
 from loraplex.kernels.numba_runtime import cache as numba_cache
+from loraplex.lifecycle import tenant_terms
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.grammar import builders, checker, schema_rules
 from loraplex.serving.supervision import supervisor, watchdog

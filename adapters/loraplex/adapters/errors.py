@@ -18,6 +18,7 @@ RefusalCode = Literal[
     "no_effect",
     "non_finite",
     "numerical_mismatch",
+    "numerical_crash",
     "too_large",
     "quota_exceeded",
 ]

@@ -18,7 +18,6 @@ import structlog
 from loraplex.adapters.admission.chat_files import ChatFiles, read_chat_files
 from loraplex.adapters.archive.extract import extract_upload
 from loraplex.adapters.errors import LoraplexError
-from loraplex.admin.engine_eviction import evict_removed
 from loraplex.admin.problem import Problem
 from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.admin.uploads.multipart import Part
@@ -28,6 +27,7 @@ from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.staged import StagedUpload
 from loraplex.control.types import VersionInfo
+from loraplex.lifecycle.eviction import evict_removed
 from loraplex.serving.errors import ServingError
 from loraplex.serving.text.own_chat import ChatFound
 
@@ -74,7 +74,7 @@ async def admit_version(
     if info.state == "validating":
         if wait:
             return await services.checks.wait(info), is_new
-        services.checks.begin(info)
+        services.checks.start(info)
         return info, is_new
     # It is asked for soon, if only to try it.
     services.engine.prefetch([info.ref()])

@@ -10,7 +10,6 @@ import structlog
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.admin.admission import admit_version
-from loraplex.admin.engine_eviction import evict_removed
 from loraplex.admin.framework.refusal_audit import audit_refusals
 from loraplex.admin.problem import from_exception
 from loraplex.admin.services import AdminServices
@@ -19,6 +18,7 @@ from loraplex.control.audit.recorder import Actor
 from loraplex.control.errors import AdapterNotFound, DatabaseBusy, DatabaseUnavailable
 from loraplex.control.types import VersionInfo
 from loraplex.http.text import printable
+from loraplex.lifecycle.eviction import evict_removed
 
 _VERSIONS = "tenants/{tenant}/adapters/{name}/versions"
 _ADAPTER = "tenants/{tenant}/adapters/{name}"

@@ -13,7 +13,6 @@ from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.admin.change_rate_limit import ChangeRateLimit
 from loraplex.admin.problem import Problem
 from loraplex.admin.uploads.serving_field import CheckFormats
-from loraplex.admin.version_checks import VersionChecks
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.adapters import Catalog
@@ -25,6 +24,7 @@ from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Serving
+from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.fair_share import FairShare
 from loraplex.serving.tenant_threads import TenantThreads

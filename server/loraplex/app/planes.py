@@ -23,7 +23,6 @@ from loraplex.admin.app import (
 )
 from loraplex.admin.runtime_loading import RuntimeLoading
 from loraplex.admin.services import AdminServices
-from loraplex.admin.version_checks import VersionChecks
 from loraplex.api.application import create_data_app, create_starting_data_app, service_probes
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
@@ -45,6 +44,7 @@ from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.types import Limits
 from loraplex.http.routing import exact
+from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
 from loraplex.serving.templates.renderer import TemplateRenderer

@@ -22,10 +22,10 @@ from loraplex.app.planes import Apps, create_apps, create_starting_apps
 from loraplex.app.ports.sockets import Ports, open_ports, url
 from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid
-from loraplex.app.tasks.damage_reports import DamageReports
-from loraplex.app.tasks.tenant_terms import TermsWatch
-from loraplex.app.tasks.warming import Warming
 from loraplex.control.usage.roll_up import UsageRollUp
+from loraplex.lifecycle.damage_reports import DamageReports
+from loraplex.lifecycle.tenant_terms import TermsWatch
+from loraplex.lifecycle.warming import Warming
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.demand import Demand

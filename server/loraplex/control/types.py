@@ -73,7 +73,7 @@ class Principal:
 
     @property
     def terms(self) -> TenantTerms:
-        """What the tenant is served by, as the engine takes it."""
+        """The tenant's weight and limits of memory, as the engine takes them."""
         return TenantTerms(self.weight, self.tenant_limits.memory)
 
 

@@ -84,14 +84,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TenantTerms:
-    """What a tenant is served by: its share `weight`, and its reserved and maximum adapter memory."""
+    """The share `weight` of a tenant, and its reserved and maximum adapter memory."""
 
     weight: float = 1.0
     memory: MemoryLimits = NO_MEMORY_LIMITS
 
 
 DEFAULT_TERMS = TenantTerms()
-"""Of a tenant that the engine was told nothing of."""
+"""The terms of a tenant that the engine was told nothing of."""
 
 
 @dataclass(frozen=True, slots=True)

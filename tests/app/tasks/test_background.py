@@ -13,9 +13,6 @@ import sqlalchemy.exc
 from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.app.serve import start_background
-from loraplex.app.tasks.damage_reports import DamageReports
-from loraplex.app.tasks.tenant_terms import TermsWatch
-from loraplex.app.tasks.warming import Warming
 from loraplex.control.background import BackgroundTasks
 from loraplex.control.db.database import Database
 from loraplex.control.db.outage import Outage
@@ -24,6 +21,9 @@ from loraplex.control.tenancy.key_use import KeyUse
 from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.control.usage.writer import UsageWriter
 from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms
+from loraplex.lifecycle.damage_reports import DamageReports
+from loraplex.lifecycle.tenant_terms import TermsWatch
+from loraplex.lifecycle.warming import Warming
 from loraplex.serving.demand import Demand
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient, Reply

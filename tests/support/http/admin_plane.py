@@ -20,7 +20,6 @@ from loraplex.adapters.store.fault_points import Fault, no_fault
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.admin.change_rate_limit import ChangeRateLimit
 from loraplex.admin.services import AdminServices, ExamineChat, UploadGate
-from loraplex.admin.version_checks import VersionChecks
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.adapters import Catalog
@@ -30,6 +29,7 @@ from loraplex.control.db.database import Database
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
+from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.migrations.run import upgrade
 from support.adapters.drafts import TinyBase, make_adapter, write_base
 from support.control.integrity import check_integrity

@@ -7,7 +7,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from loraplex.admin.engine_eviction import evict_removed
 from loraplex.admin.framework.dependencies import AdapterName, Audited, Reader, Services, TenantId, Writer
 from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.routes.releases import show_release
@@ -16,6 +15,7 @@ from loraplex.admin.schemas.fields import PageQuery
 from loraplex.admin.services import AdminServices
 from loraplex.control.errors import ReleaseNotFound
 from loraplex.control.types import AdapterInfo
+from loraplex.lifecycle.eviction import evict_removed
 
 router = APIRouter(prefix="/tenants/{tenant}/adapters", route_class=AdminRoute)
 

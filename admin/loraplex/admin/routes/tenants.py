@@ -8,7 +8,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from loraplex.admin.engine_eviction import evict_removed
 from loraplex.admin.framework.dependencies import Audited, Operator, Services, TenantId
 from loraplex.admin.framework.openapi import LOCATION
 from loraplex.admin.framework.route import AdminRoute
@@ -25,6 +24,7 @@ from loraplex.admin.schemas.tenants import (
 )
 from loraplex.admin.services import AdminServices
 from loraplex.control.types import TenantInfo, TenantRemoval
+from loraplex.lifecycle.eviction import evict_removed
 from loraplex.serving.errors import EngineUnavailable
 
 router = APIRouter(route_class=AdminRoute)

@@ -9,7 +9,6 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from loraplex.admin.admission import Receive, admit_version
-from loraplex.admin.engine_eviction import evict_removed, unpin_unused
 from loraplex.admin.framework.dependencies import (
     AdapterName,
     Audited,
@@ -36,6 +35,7 @@ from loraplex.admin.uploads.imports import import_source
 from loraplex.admin.uploads.receive import receive_upload
 from loraplex.control.errors import ControlError
 from loraplex.control.types import Serving, VersionInfo
+from loraplex.lifecycle.eviction import evict_removed, unpin_unused
 from loraplex.serving.errors import EngineUnavailable, ServingError
 
 router = APIRouter(prefix="/tenants/{tenant}/adapters/{name}/versions", route_class=AdminRoute)

@@ -94,7 +94,7 @@ class Tenants:
             return rules.make_page(infos, limit, lambda info: info.id, lambda info: info)
 
     def terms(self, tenant_ids: Iterable[str]) -> dict[str, TenantTerms]:
-        """What those of these tenants that exist are served by."""
+        """The terms of those of these tenants that exist."""
         wanted = sorted(set(tenant_ids))
         found: dict[str, TenantTerms] = {}
         with self._database.read() as session:

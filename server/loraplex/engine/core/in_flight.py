@@ -46,7 +46,7 @@ class InFlightStep:
 
     @property
     def orders(self) -> set[int]:
-        """Of its sequences."""
+        """The orders of its sequences."""
         return {row.order for row in self.plan.scheduled}
 
 

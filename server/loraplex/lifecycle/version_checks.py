@@ -5,7 +5,7 @@ wait, whose server died, or that could not be checked before.
 
 No tenant's checks keep another's waiting, however long they take: a tenant has one at a time, the engine measures them
 side by side, and the reference computes them in turns. A version that the engine dies of must not end engine after
-engine: its tenant's checks pause.
+engine: it is measured once more, alone, and rejected where the engine dies again. Meanwhile its tenant's checks pause.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -29,7 +30,6 @@ from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.numerics import NumbersCheck, NumbersVerdict, SiteOutputs
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
 from loraplex.adapters.store.interface import Store
-from loraplex.admin.engine_eviction import evict_removed
 from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.retention import Retention
@@ -45,6 +45,8 @@ from loraplex.control.errors import (
 )
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import CheckOutcome, Refusal, VersionInfo
+from loraplex.lifecycle.engine_turns import EngineTurns
+from loraplex.lifecycle.eviction import evict_removed
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.errors import (
     EngineDraining,
@@ -70,9 +72,8 @@ SCAN_S = 30.0
 LEFT_ALONE_S = 120.0
 """Such a version is left to the server that took it until it is so old, except at a start."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 300.0
-MAX_DEATHS = 3
-"""Once the engine has ended so often while a version was measured, each attempt waits for LONGEST_RETRY_S. The version
-may be what ends it, and an engine that dies five times within five minutes is given up."""
+MAX_DEATHS = 2
+"""Deaths of the engine while it measures a version that reject it. Before the last one it was measured alone."""
 DEATH_PAUSES_S = (10.0, 120.0, 600.0, 3600.0)
 """Pauses of a tenant's checks after the first death of the engine during one of them, the second, and so on. Five
 within five minutes, with nothing served between them, and the engine would stay down."""
@@ -80,6 +81,10 @@ FORGET_DEATHS_S = 3600.0
 """After the pause, without another one."""
 _MOST_DOUBLINGS = 16
 _SHORTEST_PAUSE_S = 1.0
+_CRASHED = (
+    "the engine died twice while it measured this version, the second time with no other beside it; tell the operator, "
+    "whose log has the reason"
+)
 _Key = tuple[str, str, int]
 _T = TypeVar("_T")
 
@@ -97,10 +102,7 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Retry:
-    """`deaths` of the failures were ends of the engine."""
-
     failures: int = 0
-    deaths: int = 0
     due: float = 0.0
 
 
@@ -139,16 +141,16 @@ class VersionChecks:
         self._retention = retention
         self._on_outcome = on_outcome
         self._wait_s = wait_s
-        self._measure_s = measure_s
         self._scan_s = scan_s
         self._clock = clock
         self._running: dict[_Key, asyncio.Task[_Attempt]] = {}
         self._retries: dict[_Key, _Retry] = {}
-        self._deaths: dict[str, _Retry] = {}
+        self._deaths: Counter[_Key] = Counter()  # while the engine measured it
+        self._paused: dict[str, _Retry] = {}  # tenants, by deaths during their checks
         self._failed = asyncio.Event()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._slots = asyncio.Semaphore(MAX_CHECKS)
-        self._alone = asyncio.Lock()
+        self._engine_turns = EngineTurns(measure_s)
         self._reference = asyncio.Lock()
         self._thread = anyio.CapacityLimiter(1)
         self._fetches = anyio.CapacityLimiter(MAX_CHECKS)
@@ -162,21 +164,10 @@ class VersionChecks:
             task.add_done_callback(lambda _: self._running.pop(key, None))
         return task
 
-    def begin(self, info: VersionInfo) -> None:
-        """Attempt to check a version that nobody waits for."""
-        if not self._is_left_alone(info):
-            self.start(info)
-
-    def _is_left_alone(self, info: VersionInfo) -> bool:
-        retry = self._retries.get(_key(info))
-        return retry is not None and retry.deaths >= MAX_DEATHS and retry.due > self._clock()
-
     async def wait(self, info: VersionInfo) -> VersionInfo:
         """The version when it is ready. Raises VersionRejected, NumbersUnchecked where there is no verdict in time (the
         check goes on), VersionNotFound where it was deleted meanwhile, AdapterUnavailable where its bytes were lost."""
         deadline = self._clock() + self._wait_s
-        if self._is_left_alone(info):
-            raise NumbersUnchecked(info, "the engine has ended again and again while it was measured")
         while True:
             task = self.start(info)
             await asyncio.wait({task}, timeout=deadline - self._clock())
@@ -222,6 +213,7 @@ class VersionChecks:
         now, today = self._clock(), datetime.now(UTC)
         known = {_key(info) for info in pending}
         self._retries = {key: retry for key, retry in self._retries.items() if key in known}
+        self._deaths = Counter({key: count for key, count in self._deaths.items() if key in known})
         for info in pending:
             retry = self._retries.get(_key(info))
             is_old = (today - info.created_at).total_seconds() >= LEFT_ALONE_S
@@ -236,18 +228,13 @@ class VersionChecks:
     async def _check(self, info: VersionInfo) -> _Attempt:
         turn = self._turns.setdefault(info.tenant_id, asyncio.Lock())
         async with turn, self._slots:
-            had_engine = self.engine.healthy
             try:
                 self._check_paused(info.tenant_id)
                 attempt = await self._attempt(info)
             except Exception as error:
-                ended = (
-                    had_engine
-                    and isinstance(error, EngineUnavailable)
-                    and not isinstance(error, EngineDraining)
-                )
-                return self._postponed(info, error, engine_ended=ended)
+                return self._postponed(info, error)
         self._retries.pop(_key(info), None)
+        self._deaths.pop(_key(info), None)
         return attempt
 
     async def _attempt(self, info: VersionInfo) -> _Attempt:
@@ -258,8 +245,7 @@ class VersionChecks:
         began = self._clock()
         # Its tenant may never have sent a request to this engine.
         self.engine.set_tenants(await run(self._tenants.terms, [info.tenant_id]))
-        outputs = await self._measure(info)
-        refusal, found = await self._judge(info, outputs)
+        refusal, found = await self._verdict(info)
         if refusal is None:
             decision = await run(self._validation.accept, info, found)
         elif await run(self.catalog.mark_damaged, info.digest):
@@ -276,12 +262,19 @@ class VersionChecks:
                 await self._delete_surplus(decision.info, decision.by)
         return _Attempt(decision.info)
 
-    async def _measure(self, info: VersionInfo) -> SiteOutputs:
-        """After a death, alone of those that may be its reason: the next one tells which of them it is."""
-        is_suspect = self._last_death(info.tenant_id) is not None
-        async with self._alone if is_suspect else contextlib.nullcontext():
-            async with asyncio.timeout(self._measure_s):
-                return await self.engine.measure_sites(info.ref(), tenant=info.tenant_id)
+    async def _verdict(self, info: VersionInfo) -> tuple[Refusal | None, dict[str, Any]]:
+        key = _key(info)
+        turns = self._engine_turns
+        try:
+            async with turns.alone() if self._deaths[key] else turns.beside_others():
+                outputs = await self.engine.measure_sites(info.ref(), tenant=info.tenant_id)
+        except EngineLost:
+            self._deaths[key] += 1
+            if self._deaths[key] < MAX_DEATHS:
+                raise
+            self._note_death(info.tenant_id, self._clock())
+            return Refusal("numerical_crash", _CRASHED), {}
+        return await self._judge(info, outputs)
 
     async def _current(self, info: VersionInfo) -> VersionInfo:
         """The version as it is now; `deleted` also where its tenant is."""
@@ -323,19 +316,16 @@ class VersionChecks:
             seconds=round(seconds, 3),
         )
 
-    def _postponed(self, info: VersionInfo, error: Exception, *, engine_ended: bool) -> _Attempt:
+    def _postponed(self, info: VersionInfo, error: Exception) -> _Attempt:
         retry = self._retries.setdefault(_key(info), _Retry())
         retry.failures += 1
-        retry.deaths += engine_ended
         pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(retry.failures - 1, _MOST_DOUBLINGS))
-        if retry.deaths >= MAX_DEATHS:
-            pause = LONGEST_RETRY_S
         pause *= 0.5 + random.random() / 2  # noqa: S311 - spreads attempts, keeps no secret
         now = self._clock()
         if isinstance(error, EngineLost):
             self._note_death(info.tenant_id, now)
         if isinstance(error, EngineLost | _ChecksPaused):
-            pause = max(pause, self._deaths[info.tenant_id].due - now)
+            pause = max(pause, self._paused[info.tenant_id].due - now)
         retry.due = now + pause
         self._failed.set()
         is_expected = isinstance(error, LoraplexError | OSError)
@@ -364,9 +354,9 @@ class VersionChecks:
 
     def _last_death(self, tenant: str) -> _Retry | None:
         """The last death of the engine during one of the tenant's checks, if that is not long ago."""
-        last = self._deaths.get(tenant)
+        last = self._paused.get(tenant)
         if last is not None and self._clock() >= last.due + FORGET_DEATHS_S:
-            del self._deaths[tenant]
+            del self._paused[tenant]
             return None
         return last
 
@@ -376,7 +366,7 @@ class VersionChecks:
         last = self._last_death(tenant)
         count = 1 if last is None else last.failures + 1
         pause = DEATH_PAUSES_S[min(count, len(DEATH_PAUSES_S)) - 1]
-        self._deaths[tenant] = _Retry(count, count, now + pause)
+        self._paused[tenant] = _Retry(count, now + pause)
 
     async def _delete_surplus(self, info: VersionInfo, by: Actor) -> None:
         """The version stands, whatever becomes of older ones: the next one tries again."""

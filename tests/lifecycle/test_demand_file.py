@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.app.storage import demand_file
-from loraplex.app.storage.demand_file import FILE_NAME, MAX_BYTES, DemandUnreadable, read_demand, write_demand
+from loraplex.lifecycle import demand_file
+from loraplex.lifecycle.demand_file import FILE_NAME, MAX_BYTES, DemandUnreadable, read_demand, write_demand
 from loraplex.serving.demand import HALF_LIFE_S, MAX_RANKED, MAX_USES, Uses
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.app.tasks.damage_reports import DamageReports
 from loraplex.control.db.database import Database
 from loraplex.control.errors import DatabaseUnavailable
+from loraplex.lifecycle.damage_reports import DamageReports
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient
 from support.faults.damage import flip_a_bit

@@ -14,8 +14,8 @@ import pytest
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.numerics import SiteOutputs, check
 from loraplex.adapters.ref import AdapterRef
-from loraplex.admin import version_checks
 from loraplex.control.types import VersionInfo
+from loraplex.lifecycle import version_checks
 from loraplex.serving.errors import EngineLost
 from support.http.admin_plane import AdminPlane
 
@@ -152,4 +152,39 @@ async def test_a_version_that_the_engine_dies_of_does_not_end_engine_after_engin
     assert len(deaths) == 3  # RestartPolicy gives up at five within five minutes
     assert deaths[2] - deaths[1] >= 120
     assert (await plane.checks.wait(fair)).state == "ready"
-    assert {state(plane, info) for info in versions} == {"validating"}
+    # The first was measured twice, the second once; the others wait.
+    assert [state(plane, info) for info in versions] == ["rejected", *["validating"] * 7]
+
+
+async def test_a_version_that_was_measured_beside_one_that_the_engine_dies_of_is_not_blamed(
+    plane: AdminPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_checks, "FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr(version_checks, "DEATH_PAUSES_S", (0.02,))
+    bad, fair = (version(plane, plane.make_tenant(tenant)) for tenant in ("poison", "acme"))
+    measure = plane.measure
+    inside: set[str] = set()
+    died = asyncio.Event()
+
+    async def die(ref: AdapterRef, tenant: str) -> SiteOutputs:
+        """The engine dies of one, and all that it measures is lost."""
+        inside.add(tenant)
+        try:
+            if tenant == "poison":
+                while not died.is_set() and len(inside) < 2:
+                    await asyncio.sleep(0)
+                died.set()
+                raise EngineLost("the engine process failed and is being restarted")
+            if not died.is_set():
+                await died.wait()
+                raise EngineLost("the engine process failed and is being restarted")
+            assert inside == {"acme"}, "it is measured again beside what may be the reason"
+            return await measure(ref, tenant)
+        finally:
+            inside.discard(tenant)
+
+    plane.engine.measure = die
+    waiting = asyncio.gather(plane.checks.wait(bad), plane.checks.wait(fair), return_exceptions=True)
+    async with asyncio.timeout(30):
+        await waiting
+    assert (state(plane, bad), state(plane, fair)) == ("rejected", "ready")

@@ -11,7 +11,6 @@ import structlog
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.ref import AdapterRef
-from loraplex.app.storage.demand_file import Recorded, read_demand, write_demand
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.all_versions import find_ready
 from loraplex.control.catalog.releases import Releases
@@ -19,6 +18,7 @@ from loraplex.control.db.database import Database
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import VersionInfo
 from loraplex.engine.types import TenantTerms
+from loraplex.lifecycle.demand_file import Recorded, read_demand, write_demand
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.demand import Demand, Uses, rank
 from loraplex.serving.errors import EngineUnavailable

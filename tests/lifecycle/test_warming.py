@@ -13,11 +13,11 @@ from structlog.testing import capture_logs
 
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
-from loraplex.app.storage.demand_file import FILE_NAME, Recorded, read_demand, write_demand
-from loraplex.app.tasks.warming import Warming, in_order
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.types import ReleaseTarget, VersionInfo
 from loraplex.engine.types import TenantTerms
+from loraplex.lifecycle.demand_file import FILE_NAME, Recorded, read_demand, write_demand
+from loraplex.lifecycle.warming import Warming, in_order
 from loraplex.serving.demand import Demand, Uses
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient
@@ -56,7 +56,7 @@ class Rig:
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """A logger that was used before keeps the processors of an earlier configuration, which no capture sees."""
-    monkeypatch.setattr("loraplex.app.tasks.warming.log", structlog.get_logger())
+    monkeypatch.setattr("loraplex.lifecycle.warming.log", structlog.get_logger())
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ async def test_a_life_that_never_read_the_file_does_not_replace_it(
         raise DatabaseUnavailable()
 
     monkeypatch.setattr(rig.plane.releases, "newest", away)
-    monkeypatch.setattr("loraplex.app.tasks.warming.find_ready", away)
+    monkeypatch.setattr("loraplex.lifecycle.warming.find_ready", away)
     with all_levels(), capture_logs() as logs:
         engine, demand, warming = await rig.start()
     assert engine.warmed == []

@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.admin import version_checks
-from loraplex.admin.version_checks import (
+from loraplex.control.audit.log import AuditFilter
+from loraplex.control.db.tables import AdapterVersion
+from loraplex.lifecycle import version_checks
+from loraplex.lifecycle.version_checks import (
     FIRST_RETRY_S,
     LEFT_ALONE_S,
     LONGEST_RETRY_S,
@@ -21,9 +23,7 @@ from loraplex.admin.version_checks import (
     MAX_DEATHS,
     VersionChecks,
 )
-from loraplex.control.audit.log import AuditFilter
-from loraplex.control.db.tables import AdapterVersion
-from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
+from loraplex.serving.errors import EngineDraining, EngineLost, EngineOverloaded, EngineUnavailable, ServingError
 from support.faults.damage import flip_a_bit
 from support.http.admin_plane import AdminPlane, adapter_files, admin_client, assert_problem
 
@@ -305,25 +305,32 @@ async def test_a_check_that_fails_is_tried_again_later_and_no_sooner(plane: Admi
     assert plane.outcomes == ["unchecked", "unchecked", "ready"]
 
 
-async def test_a_version_beside_which_the_engine_dies_again_and_again_is_left_alone(
+async def test_a_version_that_the_engine_dies_of_twice_is_rejected(
+    plane: AdminPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_checks, "FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr(version_checks, "DEATH_PAUSES_S", (0.02,))
+    plane.make_tenant()
+    plane.measure.error = EngineLost("the engine process has ended")
+    problem = assert_problem(await push(plane, tmp_path), 422, "numerical_crash")
+    assert "the engine died twice while it measured this version" in problem["detail"]
+    assert plane.measure.measured == ["support@v1"] * MAX_DEATHS
+    assert state(plane) == "rejected"
+    # The same files are another version, and others are checked as ever.
+    plane.measure.error = None
+    answer = await push(plane, tmp_path)
+    assert (answer.status_code, answer.json()["version"], answer.json()["state"]) == (201, "v2", "ready")
+
+
+async def test_an_engine_that_is_away_rejects_nothing(
     plane: AdminPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_checks, "FIRST_RETRY_S", 0.02)
     plane.make_tenant()
-    plane.measure.error = EngineUnavailable("the engine process has ended")
-    # It is tried three times, and then neither in the background nor for the same files again.
+    plane.measure.error = EngineUnavailable("the engine process is being restarted")
     assert_problem(await push(plane, tmp_path), 503, "numbers_unchecked")
-    problem = assert_problem(await push(plane, tmp_path), 503, "numbers_unchecked")
-    assert "the engine has ended again and again while it was measured" in problem["detail"]
-    assert (await push(plane, tmp_path, wait=False)).status_code == 202
-    async with in_background(plane.checks):
-        await asyncio.sleep(0.2)
-    assert plane.measure.measured == ["support@v1"] * MAX_DEATHS
+    assert len(plane.measure.measured) > MAX_DEATHS
     assert state(plane) == "validating"
-    # Others are checked meanwhile.
-    plane.measure.error = None
-    answer = await push(plane, tmp_path, seed=2)
-    assert (answer.status_code, answer.json()["state"]) == (201, "ready")
 
 
 async def test_a_fresh_version_is_left_to_the_server_that_took_it(plane: AdminPlane) -> None:
