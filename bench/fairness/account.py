@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from bench.fairness.device import Device
 from bench.fairness.gap import Gaps
 from bench.fairness.workloads import Arrival, Workload
-from loraplex.engine.config import BLOCK_SIZE, Charges
+from loraplex.engine.config import Charges
+from loraplex.kernels.attention import BLOCK_SIZE
 
 LOAD_S = 0.15
 """From disk into host memory: an adapter of about 100 MB."""

@@ -29,7 +29,7 @@ from bench.fairness.orders import (
     RoundRobin,
 )
 from bench.fairness.workloads import Workload
-from loraplex.engine.config import BLOCK_SIZE
+from loraplex.kernels.attention import BLOCK_SIZE
 
 STEP_TOKENS = 512
 PREFILL_TOKENS = 3072

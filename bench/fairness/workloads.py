@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from loraplex.engine.config import BLOCK_SIZE
+from loraplex.kernels.attention import BLOCK_SIZE
 
 HOG_SECONDS = 90.0
 LIGHT_RATE = 1 / 6

@@ -24,7 +24,7 @@ def small() -> list[Case]:
         *_equality(equality.small_cases()),
         *_steps(
             SMALL,
-            [("steps", "decode", (2, 2, 8)), ("steps", "decode", (1, 0, 0)), ("beside", "beside", (2, 2, 8))],
+            [("steps", "decode", (2, 2, 8)), ("steps", "decode", (1, 0, 0))],
         ),
         *_invariant(SMALL_INVARIANT, bits=(10, 2, 8), steps=[(4, 2, 8)], prompts=[(18, 8)]),
         *_more(SMALL, hosts=[(2, 2, 8)], prompts=[(40, 8)], ranks=[16]),
@@ -57,7 +57,6 @@ def full() -> list[Case]:
         *_checks(small=False),
         *_equality(equality.full_cases()[:4]),
         *_steps(FULL, [("steps", "decode", row) for row in most[:5]]),
-        *_steps(FULL, [("beside", "beside", row) for row in most[:2]]),
         *_steps(FULL, [("parts", "profile", row) for row in ((64, 64, 16), (64, 8, 16), (64, 0, 0))]),
         *_invariant(
             FULL_INVARIANT,

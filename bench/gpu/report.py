@@ -30,12 +30,6 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
          ("floor ms", "floor_ms", ".3f"), ("÷ floor", "times_floor", ".2f"), ("GB", "bytes", "gb"),
          ("LoRA ÷ base", "lora_to_base", ".3f"), ("of the floors", "floor_ratio", ".3f")],
     ),
-    "beside": (
-        "The A side on a stream of its own",
-        [*_SIZES, ("base ms", "base_ms", ".3f"), ("in line ms", "in_line_ms", ".3f"),
-         ("beside ms", "beside_ms", ".3f"), ("in line ÷ base", "in_line_to_base", ".3f"),
-         ("beside ÷ base", "beside_to_base", ".3f")],
-    ),
     "ab": (
         "Two ways of the same step, in turns",
         [*_SIZES, ("a", "a", "s"), ("b", "b", "s"), ("base ms", "base_ms", ".3f"), ("a ms", "a_ms", ".3f"),

@@ -13,7 +13,6 @@ from bench.gpu.models import Adapter
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import HostImage
 from loraplex.adapters.device.layout import ArenaLayout
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.batch import flatten
 from loraplex.engine.execution.cuda_graphs import CudaRecorder, record_steps
 from loraplex.engine.execution.inputs import RecordedSize, StepLimits
@@ -21,9 +20,9 @@ from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.model.base import ForwardBatch, KVCache
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kernel import RecordableAttention
 from loraplex.kernels.backend import make_kernels
-from loraplex.kernels.lora.overlap import Lane, StreamLane
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
@@ -37,16 +36,6 @@ class Repeater:
         return work
 
     def forget(self) -> None: ...
-
-
-class NoLane:
-    """Where there are no streams: the work at once."""
-
-    def fork(self, work: Callable[[], None]) -> None:
-        work()
-
-    def join(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -107,18 +96,8 @@ class Rig:
                 ),
             ),
         )
-        self.record()
-
-    def record(self, *, beside: bool = False) -> dict[RecordedSize, Any]:
-        """Record decoding again; `beside` with the adapters' A sides on a stream of their own. The former recordings
-        are forgotten, unless the caller keeps what this returned."""
-        cuda = self.device.type == "cuda"
-        lane: Lane | None = None
-        if beside:
-            lane = StreamLane(self.device) if cuda else NoLane()
-        self.source.replays = {}
-        record_steps(self.model, self.kv, self.source, CudaRecorder() if cuda else Repeater(), lane=lane)
-        return self.source.replays
+        recorder = CudaRecorder() if self.device.type == "cuda" else Repeater()
+        record_steps(self.model, self.kv, self.source, recorder)
 
     def put(self, slot: int, image: HostImage, first_page: int) -> int:
         """Copy an adapter into adjacent pages. Returns the page behind them."""

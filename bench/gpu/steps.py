@@ -21,13 +21,12 @@ from bench.gpu.rig import GREEDY, Rig, RigSize, Step
 from bench.gpu.stopwatch import Stopwatch
 from bench.gpu.timing import Ceilings
 from loraplex.adapters.device.host_image import HostImage
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.executor import Executor
-from loraplex.engine.execution.inputs import RecordedSize
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.sampling.sampler import make_sampler
 from loraplex.engine.types import SamplingParams, ScheduledSequence, StepPlan
+from loraplex.kernels.attention import BLOCK_SIZE
 
 MIXED = SamplingParams(max_tokens=1 << 20, temperature=0.8, top_p=0.9, top_k=50, seed=7)
 
@@ -81,7 +80,6 @@ class StepBench:
         self.rig.kv.tensor.normal_()
         self._images: dict[int, HostImage] = {}
         self._filled = (0, 0)
-        self._recordings = {False: self.rig.source.replays}
 
     def decode(self, rows: int, adapters: int, rank: int) -> dict[str, Any]:
         """Times of one recorded step: `base_ms` of the recording without adapters, `lora_ms` of the one with, in turns.
@@ -130,32 +128,6 @@ class StepBench:
         chunk = [7 + at % 100 for at in range(rows + 1)]
         step = self.rig.begin([*decodes, self.rig.rows(rows - 1, 0, chunk, 0)])
         return [partial(_send_and_run, step, found) for found in (False, True)]
-
-    def record_beside(self) -> None:
-        """From now on steps run the adapters' A side on a stream of its own."""
-        self.rig.record(beside=True)
-
-    def beside(self, rows: int, adapters: int, rank: int) -> dict[str, Any]:
-        """The same step with the A side on a stream of its own and without, in turns."""
-        # First: to record overwrites what a step has sent.
-        recordings = [self._recording(beside) for beside in (False, True)]
-        step = self._send(self._decoding(rows, adapters, rank))
-        with torch.inference_mode():
-            size = RecordedSize(rows, rows)
-            runs = [partial(recording[size], True) for recording in recordings]
-            same = [run().clone() for run in runs]
-            times = self.watch.interleaved_ms([partial(step.run, with_adapters=False), *runs])
-        return {
-            "rows": rows,
-            "adapters": adapters,
-            "rank": rank,
-            "base_ms": times[0],
-            "in_line_ms": times[1],
-            "beside_ms": times[2],
-            "in_line_to_base": times[0] / times[1],
-            "beside_to_base": times[0] / times[2],
-            "ok": torch.equal(*same),
-        }
 
     def prompt(self, tokens: int, rank: int) -> dict[str, Any]:
         """A prompt by itself, with an adapter of this rank (0: none) and without, launched one by one: where the host
@@ -310,13 +282,6 @@ class StepBench:
         with torch.inference_mode():
             step.inputs.send()
         return step
-
-    def _recording(self, beside: bool) -> dict[RecordedSize, Any]:
-        if beside not in self._recordings:
-            kept = self.rig.source.replays
-            self._recordings[beside] = self.rig.record(beside=beside)
-            self.rig.source.replays = kept
-        return self._recordings[beside]
 
     def _image(self, rank: int) -> HostImage:
         if rank not in self._images:

@@ -36,11 +36,12 @@ from loraplex.control.tenancy import key_use, keys
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.usage import journal, roll_up
 from loraplex.engine import build, device_parts, sizing
-from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
+from loraplex.engine.config import Charges, SchedulerConfig
 from loraplex.engine.execution import device_memory, kv_cache
 from loraplex.engine.grammar import dictated
 from loraplex.engine.scheduling import block_needs, step_budget
 from loraplex.http import body, context
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.numba_runtime import cache as numba_cache
 from loraplex.lifecycle import tenant_terms
 from loraplex.serving.client.socket_client import SocketEngineClient

@@ -23,7 +23,13 @@ from loraplex.lifecycle.version_checks import (
     MAX_DEATHS,
     VersionChecks,
 )
-from loraplex.serving.errors import EngineDraining, EngineLost, EngineOverloaded, EngineUnavailable, ServingError
+from loraplex.serving.errors import (
+    EngineDraining,
+    EngineLost,
+    EngineOverloaded,
+    EngineUnavailable,
+    ServingError,
+)
 from support.faults.damage import flip_a_bit
 from support.http.admin_plane import AdminPlane, adapter_files, admin_client, assert_problem
 

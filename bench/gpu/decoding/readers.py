@@ -71,7 +71,7 @@ def run_case(case: ReadersCase, device: torch.device, *, small: bool) -> dict[st
     numbers = np.zeros(lora.work_size, np.int32)
     lora.plan(segments, num_rows, numbers, fixed=True)
     launcher = lora.recorded(torch.from_numpy(numbers).to(device), num_rows)
-    readers = FusedReaders(launcher, launcher)
+    readers = FusedReaders(launcher)
 
     def draw(seed: int, columns: Sequence[int]) -> torch.Tensor:
         generator = torch.Generator(device=device).manual_seed(seed)

@@ -45,12 +45,6 @@ def _tiled(**changes: Any) -> Callable[..., StepBench]:
     return make
 
 
-def _on_a_stream(*arguments: Any, **options: Any) -> StepBench:
-    bench = StepBench(*arguments, **options)
-    bench.record_beside()
-    return bench
-
-
 def _prompts_recorded(shape: StepsShape, *arguments: Any, **options: Any) -> StepBench:
     size = replace(shape.size, prompt_sizes=tuple(2 * rows for rows in shape.size.sizes))
     return StepBench(replace(shape, size=size), *arguments, **options)
@@ -94,7 +88,6 @@ SWITCHES: Mapping[str, Switch] = {
         _tiled(dependent_launch=False),
         _tiled(dependent_launch=True),
     ),
-    "side-stream": Switch("A side in line", "A side on a stream of its own", StepBench, _on_a_stream),
     "prompt-recordings": Switch(
         "prompt chunks launched one by one",
         "prompt chunks recorded",

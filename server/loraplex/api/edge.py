@@ -16,7 +16,7 @@ from loraplex.api.drain import Drain
 from loraplex.api.errors import ApiError, from_exception
 from loraplex.api.metrics import Metrics, adapter_label
 from loraplex.api.openai.parsing import invalid_for
-from loraplex.http.boundary import ErrorBoundary, Refusal
+from loraplex.http.boundary import ErrorAnswer, ErrorBoundary
 from loraplex.http.context import RequestContext
 from loraplex.http.edge import AccessLog, Edge
 from loraplex.http.errors import ClientGone
@@ -120,7 +120,7 @@ class DataErrors(ErrorBoundary):
             return invalid_for({**problem, "loc": problem["loc"][1:]})
         return from_exception(error)
 
-    async def answer(self, refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, refusal: ErrorAnswer, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
         if context.is_anthropic and isinstance(refusal, ApiError):
             await anthropic_error(refusal, context.label)(scope, receive, send)
@@ -136,7 +136,7 @@ class DataErrors(ErrorBoundary):
             if self.note(scope, gone.__cause__).status == 500:
                 context.outcome, context.param = before, None
 
-    def refused(self, context: RequestContext, refusal: Refusal) -> None:
+    def refused(self, context: RequestContext, refusal: ErrorAnswer) -> None:
         assert isinstance(context, DataContext)
         if refusal.status == 429:
             self._metrics.refused_by_limit(context.tenant_id, refusal.code)

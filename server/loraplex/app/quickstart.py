@@ -310,14 +310,14 @@ def _upload(admin: httpx.Client, name: str, folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FirstAnswer:
     text: str = ""
     error: str = ""
     adapter: str = ""
     tokens: int = 0
 
 
-async def _ask_all(options: QuickstartOptions, key: str, models: list[str]) -> dict[str, Answer]:
+async def _ask_all(options: QuickstartOptions, key: str, models: list[str]) -> dict[str, FirstAnswer]:
     async with httpx.AsyncClient(
         base_url=f"http://{options.host}:{options.port}",
         headers={"authorization": f"Bearer {key}"},
@@ -332,20 +332,20 @@ def _request_body(options: QuickstartOptions, model: str) -> dict[str, object]:
     return {"model": model, "messages": messages, "max_tokens": options.max_tokens, "temperature": 0}
 
 
-async def _ask(client: httpx.AsyncClient, options: QuickstartOptions, model: str) -> Answer:
+async def _ask(client: httpx.AsyncClient, options: QuickstartOptions, model: str) -> FirstAnswer:
     try:
         answer = await client.post("/v1/chat/completions", json=_request_body(options, model))
         body = answer.json()
         if answer.status_code != 200:
-            return Answer(error=f"{answer.status_code}: {body['error']['message']}")
+            return FirstAnswer(error=f"{answer.status_code}: {body['error']['message']}")
     except (httpx.HTTPError, ValueError) as error:
-        return Answer(error=str(error) or type(error).__name__)
+        return FirstAnswer(error=str(error) or type(error).__name__)
     text = str(body["choices"][0]["message"]["content"]).strip()
     served = answer.headers.get("x-loraplex-adapter", "base")
-    return Answer(text=text, adapter=served, tokens=int(body["usage"]["completion_tokens"]))
+    return FirstAnswer(text=text, adapter=served, tokens=int(body["usage"]["completion_tokens"]))
 
 
-def _show(console: Console, options: QuickstartOptions, key: str, answers: dict[str, Answer]) -> None:
+def _show(console: Console, options: QuickstartOptions, key: str, answers: dict[str, FirstAnswer]) -> None:
     table = Table(title=f"“{escape(options.question)}”", show_lines=True, title_justify="left")
     table.add_column("model", style="bold", no_wrap=True)
     table.add_column("served by", no_wrap=True)

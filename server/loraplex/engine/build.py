@@ -19,7 +19,7 @@ from loraplex.adapters.device.image_files import ImageFiles, image_key
 from loraplex.adapters.device.transport import ThreadedTransport
 from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.open_store import open_store
-from loraplex.engine.config import BLOCK_SIZE, EngineConfig, SchedulerConfig
+from loraplex.engine.config import EngineConfig, SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.device_parts import (
     CompilationFailed,
@@ -27,6 +27,7 @@ from loraplex.engine.device_parts import (
     DeviceParts,
     LoadedModel,
     build_device,
+    compile_kernels,
     load_device,
 )
 from loraplex.engine.devices import DeviceUnavailable, choose_kernels
@@ -47,6 +48,7 @@ from loraplex.engine.model.loading import eos_token_ids
 from loraplex.engine.numerics import numerical_build
 from loraplex.engine.reports import EngineInfo, MemoryUse
 from loraplex.engine.sizing import host_budget, most_sequences, require_room
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.backend import best_backend, obstacle_to, resolve_kernels
 from loraplex.kernels.bundle import Kernels
 
@@ -131,8 +133,10 @@ def _build(
     others = None if memory is None else memory.total() - memory.free()
     model_dir = Path(config.model_path)
     base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
-    loaded = load_device(config, device, base, on_stage)
+    loaded = load_device(config, device, base)
+    # Before the minutes that compilation may take: it may be refused.
     host = _host_slab(config, device.kernels.device, loaded)
+    compile_kernels(device.kernels, loaded.model.dtype, device.executor, on_stage)
     transport = _transport(config, base, loaded, host, wake)
     heartbeat = StepHeartbeat()
     eos_ids = eos_token_ids(model_dir)

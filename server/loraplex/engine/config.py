@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-BLOCK_SIZE = 16
-"""Token positions in a KV block."""
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 """Sequences of a step where no setting says, by device."""
 MAX_RECORDED_ROWS = 1024

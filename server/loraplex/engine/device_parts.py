@@ -12,7 +12,7 @@ import torch
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.spec import BaseSpec
-from loraplex.engine.config import BLOCK_SIZE, EngineConfig
+from loraplex.engine.config import EngineConfig
 from loraplex.engine.devices import refuse_bits
 from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.executor import Executor
@@ -44,6 +44,7 @@ from loraplex.engine.sizing import (
     row_bytes,
     too_large_pools,
 )
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.failures import describe_failure
 
@@ -95,10 +96,8 @@ class DeviceParts:
     workspace: int | None
 
 
-def load_device(
-    config: EngineConfig, device: Device, base: BaseSpec, on_stage: Callable[[str], None]
-) -> LoadedModel:
-    """The model on its device, with the arena beside it. Raises LoraplexError, and CompilationFailed."""
+def load_device(config: EngineConfig, device: Device, base: BaseSpec) -> LoadedModel:
+    """The model on its device, with the arena beside it. Raises LoraplexError."""
     plans = None if config.plan_dir is None else KeptPlans(Path(config.plan_dir))
     kernels, executor = device.kernels, device.executor
     model = executor.submit(
@@ -130,7 +129,6 @@ def load_device(
     num_pages, num_slots = arena_size(budget, layout)
     free_host = free_host_memory()
     arena = executor.submit(lambda: AdapterArena(layout, num_pages, num_slots, kernels)).result()
-    _compile(kernels, model.dtype, executor, on_stage)
     return LoadedModel(model, arena, num_pages, num_slots, obstacle, free_host)
 
 
@@ -262,7 +260,7 @@ def _steps(
     )
 
 
-def _compile(
+def compile_kernels(
     kernels: Kernels, dtype: torch.dtype, executor: Executor, on_stage: Callable[[str], None]
 ) -> None:
     """Compile what must be before the first step. Raises CompilationFailed."""

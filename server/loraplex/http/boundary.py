@@ -13,7 +13,7 @@ from loraplex.http.errors import ClientGone, MethodNotAllowed, PathUnknown
 from loraplex.http.routing import allowed_methods
 
 
-class Refusal(Protocol):
+class ErrorAnswer(Protocol):
     """A plane's error answer."""
 
     @property
@@ -53,17 +53,17 @@ class ErrorBoundary:
         """Answers the request; what it raises is answered too."""
         await self._app(scope, receive, send)
 
-    def refusal(self, error: Exception) -> Refusal:
+    def refusal(self, error: Exception) -> ErrorAnswer:
         """The answer for an error: one of a lower layer, of `loraplex.http.errors`, or a RequestValidationError."""
         raise NotImplementedError
 
     def client_gone(self, scope: Scope, context: RequestContext, gone: ClientGone) -> None:
         """Called where the client is gone."""
 
-    def refused(self, context: RequestContext, refusal: Refusal) -> None:
+    def refused(self, context: RequestContext, refusal: ErrorAnswer) -> None:
         """Called for each refusal."""
 
-    def note(self, scope: Scope, error: Exception) -> Refusal:
+    def note(self, scope: Scope, error: Exception) -> ErrorAnswer:
         """The answer for an error that ended a request. Logs it, and notes its code for access log and metrics."""
         context = context_of(scope)
         refusal = self.refusal(_from_framework(scope, error))
@@ -80,7 +80,7 @@ class ErrorBoundary:
         self.refused(context, refusal)
         return refusal
 
-    async def answer(self, refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, refusal: ErrorAnswer, scope: Scope, receive: Receive, send: Send) -> None:
         await refusal.response()(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""What keeps the engine in step with the catalog.
+"""Keeping the engine in step with the catalog.
 
 `version_checks` has the engine measure new versions, and the catalog decide. `eviction` takes what was deleted out of
 the engine, and unused pins. `damage_reports` marks in the catalog what the engine found damaged. `tenant_terms` brings

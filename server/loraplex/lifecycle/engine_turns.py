@@ -1,4 +1,4 @@
-"""Who is measured when: side by side, or alone where the engine has died beside it."""
+"""Turns in the engine: versions are measured side by side, and one alone where the engine has died beside it."""
 
 from __future__ import annotations
 

@@ -17,9 +17,10 @@ from loraplex.app.plan.memory import Wanted, make_plan
 from loraplex.app.plan.shapes import SHAPES, SOURCES
 from loraplex.app.settings import Settings
 from loraplex.engine.build import build_engine
-from loraplex.engine.config import BLOCK_SIZE, EngineConfig
+from loraplex.engine.config import EngineConfig
 from loraplex.engine.model.outline import ModelOutline, outline_model
 from loraplex.engine.sizing import adapter_pages
+from loraplex.kernels.attention import BLOCK_SIZE
 from support.models.loading import load_model
 from support.servers.live_server import (
     LiveServer,

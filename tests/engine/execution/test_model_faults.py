@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.device.arena import AdapterArena
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.device_errors import DeviceLost, DeviceOutOfMemory
 from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.execution.torch_errors import as_device_fault
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.base import ModelShape
+from loraplex.kernels.attention import BLOCK_SIZE
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny

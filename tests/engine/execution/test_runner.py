@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
+from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.model.base import KVCache
 from loraplex.engine.sampling.noise import uniform
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence, StepPlan
+from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.fake_transport import FakeTransport, make_cache
 from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, reference_logits, save_tiny
 from support.models.loading import load_model

@@ -1,4 +1,4 @@
-"""What is compiled at the start, and the adapters' A side on a lane of its own."""
+"""What is compiled at the start, and recordings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.engine.config import BLOCK_SIZE
-from loraplex.engine.execution.cuda_graphs import CudaRecorder, record_steps
+from loraplex.engine.execution.cuda_graphs import CudaRecorder
 from loraplex.engine.execution.kv_cache import block_bytes
-from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.model.base import ModelShape
 from loraplex.engine.sampling import scoring
+from loraplex.kernels.attention import BLOCK_SIZE
 from support.adapters.peft_zoo import ALL_SITES
 from support.adapters.tiny_adapters import save_adapters
 from support.engine.local_engine import LocalEngine
@@ -37,24 +36,6 @@ class Repeater:
         return work
 
     def forget(self) -> None: ...
-
-
-class LateLane:
-    """As late as a stream may be: the work is done when it is waited for."""
-
-    def __init__(self) -> None:
-        self.waiting: Callable[[], None] | None = None
-        self.joined = 0
-
-    def fork(self, work: Callable[[], None]) -> None:
-        assert self.waiting is None
-        self.waiting = work
-
-    def join(self) -> None:
-        assert self.waiting is not None
-        self.waiting()
-        self.waiting = None
-        self.joined += 1
 
 
 SETTINGS: dict[str, Any] = {
@@ -236,27 +217,3 @@ def test_a_recording_keeps_the_tensors_that_its_graph_reads(monkeypatch: pytest.
     assert replay().shape == (3,)
     del replay
     assert gone() is None
-
-
-def test_the_a_side_on_a_lane_of_its_own_changes_nothing(tmp_path):
-    base = save_tiny(tmp_path / "base", CONFIG)
-    adapters = save_adapters(base, tmp_path)
-    answers = []
-    for lane in (None, LateLane()):
-        engine = start(base, tmp_path / f"work-{lane is None}")
-        runner = engine.built.runner
-        source = runner._inputs
-        assert isinstance(source, PackedSource)
-        if lane is not None:
-            record_steps(runner._model, runner._kv, source, Repeater(), lane=lane)
-        ref = engine.publish(adapters["all"], name="all")
-        engine.add("a", [5, 9, 2], ref, max_tokens=5)
-        engine.add("b", [7, 7], max_tokens=5)
-        engine.run()
-        answers.append((engine.tokens("a"), engine.tokens("b")))
-        engine.close()
-    assert answers[0] == answers[1]
-    assert answers[0][0] != answers[0][1]
-    # Four groups in one layer, in the first run of each of two recordings and in each of four replays.
-    assert lane.joined == 4 * (2 + 4)
-    assert lane.waiting is None

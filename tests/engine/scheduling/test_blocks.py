@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.scheduling import prefix_keys
 from loraplex.engine.scheduling.blocks import BlockManager
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence
+from loraplex.kernels.attention import BLOCK_SIZE
 
 
 def sequence(tokens: list[int], *, tenant: str = "acme", digest: str | None = None) -> Sequence:

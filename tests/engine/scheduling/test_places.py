@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.types import Sequence, SequenceState
+from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.scheduler_bench import Bench, sizes
 
 STEPS_TO_A_PLACE = 8

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.config import BLOCK_SIZE, Charges
+from loraplex.engine.config import Charges
 from loraplex.engine.types import Sequence, SequenceState
+from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.fake_transport import Fate
 from support.engine.scheduler_bench import Bench, sizes
 from support.work import lines_run

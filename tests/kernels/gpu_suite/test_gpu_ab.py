@@ -50,7 +50,7 @@ def test_prompts_are_compared_with_each_library(bench, monkeypatch, tmp_path):
 
 
 def test_a_side_that_computes_something_else_is_noticed(bench, monkeypatch):
-    (case,) = catalogue.small_ab("side-stream")
+    (case,) = catalogue.small_ab("pdl")
     right = LoraLauncher.shrink
     sides = []
     make = switches.SwitchBench._sides_of

@@ -101,7 +101,7 @@ def recorded_readers(groups: tuple[SiteGroup, ...], dtype: torch.dtype) -> Fused
     scratch = Scratch(torch.device("cpu"))
     lora = TritonLora(arena.weights, scratch, max_rows=64, max_segments=64, programs=528)
     launcher = lora.recorded(torch.zeros(lora.work_size, dtype=torch.int32), 64)
-    return FusedReaders(launcher, launcher)
+    return FusedReaders(launcher)
 
 
 def readers_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> list[Variant]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 from loraplex.kernels.layers import triton_activation, triton_norm
-from loraplex.kernels.lora.overlap import OverlappedLora
-from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.triton_tiling import ROW_ROWS, LoraTiling
 from loraplex.kernels.lora.types import Segment
@@ -222,40 +219,6 @@ def test_a_pass_before_its_first_list_computes_nothing(arenas) -> None:
     with np.errstate(divide="raise", invalid="raise"):
         pass_.launcher.apply(0, "gate_up", x, y)
     assert torch.equal(y, kept)
-
-
-class AtOnce:
-    """A lane without a stream, which says what was asked of it."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def fork(self, work: Callable[[], None]) -> None:
-        self.asked.append("fork")
-        work()
-
-    def join(self) -> None:
-        self.asked.append("join")
-
-
-def test_a_reader_waits_for_an_a_side_that_runs_beside(arenas) -> None:
-    pass_, lane = recorded(arenas["split"]), AtOnce()
-    pass_.put(BATCHES["few rows each"])
-    x, y = draw(ROWS, HIDDEN), draw(ROWS, 2 * INNER, seed=1)
-    want = pass_.readers.gated(0, "gate_up", x, y, gelu=False)
-    beside = OverlappedLora(pass_.launcher, lane)
-    beside.start_shrink(0, "gate_up", x)
-    got = FusedReaders(pass_.launcher, beside).gated(0, "gate_up", x, y, gelu=False)
-    assert lane.asked == ["fork", "join"]
-    assert got is not None
-    assert want is not None
-    assert torch.equal(got, want)
-
-
-def test_a_dependent_launch_excludes_an_a_side_beside_the_base(arenas) -> None:
-    pass_ = recorded(arenas["split"], replace(TILING, dependent_launch=True))
-    with pytest.raises(ValueError, match="exclude each other"):
-        OverlappedLora(pass_.launcher, AtOnce())
 
 
 def test_shapes_that_do_not_fit_are_refused(arenas) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from loraplex.adapters.numerics import SiteOutputs, join_outputs
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.device_errors import DeviceOutOfMemory
 from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.pooling import PooledPart, Pooling, fraction_bits
@@ -27,6 +26,7 @@ from loraplex.engine.types import (
     StepPlan,
     StepResult,
 )
+from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.logprobs import Row, pack_logprobs
 from support.simulator.grammars import grammar_of
 

@@ -27,7 +27,7 @@ class RecordedPass:
             self.lora.write(slot)
         self.work = torch.zeros(self.lora.work_size, dtype=torch.int32, device=device)
         self.launcher: LoraLauncher = self.lora.recorded(self.work, rows)
-        self.readers = FusedReaders(self.launcher, self.launcher)
+        self.readers = FusedReaders(self.launcher)
 
     def put(self, segments: list[Segment]) -> None:
         numbers = np.full(self.lora.work_size, 99, np.int32)

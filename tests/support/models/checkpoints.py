@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.torch_attention import TorchAttention, build_attention_batch
 
 VOCAB = 131

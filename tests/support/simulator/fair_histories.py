@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from itertools import combinations, count
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.config import BLOCK_SIZE, Charges, SchedulerConfig
+from loraplex.engine.config import Charges, SchedulerConfig
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence
+from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.fake_transport import FakeTransport, Fate, make_cache
 
 STEPS = 600

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from math import inf
 
 from loraplex.adapters.numerics import SiteOutputs
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.logprobs import Scores, join_scores
 from loraplex.engine.types import EngineError, EngineRequest, TokenEvent
+from loraplex.kernels.attention import BLOCK_SIZE
 from support.adapters.cache_fakes import PAGE_BYTES
 from support.engine.fake_runner import (
     FakeRunner,

@@ -8,7 +8,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.admin.problem import Problem, from_exception
-from loraplex.http.boundary import ErrorBoundary, Refusal
+from loraplex.http.boundary import ErrorAnswer, ErrorBoundary
 from loraplex.http.context import RequestContext, context_of
 from loraplex.http.errors import PathUnknown
 
@@ -40,12 +40,12 @@ class ProblemBoundary(ErrorBoundary):
     def refusal(self, error: Exception) -> Problem:
         return from_exception(error)
 
-    def refused(self, context: RequestContext, refusal: Refusal) -> None:
+    def refused(self, context: RequestContext, refusal: ErrorAnswer) -> None:
         assert isinstance(refusal, Problem)
         if refusal.code in ("storage_full", "storage_unavailable"):
             log.error(refusal.code, reason=refusal.message)
 
-    async def answer(self, refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, refusal: ErrorAnswer, scope: Scope, receive: Receive, send: Send) -> None:
         assert isinstance(refusal, Problem)
         body: WatchedReceive = scope[_BODY]
         if refusal.code != "request_timeout":

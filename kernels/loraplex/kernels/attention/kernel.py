@@ -18,9 +18,6 @@ from numpy.typing import NDArray
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 
-BLOCK_SIZE = 16
-"""Positions of a KV block."""
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:

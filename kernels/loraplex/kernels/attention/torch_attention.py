@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from loraplex.kernels.attention.kernel import BLOCK_SIZE
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.types import (
     AttentionBatch,
     DecodeGroup,

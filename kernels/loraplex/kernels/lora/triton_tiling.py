@@ -60,7 +60,7 @@ class LoraTiling:
     expand_programs: int = 3
     shrink_by_rows: bool = False
     expand_by_rows: bool = True
-    dependent_launch: bool = False
+    dependent_launch: bool = True
     fuse_rotary: bool = True
     fuse_gated: bool = True
     fuse_norm_rows: int = 128

@@ -10,7 +10,6 @@ import torch
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.plan.devices import MIB, Device
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.device_memory import headroom
 from loraplex.engine.execution.kv_cache import KVSize, block_bytes, size_kv_cache
 from loraplex.engine.model.outline import ModelOutline
@@ -25,6 +24,7 @@ from loraplex.engine.sizing import (
     most_tokens,
     row_bytes,
 )
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 
 RESERVES = {"cuda": 1536 * MIB, "cpu": 1024 * MIB}

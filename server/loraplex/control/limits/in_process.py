@@ -130,7 +130,7 @@ class Running:
                 self._counts[place.owner] = (requests - 1, sequences - plan.sequences)
 
 
-class Refusal(NamedTuple):
+class LimitRefusal(NamedTuple):
     """A limit that is reached: for how long, and which it is."""
 
     wait_s: float
@@ -138,7 +138,7 @@ class Refusal(NamedTuple):
     reached: ReachedLimit
 
 
-def limited(refusals: Sequence[Refusal], decision: Decision) -> RateLimited:
+def limited(refusals: Sequence[LimitRefusal], decision: Decision) -> RateLimited:
     """The answer to a plan that these limits refuse, with the longest wait."""
     longest = max(refusals, key=lambda refusal: (refusal.wait_s, refusal.message))
     return RateLimited(
@@ -151,20 +151,20 @@ def limited(refusals: Sequence[Refusal], decision: Decision) -> RateLimited:
     )
 
 
-def _refused_rates(plan: LimitPlan, windows: Iterable[RateWindow], now: float) -> Iterator[Refusal]:
+def _refused_rates(plan: LimitPlan, windows: Iterable[RateWindow], now: float) -> Iterator[LimitRefusal]:
     for charge, window in zip(plan.rates, windows, strict=True):
         wait = window.wait(charge.seconds, now)
         if wait > 0:
-            yield Refusal(wait, charge.refusal, charge.reached)
+            yield LimitRefusal(wait, charge.refusal, charge.reached)
 
 
-def _refused_places(plan: LimitPlan, running: Running) -> Iterator[Refusal]:
+def _refused_places(plan: LimitPlan, running: Running) -> Iterator[LimitRefusal]:
     for place in plan.places:
         if place.limit is not None and running.requests(place.owner) >= place.limit:
-            yield Refusal(PLACE_RETRY_S, place.refusal, place.reached("concurrency"))
+            yield LimitRefusal(PLACE_RETRY_S, place.refusal, place.reached("concurrency"))
         most = place.max_sequences
         if most is not None and running.sequences(place.owner) + plan.sequences > most:
-            yield Refusal(PLACE_RETRY_S, place.sequences_refusal, place.reached("sequences"))
+            yield LimitRefusal(PLACE_RETRY_S, place.sequences_refusal, place.reached("sequences"))
 
 
 def _decision(plan: LimitPlan, windows: Iterable[RateWindow], now: float) -> Decision:

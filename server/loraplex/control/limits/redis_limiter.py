@@ -20,7 +20,7 @@ import structlog
 from loraplex.control.background import BackgroundTasks
 from loraplex.control.errors import LimitsNotShared, LimitsUnavailable
 from loraplex.control.limits.gcra import PERIOD_S
-from loraplex.control.limits.in_process import Refusal, Running, limit_window, limited
+from loraplex.control.limits.in_process import LimitRefusal, Running, limit_window, limited
 from loraplex.control.limits.limiter import PLACE_RETRY_S, WhenApart
 from loraplex.control.limits.plan import LimitPlan, What
 from loraplex.control.limits.redis_link import LinkDown, RedisLink
@@ -209,24 +209,24 @@ class RedisLimiter:
     def _decided(self, request_id: str, plan: LimitPlan, reply: Reply) -> Decision:
         now = self._clock()
         tightest: dict[What, LimitWindow] = {}
-        refusals: list[Refusal] = []
+        refusals: list[LimitRefusal] = []
         for charge, spent_us, wait_us in zip(plan.rates, reply.spent, reply.waits, strict=True):
             self._seen[window_name(charge)] = Seen(charge.limit, now + spent_us / 1e6)
             state = limit_window(charge.limit, min(spent_us / 1e6, PERIOD_S))
             if charge.what not in tightest or state.remaining < tightest[charge.what].remaining:
                 tightest[charge.what] = state
             if wait_us > 0:
-                refusals.append(Refusal(wait_us / 1e6, charge.refusal, charge.reached))
+                refusals.append(LimitRefusal(wait_us / 1e6, charge.refusal, charge.reached))
         self._sweep(now)
         again_s = max((refusal.wait_s for refusal in refusals), default=0.0)
         decision = Decision(tightest.get("requests"), tightest.get("tokens"), again_s)
         if reply.status == "refused":
             for place, full, crowded in zip(plan.places, reply.full, reply.crowded, strict=True):
                 if full:
-                    refusals.append(Refusal(PLACE_RETRY_S, place.refusal, place.reached("concurrency")))
+                    refusals.append(LimitRefusal(PLACE_RETRY_S, place.refusal, place.reached("concurrency")))
                 if crowded:
                     refusals.append(
-                        Refusal(PLACE_RETRY_S, place.sequences_refusal, place.reached("sequences"))
+                        LimitRefusal(PLACE_RETRY_S, place.sequences_refusal, place.reached("sequences"))
                     )
             raise limited(refusals, decision)
         self._hold(request_id, _Live(plan, decision, now, told=True))

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.inputs import StepInputs
 from loraplex.engine.execution.pooling import PooledRows, PooledRowsBuilder
 from loraplex.engine.execution.site_probe import MeasuredSlice, measured_slices
 from loraplex.engine.types import ScheduledSequence, StepPlan
+from loraplex.kernels.attention import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)

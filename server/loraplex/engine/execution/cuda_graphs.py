@@ -21,7 +21,6 @@ from loraplex.engine.execution.inputs import RecordedSize, Recorder, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource, Replay
 from loraplex.engine.model.base import ForwardBatch, KVCache, Model
 from loraplex.kernels.attention.kernel import AttentionKernel, RecordableAttention
-from loraplex.kernels.lora.overlap import Lane, OverlappedLora
 from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
@@ -129,11 +128,8 @@ def prepare_inputs(
 
 
 @torch.inference_mode()
-def record_steps(
-    model: Model, kv: KVCache, source: PackedSource, recorder: Recorder, *, lane: Lane | None = None
-) -> None:
-    """Record a pass of `model` for each of the sizes of `source`, and give it to it. While no step is in flight. With
-    a `lane`, the adapters' A sides run on it, beside the base's products.
+def record_steps(model: Model, kv: KVCache, source: PackedSource, recorder: Recorder) -> None:
+    """Record a pass of `model` for each of the sizes of `source`, and give it to it. While no step is in flight.
 
     The largest goes first: the others fit into the memory that it takes. All write their logits to the same memory: a
     tensor of its own would stay with each recording.
@@ -157,16 +153,7 @@ def record_steps(
         batches = [] if size.adapters_only else [batch]
         if source.lora is not None:
             layers, head = source.recorded_adapters(size)
-            beside = None if lane is None else OverlappedLora(layers, lane)
-            batches.append(
-                replace(
-                    batch,
-                    lora=beside or layers,
-                    head_lora=head,
-                    begin_lora=None if beside is None else beside.start_shrink,
-                    lora_readers=FusedReaders(layers, beside or layers),
-                )
-            )
+            batches.append(replace(batch, lora=layers, head_lora=head, lora_readers=FusedReaders(layers)))
         if not batches:
             continue
         variants = tuple(recorder.record(partial(model.forward, found)) for found in batches)

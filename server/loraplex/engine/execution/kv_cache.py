@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.control_groups import ControlGroups
 from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.model.base import KVCache, ModelShape
+from loraplex.kernels.attention import BLOCK_SIZE
 
 _CPU_FRACTION = 0.3
 _CPU_LIMIT = 4 << 30

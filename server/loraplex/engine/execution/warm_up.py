@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.execution.inputs import StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.pooling import Pooling
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
+from loraplex.kernels.attention import BLOCK_SIZE
 
 _PROMPT = 17
 """Rows of a sequence that no list of decoding tiles takes, and no multiple of 16: Triton compiles for those apart."""

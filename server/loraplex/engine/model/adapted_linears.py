@@ -124,7 +124,7 @@ class AdaptedLinears:
     def _product(
         self, linear: Linear, x: torch.Tensor, layer: int, group: str, batch: ForwardBatch
     ) -> torch.Tensor:
-        """The base's alone, with the adapters' A side begun beside it."""
+        """The base's alone."""
         if batch.begin_lora is not None:
             batch.begin_lora(layer, group, x)
         return self._linear(x, linear.weight, linear.bias)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.engine.config import BLOCK_SIZE
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora.site_groups import SiteGroup
@@ -139,7 +139,7 @@ class ForwardBatch:
     `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a new tensor. `lora` is None
     where no row has an adapter that changes a layer; `head_lora`, over the rows of `logits_rows`, where none has one
     that changes the head. `begin_lora` (layer, group, x) is called with each x that `lora.apply` will get, before the
-    base's product of it: what needs x alone may run beside that. A model need not call it. `lora_readers` computes
+    base's product of it. A model need not call it. `lora_readers` computes
     some of `lora` in the operations that read it, for a model that asks it.
     """
 

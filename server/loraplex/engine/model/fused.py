@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import embedding
 
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.weights import open_checkpoint, tensor_bytes
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds
 from loraplex.kernels.attention.torch_attention import TorchAttention

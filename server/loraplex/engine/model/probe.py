@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.model.base import ForwardBatch, KVCache, ModelUnsupported
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder
+from loraplex.kernels.attention import BLOCK_SIZE
 
 _LENGTHS = (37, 21)
 """Two sequences, several blocks each, in one flat batch: a model that mixes neighbouring rows by anything else than

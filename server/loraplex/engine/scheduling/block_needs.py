@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.types import Sequence
+from loraplex.kernels.attention import BLOCK_SIZE
 
 _GROWTH = 1
 """Blocks that are reserved for the growth of each running sequence before another one starts."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, KeysView
 
-from loraplex.engine.scheduling.tenant_heap import Entry, Tenant, TenantHeap, TenantLane
+from loraplex.engine.scheduling.tenant_heap import Entry, TenantAccount, TenantHeap, TenantLane
 from loraplex.engine.types import Sequence
 
 
@@ -32,11 +32,13 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, TenantAccount] = {}
         self._weights: dict[str, float] = {}  # of all tenants that have another than 1
         self._entries: dict[Sequence, Entry] = {}
         self._open: set[str] = set()
-        self._lanes: dict[str, dict[Tenant, TenantLane]] = {}  # by adapter, the lanes that are not empty
+        self._lanes: dict[
+            str, dict[TenantAccount, TenantLane]
+        ] = {}  # by adapter, the lanes that are not empty
         self._order = TenantHeap()  # tenants with a backlog
         self._idle = TenantHeap()  # tenants without a request
         self._active = 0
@@ -222,11 +224,11 @@ class FairQueue:
         """(tenant, requests in the engine, counter) of every tenant that has a request in the engine."""
         return [(t.tenant_id, t.requests, t.charged) for t in self._tenants.values() if t.requests]
 
-    def _new_tenant(self, tenant_id: str) -> Tenant:
-        tenant = self._tenants[tenant_id] = Tenant(tenant_id, self._weights.get(tenant_id, 1.0))
+    def _new_tenant(self, tenant_id: str) -> TenantAccount:
+        tenant = self._tenants[tenant_id] = TenantAccount(tenant_id, self._weights.get(tenant_id, 1.0))
         return tenant
 
-    def _add_ready(self, tenant: Tenant, count: int) -> None:
+    def _add_ready(self, tenant: TenantAccount, count: int) -> None:
         backlogged = tenant.ready > 0
         tenant.ready += count
         self._num_ready += count
@@ -244,7 +246,7 @@ class FairQueue:
         self._floor = max(self._floor, least.charged)
         return self._floor
 
-    def _lift(self, tenant: Tenant) -> None:
+    def _lift(self, tenant: TenantAccount) -> None:
         tenant.charged = max(tenant.charged, self._least_level())
 
     def _drop_idle(self) -> None:

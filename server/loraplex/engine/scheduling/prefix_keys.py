@@ -14,8 +14,8 @@ import hashlib
 from array import array
 from collections.abc import Sequence as Row
 
-from loraplex.engine.config import BLOCK_SIZE
 from loraplex.engine.types import BlockKey, EngineRequest, Namespace, Sequence
+from loraplex.kernels.attention import BLOCK_SIZE
 
 
 def namespace(request: EngineRequest) -> Namespace:

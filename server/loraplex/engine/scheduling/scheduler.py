@@ -14,7 +14,7 @@ from math import inf
 from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
-from loraplex.engine.config import BLOCK_SIZE, SchedulerConfig
+from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.scheduling import prefix_keys
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
 from loraplex.engine.scheduling.block_needs import blocks_for, blocks_missing, reserved_blocks
@@ -24,6 +24,7 @@ from loraplex.engine.scheduling.integrity import check_places
 from loraplex.engine.scheduling.preemption import TenantShares, choose_victims, preemption_order
 from loraplex.engine.scheduling.step_draft import StepDraft, forced_budget, is_forced, pool_start
 from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
+from loraplex.kernels.attention import BLOCK_SIZE
 
 
 class Scheduler:

@@ -68,7 +68,7 @@ class TenantLane:
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class TenantAccount:
     """One tenant's counter and lanes. `charged` is the service that it got, each charge over the weight at that
     time."""
 
@@ -109,7 +109,7 @@ class Tenant:
         return None
 
 
-_Rank = tuple[float, float, int, Tenant]
+_Rank = tuple[float, float, int, TenantAccount]
 """A tenant's counter, its running sequences over its weight, and its turn among equal tenants."""
 
 
@@ -126,20 +126,20 @@ class TenantHeap:
 
     def __init__(self) -> None:
         self._heap: list[_Rank] = []
-        self._ranks: dict[Tenant, _Rank] = {}
+        self._ranks: dict[TenantAccount, _Rank] = {}
         self._turn = 0
 
-    def __contains__(self, tenant: Tenant) -> bool:
+    def __contains__(self, tenant: TenantAccount) -> bool:
         return tenant in self._ranks
 
-    def put(self, tenant: Tenant) -> None:
+    def put(self, tenant: TenantAccount) -> None:
         heapq.heappush(self._heap, self._new_rank(tenant))
         self._compact()
 
-    def drop(self, tenant: Tenant) -> None:
+    def drop(self, tenant: TenantAccount) -> None:
         del self._ranks[tenant]
 
-    def holds_less(self, tenant: Tenant) -> None:
+    def holds_less(self, tenant: TenantAccount) -> None:
         """A tenant has fewer running sequences: it may now be before its equals."""
         got, _, turn, _ = self._ranks[tenant]
         rank = self._ranks[tenant] = (got, tenant.held, turn, tenant)
@@ -150,7 +150,7 @@ class TenantHeap:
         self._heap.clear()
         self._ranks.clear()
 
-    def least(self) -> Tenant | None:
+    def least(self) -> TenantAccount | None:
         while self._heap:
             rank = self._heap[0]
             got, held, turn, tenant = rank
@@ -165,7 +165,7 @@ class TenantHeap:
                 return tenant
         return None
 
-    def _new_rank(self, tenant: Tenant) -> _Rank:
+    def _new_rank(self, tenant: TenantAccount) -> _Rank:
         self._turn += 1
         rank = self._ranks[tenant] = (tenant.charged, tenant.held, self._turn, tenant)
         return rank

@@ -57,4 +57,4 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 Body = Conversation | Trial
-Answer = Encoded | Tried | Refused
+RenderAnswer = Encoded | Tried | Refused

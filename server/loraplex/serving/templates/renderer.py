@@ -21,11 +21,11 @@ from loraplex.serving.errors import (
 from loraplex.serving.forks.messages import Done
 from loraplex.serving.forks.pool import ForkPool, PoolLimits, PoolWords, wall_s
 from loraplex.serving.templates.messages import (
-    Answer,
     Body,
     Conversation,
     Encoded,
     Refused,
+    RenderAnswer,
     Setup,
     Trial,
     Tried,
@@ -115,7 +115,7 @@ class TemplateRenderer:
         assert isinstance(tried, Tried)
         return tried
 
-    async def _answer(self, tenant: str, body: Body, *, owner: str) -> Answer:
+    async def _answer(self, tenant: str, body: Body, *, owner: str) -> RenderAnswer:
         task = asyncio.create_task(self.pool.run(tenant, msgspec.msgpack.encode(body), owner=owner))
         self._running.add(task)
         task.add_done_callback(self._ended)
@@ -123,7 +123,7 @@ class TemplateRenderer:
         done = await asyncio.shield(task)
         if done.outcome != "done":
             raise self._killed(done)
-        answer: Answer = msgspec.msgpack.decode(done.body, type=Answer)
+        answer: RenderAnswer = msgspec.msgpack.decode(done.body, type=RenderAnswer)
         if isinstance(answer, Refused):
             raise (TextTooLong if answer.is_length else TemplateError)(answer.reason)
         return answer

@@ -16,11 +16,11 @@ from loraplex.serving.errors import ServingError, TemplateError, TextTooLong
 from loraplex.serving.forks.worker import SetupFailed, Work, serve_forks
 from loraplex.serving.output.formats import NO_FORMATS
 from loraplex.serving.templates.messages import (
-    Answer,
     Body,
     Conversation,
     Encoded,
     Refused,
+    RenderAnswer,
     Setup,
     Trial,
     Tried,
@@ -64,7 +64,7 @@ class _Renderer:
     def work(self, body: bytes) -> bytes:
         return msgspec.msgpack.encode(self._answer(msgspec.msgpack.decode(body, type=Body)))
 
-    def _answer(self, job: Body) -> Answer:
+    def _answer(self, job: Body) -> RenderAnswer:
         try:
             return self._encoded(job) if isinstance(job, Conversation) else self._tried(job)
         except TextTooLong as error:
@@ -76,7 +76,7 @@ class _Renderer:
         except Exception as error:  # a program's, whatever it is
             return Refused(_reason(f"this version's chat template fails: {type(error).__name__}: {error}"))
 
-    def _encoded(self, job: Conversation) -> Answer:
+    def _encoded(self, job: Conversation) -> RenderAnswer:
         chat = self._chats.get(job.digest)
         if chat is None:
             chat = self._chats[job.digest] = self._text.own_chat(job.own)
@@ -97,7 +97,7 @@ class _Renderer:
             )
         return Encoded(ids, counts)
 
-    def _tried(self, job: Trial) -> Answer:
+    def _tried(self, job: Trial) -> RenderAnswer:
         chat = self._text.own_chat(job.own)
         formats = NO_FORMATS.of_version(job.tool_format, job.reasoning_format)
         reason = ""

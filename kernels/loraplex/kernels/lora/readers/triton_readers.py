@@ -13,8 +13,6 @@ For recorded passes: their lists name the rows (`loraplex.kernels.lora.triton_pl
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import triton
 
@@ -33,19 +31,12 @@ _MAX_NORM_COLUMNS = 4096
 """A program holds a row, and 16 ranks of B beside it: of wider rows they do not fit its registers."""
 
 
-class Shrink(Protocol):
-    """Computes the A side, or waits for it."""
-
-    def shrink(self, layer: int, group: str, x: torch.Tensor) -> None: ...
-
-
 class FusedReaders:
     """See `loraplex.engine.model.base.LoraReaders`. `launcher`: of a recorded pass; its tiling says what is computed
-    here. `first`: what computes the A sides, the launcher itself or one that runs them beside."""
+    here."""
 
-    def __init__(self, launcher: LoraLauncher, first: Shrink) -> None:
+    def __init__(self, launcher: LoraLauncher) -> None:
         self._launcher = launcher
-        self._first = first
 
     def rotary(
         self,
@@ -80,7 +71,7 @@ class FusedReaders:
         check_heads(
             y.view(y.shape[0], all_heads, head_dim), num_heads, cos, sin, cache, slots, q_norm, k_norm
         )
-        self._first.shrink(layer, group, x)
+        self._launcher.shrink(layer, group, x)
         items = y.shape[0] * (triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))
         block, position, kind, head, _ = cache.stride()
         expand_rotary[(min(self._launcher.expand_programs, items),)](
@@ -127,7 +118,7 @@ class FusedReaders:
         if not tiling.fuse_gated:
             return None
         plan, operands, constants = self._launcher.reader_operands(layer, group, y)
-        self._first.shrink(layer, group, x)
+        self._launcher.shrink(layer, group, x)
         rows, inner = y.shape[0], y.shape[1] // 2
         out = torch.empty(rows, inner, dtype=y.dtype, device=y.device)
         block_n = self._columns(y) // 2
@@ -170,7 +161,7 @@ class FusedReaders:
         if weight.shape != (columns,) or (residual is not None and residual.shape != y.shape):
             raise ValueError(f"no norm of {list(y.shape)} with a weight of {list(weight.shape)}")
         _, operands, constants = self._launcher.reader_operands(layer, group, y)
-        self._first.shrink(layer, group, x)
+        self._launcher.shrink(layer, group, x)
         out = torch.empty(rows, columns, dtype=y.dtype, device=y.device)
         block = triton.next_power_of_2(columns)
         expand_norm[(rows,)](
