@@ -20,7 +20,6 @@
 --                         replica -> the number of its joining, which every call names
 --   TAG:seen              replica -> when it was last heard of
 --   TAG:owed:REPLICA      what was spent without Redis and is charged: batch and window
---   TAG:awaited, :told    after a loss of data or a long outage: how many replicas there were; those that told all
 
 local PERIOD = 60e6
 local LEASE = 15e6
@@ -28,7 +27,6 @@ local SLACK = 1e6
 local STEP = 1e6
 local TAG = KEYS[1]
 local STATE, SEEN = TAG .. ':state', TAG .. ':seen'
-local AWAITED, TOLD = TAG .. ':awaited', TAG .. ':told'
 local given = cmsgpack.unpack(ARGV[2])
 local by = given.by
 local clock = redis.call('TIME')
@@ -247,20 +245,6 @@ local function forget(replica)
   redis.call('ZREM', SEEN, replica)
 end
 
--- After a loss of data, or when all were away, nobody decides here before all have told what they know, or had LEASE
--- for it. A replica that joins for the first time knows nothing.
-local function are_all_back(awaits)
-  local lease = string.format('%.0f', LEASE / 1000)
-  if awaits then redis.call('SET', AWAITED, given.replicas, 'NX', 'PX', lease) end
-  if given.knows then
-    redis.call('SADD', TOLD, by.replica)
-    redis.call('PEXPIRE', TOLD, lease)
-  end
-  if redis.call('SCARD', TOLD) < tonumber(redis.call('GET', AWAITED) or 0) then return false end
-  redis.call('DEL', AWAITED, TOLD)
-  return true
-end
-
 -- What runs and is not held here. If data was lost, what was charged before is in what the windows were seen to be, by
 -- every server; it cannot be told apart any more, and flows back whatever is used of it.
 local function restore(replica, live, existing, has_lost)
@@ -313,9 +297,6 @@ function operations.join()
     if not live[id] then ended[id] = given.ended[id] or -1 end
   end
   local has_lost = has_lost_data()
-  -- Where nobody was heard of for a lease, nobody is dead for that, and all may have spent their shares.
-  local last = tonumber(redis.call('ZREVRANGE', SEEN, 0, 0, 'WITHSCORES')[2] or now)
-  local awaits = given.knows and (has_lost or last <= now - LEASE + SLACK)
   if not born or (has_lost and born == given.born) then
     -- The first to notice. Everybody else has to join again, and finds another name.
     redis.call('DEL', STATE)
@@ -326,8 +307,7 @@ function operations.join()
   redis.call('ZADD', SEEN, string.format('%.17g', now), replica)
   settle(replica, ended)
   restore(replica, given.live, existing, has_lost)
-  local replicas, ready = redis.call('ZCARD', SEEN), are_all_back(awaits)
-  return { status = 'ok', replicas = replicas, has_lost = has_lost, born = born, ready = ready }
+  return { status = 'ok', replicas = redis.call('ZCARD', SEEN), has_lost = has_lost, born = born }
 end
 
 function operations.heartbeat()

@@ -107,7 +107,6 @@ class RedisLimiter:
         self._when_apart = when_apart
         self._clock = clock
         self._background = background or BackgroundTasks()
-        self._has_been_joined = False
         self._joined = False
         self._lost = asyncio.Event()
         self._lost_at = 0.0
@@ -127,13 +126,10 @@ class RedisLimiter:
         """Raises LimitsNotShared where Redis cannot be used at the start."""
         try:
             await self._link.connect()
-            is_ready = await self._join()
+            await self._join()
         except LinkDown as error:
             raise LimitsNotShared(f"the Redis of the limits cannot be used: {error}.") from error
-        if is_ready:
-            self._back()
-        else:
-            self._lost_at = self._clock()
+        self._back()
         self._keeper = self._background.start("limiter-redis", self._keep)
 
     def warning(self) -> str | None:
@@ -281,7 +277,7 @@ class RedisLimiter:
             self._watch.redis_up(False, replicas)
 
     def _back(self) -> None:
-        self._joined = self._has_been_joined = True
+        self._joined = True
         self._lost.clear()
         self._share = None
         self._watch.redis_up(True, self._session.replicas)
@@ -316,21 +312,19 @@ class RedisLimiter:
             tries += 1
             try:
                 await self._link.connect()
-                if not await self._join():
-                    continue  # others are not back yet
+                await self._join()
                 # Decisions made here meanwhile are reported before any new request.
                 self._back()
                 log.info("limiter_redis_back", seconds=round(self._clock() - begin, 1), tries=tries)
-                if await self._join():
-                    return
-                self._lose("Redis has lost its data again")
+                await self._join()
+                return
             except LinkDown as error:
                 self._lose(str(error))
 
-    async def _join(self) -> bool:
+    async def _join(self) -> None:
         """Reconcile: what runs here and Redis does not know is charged there, what Redis believes to run and does not
-        is settled, and every window is at least as far spent as it was seen and has been spent since. False: Redis lost
-        its data or was away for long, and other servers have yet to report what they know."""
+        is settled, and every window is at least as far spent as it was seen and has been spent since. Where Redis has
+        lost its data, what only servers know that have not joined again is missing for as long (ADR 0028)."""
         session = self._session
         is_doubtful = session.is_doubtful
         began = self._clock()
@@ -356,8 +350,6 @@ class RedisLimiter:
             is_doubtful=is_doubtful,
             ended=ended,
             live=live,
-            replicas=session.replicas,
-            knows=self._has_been_joined,
         )
         reply = await session.call("join", join, PATIENCE_S)
         self._telling = Owed()
@@ -375,7 +367,6 @@ class RedisLimiter:
         if reply.has_lost:
             log.error("limiter_redis_lost_data", told_windows=len(spending), told_requests=len(live))
             self._watch.redis_lost_data()
-        return reply.ready
 
     async def _tell(self, now: float) -> list[Spending]:
         """The windows that were reported to Redis."""
@@ -395,7 +386,8 @@ class RedisLimiter:
             self._ended.pop(name, None)
 
     def _counted(self, reply: Reply) -> None:
-        # After Redis has lost its data it counts from one again, until all have come back.
-        is_whole = self._joined or reply.ready
-        self._session.replicas = reply.replicas if is_whole else max(reply.replicas, self._session.replicas)
+        # A Redis that has lost its data counts from one again; the next heartbeat hears how many have joined.
+        self._session.replicas = (
+            max(reply.replicas, self._session.replicas) if reply.has_lost else reply.replicas
+        )
         self._watch.redis_up(self._joined, reply.replicas)

@@ -73,16 +73,14 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True):
-    """`ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended. `replicas` that it
-    believes there are. `knows`: it has decided in Redis before. `born`, `is_doubtful`: as in a Tell."""
+    """`ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended. `born`, `is_doubtful`:
+    as in a Tell."""
 
     by: Caller
     born: str
     is_doubtful: bool
     ended: dict[str, int]
     live: list[Request]
-    replicas: int
-    knows: bool
 
 
 class Reserve(msgspec.Struct, frozen=True):
@@ -109,8 +107,7 @@ class Reply(msgspec.Struct, frozen=True):
     caller's; neither did anything. `decisions` that changed its data. `spent` and `waits`: microseconds, for each rate
     of the plan; `waits` until it, or once it passed the same one again, would pass. `full` and `crowded` for each
     place: its requests and its sequences. `windows`: by name, what is spent after settling. `replicas` that live.
-    `has_lost`: other data than `born` named before, or less. `ready`: all have reported what they knew before the data
-    was lost, or all were away, and decisions may be asked for."""
+    `has_lost`: other data than `born` named before, or less."""
 
     status: Literal["ok", "refused", "unknown", "late"]
     now: float
@@ -122,7 +119,6 @@ class Reply(msgspec.Struct, frozen=True):
     windows: dict[str, float] = {}
     replicas: int = 0
     has_lost: bool = False
-    ready: bool = True
     born: str = ""
 
 
