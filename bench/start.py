@@ -30,6 +30,7 @@ import msgspec
 import psutil
 
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from support.servers.live_server import REPOSITORY, SMALL, clean_environment, free_ports
 
@@ -84,7 +85,7 @@ def start_engine(tree: Path, model: Path, kernels: str, work: Path) -> Taken:
 
 
 def await_ready(connection: socket.socket) -> None:
-    reader = wire.FrameReader()
+    reader = framing.FrameReader()
     while data := connection.recv(1 << 16):
         for event in map(wire.decode_event, reader.feed(data)):
             if isinstance(event, wire.Fatal):

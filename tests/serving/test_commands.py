@@ -10,6 +10,7 @@ import pytest
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.errors import EngineUnavailable, ServingError
@@ -43,7 +44,7 @@ def test_every_answer_is_an_event() -> None:
     ids=str,
 )
 def test_a_command_with_bad_arguments_is_refused(message: dict[str, Any]) -> None:
-    with pytest.raises(wire.ProtocolError, match=r"^not a command: "):
+    with pytest.raises(framing.ProtocolError, match=r"^not a command: "):
         wire.decode_command(msgspec.msgpack.encode(message))
 
 

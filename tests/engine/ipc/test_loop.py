@@ -16,6 +16,7 @@ import pytest
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import loop as loop_module
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.loop import EngineLoop, Outbox
@@ -36,27 +37,27 @@ def ask(name: str, max_tokens: int = 5) -> EngineRequest:
 
 def test_frames_survive_any_cut() -> None:
     commands = [wire.Add(ask("r")), wire.Pin(1, REF), wire.Shutdown(1.5), wire.Abort(("a", "b"))]
-    raw = b"".join(wire.encode_frame(command) for command in commands)
+    raw = b"".join(framing.encode_frame(command) for command in commands)
     for size in (1, 3, 7, len(raw)):
-        reader = wire.FrameReader()
+        reader = framing.FrameReader()
         payloads = [p for i in range(0, len(raw), size) for p in reader.feed(raw[i : i + size])]
         assert [wire.decode_command(payload) for payload in payloads] == commands
 
 
 def test_a_frame_above_the_limit_is_refused_by_its_header() -> None:
-    with pytest.raises(wire.FrameTooLarge):
-        wire.FrameReader().feed(struct.pack(">I", wire.MAX_FRAME_BYTES + 1))
-    with pytest.raises(wire.FrameTooLarge):
-        wire.encode_frame(wire.Fatal("x" * (wire.MAX_FRAME_BYTES + 1)))
+    with pytest.raises(framing.FrameTooLarge):
+        framing.FrameReader().feed(struct.pack(">I", framing.MAX_FRAME_BYTES + 1))
+    with pytest.raises(framing.FrameTooLarge):
+        framing.encode_frame(wire.Fatal("x" * (framing.MAX_FRAME_BYTES + 1)))
 
 
 @pytest.mark.parametrize(
     "payload", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"type": "Exec", "code": "x"})]
 )
 def test_malformed_message_is_refused(payload: bytes) -> None:
-    with pytest.raises(wire.ProtocolError):
+    with pytest.raises(framing.ProtocolError):
         wire.decode_command(payload)
-    with pytest.raises(wire.ProtocolError):
+    with pytest.raises(framing.ProtocolError):
         wire.decode_event(payload)
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.log_lines import JsonLogs
 from loraplex.engine.types import EngineRequest, SamplingParams
@@ -50,11 +51,11 @@ class Peer:
         self.listener.settimeout(120)
         self.connection, _ = self.listener.accept()
         self.connection.settimeout(60)
-        self.reader = wire.FrameReader()
+        self.reader = framing.FrameReader()
         self.waiting: list[wire.Event] = []
 
     def send(self, *commands: wire.Command) -> None:
-        self.connection.sendall(b"".join(map(wire.encode_frame, commands)))
+        self.connection.sendall(b"".join(map(framing.encode_frame, commands)))
 
     def events(self) -> Iterator[wire.Event]:
         """Until the engine closes its end."""

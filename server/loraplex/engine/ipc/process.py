@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.log_lines import JsonLogs, log, report
 from loraplex.engine.ipc.loop import BuiltEngineLike, EngineLoop, Outbox
@@ -73,7 +74,7 @@ class EngineServer:
         self._selector = selectors.DefaultSelector()
         self._outbox = Outbox(self._put)
         self._loop = EngineLoop(build, self._emit, log)
-        self._reader = wire.FrameReader()
+        self._reader = framing.FrameReader()
         self._sending = memoryview(b"")
         self._sends = threading.Lock()
         self._starting = True
@@ -179,7 +180,7 @@ class EngineServer:
         try:
             for payload in self._reader.feed(data):
                 self._loop.post(wire.decode_command(payload))
-        except wire.ProtocolError as error:
+        except framing.ProtocolError as error:
             log("protocol_error", level="error", error=str(error))
             return False
         return True
@@ -218,12 +219,12 @@ class EngineServer:
 
 def _frames(event: wire.Event) -> bytes:
     if isinstance(event, wire.Events):
-        return b"".join(wire.encode_frame(wire.Events(part)) for part in _split(event.events))
+        return b"".join(framing.encode_frame(wire.Events(part)) for part in _split(event.events))
     try:
-        return wire.encode_frame(event)
-    except wire.FrameTooLarge as error:
+        return framing.encode_frame(event)
+    except framing.FrameTooLarge as error:
         if isinstance(event, wire.Answer):
-            return wire.encode_frame(wire.Done(event.call, str(error)))
+            return framing.encode_frame(wire.Done(event.call, str(error)))
         raise
 
 

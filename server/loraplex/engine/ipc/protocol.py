@@ -7,7 +7,6 @@ in memory. Values are plain data, decoded against the types below; nothing that 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -15,25 +14,11 @@ import msgspec
 
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.ipc.framing import ProtocolError
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.types import AdapterState, EngineRequest, TenantTerms, TokenEvent
 
-MAX_FRAME_BYTES = 32 * 1024 * 1024
-"""Above any legal frame: a prompt of a million tokens takes 5 MB."""
-
 HEARTBEAT_INTERVAL_S = 1.0
-
-_LENGTH = struct.Struct(">I")
-HEADER_BYTES = _LENGTH.size
-
-
-class ProtocolError(Exception):
-    """The other side broke the framing, or sent something that is not one of its messages."""
-
-
-class FrameTooLarge(ProtocolError):
-    """A frame above `MAX_FRAME_BYTES`."""
-
 
 # Answers: engine to client, one for each `Call`.
 
@@ -280,28 +265,8 @@ Event = (
     | Fatal
 )
 
-_encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-
-
-def encode_frame(message: Command | Event) -> bytes:
-    """One message as a frame. Raises FrameTooLarge."""
-    buffer = bytearray(HEADER_BYTES)
-    _encoder.encode_into(message, buffer, HEADER_BYTES)
-    length = len(buffer) - HEADER_BYTES
-    if length > MAX_FRAME_BYTES:
-        raise FrameTooLarge(f"a frame of {length} bytes is above the limit of {MAX_FRAME_BYTES}")
-    _LENGTH.pack_into(buffer, 0, length)
-    return bytes(buffer)
-
-
-def frame_length(header: bytes | bytearray) -> int:
-    """The payload's length from a frame's first 4 bytes. Raises FrameTooLarge."""
-    (length,) = _LENGTH.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise FrameTooLarge(f"a frame of {length} bytes is above the limit of {MAX_FRAME_BYTES}")
-    return int(length)
 
 
 def decode_command(payload: bytes | bytearray | memoryview) -> Command:
@@ -318,26 +283,3 @@ def decode_event(payload: bytes | bytearray | memoryview) -> Event:
         return _event_decoder.decode(payload)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"not an event: {error}") from error
-
-
-class FrameReader:
-    """Cuts a byte stream into payloads. Holds at most one incomplete frame."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes. Raises FrameTooLarge on the header alone."""
-        self._buffer += data
-        payloads = []
-        position = 0
-        while len(self._buffer) - position >= HEADER_BYTES:
-            start = position + HEADER_BYTES
-            end = start + frame_length(self._buffer[position:start])
-            if len(self._buffer) < end:
-                break
-            payloads.append(bytes(self._buffer[start:end]))
-            position = end
-        if position:
-            del self._buffer[:position]
-        return payloads

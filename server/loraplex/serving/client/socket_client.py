@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.loop import Log
 from loraplex.engine.types import EngineRequest
@@ -144,7 +145,7 @@ class SocketEngineClient(EngineSession):
             raise EngineDraining("the server is shutting down")
         try:
             return self._submit(requests)
-        except wire.FrameTooLarge as error:
+        except framing.FrameTooLarge as error:
             raise TextTooLong(f"the request is too large for the engine: {error}") from error
 
     def _unavailable(self) -> EngineUnavailable:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Literal
 
 import msgspec
-
-HEADER = struct.Struct(">I")
 
 Outcome = Literal[
     "done",
@@ -48,8 +45,3 @@ class Done(msgspec.Struct, frozen=True):
     outcome: Outcome
     body: bytes = b""
     cpu_s: float = 0.0
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    payload = msgspec.msgpack.encode(message)
-    return HEADER.pack(len(payload)) + payload

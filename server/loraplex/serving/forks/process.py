@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loraplex.serving.forks.messages import HEADER, Done, Job, Start, Started, frame
+from loraplex.engine.ipc.framing import HEADER_BYTES, encode_frame, frame_length
+from loraplex.serving.forks.messages import Done, Job, Start, Started
 from loraplex.serving.supervision.child import Child
 
 START_TIMEOUT_S = 60.0
@@ -54,7 +55,7 @@ class ForkProcess:
             with theirs:
                 child = Child([*command, str(theirs.fileno())], [theirs.fileno()], bare_environment())
             reader, writer = await asyncio.open_unix_connection(sock=ours)
-            writer.write(frame(start))
+            writer.write(encode_frame(start))
             async with asyncio.timeout(START_TIMEOUT_S):
                 started = msgspec.msgpack.decode(await _next(reader), type=Started)
             return cls(child, reader, writer, started.error)
@@ -82,7 +83,7 @@ class ForkProcess:
         number = next(self._ids)
         answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
-        self._writer.write(frame(Job(number, owner, body)))
+        self._writer.write(encode_frame(Job(number, owner, body)))
         try:
             return await answer
         finally:
@@ -119,6 +120,5 @@ def bare_environment() -> dict[str, str]:
 async def _next(reader: asyncio.StreamReader) -> bytes:
     """The next frame. Raises EOFError."""
     with contextlib.suppress(asyncio.IncompleteReadError):
-        (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-        return await reader.readexactly(length)
+        return await reader.readexactly(frame_length(await reader.readexactly(HEADER_BYTES)))
     raise EOFError

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loraplex.serving.forks.messages import HEADER, Done, Job, Outcome, Start, Started, frame
+from loraplex.engine.ipc.framing import HEADER_BYTES, encode_frame, frame_length
+from loraplex.serving.forks.messages import Done, Job, Outcome, Start, Started
 
 NICENESS = 10
 """The engine goes first."""
@@ -51,9 +52,9 @@ def serve_forks(set_up: Callable[[bytes], Work]) -> None:
         try:
             work = set_up(start.setup)
         except SetupFailed as error:
-            server.sendall(frame(Started(str(error)[:MAX_ERROR])))
+            server.sendall(encode_frame(Started(str(error)[:MAX_ERROR])))
             return
-        server.sendall(frame(Started()))
+        server.sendall(encode_frame(Started()))
         _Forks(server, start, work).serve()
 
 
@@ -102,7 +103,7 @@ class _Forks:
             if fork.owner != job.owner:
                 continue
             with contextlib.suppress(ConnectionError):  # it has ended while it was idle
-                fork.connection.sendall(frame(job))
+                fork.connection.sendall(encode_frame(job))
                 fork.number = job.id
                 return
         if len(idle) >= MAX_IDLE:
@@ -110,7 +111,7 @@ class _Forks:
         fork = self._new(job.owner)
         fork.number = job.id
         with contextlib.suppress(ConnectionError):  # `_collect` sees why it has ended
-            fork.connection.sendall(frame(job))
+            fork.connection.sendall(encode_frame(job))
 
     def _new(self, owner: str) -> _Fork:
         ours, theirs = socket.socketpair()
@@ -152,7 +153,7 @@ class _Forks:
             done = Done(job.id, outcome, body, time.process_time() - before)
             grown = _address_space() - self._address_space
             is_last = not left or grown > start.memory * KEPT_SHARE or outcome != "done"
-            connection.sendall(frame(_Answer(done, is_last)))
+            connection.sendall(encode_frame(_Answer(done, is_last)))
             if is_last:
                 return
 
@@ -169,13 +170,15 @@ class _Forks:
         except (EOFError, ConnectionError):
             status, cpu_s = self._reap(fork)
             if fork.number is not None:
-                self._server.sendall(frame(Done(fork.number, _cause(status), cpu_s=cpu_s - fork.cpu_s)))
+                self._server.sendall(
+                    encode_frame(Done(fork.number, _cause(status), cpu_s=cpu_s - fork.cpu_s))
+                )
             return
         fork.number = None
         fork.cpu_s += answer.done.cpu_s
         if answer.is_last:
             self._reap(fork)
-        self._server.sendall(frame(answer.done))
+        self._server.sendall(encode_frame(answer.done))
 
     def _reap(self, fork: _Fork) -> tuple[int, float]:
         """Forget a fork that has ended, or does so when its connection is closed. Returns its status and its CPU
@@ -202,8 +205,7 @@ def _address_space() -> int:
 
 def _read(connection: socket.socket) -> bytes:
     """The next frame. Raises EOFError."""
-    (length,) = HEADER.unpack(_exactly(connection, HEADER.size))
-    return _exactly(connection, length)
+    return _exactly(connection, frame_length(_exactly(connection, HEADER_BYTES)))
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:

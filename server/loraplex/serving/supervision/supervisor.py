@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo
 from loraplex.serving.errors import EngineStartError
@@ -78,7 +79,7 @@ class EngineProcess(asyncio.Protocol):
         self._on_event = on_event
         self._on_lost = on_lost
         self._on_progress = on_progress
-        self._reader = wire.FrameReader()
+        self._reader = framing.FrameReader()
         self._transport: asyncio.Transport | None = None
         self._child = spare
         self._fatal: str | None = None
@@ -118,7 +119,7 @@ class EngineProcess(asyncio.Protocol):
 
     def send(self, command: wire.Command) -> None:
         """Raises FrameTooLarge. A command to a lost process goes nowhere."""
-        frame = wire.encode_frame(command)
+        frame = framing.encode_frame(command)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
@@ -243,7 +244,7 @@ class EngineProcess(asyncio.Protocol):
         try:
             for payload in self._reader.feed(data):
                 self._on_message(wire.decode_event(payload))
-        except wire.ProtocolError as error:
+        except framing.ProtocolError as error:
             self._broken = f"the engine process broke the protocol: {error}"
             if self._transport is not None:
                 self._transport.abort()
