@@ -268,7 +268,6 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ),
     ("database.md", "does not come to its turn within {} s", (sqlite.BUSY_TIMEOUT_S,)),
     ("database.md", "does not come to its turn within {} s", (postgres_engine.LOCK_TIMEOUT_S,)),
-    ("redis.md", "or {:g} s have passed", (lua("LEASE"),)),
     ("redis.md", "what it had reserved after {:g} s", (lua("LEASE"),)),
     ("redis.md", "slower than {:g} ms", (redis_limiter.TIMEOUT_S * 1000,)),
     ("redis.md", "after {:g} ms at most it is decided", (redis_limiter.TIMEOUT_S * 1000,)),

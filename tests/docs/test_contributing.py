@@ -32,6 +32,7 @@ def test_each_of_ten_changes_names_at_most_four_files_and_its_test() -> None:
         pytest.param("keep_versions", id="a setting"),
         pytest.param("num_warming", id="a metric of the adapter cache"),
         pytest.param("host_bytes_max", id="a limit"),
+        pytest.param("NumbaLoraPass", id="a LoRA kernel"),
     ],
 )
 def test_the_walk_is_true_of_known_examples(name: str) -> None:
