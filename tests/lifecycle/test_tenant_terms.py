@@ -12,7 +12,8 @@ import pytest
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.control.db.database import Database
 from loraplex.control.errors import DatabaseUnavailable
-from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.lifecycle.tenant_terms import INTERVAL_S, TermsWatch
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient, Reply

@@ -13,7 +13,8 @@ import pytest
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
-from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms, TokenEvent
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.serving.client.engine_client import EngineClient, RequestStream
 from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient

@@ -12,7 +12,8 @@ from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineStats
-from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.client import session as session_module
 from loraplex.serving.client.measuring import measure_request
 from loraplex.serving.client.session import EngineSession

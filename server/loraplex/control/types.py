@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.types import TenantTerms
+from loraplex.engine.tenant_terms import TenantTerms
 
 Scope = Literal["inference", "adapters:read", "adapters:write", "usage:read"]
 Sticky = Literal["user", "key", "none"]

@@ -12,7 +12,6 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.numerics.outputs import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Scores
@@ -80,18 +79,6 @@ class SamplingParams:
     def has_penalty(self) -> bool:
         """Whether any token that occurred counts for the next."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TenantTerms:
-    """The share `weight` of a tenant, and its reserved and maximum adapter memory."""
-
-    weight: float = 1.0
-    memory: MemoryLimits = NO_MEMORY_LIMITS
-
-
-DEFAULT_TERMS = TenantTerms()
-"""The terms of a tenant that the engine was told nothing of."""
 
 
 @dataclass(frozen=True, slots=True)

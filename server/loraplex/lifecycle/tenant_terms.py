@@ -33,4 +33,4 @@ class TermsWatch:
             try:
                 engine.set_tenants(await self._database.look_up(self._tenants.terms, tuple(served)))
             except LoraplexError as error:
-                log.debug("terms_not_read", reason=error.message)
+                log.debug("weights_not_read", reason=error.message)

@@ -17,7 +17,7 @@ from loraplex.control.catalog.releases import Releases
 from loraplex.control.db.database import Database
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import VersionInfo
-from loraplex.engine.types import TenantTerms
+from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.lifecycle.demand_file import Recorded, read_demand, write_demand
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.demand import Demand, Uses, rank

@@ -20,7 +20,8 @@ from loraplex.control.limits.budgets import Budgets
 from loraplex.control.tenancy.key_use import KeyUse
 from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.control.usage.writer import UsageWriter
-from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.lifecycle.damage_reports import DamageReports
 from loraplex.lifecycle.tenant_terms import TermsWatch
 from loraplex.lifecycle.warming import Warming

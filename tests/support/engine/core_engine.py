@@ -9,7 +9,8 @@ from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
-from loraplex.engine.types import EngineRequest, SamplingParams, TenantTerms, TokenEvent
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from support.engine.fake_runner import FakeRunner, reference
 from support.engine.fake_transport import FakeTransport, make_cache
 

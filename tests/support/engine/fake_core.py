@@ -28,15 +28,8 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.ipc.log_lines import log
 from loraplex.engine.reports import EngineInfo, EngineStats, TenantStats
-from loraplex.engine.types import (
-    AdapterState,
-    EngineError,
-    EngineRequest,
-    TenantTerms,
-    Timing,
-    TokenEvent,
-    Usage,
-)
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Timing, TokenEvent, Usage
 
 CRASH = 666
 HANG = 667

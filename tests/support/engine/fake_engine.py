@@ -26,13 +26,13 @@ from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.reports import EngineInfo, EngineStats, MemoryUse
+from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import (
     AdapterState,
     EngineError,
     EngineRequest,
     ErrorCode,
     FinishReason,
-    TenantTerms,
     Timing,
     TokenEvent,
     Usage,

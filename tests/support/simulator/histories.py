@@ -31,7 +31,8 @@ from collections import deque
 from math import inf
 
 from loraplex.engine.core.engine_core import EngineCore
-from loraplex.engine.types import EngineRequest, SamplingParams, StepPlan, TenantTerms
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import EngineRequest, SamplingParams, StepPlan
 from support.engine.fake_runner import FakeRunner, Fault
 from support.engine.fake_transport import Fate
 from support.simulator.fairness import Shares

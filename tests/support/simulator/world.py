@@ -12,7 +12,8 @@ from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.pooling import POOLINGS
-from loraplex.engine.types import MEASURE_STEPS, EngineRequest, SamplingParams, ScheduledSequence, TenantTerms
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import MEASURE_STEPS, EngineRequest, SamplingParams, ScheduledSequence
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.adapters.cache_fakes import PAGE_BYTES
 from support.engine.fake_transport import Fate

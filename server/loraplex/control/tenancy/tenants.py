@@ -30,7 +30,7 @@ from loraplex.control.db.tables import (
 from loraplex.control.errors import Conflict, InvalidValue, TenantIdRetired, TenantNotFound
 from loraplex.control.limits.budget_store import budget_states
 from loraplex.control.types import Limits, Page, TenantInfo, TenantRemoval
-from loraplex.engine.types import TenantTerms
+from loraplex.engine.tenant_terms import TenantTerms
 
 MAX_IDS = 500
 """Ids that one query names."""

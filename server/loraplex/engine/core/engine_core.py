@@ -28,14 +28,8 @@ from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.reports import EngineStats
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.step_budget import StepBudget
-from loraplex.engine.types import (
-    AdapterState,
-    EngineError,
-    EngineRequest,
-    Sequence,
-    TenantTerms,
-    TokenEvent,
-)
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Sequence, TokenEvent
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 LOOK_AGAIN_S = 0.25

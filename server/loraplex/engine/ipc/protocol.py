@@ -16,7 +16,8 @@ from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc.framing import ProtocolError
 from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.engine.types import AdapterState, EngineRequest, TenantTerms, TokenEvent
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import AdapterState, EngineRequest, TokenEvent
 
 HEARTBEAT_INTERVAL_S = 1.0
 

@@ -15,14 +15,8 @@ from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.event_buffer import EventBuffer
 from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.engine.types import (
-    AdapterState,
-    EngineError,
-    EngineRequest,
-    ErrorCode,
-    TenantTerms,
-    TokenEvent,
-)
+from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
 
 
 class RequestStream:

@@ -14,15 +14,8 @@ from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.engine.types import (
-    DEFAULT_TERMS,
-    AdapterState,
-    EngineError,
-    EngineRequest,
-    ErrorCode,
-    TenantTerms,
-    TokenEvent,
-)
+from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
+from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
 from loraplex.serving.client.engine_client import RequestStream, error_event
 from loraplex.serving.client.measuring import measure_request, read_outputs
 from loraplex.serving.demand import Demand
