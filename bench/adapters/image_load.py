@@ -1,4 +1,4 @@
-"""What an adapter of Llama-3.1-8B's shapes costs a processor, laid out from its upload and read as a laid-out image.
+"""The cost of an adapter of Llama-3.1-8B's shapes, laid out from its upload and read as a laid-out image.
 
     PYTHONPATH=.:tests python -m bench.adapters.image_load [--rank 16] [--rounds 12]
 

@@ -16,7 +16,7 @@ from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.client import session as session_module
 from loraplex.serving.client.measuring import measure_request
-from loraplex.serving.client.session import EngineSession
+from loraplex.serving.client.session import TERMS_A_COMMAND, EngineSession
 from loraplex.serving.demand import HALF_LIFE_S, MAX_KNOWN, MAX_RANKED, Demand, Uses
 from loraplex.serving.errors import EngineUnavailable
 from support.engine.fake_engine import fake_engine_info
@@ -164,6 +164,15 @@ async def test_a_new_engine_gets_limits_pins_and_the_rest_by_demand(demand: Dema
     assert isinstance(pin, wire.Pin)
     assert pin.ref == ref(4)
     assert [type(command) for command in session.restored(warm=False)] == [wire.SetTenants, wire.Pin]
+
+
+async def test_a_new_engine_gets_the_terms_of_all_tenants(demand: Demand) -> None:
+    session = Session(demand)
+    terms = {f"t{number}": TenantTerms(2.0) for number in range(TERMS_A_COMMAND + 1)}
+    session.set_tenants(terms)
+    told = [command.terms for command in session.restored() if isinstance(command, wire.SetTenants)]
+    assert [len(part) for part in told] == [TERMS_A_COMMAND, 1]
+    assert told[0] | told[1] == terms
 
 
 async def test_a_request_of_many_sequences_is_one_use(demand: Demand) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -182,3 +183,26 @@ def test_pieces_are_four_to_eight_mib() -> None:
     """With the two that are queued, a fifth of a millisecond on a bus of 50 GB/s."""
     assert 4 << 20 <= device_copies.PIECE_BYTES <= 8 << 20
     assert device_copies.PIECE_BYTES * device_copies.MAX_QUEUED <= 8 << 20
+
+
+def test_locked_memory_is_unlocked_when_slab_and_pages_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the driver takes what is allocated at that address later for memory that it has locked."""
+    locked: set[int] = set()
+
+    class Driver:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            locked.add(address)
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            locked.remove(address)
+            return 0
+
+    monkeypatch.setattr(host_slab, "_driver", Driver)
+    pages = HostSlab(4 * PAGE, PAGE, pinned=True).take(2)
+    gc.collect()
+    assert locked == {pages.runs[0].data_ptr()}, "its pages are still in use"
+    pages.release()
+    del pages
+    gc.collect()
+    assert not locked

@@ -1,4 +1,4 @@
-"""What is compiled at the start, and recordings."""
+"""Compilation at the start, and recordings."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from loraplex.engine.ipc.framing import MAX_FRAME_BYTES
 from loraplex.serving.errors import GrammarRefused, GrammarsUnavailable, GrammarTimeSpent
 from loraplex.serving.forks.messages import Done
 from loraplex.serving.forks.process import ForkProcess
@@ -278,6 +279,16 @@ async def test_fork_that_ends_while_it_is_idle_is_not_missed(watched: Watched) -
                 while fork.is_running() and fork.status() != psutil.STATUS_ZOMBIE:
                     await asyncio.sleep(0.001)
     assert watched.outcomes == ["accepted"] * 3
+
+
+async def test_a_job_that_no_frame_holds_is_refused_and_the_process_stays(watched: Watched) -> None:
+    await watched.checker.check("a", wide(3))
+    process = watched.checker.pool.process
+    assert process is not None
+    done = await process.run(bytes(MAX_FRAME_BYTES))
+    assert (done.outcome, done.body) == ("too_large", b"")
+    assert process.alive
+    await watched.checker.check("a", wide(4))
 
 
 async def test_process_ends_with_its_server(watched: Watched) -> None:

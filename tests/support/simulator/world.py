@@ -126,7 +126,7 @@ class World:
         return MemoryLimits(*(size if self.sharing.random() < 0.5 else None for size in draw))
 
     def terms(self, tenant: str) -> TenantTerms:
-        """What it is served by when its next request comes."""
+        """The terms that it is served by when its next request comes."""
         return TenantTerms(self.weights.get(tenant, 1.0), self.memory.get(tenant, NO_MEMORY_LIMITS))
 
     def request(self, request_id: str) -> EngineRequest:

@@ -6,7 +6,7 @@ whose request had it loaded, until it leaves: two tenants may have uploaded the 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 from typing import Generic
 
@@ -14,8 +14,6 @@ from loraplex.adapters.cache.entries import CachedAdapter, CachedAdapters, Stage
 from loraplex.adapters.cache.pins import Pins
 from loraplex.adapters.cache.residency import ImageT
 from loraplex.adapters.ref import AdapterRef
-
-MAX_TENANTS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class TenantMemory(Generic[ImageT]):
     def __init__(self, entries: CachedAdapters[ImageT], pins: Pins) -> None:
         self._entries = entries
         self._pins = pins
-        self._limits: OrderedDict[str, MemoryLimits] = OrderedDict()
+        self._limits: dict[str, MemoryLimits] = {}
         self._reserving: dict[str, int] = {}
         self.host_caps: dict[str, int] = {}
 
@@ -67,8 +65,6 @@ class TenantMemory(Generic[ImageT]):
             self._reserving[tenant_id] = limits.device_bytes_reserved
         if limits.host_bytes_max is not None:
             self.host_caps[tenant_id] = limits.host_bytes_max
-        if len(self._limits) > MAX_TENANTS:
-            self.set_limits(next(iter(self._limits)), NO_MEMORY_LIMITS)
 
     def limits(self, tenant_id: str) -> MemoryLimits:
         return self._limits.get(tenant_id, NO_MEMORY_LIMITS)

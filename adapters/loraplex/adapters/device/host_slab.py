@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -186,8 +187,7 @@ def adjacent_runs(pages: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _pin(memory: torch.Tensor) -> None:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    status = int(_driver().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if status:
         raise HostMemoryNotPinned(
             f"--adapter-cpu-memory: the driver does not lock {memory.nbytes >> 20} MiB of host memory (CUDA error "
@@ -196,5 +196,8 @@ def _pin(memory: torch.Tensor) -> None:
 
 
 def _unpin(address: int) -> None:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    cudart.cudaHostUnregister(address)
+    _driver().cudaHostUnregister(address)
+
+
+def _driver() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -26,6 +26,8 @@ CALL_TIMEOUT_S = 10.0
 PINS_TIMEOUT_S = 15.0
 """Time for the pinned versions to come to the device before requests are taken."""
 _PINS_LOOK_S = 0.02
+TERMS_A_COMMAND = 4096
+"""Tenants of one command to a new engine: far below the limit of a frame."""
 
 ArgsP = ParamSpec("ArgsP")
 AnswerT = TypeVar("AnswerT", bound=wire.Answer)
@@ -202,8 +204,9 @@ class EngineSession(ABC):
     def _restore(self, hot: frozenset[str], *, warm: bool) -> None:
         """Ask a new engine for what the old one had: its tenants' terms, the pins, and with `warm` by demand what else
         was in memory; `hot` was on the device, used or not."""
-        if self._terms:
-            self._send(wire.SetTenants(dict(self._terms)))
+        terms = list(self._terms.items())
+        for first in range(0, len(terms), TERMS_A_COMMAND):
+            self._send(wire.SetTenants(dict(terms[first : first + TERMS_A_COMMAND])))
         for ref in self._pins.values():
             self._next_call += 1
             self._send(wire.Pin(self._next_call, ref))

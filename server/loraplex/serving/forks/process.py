@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loraplex.engine.ipc.framing import HEADER_BYTES, encode_frame, frame_length
+from loraplex.engine.ipc.framing import HEADER_BYTES, FrameTooLarge, ProtocolError, encode_frame, frame_length
 from loraplex.serving.forks.messages import Done, Job, Start, Started
 from loraplex.serving.supervision.child import Child
 
@@ -59,7 +59,7 @@ class ForkProcess:
             async with asyncio.timeout(START_TIMEOUT_S):
                 started = msgspec.msgpack.decode(await _next(reader), type=Started)
             return cls(child, reader, writer, started.error)
-        except (OSError, EOFError, TimeoutError, msgspec.MsgspecError) as error:
+        except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.MsgspecError) as error:
             raise ProcessFailed("did not start") from error
         finally:
             if started is None:
@@ -81,9 +81,13 @@ class ForkProcess:
         if not self.alive:
             raise ProcessFailed("was lost")
         number = next(self._ids)
+        try:
+            job = encode_frame(Job(number, owner, body))
+        except FrameTooLarge:
+            return Done(number, "too_large")
         answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
-        self._writer.write(encode_frame(Job(number, owner, body)))
+        self._writer.write(job)
         try:
             return await answer
         finally:
@@ -103,7 +107,7 @@ class ForkProcess:
                 answer = self._waiting.get(done.id)
                 if answer is not None and not answer.done():
                     answer.set_result(done)
-        except (OSError, EOFError, msgspec.MsgspecError):
+        except (OSError, EOFError, ProtocolError, msgspec.MsgspecError):
             await self._child.kill(KILL_WAIT_S)
         finally:
             self.alive = False

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loraplex.engine.ipc.framing import HEADER_BYTES, encode_frame, frame_length
+from loraplex.engine.ipc.framing import HEADER_BYTES, ProtocolError, encode_frame, frame_length
 from loraplex.serving.forks.messages import Done, Job, Outcome, Start, Started
 
 NICENESS = 10
@@ -167,7 +167,7 @@ class _Forks:
         """An answer, or the end, of a fork."""
         try:
             answer = msgspec.msgpack.decode(_read(fork.connection), type=_Answer)
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError, ProtocolError):
             status, cpu_s = self._reap(fork)
             if fork.number is not None:
                 self._server.sendall(
