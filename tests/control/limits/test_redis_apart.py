@@ -4,7 +4,6 @@ each mode. And a Redis that lost its data, or a part of it, or whose clock was s
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,22 +217,22 @@ async def test_after_an_outage_of_all_only_what_others_spent_passes_once_more(sh
     limited = Limits(requests_per_minute=30)
     servers = await shared.servers(SERVERS)
     await shared.pass_time(1)
-    await shared.hang_for(60)
-    begin = time.monotonic()
+    # Not by a Redis that hangs: it would run what was sent meanwhile by a clock that had not gone on.
+    for link in shared.links:
+        link.reach = "away"
+    await shared.noticed()
+    shared.advance(60)
     for server in servers:
         for number in range(10):
             await server.reserve(f"apart{number}", plan(1, limited))
-    for link in shared.links[1:]:
-        link.reach = "away"
-    shared.go_on()
+    shared.links[0].reach = "answers"
     await until(lambda: shared.watches[0].up)
     passed = 0
     with pytest.raises(RateLimited):
         while True:
             await servers[0].reserve(f"early{passed}", plan(1, limited))
             passed += 1
-    flown_back = (time.monotonic() - begin) * 30 / 60
-    assert passed <= 10 * (SERVERS - 1) + flown_back
+    assert 0 < passed <= 10 * (SERVERS - 1)
     for link in shared.links[1:]:
         link.reach = "answers"
     await shared.together()

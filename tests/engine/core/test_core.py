@@ -341,3 +341,15 @@ def test_plans_are_copies_that_later_changes_cannot_reach() -> None:
         engine.step()
     assert plan.scheduled[0].block_ids == blocks
     assert len(engine.runner.plans[-1].scheduled[0].block_ids) > len(blocks)
+
+
+def test_a_step_of_an_ended_request_brings_nothing_to_the_next_of_its_name(lookahead: Literal[0, 1]) -> None:
+    """Its step is still in flight when the name is used again."""
+    engine = CoreEngine(lookahead=lookahead)
+    engine.add("r", prompt_ids=tuple(range(1, 21)))
+    engine.step()
+    engine.core.abort("r")
+    second = engine.add("r", prompt_ids=tuple(range(30, 60)))
+    engine.events.clear()
+    engine.run()
+    assert engine.tokens("r") == expected(second, 5)
