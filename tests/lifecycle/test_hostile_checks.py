@@ -41,10 +41,10 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_tenants_whose_versions_are_not_measured_hold_up_no_other(plane: AdminPlane) -> None:
     measure, never = plane.measure, asyncio.Event()
 
-    async def some_never(ref: AdapterRef, tenant: str) -> SiteOutputs:
-        if tenant in STUCK:
+    async def some_never(ref: AdapterRef) -> SiteOutputs:
+        if ref.tenant_id in STUCK:
             await never.wait()
-        return await measure(ref, tenant)
+        return await measure(ref)
 
     plane.engine.measure = some_never
     tasks = [plane.checks.start(version(plane, plane.make_tenant(tenant))) for tenant in STUCK]
@@ -121,9 +121,9 @@ async def test_the_engine_knows_a_tenants_limits_before_it_loads_for_a_check(pla
     known: list[MemoryLimits | None] = []
     measure = plane.measure
 
-    async def note(ref: AdapterRef, tenant: str) -> SiteOutputs:
-        known.append(getattr(plane.engine.terms.get(tenant), "memory", None))
-        return await measure(ref, tenant)
+    async def note(ref: AdapterRef) -> SiteOutputs:
+        known.append(getattr(plane.engine.terms.get(ref.tenant_id), "memory", None))
+        return await measure(ref)
 
     plane.engine.measure = note
     plane.make_tenant(limits={"device_bytes_max": 1 << 20, "host_bytes_max": 1 << 21})
@@ -139,11 +139,11 @@ async def test_a_version_that_the_engine_dies_of_does_not_end_engine_after_engin
     fair = version(plane, plane.make_tenant("acme"), seed=2)
     measure, deaths = plane.measure, []
 
-    async def die(ref: AdapterRef, tenant: str) -> SiteOutputs:
-        if tenant == "poison":
+    async def die(ref: AdapterRef) -> SiteOutputs:
+        if ref.tenant_id == "poison":
             deaths.append(now[0])
             raise EngineLost("the engine process failed and is being restarted")
-        return await measure(ref, tenant)
+        return await measure(ref)
 
     plane.engine.measure = die
     while now[0] < 300:
@@ -167,25 +167,25 @@ async def test_a_version_that_was_measured_beside_one_that_the_engine_dies_of_is
     together: list[set[str]] = []
     died = asyncio.Event()
 
-    async def die(ref: AdapterRef, tenant: str) -> SiteOutputs:
+    async def die(ref: AdapterRef) -> SiteOutputs:
         """The engine dies of one, and all that it measures is lost."""
         again = died.is_set()
-        inside.add(tenant)
+        inside.add(ref.tenant_id)
         try:
             if again:
                 await asyncio.sleep(0.1)  # longer than the pause before the other's turn
                 together.extend([set(inside)] * (len(inside) > 1))
-            elif tenant == "poison":
+            elif ref.tenant_id == "poison":
                 while len(inside) < 2:
                     await asyncio.sleep(0)
                 died.set()
             else:
                 await died.wait()
-            if tenant == "poison" or not again:
+            if ref.tenant_id == "poison" or not again:
                 raise EngineLost("the engine process failed and is being restarted")
-            return await measure(ref, tenant)
+            return await measure(ref)
         finally:
-            inside.discard(tenant)
+            inside.discard(ref.tenant_id)
 
     plane.engine.measure = die
     async with asyncio.timeout(30):

@@ -134,14 +134,14 @@ async def test_the_first_event_tells_where_the_adapter_was(client: EngineClient)
 async def test_sites_are_measured(client: EngineClient) -> None:
     stream = client.submit(ask("r", LONG))[0]
     await first(stream)
-    found = await asyncio.gather(*(client.measure_sites(adapter(n), tenant="acme") for n in (1, 2, 1)))
+    found = await asyncio.gather(*(client.measure_sites(adapter(n)) for n in (1, 2, 1)))
     assert [outputs.sites for outputs in found] == [((0, adapter(n).name),) for n in (1, 2, 1)]
     stream.abort()
     await read(stream)
 
 
 async def test_a_version_that_cannot_be_loaded_has_no_outputs(client: EngineClient) -> None:
-    found = await client.measure_sites(replace(adapter(1), name=DAMAGED), tenant="acme")
+    found = await client.measure_sites(replace(adapter(1), name=DAMAGED))
     assert (found.sites, found.failure) == ((), "its stored bytes are damaged")
 
 
@@ -150,7 +150,7 @@ async def test_a_measurement_that_is_given_up_leaves_no_request(kind: str) -> No
     client = make_client(kind)
     await client.start()
     blocking = client.submit(ask("slow", prompt=(SLOW, 3)))[0]
-    measuring = asyncio.create_task(client.measure_sites(adapter(1), tenant="acme"))
+    measuring = asyncio.create_task(client.measure_sites(adapter(1)))
     await asyncio.sleep(0)
     assert client.num_live == 2
     measuring.cancel()
@@ -161,7 +161,7 @@ async def test_a_measurement_that_is_given_up_leaves_no_request(kind: str) -> No
         await client.stats()
     await client.close()
     with pytest.raises(EngineUnavailable):
-        await client.measure_sites(adapter(1), tenant="acme")
+        await client.measure_sites(adapter(1))
 
 
 async def test_a_prefetched_adapter_is_there_before_it_is_asked_for(client: EngineClient) -> None:

@@ -15,7 +15,6 @@ from loraplex.engine.reports import EngineStats
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.client import session as session_module
-from loraplex.serving.client.measuring import measure_request
 from loraplex.serving.client.session import TERMS_A_COMMAND, EngineSession
 from loraplex.serving.demand import HALF_LIFE_S, MAX_KNOWN, MAX_RANKED, Demand, Uses
 from loraplex.serving.errors import EngineUnavailable
@@ -182,14 +181,6 @@ async def test_a_request_of_many_sequences_is_one_use(demand: Demand) -> None:
     assert [uses.uses for uses in demand.ranked()] == [1]
 
 
-async def test_the_check_of_a_version_is_no_use(demand: Demand) -> None:
-    session = Session(demand)
-    session._submit([measure_request(ref(1), "acme")])
-    demand.loaded([ref(1).digest])
-    assert demand.ranked() == []
-    assert ref(1).digest in demand
-
-
 async def test_a_measurement_is_no_use_and_keeps_the_tenants_terms(demand: Demand) -> None:
     session = Session(demand)
     capped, other = (
@@ -199,15 +190,16 @@ async def test_a_measurement_is_no_use_and_keeps_the_tenants_terms(demand: Deman
     session.set_tenants({"other": other})
     session.sent.clear()
     session.set_tenants({"other": other, "acme": capped})
-    measuring = asyncio.create_task(session.measure_sites(ref(1), tenant="acme"))
+    measuring = asyncio.create_task(session.measure_sites(ref(1)))
     while len(session.sent) < 2:
         await asyncio.sleep(0)
     told, add = session.sent
     assert told == wire.SetTenants({"acme": capped})  # of the others nothing has changed
-    assert isinstance(add, wire.Add)
+    assert isinstance(add, wire.Measure)
     measuring.cancel()
     demand.loaded([ref(1).digest])
     assert demand.ranked() == []
+    assert ref(1).digest in demand
 
 
 async def test_pins_are_waited_for_while_they_come(demand: Demand) -> None:

@@ -20,7 +20,7 @@ from loraplex.engine.pooling import PooledPart, PooledPrompt, Pooling
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = Literal["hot", "warm", "cold"]
 MEASURE_STEPS = 8
-"""Steps in which the sites of an adapter are measured. Fewer than a KV block has positions: so it is never cached."""
+"""Parts in which the sites of an adapter are measured, each in a step of its own."""
 MEASURE_PRIORITY = 1001
 """Above what any client can ask for."""
 Namespace = tuple[str, str | None]
@@ -100,9 +100,29 @@ class EngineRequest:
     grammar: str | None = None
     pooling: Pooling | None = None
     """The hidden states of the prompt are wanted, pooled so. Nothing is sampled then: `max_tokens` is 0."""
-    measured: bool = False
-    """The outputs of the adapter's own sites for fixed inputs are wanted. The prompt is MEASURE_STEPS placeholders. At
-    each one a part of the layers is measured, one part a step. `max_tokens` is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureRequest:
+    """A request for the outputs of an adapter's own sites for fixed inputs. They are computed in MEASURE_STEPS parts,
+    at most one a step, beside the sequences of the step. `deadline` as in EngineRequest."""
+
+    request_id: str
+    adapter: AdapterRef
+    deadline: float | None = None
+
+    def queued(self) -> EngineRequest:
+        """The request as the queue knows it: of the adapter's tenant, before all else that this tenant waits for. A
+        tenant that always waits for something would never get its version otherwise. It has no tokens."""
+        return EngineRequest(
+            self.request_id,
+            self.adapter.tenant_id,
+            (),
+            SamplingParams(max_tokens=0),
+            self.adapter,
+            priority=MEASURE_PRIORITY,
+            deadline=self.deadline,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +170,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     request that has the id goes on. `scores` are the log probabilities of `token_ids`, and of the next tokens of the
     prompt in order from its second; of the whole prompt they come before the first output token, or with it.
     `pooled` is on the last event of a request with `pooling`: float32 [C], little-endian, not normalised. `measured` is
-    on the last event of a request that is measured."""
+    on the last event of a MeasureRequest."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -185,6 +205,9 @@ class Sequence:
     i-th full block. `num_scored` prompt positions have told the log probability of the token behind them.
     `tells_outputs`: a step that samples is told the tokens of its answer. `num_starved` times in a row the step that
     was to compute position `starved_at`, and nothing else, did not fit into the device's memory.
+
+    The sequence of a MeasureRequest has no tokens and no blocks. `measured` are its outputs by part, and `num_computed`
+    counts the parts that were scheduled; None for all other sequences.
     """
 
     request: EngineRequest
@@ -210,15 +233,14 @@ class Sequence:
     starved_at: int = -1
     num_starved: int = 0
     block_keys: list[BlockKey] = field(default_factory=list)
+    measured: dict[int, SiteOutputs] | None = None
     pooled: PooledPrompt | None = field(init=False)
-    measured: dict[int, SiteOutputs] | None = field(init=False)  # by position
     most_computed: int = field(init=False)
     tells_outputs: bool = field(init=False)
 
     def __post_init__(self) -> None:
         pooling = self.request.pooling
         self.pooled = None if pooling is None else PooledPrompt(pooling, self.num_prompt)
-        self.measured = {} if self.request.measured else None
         # The last token is sampled, and never computed.
         self.most_computed = self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
         self.tells_outputs = self.request.grammar is not None or self.request.sampling.has_penalty
@@ -295,18 +317,46 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredPart:
+    """A part of a MeasureRequest in one step: number `start` of MEASURE_STEPS, of the adapter in `slot`. `order` and
+    `epoch` are the sequence's at planning. It takes no row of the forward pass and no KV block."""
+
+    request: EngineRequest
+    order: int
+    epoch: int
+    start: int
+    slot: int
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it takes of the step's budget."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. `step_id` grows by one a plan. `preempted` are the sequences that lost their blocks while
-    this plan was made. `loads` are the digests whose way to the device was begun."""
+    this plan was made. `loads` are the digests whose way to the device was begun. `measure` is computed behind the
+    forward pass over `scheduled`, which may be empty then."""
 
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
     preempted: tuple[str, ...] = ()
     loads: tuple[str, ...] = ()
+    measure: MeasuredPart | None = None
+
+    @property
+    def parts(self) -> tuple[ScheduledSequence | MeasuredPart, ...]:
+        """All that the step computes."""
+        return self.scheduled if self.measure is None else (*self.scheduled, self.measure)
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.scheduled)
+        return sum(part.num_tokens for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +366,8 @@ class StepResult:
     `not_finite` are those for whom numbers came out that are infinite, or none. `scores`
     map the index of a slice that asks for log probabilities to those of its sampled tokens and of its `targets`.
     `ended` are the indices of slices whose token ends their grammar; `grammar_failed` says why a slice's grammar cannot
-    be followed. `pooled` maps that of a slice with `pool_start` to its part, `measured` that of a request that is
-    measured to the outputs of the sites at its position."""
+    be followed. `pooled` maps that of a slice with `pool_start` to its part. `measured` are the outputs of
+    `plan.measure`; None where there is none, or it failed."""
 
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]
@@ -327,4 +377,4 @@ class StepResult:
     ended: frozenset[int] = frozenset()
     grammar_failed: dict[int, str] = field(default_factory=dict)
     pooled: dict[int, PooledPart] = field(default_factory=dict)
-    measured: dict[int, SiteOutputs] = field(default_factory=dict)
+    measured: SiteOutputs | None = None

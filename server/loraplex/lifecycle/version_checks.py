@@ -267,7 +267,7 @@ class VersionChecks:
         turns = self._engine_turns
         try:
             async with turns.alone() if self._deaths[key] else turns.beside_others():
-                outputs = await self.engine.measure_sites(info.ref(), tenant=info.tenant_id)
+                outputs = await self.engine.measure_sites(info.ref())
         except EngineLost:
             self._deaths[key] += 1
             if self._deaths[key] < MAX_DEATHS:

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.admission.peft_config import LoraSettings
 from loraplex.adapters.numerics import TOLERANCE, NumbersVerdict, SiteOutputs, check_numbers
+from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.execution.site_probe import SiteProbe
-from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.engine.types import MEASURE_STEPS, StepPlan, Usage
 from support.adapters.loader_faults import (
     Plant,
     a_of_another_layer,
@@ -318,21 +319,37 @@ def test_a_measurement_that_fails_ends_its_own_request_alone(
         assert event.measured is None
 
 
-def test_a_measured_request_asks_for_nothing_else(models: Models, tmp_path: Path) -> None:
+def test_a_measurement_takes_no_row_and_no_block(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base, adapters = models["llama-biases"]
+    plans: list[StepPlan] = []
+    submit = ModelRunner.submit
+
+    def noted(self: ModelRunner, plan: StepPlan) -> Any:
+        plans.append(plan)
+        return submit(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "submit", noted)
     with engine_of(base, tmp_path) as engine:
         ref = engine.publish(adapters["all"])
-        nothing = SamplingParams(max_tokens=0)
-        wrong = [
-            EngineRequest("no-adapter", "acme", (0,) * 8, nothing, measured=True),
-            EngineRequest("short", "acme", (0,) * 7, nothing, ref, measured=True),
-            EngineRequest("samples", "acme", (0,) * 8, SamplingParams(max_tokens=1), ref, measured=True),
-            EngineRequest("pools", "acme", (0,) * 8, nothing, ref, pooling="mean", measured=True),
-        ]
-        for request in wrong:
-            engine.core.add_request(request)
+        engine.measure("measured", ref)
         engine.run()
-        for request in wrong:
-            (event,) = engine.events[request.request_id]
-            assert event.error is not None, request.request_id
-            assert event.error.code == "internal_error"
+        assert [plan.scheduled for plan in plans] == [()] * MEASURE_STEPS
+        assert [plan.measure and plan.measure.start for plan in plans] == [*range(MEASURE_STEPS)]
+        (event,) = engine.events["measured"]
+        assert event.usage == Usage(0, 0)
+        assert engine.core.stats().num_kv_blocks_used == 0
+
+
+def test_a_measurement_is_refused_where_the_queue_is_full(models: Models, tmp_path: Path) -> None:
+    base, adapters = models["llama-biases"]
+    with engine_of(base, tmp_path, max_waiting=2, max_num_seqs=1) as engine:
+        ref = engine.publish(adapters["all"])
+        for name in "abc":
+            engine.add(name, range(5, 30), ref)
+        engine.measure("measured", ref)
+        engine.run()
+        (event,) = engine.events["measured"]
+        assert event.error is not None
+        assert event.error.code == "server_overloaded"

@@ -29,7 +29,15 @@ from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.ipc.log_lines import log
 from loraplex.engine.reports import EngineInfo, EngineStats, TenantStats
 from loraplex.engine.tenant_terms import TenantTerms
-from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Timing, TokenEvent, Usage
+from loraplex.engine.types import (
+    AdapterState,
+    EngineError,
+    EngineRequest,
+    MeasureRequest,
+    Timing,
+    TokenEvent,
+    Usage,
+)
 
 CRASH = 666
 HANG = 667
@@ -68,6 +76,7 @@ class FakeCore:
         self._max_waiting = max_waiting
         self._step_s = step_s
         self._running: dict[str, _Running] = {}
+        self._measured: set[str] = set()
         self._ended: list[TokenEvent] = []
         self._states: dict[str, AdapterState] = {}
         self._refs: dict[str, AdapterRef] = {}
@@ -96,6 +105,10 @@ class FakeCore:
             self._refs[request.adapter.digest] = request.adapter
             self._states[request.adapter.digest] = "hot"
 
+    def measure(self, asked: MeasureRequest) -> None:
+        self._measured.add(asked.request_id)
+        self.add_request(asked.queued())
+
     def abort(self, request_id: str) -> None:
         running = self._running.pop(request_id, None)
         if running is not None:
@@ -108,7 +121,7 @@ class FakeCore:
             time.sleep(self._step_s)
         events, self._ended = self._ended, []
         for request_id, running in list(self._running.items()):
-            if running.request.measured and running.request.adapter is not None:
+            if request_id in self._measured and running.request.adapter is not None:
                 sites = ((0, running.request.adapter.name),)
                 outputs = SiteOutputs("float32", sites, b"", b"\x01")
                 events.append(TokenEvent(request_id, finish_reason="length", measured=outputs))

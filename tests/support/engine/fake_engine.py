@@ -134,8 +134,8 @@ def _end_scores(request: EngineRequest, tokens: Sequence[int], ends_with_eos: bo
     return fake_scores(request, (*tokens, EOS_ID), len(tokens), len(tokens) + 1)
 
 
-async def _measure_nothing(ref: AdapterRef, tenant: str) -> SiteOutputs:
-    raise EngineUnavailable(f"this engine was not told how to measure {ref.name} of {tenant}")
+async def _measure_nothing(ref: AdapterRef) -> SiteOutputs:
+    raise EngineUnavailable(f"this engine was not told how to measure {ref.name} of {ref.tenant_id}")
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ class FakeEngineClient:
         self.held_at: list[float] = []
         self.unhealthy_reason: str | None = None
         self.closed_with: float | None = None
-        self.measure: Callable[[AdapterRef, str], Awaitable[SiteOutputs]] = _measure_nothing
-        """What `measure_sites` does, with the version and the tenant; see `fake_measure`."""
+        self.measure: Callable[[AdapterRef], Awaitable[SiteOutputs]] = _measure_nothing
+        """What `measure_sites` does; see `fake_measure`."""
         self._scripts: deque[Reply] = deque()
         self._streams: dict[str, RequestStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -329,10 +329,10 @@ class FakeEngineClient:
         self.drops.append(digest)
         self.pins.pop(digest, None)
 
-    async def measure_sites(self, ref: AdapterRef, *, tenant: str) -> SiteOutputs:
+    async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:
         if not self.healthy:
             raise EngineUnavailable(self.unhealthy_reason or "the engine has not been started")
-        return await self.measure(ref, tenant)
+        return await self.measure(ref)
 
     # How it answers.
 

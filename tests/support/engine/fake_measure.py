@@ -39,9 +39,9 @@ class FakeMeasure:
     def release(self) -> None:
         self._free.set()
 
-    async def __call__(self, ref: AdapterRef, tenant: str) -> SiteOutputs:
+    async def __call__(self, ref: AdapterRef) -> SiteOutputs:
         self.measured.append(f"{ref.name}@v{ref.version}")
-        self.tenants.append(tenant)
+        self.tenants.append(ref.tenant_id)
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:

@@ -21,6 +21,7 @@ from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.pooling import PooledPart, Pooling, fraction_bits
 from loraplex.engine.types import (
     MEASURE_STEPS,
+    MeasuredPart,
     SamplingParams,
     ScheduledSequence,
     StepPlan,
@@ -186,14 +187,14 @@ class FakeRunner:
         return len(self._queue)
 
     def submit(self, plan: StepPlan) -> object:
-        if not plan.scheduled:
+        if not plan.parts:
             self.complaints.append("an empty step was submitted")
         if len(self._queue) >= self.max_in_flight:
             self.complaints.append("more steps are in flight than the lookahead allows")
         if self.keep_plans:
             self.plans.append(plan)
         handle = _Handle(plan, self.fault(plan))
-        hit = plan.scheduled if handle.fault.at else [plan.scheduled[index] for index in handle.fault.rows]
+        hit = plan.parts if handle.fault.at else [plan.parts[index] for index in handle.fault.rows]
         if not handle.fault.memory:
             self.faulted.update(row.request_id for row in hit)
         self._num_submitted += 1
@@ -216,7 +217,6 @@ class FakeRunner:
         answers: list[tuple[int, ...]] = []
         scores: dict[int, Scores] = {}
         pooled: dict[int, PooledPart] = {}
-        measured: dict[int, SiteOutputs] = {}
         if fault.at == "collect":
             for row in plan.scheduled:
                 self._write(row, (GARBAGE,) * row.num_tokens)
@@ -259,12 +259,6 @@ class FakeRunner:
                 scores[index] = Scores(prompt=pack_logprobs(of_prompt, sampling.prompt_logprobs or 0))
             if row.pool_start is not None:
                 pooled[index] = _pooled(row, seen)
-            if row.request.measured:
-                if row.num_tokens != 1:
-                    self.complaints.append(
-                        f"{request_id} is measured at {row.num_tokens} positions of a step"
-                    )
-                measured[index] = _measured(self._mark(row), row.start)
             if not row.samples:
                 answers.append(())
                 continue
@@ -292,6 +286,9 @@ class FakeRunner:
                     scores.get(index, Scores()), output=pack_logprobs(of_output, sampling.logprobs)
                 )
         self._drawn = drawn
+        part, measured = plan.measure, None
+        if part is not None and len(plan.scheduled) not in fault.rows:
+            measured = _measured(self._mark(part), part.start)
         return StepResult(
             plan.step_id,
             tuple(answers),
@@ -334,7 +331,7 @@ class FakeRunner:
             self._noticed.pop(place, None)
             self._tenants[place] = tenant
 
-    def _mark(self, row: ScheduledSequence) -> int:
+    def _mark(self, row: ScheduledSequence | MeasuredPart) -> int:
         return BASE if row.slot < 0 else self.mark_in_slot(row.slot)
 
     def _place(self, row: ScheduledSequence, position: int) -> int:

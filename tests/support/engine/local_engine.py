@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.inputs import Recorder
 from loraplex.engine.pooling import Pooling
-from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
-from loraplex.serving.client.measuring import measure_request
+from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, TokenEvent
 
 
 class LocalEngine:
@@ -95,8 +93,7 @@ class LocalEngine:
 
     def measure(self, request_id: str, adapter: AdapterRef) -> None:
         """Ask for the outputs of its sites."""
-        asked = measure_request(adapter, adapter.tenant_id)
-        self.core.add_request(replace(asked, request_id=request_id, deadline=None))
+        self.core.measure(MeasureRequest(request_id, adapter))
 
     def outputs(self, request_id: str) -> SiteOutputs:
         """Raises if the request ended in an error."""

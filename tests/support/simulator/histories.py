@@ -32,7 +32,7 @@ from math import inf
 
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.tenant_terms import TenantTerms
-from loraplex.engine.types import EngineRequest, SamplingParams, StepPlan
+from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, StepPlan
 from support.engine.fake_runner import FakeRunner, Fault
 from support.engine.fake_transport import Fate
 from support.simulator.fairness import Shares
@@ -108,16 +108,21 @@ class History:
             kind = rng.randrange(3)
             if kind < 2:
                 return Fault(("submit", "collect")[kind])
-            count = len(plan.scheduled)
+            count = len(plan.parts)
             return Fault(rows=frozenset(rng.sample(range(count), rng.randint(1, count))))
         mishaps = self.world.mishaps
         if (
-            sum(memory_needed(row.num_tokens, row.start + row.num_tokens) for row in plan.scheduled)
+            sum(memory_needed(part.num_tokens, part.start + part.num_tokens) for part in plan.parts)
             > self.room
         ):
             self._happened("a step does not fit")
             return Fault(mishaps.choice(("submit", "collect")), memory=True)
-        if self.world.p_poison and not self.world.fair and mishaps.random() < self.world.p_poison:
+        if (
+            plan.scheduled
+            and self.world.p_poison
+            and not self.world.fair
+            and mishaps.random() < self.world.p_poison
+        ):
             self._happened("what a row leaves is not finite")
             self.total.poisoned += 1
             return Fault(poisoned=frozenset({mishaps.randrange(len(plan.scheduled))}))
@@ -281,7 +286,14 @@ class History:
         self.oracle.sent(request, self.now, self.room, is_hot=is_hot)
         self._happened(f"{request.request_id} arrives")
         self.core.set_terms(request.tenant_id, terms)
-        self.core.add_request(request)
+        self._send(request)
+
+    def _send(self, request: EngineRequest) -> None:
+        if request.request_id in self.world.measured:
+            assert request.adapter is not None
+            self.core.measure(MeasureRequest(request.request_id, request.adapter, request.deadline))
+        else:
+            self.core.add_request(request)
 
     def _abort(self, request_id: str) -> None:
         self._happened(f"{request_id} is aborted")
@@ -291,7 +303,7 @@ class History:
 
     def _duplicate(self, request_id: str) -> None:
         self._happened(f"{request_id} is sent twice")
-        self.core.add_request(self.oracle.live[request_id].request)
+        self._send(self.oracle.live[request_id].request)
         self.core.check_integrity()
 
     def _operate(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.cache.tenant_memory import TenantMemory
-from loraplex.engine.scheduling import prefix_keys, scheduler
+from loraplex.engine.scheduling import prefix_keys, scheduler, step_draft
 from loraplex.engine.scheduling.blocks import BlockManager
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.scheduler import Scheduler
@@ -181,12 +181,12 @@ def found_prefix_not_pooled(patch: pytest.MonkeyPatch) -> None:
 
 
 def prompt_pooled_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
-    start_of = scheduler.pool_start
+    start_of = step_draft.pool_start
 
     def again(seq: Sequence, start: int, end: int) -> int:
         return start if seq.epoch and seq.request.pooling == "mean" else start_of(seq, start, end)
 
-    patch.setattr(scheduler, "pool_start", again)
+    patch.setattr(step_draft, "pool_start", again)
 
 
 def cap_on_device_memory_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -211,6 +211,18 @@ def kv_of_an_adapter_that_came_back_evicted_first(patch: pytest.MonkeyPatch) -> 
     patch.setattr(BlockManager, "set_resident", only_leaves)
 
 
+def part_of_a_measurement_skipped(patch: pytest.MonkeyPatch) -> None:
+    draft_part = step_draft.draft_part
+
+    def skips(draft: step_draft.StepDraft, measuring: list[Sequence]) -> Sequence | None:
+        seq = draft_part(draft, measuring)
+        if seq is not None and seq.num_computed == 3:
+            seq.num_computed += 1
+        return seq
+
+    patch.setattr(step_draft, "draft_part", skips)
+
+
 SCHEDULING_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     lease_released_twice,
     lease_kept_by_a_preempted_sequence,
@@ -232,6 +244,7 @@ SCHEDULING_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     prompt_scored_again_after_a_preemption,
     found_prefix_not_pooled,
     prompt_pooled_again_after_a_preemption,
+    part_of_a_measurement_skipped,
     parked_requests_never_asked_for_again,
     cap_on_device_memory_ignored,
     adapter_above_the_cap_waits_without_end,

@@ -13,7 +13,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.pooling import POOLINGS
 from loraplex.engine.tenant_terms import TenantTerms
-from loraplex.engine.types import MEASURE_STEPS, EngineRequest, SamplingParams, ScheduledSequence
+from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, ScheduledSequence
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.adapters.cache_fakes import PAGE_BYTES
 from support.engine.fake_transport import Fate
@@ -25,7 +25,7 @@ LOAD_TIMEOUT_S = 4.0
 
 class World:
     """`fair`: a history about fairness alone, in which nothing fails. `suspects` are the digests whose way to the
-    device went wrong, or might."""
+    device went wrong, or might; `measured` the ids of requests that are sent as MeasureRequests."""
 
     def __init__(self, seed: int, *, fair: bool) -> None:
         self.rng = random.Random(seed)
@@ -118,6 +118,7 @@ class World:
         # The last two differ in their first block alone.
         self.starts = [(), (), one, (*one, *three), (*two, *three)]
         self.suspects: set[str] = set()
+        self.measured: set[str] = set()
 
     def _memory_limits(self) -> MemoryLimits:
         if self.sharing.random() < 0.5:
@@ -156,9 +157,8 @@ class World:
             pooling = self.embedding.choice(POOLINGS)
             return replace(request, sampling=SamplingParams(max_tokens=0), grammar=None, pooling=pooling)
         if self.measuring.random() < 0.05 and request.adapter is not None:
-            nothing = SamplingParams(max_tokens=0)
-            placeholders = (0,) * MEASURE_STEPS
-            return replace(request, prompt_ids=placeholders, sampling=nothing, grammar=None, measured=True)
+            self.measured.add(request_id)
+            return MeasureRequest(request_id, request.adapter, request.deadline).queued()
         return request
 
     def _max_load(self) -> float | None:

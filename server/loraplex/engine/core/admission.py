@@ -7,7 +7,7 @@ import math
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.logprobs import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
 from loraplex.engine.scheduling.block_needs import blocks_for
-from loraplex.engine.types import MEASURE_STEPS, EngineError, EngineRequest
+from loraplex.engine.types import EngineError, EngineRequest
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_GRAMMAR_CHARS = 1 << 20
@@ -16,9 +16,9 @@ MAX_GRAMMAR_CHARS = 1 << 20
 
 
 def check_request(
-    request: EngineRequest, config: SchedulerConfig, num_waiting: int, *, takes_grammars: bool
+    request: EngineRequest, config: SchedulerConfig, *, takes_grammars: bool
 ) -> EngineError | None:
-    """The error if this request can never be served, or not now; None if it can.
+    """The error if this request can never be served; None if it can.
 
     The API checks most of this before. Here it protects the scheduler's invariants.
     """
@@ -38,18 +38,6 @@ def check_request(
         max_tokens or request.grammar is not None or request.sampling.prompt_logprobs is not None
     ):
         return EngineError("internal_error", "a request that is pooled samples nothing and scores nothing")
-    if request.measured and (
-        request.adapter is None
-        or num_prompt != MEASURE_STEPS
-        or max_tokens
-        or request.grammar is not None
-        or request.pooling is not None
-        or request.sampling.prompt_logprobs is not None
-    ):
-        return EngineError(
-            "internal_error",
-            f"a request that is measured has an adapter and {MEASURE_STEPS} prompt tokens, and asks for nothing else",
-        )
     named = request.sampling.logprob_token_ids
     if named and (
         request.sampling.logprobs is None
@@ -69,8 +57,8 @@ def check_request(
         )
     if request.max_load is not None and not (math.isfinite(request.max_load) and request.max_load >= 0):
         return EngineError("internal_error", f"max_load is {request.max_load}, not a number of seconds")
-    if request.deadline is not None and not math.isfinite(request.deadline):
-        return EngineError("internal_error", f"the deadline is {request.deadline}, not a number of seconds")
+    if (refusal := check_deadline(request.deadline)) is not None:
+        return refusal
     if num_prompt + max_tokens > config.max_model_len:
         return EngineError(
             "context_length_exceeded",
@@ -84,6 +72,18 @@ def check_request(
             f"{num_prompt} prompt tokens and up to {max_tokens} to generate need {needed} KV blocks, which exceeds the "
             f"available context size: the pool has {config.num_blocks}",
         )
+    return None
+
+
+def check_deadline(deadline: float | None) -> EngineError | None:
+    """The error if a deadline is no number of seconds."""
+    if deadline is None or math.isfinite(deadline):
+        return None
+    return EngineError("internal_error", f"the deadline is {deadline}, not a number of seconds")
+
+
+def check_room(config: SchedulerConfig, num_waiting: int) -> EngineError | None:
+    """The error if the queue is full."""
     if num_waiting >= config.max_waiting:
         return EngineError(
             "server_overloaded", f"{config.max_waiting} requests are waiting already; try again later"

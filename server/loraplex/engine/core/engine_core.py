@@ -19,7 +19,7 @@ from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.core.admission import check_request, too_slow
+from loraplex.engine.core.admission import check_deadline, check_request, check_room, too_slow
 from loraplex.engine.core.in_flight import InFlightSteps, Runner
 from loraplex.engine.core.request_tracker import RequestTracker
 from loraplex.engine.core.stats import engine_stats
@@ -29,7 +29,14 @@ from loraplex.engine.reports import EngineStats
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.step_budget import StepBudget
 from loraplex.engine.tenant_terms import TenantTerms
-from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Sequence, TokenEvent
+from loraplex.engine.types import (
+    AdapterState,
+    EngineError,
+    EngineRequest,
+    MeasureRequest,
+    Sequence,
+    TokenEvent,
+)
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 LOOK_AGAIN_S = 0.25
@@ -106,8 +113,8 @@ class EngineCore:
         plan = self._scheduler.plan(now, self._step_budget.limit)
         self._fail_unavailable()
         in_flight = self._in_flight
-        moving = bool(plan.scheduled or plan.loads or in_flight)
-        submitted = bool(plan.scheduled) and in_flight.submit(plan)
+        moving = bool(plan.parts or plan.loads or in_flight)
+        submitted = bool(plan.parts) and in_flight.submit(plan)
         if in_flight and (len(in_flight) > self._config.lookahead or not submitted):
             in_flight.collect()
         return moving
@@ -141,17 +148,21 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest) -> None:
         """Accept a request, or refuse it by a terminal event of the next `step`. Never raises for bad input."""
+        takes_grammars = self._grammars is not None
+        self._add(request, check_request(request, self._config, takes_grammars=takes_grammars))
+
+    def measure(self, asked: MeasureRequest) -> None:
+        """Measure an adapter's sites, once it is on the device. Refuses and reports as `add_request` does."""
+        self._add(asked.queued(), check_deadline(asked.deadline), measures=True)
+
+    def _add(self, request: EngineRequest, refusal: EngineError | None, *, measures: bool = False) -> None:
+        """`refusal`: why it can never be served."""
         now = self._clock()
         if request.request_id in self._tracker.live:
             error = EngineError("internal_error", f"request id {request.request_id} is already in use")
             self._tracker.refuse(request, error, duplicate=True)
             return
-        refusal = check_request(
-            request,
-            self._config,
-            self._scheduler.num_waiting,
-            takes_grammars=self._grammars is not None,
-        )
+        refusal = refusal or check_room(self._config, self._scheduler.num_waiting)
         may_wait = refusal is None or refusal.code == "server_overloaded"
         # First: no other request may be shed for one that is refused then.
         if may_wait and self._refuse_slow_load(request, now):
@@ -166,7 +177,9 @@ class EngineCore:
             self._tracker.refuse(request, refusal)
             return
         self._num_added += 1
-        seq = Sequence(request, now, self._num_added, list(request.prompt_ids))
+        seq = Sequence(
+            request, now, self._num_added, list(request.prompt_ids), measured={} if measures else None
+        )
         if request.deadline is not None:
             seq.deadline_at = now + request.deadline
             self._deadlines.add(seq.deadline_at, seq)

@@ -47,7 +47,7 @@ class InFlightStep:
     @property
     def orders(self) -> set[int]:
         """The orders of its sequences."""
-        return {row.order for row in self.plan.scheduled}
+        return {part.order for part in self.plan.parts}
 
 
 class InFlightSteps:
@@ -89,7 +89,7 @@ class InFlightSteps:
     def submit(self, plan: StepPlan) -> bool:
         """Begin a step that has something to compute. False if it was not submitted: its requests have ended then, or
         are planned again. Raises DeviceLost."""
-        adapters = {ref.digest for row in plan.scheduled if (ref := row.request.adapter) is not None}
+        adapters = {ref.digest for part in plan.parts if (ref := part.request.adapter) is not None}
         leases = [self._cache.acquire(digest) for digest in sorted(adapters)]
         self.num_steps += 1
         try:
@@ -159,8 +159,11 @@ class InFlightSteps:
                         now,
                         is_last=is_last,
                         pooled=result.pooled.get(index),
-                        measured=result.measured.get(index),
                     )
+        if (part := step.plan.measure) is not None and part.order not in void:
+            seq = tracker.sequence(part)
+            if seq is not None:
+                tracker.take_measured(seq, part, result.measured)
         self._release_leases(step)
         return None
 
@@ -168,19 +171,19 @@ class InFlightSteps:
         """A step did not fit into the device's memory. Its work is computed again in smaller steps, for which the
         scheduler preempts sequences if there are too many: no token is lost, and none changes. A request that does
         not fit even alone and token by token ends."""
-        rows, void = list(step.plan.scheduled), step.orders
+        parts, void = list(step.plan.parts), step.orders
         self._release_leases(step)
         while self._in_flight:
             later = self._in_flight.popleft()
             fits = self._collect_results(later, void) is None
-            rows += [row for row in later.plan.scheduled if not fits or row.order in void]
+            parts += [part for part in later.plan.parts if not fits or part.order in void]
             if not fits:
                 void |= later.orders
                 self._release_leases(later)
         self._scheduler.roll_back(
-            (seq, row) for row in rows if (seq := self._tracker.sequence(row)) is not None
+            (seq, part) for part in parts if (seq := self._tracker.sequence(part)) is not None
         )
-        first = step.plan.scheduled[0]
+        first = step.plan.parts[0]
         goes_on = self._step_budget.ran_out(
             step.plan.num_tokens, first.start, self._tracker.sequence(first), self._clock()
         )
@@ -189,8 +192,8 @@ class InFlightSteps:
             "a step of %d tokens: %s; the limit is %d tokens a step now", step.plan.num_tokens, error, limit
         )
         if not goes_on:
-            for row in step.plan.scheduled:
-                if (seq := self._tracker.sequence(row)) is not None:
+            for part in step.plan.parts:
+                if (seq := self._tracker.sequence(part)) is not None:
                     self._tracker.error(
                         seq, "server_overloaded", "the device has too little memory for this request now"
                     )
@@ -199,9 +202,9 @@ class InFlightSteps:
         """End every request of a step that raised. The step registered no blocks, so its writes cannot be found in the
         prefix cache; later steps overwrite them before they read."""
         _log.error("step %d failed", step.plan.step_id, exc_info=error)
-        for scheduled in step.plan.scheduled:
-            seq = self._tracker.sequence(scheduled)
-            if seq is not None and scheduled.order not in void:
+        for part in step.plan.parts:
+            seq = self._tracker.sequence(part)
+            if seq is not None and part.order not in void:
                 self._tracker.error(seq, "internal_error", "the step that computed this request failed")
         self._release_leases(step)
 

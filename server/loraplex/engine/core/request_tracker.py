@@ -17,11 +17,13 @@ from loraplex.engine.logprobs import Scores, cut_scores, wrong_scores
 from loraplex.engine.pooling import PooledPart
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import (
+    MEASURE_STEPS,
     AdapterState,
     EngineError,
     EngineRequest,
     ErrorCode,
     FinishReason,
+    MeasuredPart,
     ScheduledSequence,
     Sequence,
     SequenceState,
@@ -40,7 +42,7 @@ class RequestTracker:
     was taken in, when it ends. `prompt_tokens` and `generation_tokens`
     count what was computed for requests since the start: a prompt when its first token is sampled.
     `num_adapter_waits` and `adapter_wait_s` count the ended sequences that waited for their adapter, and how long; not
-    those that are measured.
+    those of a MeasureRequest.
     """
 
     def __init__(
@@ -95,10 +97,10 @@ class RequestTracker:
 
     # What a step brings.
 
-    def sequence(self, scheduled: ScheduledSequence) -> Sequence | None:
-        """The sequence of a planned slice; None once it has ended, even where another has its request's id since."""
-        seq = self.live.get(scheduled.request_id)
-        return seq if seq is not None and seq.order == scheduled.order else None
+    def sequence(self, part: ScheduledSequence | MeasuredPart) -> Sequence | None:
+        """The sequence of a part of a plan; None once it has ended, even where another has its request's id since."""
+        seq = self.live.get(part.request_id)
+        return seq if seq is not None and seq.order == part.order else None
 
     def take_row(
         self,
@@ -111,7 +113,6 @@ class RequestTracker:
         *,
         is_last: bool = False,
         pooled: PooledPart | None = None,
-        measured: SiteOutputs | None = None,
     ) -> None:
         """The outcome of a sequence's slice. `is_last`: the last of the tokens ends the sequence's grammar."""
         if failure is None and bool(token_ids) != scheduled.samples:
@@ -125,18 +126,13 @@ class RequestTracker:
             wanted = scheduled.start + scheduled.num_tokens - scheduled.pool_start
             if pooled is None or pooled.num_positions != wanted:
                 failure = f"not the {wanted} hidden states came that are pooled"
-        if failure is None and seq.measured is not None and measured is None:
-            failure = "the outputs of its sites did not come"
         if failure is not None:
-            _log.error("request %s failed in step: %s", seq.request_id, failure)
-            self.error(seq, "internal_error", "computing this request failed", spoilt=True)
+            self._fail(seq, failure)
             return
         self._scheduler.computed(seq, scheduled)
         seq.num_scored += len(scheduled.targets)
         if seq.pooled is not None and pooled is not None:
             seq.pooled.add(pooled)
-        if seq.measured is not None and measured is not None:
-            seq.measured[scheduled.start] = measured
         if token_ids:
             # A longer answer to the step before may have brought the first of these already.
             known = seq.num_outputs - scheduled.output_index
@@ -147,14 +143,26 @@ class RequestTracker:
         ):
             self.prompt_tokens += seq.num_prompt
             vector = None if seq.pooled is None else seq.pooled.vector()
-            parts = seq.measured and [seq.measured[position] for position in range(seq.num_prompt)]
-            self.end(
-                seq, "length", scores=scores, pooled=vector, measured=join_outputs(parts) if parts else None
-            )
+            self.end(seq, "length", scores=scores, pooled=vector)
         elif scores is not None:
             self._events.append(
                 TokenEvent(seq.request_id, adapter_state=self._tell_state(seq), scores=scores)
             )
+
+    def take_measured(self, seq: Sequence, part: MeasuredPart, outputs: SiteOutputs | None) -> None:
+        """The outputs of a part of a MeasureRequest; None: they could not be computed."""
+        assert seq.measured is not None
+        if outputs is None:
+            self._fail(seq, "the sites of its adapter could not be measured")
+            return
+        seq.measured[part.start] = outputs
+        if len(seq.measured) == MEASURE_STEPS:
+            outputs = join_outputs([seq.measured[number] for number in range(MEASURE_STEPS)])
+            self.end(seq, "length", measured=outputs)
+
+    def _fail(self, seq: Sequence, failure: str) -> None:
+        _log.error("request %s failed in step: %s", seq.request_id, failure)
+        self.error(seq, "internal_error", "computing this request failed", spoilt=True)
 
     def _take_tokens(
         self, seq: Sequence, token_ids: tuple[int, ...], scores: Scores | None, now: float, *, is_last: bool

@@ -11,7 +11,6 @@ import torch
 
 from loraplex.engine.execution.inputs import StepInputs
 from loraplex.engine.execution.pooling import PooledRows, PooledRowsBuilder
-from loraplex.engine.execution.site_probe import MeasuredSlice, measured_slices
 from loraplex.engine.types import ScheduledSequence, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
 
@@ -47,7 +46,7 @@ class FlatStep:
     """A plan, flattened. Sequences are ordered by adapter slot, base rows first, so that each adapter's rows are
     adjacent.
 
-    `pooled` are the slices that are pooled; nothing else is wanted of them. Those of `measured` are rows of the base.
+    `pooled` are the slices that are pooled; nothing else is wanted of them.
     `logits_rows` are those whose logits are wanted: `sampled_rows`, and those of `prompt_rows` and of `watched` where
     they are not None. Then `sampled_logits` [S] int64 says which of them are sampled; where it is None all are.
     `sampled[s]` is the index in `plan.scheduled` that sampled row s belongs to. `pending` pairs a row with the id of
@@ -66,7 +65,6 @@ class FlatStep:
     prompt_rows: PromptRows | None
     watched: WatchedRows | None
     pooled: PooledRows | None
-    measured: tuple[MeasuredSlice, ...]
     sampled: tuple[int, ...]
     pending: tuple[tuple[int, str], ...]
     segments: tuple[tuple[int, int, int], ...]
@@ -78,13 +76,11 @@ class FlatStep:
 def flatten(plan: StepPlan, *, vocab_size: int, inputs: StepInputs) -> FlatStep:
     """`inputs` takes the step's numbers to the device."""
     scheduled = plan.scheduled
-    # A request that is measured is a row of the base's here: its adapter's numbers may be infinite.
-    slots = [-1 if item.request.measured else item.slot for item in scheduled]
-    order = sorted(range(len(scheduled)), key=slots.__getitem__)
+    order = sorted(range(len(scheduled)), key=lambda index: scheduled[index].slot)
     rows = _Rows(vocab_size)
     for index in order:
-        rows.add(index, scheduled[index], slots[index])
-    return rows.send(inputs, [scheduled[index] for index in order], measured_slices(plan))
+        rows.add(index, scheduled[index])
+    return rows.send(inputs, [scheduled[index] for index in order])
 
 
 class _Rows:
@@ -109,9 +105,9 @@ class _Rows:
         self._failed: dict[int, str] = {}
         self._pooled = PooledRowsBuilder()
 
-    def add(self, index: int, item: ScheduledSequence, slot: int) -> None:
+    def add(self, index: int, item: ScheduledSequence) -> None:
         """The slice with this index in the plan."""
-        vocab_size, first, count = self._vocab_size, len(self._token_ids), item.num_tokens
+        slot, vocab_size, first, count = item.slot, self._vocab_size, len(self._token_ids), item.num_tokens
         tokens = item.token_ids
         if item.pending_input:
             self._pending.append((first, item.request_id))
@@ -162,9 +158,7 @@ class _Rows:
             self._logits_rows.append(end - 1)
             self._unseen.append(index)
 
-    def send(
-        self, inputs: StepInputs, items: Sequence[ScheduledSequence], measured: tuple[MeasuredSlice, ...]
-    ) -> FlatStep:
+    def send(self, inputs: StepInputs, items: Sequence[ScheduledSequence]) -> FlatStep:
         """`items`: the slices in the order of their rows."""
         attention = inputs.attention(
             [item.num_tokens for item in items],
@@ -193,7 +187,6 @@ class _Rows:
             else None,
             watched=WatchedRows(inputs.ints(self._watched), tuple(self._unseen)) if self._watched else None,
             pooled=self._pooled.build(inputs),
-            measured=measured,
             sampled=tuple(self._sampled),
             pending=tuple(self._pending),
             segments=tuple(self._segments),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from loraplex.engine.execution.batch import FlatStep, flatten
@@ -21,7 +20,7 @@ from loraplex.engine.execution.inputs import (
     begin_adapters,
 )
 from loraplex.engine.execution.pooling import Pooled, PooledSlice, pool, pooled_parts
-from loraplex.engine.execution.site_probe import Measured, SiteProbe, collect_outputs
+from loraplex.engine.execution.site_probe import Measured, SiteProbe, measure_part, site_outputs
 from loraplex.engine.execution.step_masks import StepMasks, begin_masks
 from loraplex.engine.execution.torch_errors import as_device_fault, give_back_memory
 from loraplex.engine.grammar.masks import MaskMaker, MaskRow
@@ -31,8 +30,8 @@ from loraplex.engine.model.base import ForwardBatch, KVCache, Model
 from loraplex.engine.pooling import PooledPart
 from loraplex.engine.sampling.batch import AskedScores, SamplingBatch
 from loraplex.engine.sampling.sampler import Sampler, TorchSampler
-from loraplex.engine.sampling.scoring import TokenScores, pack, pack_listed
-from loraplex.engine.types import StepPlan, StepResult
+from loraplex.engine.sampling.scoring import TokenScores, pack, pack_listed, prompt_scores
+from loraplex.engine.types import MeasuredPart, StepPlan, StepResult
 
 
 class InputSource(Protocol):
@@ -99,7 +98,7 @@ class _OnHost:
     pooled: Pooled | None
     arrived: torch.cuda.Event | None
     no_mask: dict[int, str]
-    measured: tuple[Measured, ...] = ()
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +121,8 @@ class StepHandle:
 class ModelRunner:
     """Computes steps in the order of their submission, on the executor's one worker.
 
-    `submit` and `collect` belong to one thread. A row whose
-    input token the previous submitted step draws takes it from the device, without a turn through the host.
+    `submit` and `collect` belong to one thread. A row whose input token the previous submitted step draws takes it from
+    the device, without a turn through the host.
     """
 
     def __init__(
@@ -140,8 +139,8 @@ class ModelRunner:
         probe: SiteProbe | None = None,
     ) -> None:
         """`inputs` is where a model's steps begin that takes other inputs than plain tensors; it knows the adapters
-        itself. `sampler`: torch's unless another one is given. `masks`: for rows with a grammar. `probe`: for requests
-        that are measured."""
+        itself. `sampler`: torch's unless another one is given. `masks`: for rows with a grammar. `probe`: for the
+        parts of a MeasureRequest."""
         self._model = model
         self._kv = kv
         self._executor = executor
@@ -164,6 +163,8 @@ class ModelRunner:
         raise fault
 
     def _submit(self, plan: StepPlan) -> StepHandle:
+        if not plan.scheduled:
+            return self._submit_measured(plan)
         vocab_size = self._model.shape.vocab_size
         inputs = self._inputs.begin_inputs(plan)
         step = flatten(plan, vocab_size=vocab_size, inputs=inputs)
@@ -177,7 +178,18 @@ class ModelRunner:
         own_tokens = _SampledTokens({row.request_id: s for s, row in enumerate(rows)})
         pending = _pending(step, previous, inputs)
         masks = begin_masks(self._masks, rows, self._eos_ids, previous.row_of, previous.wait, inputs)
-        work = partial(self._compute, inputs, step, sampling, adapters, pending, previous, own_tokens, masks)
+        work = partial(
+            self._compute,
+            inputs,
+            step,
+            sampling,
+            adapters,
+            pending,
+            previous,
+            own_tokens,
+            masks,
+            plan.measure,
+        )
         future = own_tokens.future = self._executor.submit(lambda: self._run(work))
         self._previous = own_tokens
         return StepHandle(
@@ -194,15 +206,23 @@ class ModelRunner:
             future,
         )
 
+    def _submit_measured(self, plan: StepPlan) -> StepHandle:
+        """A step without a forward pass."""
+        self._previous = _SampledTokens({})
+        work = partial(self._measure_alone, plan.measure)
+        future = self._executor.submit(lambda: self._run(work))
+        return StepHandle(plan.step_id, 0, (), None, (), frozenset(), (), (), (), {}, future)
+
     def collect(self, handle: object) -> StepResult:
         """Wait for a step that `submit` gave this handle for. Raises DeviceOutOfMemory if it did not fit, DeviceLost if
         the device will compute nothing any more, else what its forward pass raised; later steps are computed all the
         same."""
         assert isinstance(handle, StepHandle)
-        answer = self._wait(handle.future)
+        answer, failed = self._wait(handle.future), dict(handle.failed)
         token_ids: list[tuple[int, ...]] = [()] * handle.num_scheduled
-        failed = dict(handle.failed)
-        scores = _prompt_scores(handle, answer.prompt, failed)
+        scores: dict[int, Scores] = {}
+        if answer.prompt is not None:
+            scores = prompt_scores(answer.prompt, handle.prompt_slices, handle.prompt_ranked, failed)
         for index, token, ok in zip(handle.sampled, answer.tokens.tolist(), answer.ok.tolist(), strict=True):
             if index in failed:
                 continue
@@ -225,7 +245,7 @@ class ModelRunner:
                     pooled[index] = part
         # What was wrong with a row's input was known before.
         not_finite = frozenset(failed.keys() - handle.failed.keys())
-        measured = collect_outputs(answer.measured, failed)
+        measured = site_outputs(answer.measured)
         result = StepResult(
             handle.step_id, tuple(token_ids), failed, scores, not_finite, pooled=pooled, measured=measured
         )
@@ -298,6 +318,7 @@ class ModelRunner:
         previous: _SampledTokens,
         own_tokens: _SampledTokens,
         masks: StepMasks | None,
+        measure: MeasuredPart | None,
     ) -> _OnHost:
         inputs.send()
         token_ids = step.token_ids
@@ -346,8 +367,14 @@ class ModelRunner:
             output = self._sampler.score(
                 kept, chosen, max(sampling.scores.num_top), listed=sampling.scores.listed
             )
-        measured = () if self._probe is None else tuple(map(self._probe.measure, step.measured))
+        measured = measure_part(self._probe, measure)
         return _to_host(tokens, ok, watched_ok, output, prompt, pooled, no_mask, measured)
+
+    @torch.inference_mode()
+    def _measure_alone(self, part: MeasuredPart | None) -> _OnHost:
+        tokens = torch.empty(0, dtype=torch.int64, device=self._model.device)
+        measured = measure_part(self._probe, part)
+        return _to_host(tokens, tokens.bool(), None, None, None, None, {}, measured)
 
 
 def _finite(logits: torch.Tensor) -> torch.Tensor:
@@ -364,27 +391,6 @@ def _pending(step: FlatStep, previous: _SampledTokens, upload: HostToDevice) -> 
         return None
     rows, sources = zip(*found, strict=True)
     return _Pending(upload.ints(rows), upload.ints(sources))
-
-
-def _prompt_scores(
-    handle: StepHandle, prompt: TokenScores | None, failed: dict[int, str]
-) -> dict[int, Scores]:
-    """Scores by index in the plan. A slice with a row that is not finite is put into `failed`."""
-    found: dict[int, Scores] = {}
-    if prompt is None:
-        return found
-    scores = prompt.numpy()
-    first = 0
-    for index, count, num_top in handle.prompt_slices:
-        rows = slice(first, first + count)
-        first += count
-        if index in failed:
-            continue
-        if np.isfinite(scores.values[rows]).all():
-            found[index] = Scores(prompt=pack(scores, rows, num_top, ranked=index in handle.prompt_ranked))
-        else:
-            failed[index] = "the logits of the prompt are not finite"
-    return found
 
 
 def _add_output_scores(
@@ -410,7 +416,7 @@ def _to_host(
     prompt: TokenScores | None,
     pooled: Pooled | None,
     no_mask: dict[int, str],
-    measured: tuple[Measured, ...],
+    measured: Measured | None,
 ) -> _OnHost:
     if tokens.device.type == "cpu":
         return _OnHost(tokens, ok, watched_ok, output, prompt, pooled, None, no_mask, measured)
@@ -419,7 +425,7 @@ def _to_host(
         sums, last = (None if part is None else _pinned(part) for part in (pooled.sums, pooled.last))
         pooled = Pooled(sums, last, _pinned(pooled.ok))
     on_host = (_on_host(output), _on_host(prompt))
-    measured = tuple(one.to_host(_pinned) for one in measured)
+    measured = None if measured is None else measured.to_host(_pinned)
     answer = _OnHost(_pinned(tokens), _pinned(ok), watched_ok, *on_host, pooled, None, no_mask, measured)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()

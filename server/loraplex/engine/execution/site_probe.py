@@ -1,14 +1,14 @@
 """The outputs of an adapter's sites for fixed inputs, from the pages that serve it: see `loraplex.adapters.numerics`.
 
-A request that is measured has MEASURE_STEPS positions, and a step computes one of them at most. At each position a part
-of the layers is measured, at the last one the head too, and at the one before it what the adapter changes by token. So
-the time that a step takes for it is bounded, and the rows of other requests are not touched.
+A step measures one of MEASURE_STEPS parts of a MeasureRequest at most. Each part has a share of the layers, the last
+one the head too, and the one before it what the adapter changes by token. So the time that a step takes for it is
+bounded, and the rows of other requests are not touched.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
@@ -22,7 +22,7 @@ from loraplex.adapters.numerics.probes import column_signs, probe_inputs
 from loraplex.engine.execution.inputs import PlainInputs, Segments
 from loraplex.engine.execution.torch_errors import as_device_fault
 from loraplex.engine.host_to_device import HostToDevice
-from loraplex.engine.types import MEASURE_STEPS, StepPlan
+from loraplex.engine.types import MEASURE_STEPS, MeasuredPart
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 from loraplex.kernels.lora.token_rows import TokenRowPass, TokenTables
 from loraplex.kernels.lora.types import LoraPass, LoraWeights
@@ -60,20 +60,10 @@ class ProbedArena(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredSlice:
-    """The slice of a request that is measured. `index`: in the plan. `position`: its one position."""
-
-    index: int
-    slot: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurement of a slice. `sums` [sites, PROBE_ROWS, SKETCH_SUMS] float32 and `finite` [sites] bool are on the
-    device, or on their way to the host; None where the slice failed."""
+    """The measurement of a part. `sums` [sites, PROBE_ROWS, SKETCH_SUMS] float32 and `finite` [sites] bool are on the
+    device, or on their way to the host; None where the part failed."""
 
-    index: int
     dtype: str
     sites: tuple[tuple[int, str], ...] = ()
     sums: torch.Tensor | None = None
@@ -83,14 +73,6 @@ class Measured:
         if self.sums is None or self.finite is None:
             return self
         return replace(self, sums=copy(self.sums), finite=copy(self.finite))
-
-
-def measured_slices(plan: StepPlan) -> tuple[MeasuredSlice, ...]:
-    return tuple(
-        MeasuredSlice(index, row.slot, row.start)
-        for index, row in enumerate(plan.scheduled)
-        if row.request.measured
-    )
 
 
 class SiteProbe:
@@ -103,18 +85,18 @@ class SiteProbe:
         self._device = device
         self._signs: dict[int, torch.Tensor] = {}
 
-    def measure(self, asked: MeasuredSlice) -> Measured:
+    def measure(self, asked: MeasuredPart) -> Measured:
         """Runs under inference mode. Raises what makes a DeviceOutOfMemory or a DeviceLost; any other failure is the
-        slice's alone."""
+        part's alone."""
         try:
             return self._measure(asked)
         except Exception as error:
             if as_device_fault(error, self._device) is not error:
                 raise
             _log.exception("the sites of the adapter in slot %d could not be measured", asked.slot)
-            return Measured(asked.index, self._name)
+            return Measured(self._name)
 
-    def _measure(self, asked: MeasuredSlice) -> Measured:
+    def _measure(self, asked: MeasuredPart) -> Measured:
         sites: list[tuple[int, str]] = []
         sums = []
         finite = []
@@ -125,14 +107,14 @@ class SiteProbe:
             finite.append(exact.isfinite().all())
         if not sites:
             empty = torch.empty(0, PROBE_ROWS, SKETCH_SUMS, device=self._device)
-            return Measured(asked.index, self._name, (), empty, empty.bool())
-        return Measured(asked.index, self._name, tuple(sites), torch.stack(sums), torch.stack(finite))
+            return Measured(self._name, (), empty, empty.bool())
+        return Measured(self._name, tuple(sites), torch.stack(sums), torch.stack(finite))
 
-    def _site_rows(self, asked: MeasuredSlice) -> Iterator[tuple[int, str, torch.Tensor]]:
+    def _site_rows(self, asked: MeasuredPart) -> Iterator[tuple[int, str, torch.Tensor]]:
         """(layer, site, its outputs [PROBE_ROWS, N]) in the served dtype."""
         weights = self._arena.layers
         num_layers = weights.present.shape[1]
-        first, last = (num_layers * part // MEASURE_STEPS for part in (asked.position, asked.position + 1))
+        first, last = (num_layers * part // MEASURE_STEPS for part in (asked.start, asked.start + 1))
         lora = self._arena.slot_pass(asked.slot, PROBE_ROWS, head=False)
         number = 0
         for group in weights.groups:
@@ -147,10 +129,10 @@ class SiteProbe:
                         yield layer, site, y[:, start:end]
             number += len(group.sites)
         embedding = self._arena.layout.embedding
-        if asked.position == MEASURE_STEPS - 2 and embedding is not None:
+        if asked.start == MEASURE_STEPS - 2 and embedding is not None:
             yield from _TokenProbe(self._arena, asked.slot, embedding, self._dtype, self._device).rows()
         head = self._arena.head
-        if asked.position < MEASURE_STEPS - 1 or head is None or not head.present[asked.slot].any():
+        if asked.start < MEASURE_STEPS - 1 or head is None or not head.present[asked.slot].any():
             return
         lora = self._arena.slot_pass(asked.slot, PROBE_ROWS, head=True)
         assert lora is not None
@@ -249,13 +231,14 @@ class _TokenProbe:
         return y
 
 
-def collect_outputs(found: Sequence[Measured], failed: dict[int, str]) -> dict[int, SiteOutputs]:
-    """Outputs by index in the plan, once they have arrived on the host. Slices that failed are put into `failed`."""
-    outputs: dict[int, SiteOutputs] = {}
-    for one in found:
-        if one.sums is None or one.finite is None:
-            failed.setdefault(one.index, "the sites of its adapter could not be measured")
-        else:
-            sums, finite = one.sums.numpy().tobytes(), bytes(one.finite.tolist())
-            outputs[one.index] = SiteOutputs(one.dtype, one.sites, sums, finite)
-    return outputs
+def measure_part(probe: SiteProbe | None, part: MeasuredPart | None) -> Measured | None:
+    """The measurement of a step's part; None where it has none. Runs and raises as `SiteProbe.measure`."""
+    return None if probe is None or part is None else probe.measure(part)
+
+
+def site_outputs(measured: Measured | None) -> SiteOutputs | None:
+    """The outputs, once they have arrived on the host; None where nothing was measured, or that failed."""
+    if measured is None or measured.sums is None or measured.finite is None:
+        return None
+    sums, finite = measured.sums.numpy().tobytes(), bytes(measured.finite.tolist())
+    return SiteOutputs(measured.dtype, measured.sites, sums, finite)

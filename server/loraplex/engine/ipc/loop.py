@@ -19,7 +19,7 @@ from loraplex.engine.event_buffer import EventBuffer
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo
-from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
+from loraplex.engine.types import AdapterState, EngineError, EngineRequest, MeasureRequest, TokenEvent
 
 RESIDENCY_INTERVAL_S = 0.05
 """How stale a client's view of residency may be while steps pass."""
@@ -40,6 +40,10 @@ class CoreLike(wire.Operations, Protocol):
 
     def add_request(self, request: EngineRequest) -> None:
         """Refusals (queue full, too long, …) are terminal events of the next step."""
+        ...
+
+    def measure(self, asked: MeasureRequest) -> None:
+        """Refuses as `add_request` does."""
         ...
 
     def step(self) -> Sequence[TokenEvent]:
@@ -252,7 +256,9 @@ class EngineLoop:
     def _apply(self, core: CoreLike, command: wire.Command) -> None:
         match command:
             case wire.Add(request):
-                self._add(core, request)
+                self._add(request.request_id, lambda: core.add_request(request))
+            case wire.Measure(asked):
+                self._add(asked.request_id, lambda: core.measure(asked))
             case wire.Shutdown(drain_s):
                 until = self._clock() + drain_s
                 self._drain_until = until if self._drain_until is None else min(until, self._drain_until)
@@ -268,16 +274,16 @@ class EngineLoop:
             case _:
                 assert_never(command)
 
-    def _add(self, core: CoreLike, request: EngineRequest) -> None:
+    def _add(self, request_id: str, add: Callable[[], None]) -> None:
         if self._draining:
             error = EngineError("draining", "the engine is shutting down")
-            self._publish([TokenEvent(request.request_id, finish_reason="error", error=error)])
+            self._publish([TokenEvent(request_id, finish_reason="error", error=error)])
             return
-        if request.request_id in self._live:
-            self._log("duplicate_request_id", level="warning", request_id=request.request_id)
+        if request_id in self._live:
+            self._log("duplicate_request_id", level="warning", request_id=request_id)
             return
-        self._live.add(request.request_id)
-        core.add_request(request)
+        self._live.add(request_id)
+        add()
 
     def _publish(self, events: Sequence[TokenEvent]) -> None:
         if not events:

@@ -17,7 +17,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc.framing import ProtocolError
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import TenantTerms
-from loraplex.engine.types import AdapterState, EngineRequest, TokenEvent
+from loraplex.engine.types import AdapterState, EngineRequest, MeasureRequest, TokenEvent
 
 HEARTBEAT_INTERVAL_S = 1.0
 
@@ -50,8 +50,8 @@ class Done(Answer, frozen=True, tag=True):
 
 # Commands: client to engine. One class a command: its name is the command's, its fields are the arguments, the type
 # argument of `Call` is the answer, and `run` calls the handler in `EngineCore`. A new command needs its class, a place
-# in `Command` and its handler. `EngineSession.call`, the socket and the loop know no command by name, except `Add` and
-# `Shutdown`.
+# in `Command` and its handler. `EngineSession.call`, the socket and the loop know no command by name, except `Add`,
+# `Measure` and `Shutdown`.
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
@@ -97,6 +97,12 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """Serve this request. Run by `EngineLoop`, which refuses it during a shutdown."""
 
     request: EngineRequest
+
+
+class Measure(msgspec.Struct, frozen=True, tag=True):
+    """Measure the sites of an adapter. Run by `EngineLoop` as `Add` is."""
+
+    request: MeasureRequest
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -194,7 +200,19 @@ class Ping(Call[Pong], frozen=True, tag=True):
 
 
 Command = (
-    Add | Shutdown | Abort | Prefetch | Warm | SetTenants | Pin | Unpin | Drop | GetStats | GetCache | Ping
+    Add
+    | Measure
+    | Shutdown
+    | Abort
+    | Prefetch
+    | Warm
+    | SetTenants
+    | Pin
+    | Unpin
+    | Drop
+    | GetStats
+    | GetCache
+    | Ping
 )
 
 

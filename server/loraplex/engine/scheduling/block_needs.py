@@ -14,6 +14,12 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
+def holds_blocks(seq: Sequence) -> bool:
+    """Whether preempting a running sequence may free blocks at once: those of one whose last token is in flight become
+    free by themselves, and one that is measured has none."""
+    return seq.measured is None and not seq.all_sampled
+
+
 def blocks_missing(seq: Sequence) -> int:
     """Blocks that a running sequence still needs for the tokens that it has."""
     return max(0, blocks_for(seq.num_tokens) - len(seq.block_ids))

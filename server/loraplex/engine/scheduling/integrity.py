@@ -9,7 +9,7 @@ from itertools import chain
 from loraplex.adapters.cache.adapter_cache import Lease
 from loraplex.engine.scheduling.block_needs import blocks_for
 from loraplex.engine.scheduling.fair_queue import FairQueue
-from loraplex.engine.types import Sequence, SequenceState
+from loraplex.engine.types import MEASURE_STEPS, Sequence, SequenceState
 
 
 def check_places(
@@ -43,8 +43,12 @@ def _check_running(seq: Sequence, lease: Lease | None) -> None:
     """Raise AssertionError unless a running sequence has what belongs to it: its state, its blocks, its lease."""
     name = seq.request_id
     assert seq.state is SequenceState.RUNNING, f"{name} runs as {seq.state}"
-    assert blocks_for(seq.num_computed) <= len(seq.block_ids), f"{name} lacks blocks"
-    assert seq.num_computed <= seq.num_tokens, f"{name} is ahead of its tokens"
+    if seq.measured is None:
+        assert blocks_for(seq.num_computed) <= len(seq.block_ids), f"{name} lacks blocks"
+        assert seq.num_computed <= seq.num_tokens, f"{name} is ahead of its tokens"
+    else:
+        assert not seq.block_ids, f"{name} is measured, and holds blocks"
+        assert seq.num_computed <= MEASURE_STEPS, f"{name} is ahead of its parts"
     assert (lease is None) == (seq.request.adapter is None), f"{name} has the wrong lease"
     assert seq.slot == (-1 if lease is None else lease.slot), f"{name} has the wrong slot"
 

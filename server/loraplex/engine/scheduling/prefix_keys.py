@@ -40,6 +40,19 @@ def next_link(link: bytes, token_ids: Row[int]) -> bytes:
     return hashlib.sha256(link + array("I", token_ids).tobytes()).digest()
 
 
+def findable_blocks(seq: Sequence) -> int:
+    """Blocks of a waiting sequence that need not be computed where they are cached."""
+    # The last token is always computed: its logits are needed, and logits are not cached.
+    findable = max(0, seq.num_tokens - 1) // BLOCK_SIZE
+    if seq.num_scored < seq.num_to_score:
+        # Positions that are still to be scored are computed again for the same reason.
+        return seq.num_scored // BLOCK_SIZE
+    if seq.request.pooling == "mean" and seq.pooled is not None:
+        # No hidden state is cached either. Those that were added before a preemption are not needed again.
+        return min(findable, seq.pooled.num_positions // BLOCK_SIZE)
+    return findable
+
+
 def extend_keys(seq: Sequence) -> list[BlockKey]:
     """Name every block that `seq.token_ids` fill by now; what was named before is kept. Returns all keys."""
     keys = seq.block_keys

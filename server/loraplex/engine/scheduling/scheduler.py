@@ -15,15 +15,22 @@ from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.scheduling import prefix_keys
+from loraplex.engine.scheduling import prefix_keys, step_draft
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
-from loraplex.engine.scheduling.block_needs import blocks_for, blocks_missing, reserved_blocks
+from loraplex.engine.scheduling.block_needs import blocks_for, blocks_missing, holds_blocks, reserved_blocks
 from loraplex.engine.scheduling.blocks import BlockManager
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.integrity import check_places
 from loraplex.engine.scheduling.preemption import TenantShares, choose_victims, preemption_order
-from loraplex.engine.scheduling.step_draft import StepDraft, forced_budget, is_forced, pool_start
-from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
+from loraplex.engine.scheduling.step_draft import StepDraft
+from loraplex.engine.types import (
+    MEASURE_STEPS,
+    MeasuredPart,
+    ScheduledSequence,
+    Sequence,
+    SequenceState,
+    StepPlan,
+)
 from loraplex.kernels.attention import BLOCK_SIZE
 
 
@@ -124,7 +131,7 @@ class Scheduler:
             for index in range(first, end):
                 self.blocks.register(scheduled.block_ids[index], keys[index])
 
-    def roll_back(self, rows: Iterable[tuple[Sequence, ScheduledSequence]]) -> None:
+    def roll_back(self, rows: Iterable[tuple[Sequence, ScheduledSequence | MeasuredPart]]) -> None:
         """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks,
         and sample the same tokens."""
         for seq, row in rows:
@@ -137,27 +144,31 @@ class Scheduler:
         self._charge(seq, num_tokens * self._charges.decode)
 
     def plan(self, now: float, max_tokens: int | None = None) -> StepPlan:
-        """The next step, of at most `max_tokens` (None: as configured); its `scheduled` is empty if nothing can be
+        """The next step, of at most `max_tokens` (None: as configured); it has no `parts` if nothing can be
         computed now. Sequences whose adapter cannot be loaded are put into `failed`; the caller ends them."""
         budget = self._max_tokens if max_tokens is None else max_tokens
         draft = StepDraft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
         self._cache.begin_pass()
         self._shrink_batch(draft)
-        draft.forced_budget = forced_budget(draft, len(self.running), self.queue.num_ready)
+        draft.forced_budget = step_draft.forced_budget(draft, len(self.running), self.queue.num_ready)
         decoding: list[Sequence] = []
         forced: list[Sequence] = []
         prefilling: list[Sequence] = []
+        measuring: list[Sequence] = []
         for seq in self.running:
             lag = len(seq.token_ids) + seq.num_pending - seq.num_computed
             if lag == 1:
                 decoding.append(seq)
             elif lag > 1:
-                (forced if is_forced(seq) else prefilling).append(seq)
+                (forced if step_draft.is_forced(seq) else prefilling).append(seq)
+            elif seq.measured is not None and seq.num_computed < MEASURE_STEPS:
+                measuring.append(seq)
         if forced:
             decoding += sorted(forced, key=self._counter)
         self._preempt_for_head(draft, decoding, prefilling)
         yielded = len(draft.preempted)
         self._schedule_running(draft, decoding)
+        self._measure(draft, measuring)
         pending = self.adapters.step(now, self.running)
         for digest, message in pending.failed.items():
             self.failed += [(seq, message) for lane in self.queue.lanes(digest) for seq in lane.sequences()]
@@ -174,7 +185,7 @@ class Scheduler:
         loads = tuple(digest for digest in pending.loading if digest not in self._loading)
         self._loading = pending.loading
         self._step_id += 1
-        return StepPlan(self._step_id, tuple(draft.scheduled.values()), tuple(draft.preempted), loads)
+        return draft.plan(self._step_id, loads)
 
     def _counter(self, seq: Sequence) -> float:
         return self.queue.counter(seq.request.tenant_id)
@@ -251,18 +262,14 @@ class Scheduler:
     def _schedule(self, draft: StepDraft, seq: Sequence) -> None:
         # Runs for every sequence of every step: work that decoding does not need is skipped.
         request, token_ids, start = seq.request, seq.token_ids, seq.num_computed
-        if request.measured:
-            if draft.measures:
-                return
-            draft.measures = True
         num_prompt, num_known = len(request.prompt_ids), len(token_ids)
         num_tokens = num_known + seq.num_pending
         scores = request.sampling.prompt_logprobs is not None and seq.num_scored < seq.num_to_score
-        count = 1 if request.measured else min(num_tokens - start, draft.budget)
+        count = min(num_tokens - start, draft.budget)
         if scores:
             # One at least, so that every scheduled sequence advances.
             count = min(count, max(1, draft.score_budget))
-        if count > 1 and is_forced(seq):
+        if count > 1 and step_draft.is_forced(seq):
             count = min(count, 1 + draft.forced_budget)
             draft.forced_budget -= count - 1
         end = start + count
@@ -296,7 +303,7 @@ class Scheduler:
             num_tokens - num_prompt,
             score_start,
             targets,
-            None if seq.pooled is None else pool_start(seq, start, end),
+            None if seq.pooled is None else step_draft.pool_start(seq, start, end),
             tuple(token_ids[num_prompt:]) if samples and seq.tells_outputs else (),
         )
         if seq.first_scheduled is None:
@@ -306,6 +313,12 @@ class Scheduler:
         seq.num_computed = end
         seq.num_pending += samples
 
+    def _measure(self, draft: StepDraft, measuring: list[Sequence]) -> None:
+        seq = step_draft.draft_part(draft, measuring)
+        if seq is not None and seq.first_scheduled is None:
+            seq.first_scheduled = draft.now
+            self._charge(seq, MEASURE_STEPS * self._charges.prefill)
+
     def _preempt_for_blocks(self, draft: StepDraft, seq: Sequence, missing: int) -> bool:
         """Preempt until `missing` blocks are free. False if `seq` itself was preempted, or must skip this step.
 
@@ -313,11 +326,12 @@ class Scheduler:
         never lost, and their number is bounded.
         """
         while missing > self.blocks.num_free:
-            victims = [s for s in self.running if s not in draft.scheduled and not s.all_sampled]
+            victims = [s for s in self.running if s not in draft.scheduled and holds_blocks(s)]
             shares = self._shares()
             victim = preemption_order(victims, shares)[0]
             if victim is seq and len(victims) + len(draft.scheduled) < len(self.running):
-                return False  # another's last token is in flight: its blocks become free when it is collected
+                # Another's last token is in flight: its blocks become free when it is collected; or is measured.
+                return False
             if victim is seq and preemption_order([seq, *draft.scheduled], shares)[0] is not seq:
                 return False  # a scheduled sequence is before it, and is preempted when a decoding one needs blocks
             self._preempt(draft, victim)
@@ -403,25 +417,17 @@ class Scheduler:
                 # However short, it takes a place, a block and a vector.
                 self._charge(seq, (BLOCK_SIZE - seq.num_prompt) * self._charges.prefill)
         self._charge_prompt(seq, seq.num_computed, self._charges.cached)
-        self._schedule(draft, seq)
+        self._schedule(draft, seq) if seq.measured is None else self._measure(draft, [seq])
         return True
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Blocks of the prefix cache that hold the beginning of a waiting sequence."""
-        # The last token is always computed: its logits are needed, and logits are not cached.
-        findable = (seq.num_tokens - 1) // BLOCK_SIZE
-        if seq.num_scored < seq.num_to_score:
-            # Positions that are still to be scored are computed again for the same reason.
-            findable = seq.num_scored // BLOCK_SIZE
-        elif seq.request.pooling == "mean" and seq.pooled is not None:
-            # No hidden state is cached either. Those that were added before a preemption are not needed again.
-            findable = min(findable, seq.pooled.num_positions // BLOCK_SIZE)
-        return self.blocks.lookup(prefix_keys.extend_keys(seq)[:findable])
+        return self.blocks.lookup(prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)])
 
     def _blocks_short(self, seq: Sequence, reserved: int, found: list[int]) -> int:
         """The number of blocks, if above 0, that a waiting sequence lacks to start beside the reserved ones."""
-        room = self.blocks.num_free - self.blocks.num_idle(found) - reserved
-        return blocks_for(seq.num_tokens) - len(found) - room
+        needed = blocks_for(seq.num_tokens) - len(found)
+        return needed and needed - (self.blocks.num_free - self.blocks.num_idle(found) - reserved)
 
     def _charge_prompt(self, seq: Sequence, end: int, cost: float) -> None:
         """Charge the prompt's positions up to `end` that were not charged yet."""

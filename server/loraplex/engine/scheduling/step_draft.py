@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from loraplex.engine.types import ScheduledSequence, Sequence
+from loraplex.engine.types import MeasuredPart, ScheduledSequence, Sequence, SequenceState, StepPlan
 
 SMALL_STEP = 64
 """Positions. On a CPU a larger step takes up to twice as long: it is not a recorded list of calls."""
@@ -19,9 +20,25 @@ class StepDraft:
     score_budget: int  # positions whose logits may still be kept
     max_running: int
     forced_budget: int = 0  # positions of forced tokens that may be computed beside one of each sequence
-    measures: bool = False  # an adapter's sites: of one in a step, so that its time is bounded
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
+    measure: MeasuredPart | None = None
     preempted: list[str] = field(default_factory=list)
+
+    def plan(self, step_id: int, loads: tuple[str, ...]) -> StepPlan:
+        return StepPlan(step_id, tuple(self.scheduled.values()), tuple(self.preempted), loads, self.measure)
+
+
+def draft_part(draft: StepDraft, measuring: Iterable[Sequence]) -> Sequence | None:
+    """Plan a part of one running MeasureRequest of `measuring`, unless the step has one: so its time is bounded. One
+    with fewer parts is first. Returns its sequence."""
+    running = [seq for seq in measuring if seq.state is SequenceState.RUNNING]
+    if not running or draft.measure is not None or draft.budget == 0:
+        return None
+    seq = min(running, key=lambda seq: (seq.num_computed, seq.order))
+    draft.budget -= 1
+    draft.measure = MeasuredPart(seq.request, seq.order, seq.epoch, seq.num_computed, seq.slot)
+    seq.num_computed += 1
+    return seq
 
 
 def pool_start(seq: Sequence, start: int, end: int) -> int:

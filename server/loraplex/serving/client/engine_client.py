@@ -177,7 +177,7 @@ class EngineClient(Protocol):
         """Forget a version that was deleted; what runs on it finishes."""
         ...
 
-    async def measure_sites(self, ref: AdapterRef, *, tenant: str) -> SiteOutputs:
+    async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:
         """Measure the outputs of this version's sites for the fixed probes, computed before all other requests of the
         tenant that wait. It is loaded as for any request, within the tenant's limits of memory that the engine knows;
         where that fails, the outputs say so. Raises ServingError: EngineUnavailable and EngineOverloaded where it makes

@@ -6,14 +6,7 @@ import uuid
 
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.types import (
-    MEASURE_PRIORITY,
-    MEASURE_STEPS,
-    EngineError,
-    EngineRequest,
-    ErrorCode,
-    SamplingParams,
-)
+from loraplex.engine.types import EngineError, ErrorCode, MeasureRequest
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.errors import EngineDraining, EngineLost, EngineOverloaded, ServingError
 
@@ -34,19 +27,9 @@ class MeasureFailed(ServingError):
         self.retry_after_s = error.retry_after_s
 
 
-def measure_request(ref: AdapterRef, tenant: str) -> EngineRequest:
-    """A request for the sites of `ref`, before all else that its tenant waits for: it takes no more than a short prompt
-    does, and a tenant that always waits for something would never get its version."""
-    return EngineRequest(
-        f"measure-{uuid.uuid4().hex}",
-        tenant,
-        (0,) * MEASURE_STEPS,
-        SamplingParams(max_tokens=0),
-        ref,
-        priority=MEASURE_PRIORITY,
-        deadline=MEASURE_DEADLINE_S,
-        measured=True,
-    )
+def measure_request(ref: AdapterRef) -> MeasureRequest:
+    """A request for the sites of `ref`, with an id of its own."""
+    return MeasureRequest(f"measure-{uuid.uuid4().hex}", ref, MEASURE_DEADLINE_S)
 
 
 async def read_outputs(stream: RequestStream, dtype: str) -> SiteOutputs:

@@ -88,7 +88,16 @@ class EngineSession(ABC):
         return len(self._streams)
 
     def _submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
-        """All of one tenant. Room for all of them is taken before the first is sent."""
+        """All of one tenant and adapter. Room for all of them is taken before the first is sent."""
+        streams = self._open(requests, wire.Add)
+        if (ref := requests[0].adapter) is not None:
+            self._demand.use(ref)
+        return streams
+
+    def _open(
+        self, requests: Sequence[EngineRequest], command: Callable[[EngineRequest], wire.Command]
+    ) -> list[RequestStream]:
+        """Send the `command` of each request, and open its stream."""
         self._check()
         # Twice what the engine takes: one tenant, who may have half, can fill it, and another still comes in. Whom to
         # refuse in a full queue is the engine's to say.
@@ -107,7 +116,7 @@ class EngineSession(ABC):
         streams: list[RequestStream] = []
         for request in requests:
             try:
-                self._send(wire.Add(request))
+                self._send(command(request))
             except BaseException:
                 self._fair_share.release(tenant_id, len(requests) - len(streams))
                 for stream in streams:
@@ -115,9 +124,6 @@ class EngineSession(ABC):
                 raise
             streams.append(RequestStream(request, self._abort))
             self._streams[request.request_id] = streams[-1]
-        if (ref := requests[0].adapter) is not None:
-            # The check of a new version is no demand for it.
-            self._demand.know(ref) if requests[0].measured else self._demand.use(ref)
         return streams
 
     @property
@@ -140,8 +146,10 @@ class EngineSession(ABC):
         if request_id in self._streams:
             self._send(wire.Abort((request_id,)))
 
-    async def measure_sites(self, ref: AdapterRef, *, tenant: str) -> SiteOutputs:
-        (stream,) = self._submit([measure_request(ref, tenant)])
+    async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:
+        asked = measure_request(ref)
+        (stream,) = self._open([asked.queued()], lambda _: wire.Measure(asked))
+        self._demand.know(ref)  # the check of a new version is no demand for it
         return await read_outputs(stream, self.info.dtype)
 
     # Adapters.
