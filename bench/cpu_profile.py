@@ -38,7 +38,7 @@ import torch
 
 from loraplex.engine import device_parts, devices
 from loraplex.kernels.backend import resolve_kernels
-from loraplex.kernels.layers import dense, numba_dense
+from loraplex.kernels.linear import dense, numba_dense
 from loraplex.serving.text.detokenize import TextStream
 from loraplex.serving.text.processor import TextProcessor
 from support.engine.local_engine import LocalEngine

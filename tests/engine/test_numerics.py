@@ -11,7 +11,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.engine import numerics
 from loraplex.engine.numerics import numerical_build
 from loraplex.kernels.backend import make_kernels
-from loraplex.kernels.layers import numba_dense
+from loraplex.kernels.linear import numba_dense
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
 from support.models.loading import load_model

@@ -12,7 +12,8 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.host_memory import HugePagePool
-from loraplex.kernels.layers import numba_activation, numba_dense, numba_norm, numba_rope, numba_widen
+from loraplex.kernels.layers import numba_activation, numba_norm, numba_rope, numba_widen
+from loraplex.kernels.linear import numba_dense
 from loraplex.kernels.lora.numba_lora import NumbaLoraPass
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features, host_name

@@ -37,9 +37,10 @@ class RotateAndWrite(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """One implementation of each, with the shapes and the rounding of `loraplex.kernels.layers.norm`, `.activation`,
-    `.rope` and `.dense`. What `pack_weight` returns is for `linear` alone. Attention itself is an `AttentionKernel`
-    (`loraplex.kernels.attention.choice`). `record_layers` begins with a decoder whose layers call these functions."""
+    """One implementation of each, with the shapes and the rounding of `loraplex.kernels.layers.norm`, `.activation` and
+    `.rope`, and of `loraplex.kernels.linear.dense`. What `pack_weight` returns is for `linear` alone. Attention itself
+    is an `AttentionKernel` (`loraplex.kernels.attention.choice`). `record_layers` begins with a decoder whose layers
+    call these functions."""
 
     rms_norm: Norm
     add_rms_norm: AddNorm

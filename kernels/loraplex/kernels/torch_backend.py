@@ -9,7 +9,8 @@ from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavaila
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.types import AttentionBatch
 from loraplex.kernels.bundle import Kernels
-from loraplex.kernels.layers import activation, dense, norm, rope
+from loraplex.kernels.layers import activation, norm, rope
+from loraplex.kernels.linear import dense
 from loraplex.kernels.lora.reference import TorchLoraPass
 from loraplex.kernels.ops import Ops
 

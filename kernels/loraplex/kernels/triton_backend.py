@@ -9,7 +9,8 @@ from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavaila
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.bundle import Kernels
-from loraplex.kernels.layers import dense, triton_activation, triton_dense, triton_norm, triton_rope
+from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope
+from loraplex.kernels.linear import dense, triton_dense
 from loraplex.kernels.ops import Ops
 
 

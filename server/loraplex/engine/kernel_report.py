@@ -36,7 +36,7 @@ def describe_kernels(choice: str, device: str, num_threads: int, recorded_prompt
 
 
 def _describe_numba() -> str:
-    from loraplex.kernels.layers import numba_dense
+    from loraplex.kernels.linear import numba_dense
     from loraplex.kernels.numba_runtime import amx
     from loraplex.kernels.numba_runtime.vectors import host_features, host_name
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from loraplex.kernels.layers.dense import multiplies
+from loraplex.kernels.linear.dense import multiplies
 from support.servers.live_server import (
     EXAMPLE_ADAPTERS,
     EXAMPLES,

@@ -48,8 +48,8 @@ class CountingModel:
 @pytest.fixture
 def calls_of_packed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Calls of numba's own products, of vectors and of AMX's tiles, which torch doesn't see."""
-    numba_dense = pytest.importorskip("loraplex.kernels.layers.numba_dense")
-    numba_dense_tiles = pytest.importorskip("loraplex.kernels.layers.numba_dense_tiles")
+    numba_dense = pytest.importorskip("loraplex.kernels.linear.numba_dense")
+    numba_dense_tiles = pytest.importorskip("loraplex.kernels.linear.numba_dense_tiles")
     calls: Counter[str] = Counter()
     for products in (numba_dense._multiply, numba_dense_tiles._multiply):
 

@@ -19,7 +19,7 @@ import torch
 
 from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.model.base import ModelShape
-from loraplex.kernels.layers import numba_dense
+from loraplex.kernels.linear import numba_dense
 from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, KINDS, save_adapters
 from support.engine.same_bits import Answer, Asked, Question
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny

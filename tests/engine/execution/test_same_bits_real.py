@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.kernels.layers import numba_dense
+from loraplex.kernels.linear import numba_dense
 from support.engine.same_bits import Answer, Asked, Question
 from support.servers.live_server import write_real_adapter
 

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.loading import eos_token_ids
-from loraplex.kernels.layers.dense import multiplies
+from loraplex.kernels.linear.dense import multiplies
 from support.models.checkpoints import PagedRun
 from support.models.loading import load_model
 

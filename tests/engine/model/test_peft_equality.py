@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from loraplex.engine.pooling import POOLINGS, Pooling
-from loraplex.kernels.layers.dense import multiplies
+from loraplex.kernels.linear.dense import multiplies
 from support.adapters.peft_zoo import PeftReference, cut_model, make_zoo
 from support.engine.local_engine import LocalEngine
 

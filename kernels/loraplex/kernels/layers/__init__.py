@@ -1,5 +1,5 @@
-"""The kernels of a decoder layer beside attention and LoRA: norms, RoPE, activations and dense linears.
+"""The kernels of a decoder layer beside attention, linears and LoRA: norms, RoPE and activations.
 
-`norm`, `rope`, `activation` and `dense` hold the formulas in torch. `triton_*` are their GPU paths and `numba_*` their
+`norm`, `rope` and `activation` hold the formulas in torch. `triton_*` are their GPU paths and `numba_*` their
 CPU paths; `loraplex.kernels.ops` chooses between them.
 """

@@ -23,7 +23,7 @@ from loraplex.engine.model.text_part import TextPart, text_part
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable
 from loraplex.kernels.bundle import Kernels
-from loraplex.kernels.layers.dense import multiplies
+from loraplex.kernels.linear.dense import multiplies
 
 _log = logging.getLogger(__name__)
 

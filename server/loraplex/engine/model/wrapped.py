@@ -19,7 +19,7 @@ from loraplex.engine.model.sites import find_sites
 from loraplex.engine.model.weights import tensor_bytes
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.attention.torch_attention import TorchAttention
-from loraplex.kernels.layers.dense import linear
+from loraplex.kernels.linear.dense import linear
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 
 ATTENTION_NAME = "loraplex_paged"

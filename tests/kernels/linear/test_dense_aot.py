@@ -1,6 +1,6 @@
 """The batch-invariant base linear, compiled for GPUs that are not there, as an 8B model launches it.
 
-After a change that is meant to take more: RECORD_AOT=1 python -m pytest tests/kernels/layers/test_dense_aot.py
+After a change that is meant to take more: RECORD_AOT=1 python -m pytest tests/kernels/linear/test_dense_aot.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.kernels.layers.triton_dense import choose_tiling
+from loraplex.kernels.linear.triton_dense import choose_tiling
 from support.kernels.triton_aot import Variant, check, products_in_flight
 
 RECORD = Path(__file__).parents[1] / "aot" / "dense.json"
@@ -26,7 +26,7 @@ def variants() -> list[Variant]:
         found.append(
             Variant(
                 f"linear, {name}",
-                "loraplex.kernels.layers.triton_dense:linear_program",
+                "loraplex.kernels.linear.triton_dense:linear_program",
                 dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*bf16")
                 | dict.fromkeys(("num_rows", "N", "K"), "i32"),
                 {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraplex.kernels.layers import numba_dense
-from loraplex.kernels.layers.numba_dense import PackedWeight, linear, pack_weight
+from loraplex.kernels.linear import numba_dense
+from loraplex.kernels.linear.numba_dense import PackedWeight, linear, pack_weight
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loraplex.kernels.layers.dense import linear, pack_weight
+from loraplex.kernels.linear.dense import linear, pack_weight
 
 
 class Products(TorchDispatchMode):

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from loraplex.kernels.layers.triton_dense import LinearTiling, choose_tiling, linear
+from loraplex.kernels.linear.triton_dense import LinearTiling, choose_tiling, linear
 from loraplex.kernels.triton_backend import triton_ops
 from support.kernels.poison import poison_new_memory
 

@@ -21,8 +21,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from loraplex.kernels.host_memory import HugePagePool
-from loraplex.kernels.layers import dense
-from loraplex.kernels.layers.numba_dense_tiles import INPUTS, run_products
+from loraplex.kernels.linear import dense
+from loraplex.kernels.linear.numba_dense_tiles import INPUTS, run_products
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
