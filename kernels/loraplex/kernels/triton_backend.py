@@ -15,7 +15,7 @@ from loraplex.kernels.ops import Ops
 
 
 def triton_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
-    """`batch_invariant`: those whose rows have the same bits in every step (ADR 0039)."""
+    """`batch_invariant`: those whose rows have the same bits in every step (ADR 0040)."""
 
     def choose_attention(choice: str, needs: AttentionNeeds, dtype: torch.dtype) -> AttentionChoice:
         return _choose_attention(choice, needs, dtype, device, batch_invariant=batch_invariant)

@@ -31,7 +31,7 @@ _VARIABLES = (
 
 def numerical_build(model: Model, kernels: Kernels) -> str:
     """A digest of what decides the bits of its answers, the weights and dtype aside: sources, versions of libraries,
-    processor or GPU, the kernels chosen, and the RoPE frequencies that the served length chose (ADR 0013)."""
+    processor or GPU, the kernels chosen, and the RoPE frequencies that the served length chose (ADR 0011)."""
     decides = kernels.obstacle_to_same_bits(model.dtype, False) is not None
     parts = [
         *(f"{package.__name__} {_digest(Path(package.__path__[0]))}" for package in _PACKAGES),

@@ -1,4 +1,4 @@
-"""Ropes whose frequencies depend on the length: one choice holds for all sequences (ADR 0013)."""
+"""Ropes whose frequencies depend on the length: one choice holds for all sequences (ADR 0011)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ of its sum of exponentials; a second kernel adds the parts in their order. The c
 step gives the same bits.
 
 With batch-invariant tilings they follow from a row's position alone, so that a row gets the same bits in every step
-(ADR 0039). Rows are computed in tiles that begin at multiples of a tile's rows, by one program for decodes and prompts
+(ADR 0040). Rows are computed in tiles that begin at multiples of a tile's rows, by one program for decodes and prompts
 alike. A tile's splits end at multiples of their length, which is a power of two that grows with the tile's position:
 there are never more than MAX_SPLITS, one more with a window. What a step holds of a tile is a part of its rows and none
 of the positions behind them; neither changes an operation on the others: a hidden score has weight 0, and adds 0.

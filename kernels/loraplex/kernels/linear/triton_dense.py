@@ -1,4 +1,4 @@
-"""A base linear in Triton whose rows have the same bits in every step (ADR 0039).
+"""A base linear in Triton whose rows have the same bits in every step (ADR 0040).
 
 A library chooses the algorithm of a product by its number of rows, and with it the order of its sums. Here tiles,
 instructions and the order over K follow from the weight alone, and K is not split: a row's sums are made in one order,

@@ -35,7 +35,7 @@ class LoraTiling:
     waits for it before it reads.
 
     `batch_invariant`: every piece is a small one, on tensor cores whatever its rows, so that the order of a row's sums
-    follows from its site and its adapter's ranks alone (ADR 0039).
+    follows from its site and its adapter's ranks alone (ADR 0040).
     """
 
     small_rows: int = 16

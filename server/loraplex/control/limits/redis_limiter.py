@@ -324,7 +324,7 @@ class RedisLimiter:
     async def _join(self) -> None:
         """Reconcile: what runs here and Redis does not know is charged there, what Redis believes to run and does not
         is settled, and every window is at least as far spent as it was seen and has been spent since. Where Redis has
-        lost its data, what only servers know that have not joined again is missing for as long (ADR 0028)."""
+        lost its data, what only servers know that have not joined again is missing for as long (ADR 0019)."""
         session = self._session
         is_doubtful = session.is_doubtful
         began = self._clock()

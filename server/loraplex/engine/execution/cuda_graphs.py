@@ -3,7 +3,7 @@
 A recorded pass reads everything that differs between steps from fixed places in memory (`packed_inputs`), so that it
 serves any sequences and any adapters. There is one for each of a few numbers of rows, with adapters and without; a step
 with fewer rows has rows of padding, which write nothing that anybody reads. Steps of decoding rows alone have
-recordings of their own; those of steps with prompt chunks are also told which rows' logits are wanted (ADR 0047).
+recordings of their own; those of steps with prompt chunks are also told which rows' logits are wanted (ADR 0016).
 """
 
 from __future__ import annotations

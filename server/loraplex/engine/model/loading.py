@@ -52,8 +52,8 @@ def load_model(
     """Load a checkpoint of safetensors files: `FusedDecoder` for its families, `TransformersDecoder` for others.
 
     `dtype` "auto" is the checkpoint's own; on a processor that can't multiply in it, float32. `max_model_len` is the
-    length that was asked for, 0 if none was: where RoPE depends on the length, it decides for all sequences (ADR 0013).
-    With `plans`, transformers is not imported where a config of the families has been read before (ADR 0023). Nothing
+    length that was asked for, 0 if none was: where RoPE depends on the length, it decides for all sequences (ADR 0011).
+    With `plans`, transformers is not imported where a config of the families has been read before (ADR 0011). Nothing
     in the directory is executed. Raises ModelUnsupported with the reason if it can't be served exactly as transformers
     would, or, for batch-invariant kernels, only by transformers' own code, and for an `attention` that cannot compute
     this model's.

@@ -1,7 +1,7 @@
 """A config's rotary position embedding: frequencies that hold for every position of every sequence.
 
 Two kinds of RoPE take other frequencies once a sequence is longer than the model was trained for, which would turn
-all keys before it wrong. Here the frequencies are chosen once, by the longest sequence that is served (ADR 0013).
+all keys before it wrong. Here the frequencies are chosen once, by the longest sequence that is served (ADR 0011).
 """
 
 from __future__ import annotations
