@@ -24,7 +24,8 @@ class SiteShape:
 class BaseSpec:
     """The base model as admission sees it. `fingerprint` (64 hex characters) is a SHA-256 over its
     architecture and weights. `sites` is keyed by (layer, site). `tied_head`: the config ties the head to the
-    embedding."""
+    embedding. `quantise`: "int8" where the engine serves its linears as codes (`base_weights.grouped`), else "none";
+    the fingerprint is of the checkpoint in both cases."""
 
     fingerprint: str
     model_type: str
@@ -32,6 +33,7 @@ class BaseSpec:
     sites: Mapping[tuple[int, str], SiteShape]
     model_dir: str
     tied_head: bool = False
+    quantise: str = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ MakeLoraPass = Callable[[LoraWeights, Scratch, Mapping[int, Sequence[Segment]], 
 
 
 class Compilation(Protocol):
-    """Kernels that are compiled before the first step. Both take the model's dtype."""
+    """Kernels that are compiled before the first step, for a model in a dtype; `codes`: its linears are codes."""
 
-    def is_done(self, dtype: torch.dtype) -> bool: ...
+    def is_done(self, dtype: torch.dtype, *, codes: bool) -> bool: ...
 
-    def run(self, dtype: torch.dtype) -> None:
+    def run(self, dtype: torch.dtype, *, codes: bool) -> None:
         """In the thread that will run the steps. Raises whatever the compiler does."""
         ...
 

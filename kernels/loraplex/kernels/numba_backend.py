@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers import numba_activation, numba_norm, numba_rope, numba_widen
-from loraplex.kernels.linear import numba_dense
+from loraplex.kernels.linear import groups, numba_dense, numba_groups
 from loraplex.kernels.lora.numba_lora import NumbaLoraPass
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features, host_name
@@ -37,6 +38,7 @@ def numba_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
 
 def numba_ops(*, batch_invariant: bool = False) -> Ops:
     """Functions for tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
+    pool = HugePagePool()
     return Ops(
         rms_norm=numba_norm.rms_norm,
         add_rms_norm=numba_norm.add_rms_norm,
@@ -45,11 +47,20 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
         silu_and_mul=numba_activation.silu_and_mul,
         gelu_tanh_and_mul=numba_activation.gelu_tanh_and_mul,
         rotate_and_write=numba_rope.rotate_and_write,
-        pack_weight=partial(numba_dense.pack_weight, batch_invariant=batch_invariant, pool=HugePagePool()),
-        linear=numba_dense.linear,
+        pack_weight=partial(numba_dense.pack_weight, batch_invariant=batch_invariant, pool=pool),
+        pack_groups=partial(numba_groups.pack_groups, pool=pool),
+        linear=_linear,
         to_float32=numba_widen.to_float32,
         record_layers=numba_layers.NumbaRecordedLayers,
     )
+
+
+def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if isinstance(weight, numba_groups.PackedGroups):
+        return numba_groups.linear(x, weight, bias)
+    if isinstance(weight, groups.GroupedWeight):
+        return groups.linear(x, weight, bias)
+    return numba_dense.linear(x, weight, bias)
 
 
 def _choose_attention(choice: str, needs: AttentionNeeds, dtype: torch.dtype) -> AttentionChoice:
@@ -71,17 +82,18 @@ def _obstacle_to_same_bits(dtype: torch.dtype, batch_invariant: bool) -> str | N
 class _Compilation:
     """See `Compilation`. Compiled code is kept on the disk where that can be written to."""
 
-    def is_done(self, dtype: torch.dtype) -> bool:
+    def is_done(self, dtype: torch.dtype, *, codes: bool) -> bool:
         from loraplex.kernels.numba_runtime.cache import KERNELS
 
-        return KERNELS.is_compiled(_name(dtype))
+        return KERNELS.is_compiled(_name(dtype, codes))
 
-    def run(self, dtype: torch.dtype) -> None:
+    def run(self, dtype: torch.dtype, *, codes: bool) -> None:
         from loraplex.kernels import numba_warm_up
         from loraplex.kernels.numba_runtime.cache import KERNELS
 
-        KERNELS.compile(_name(dtype), lambda: numba_warm_up.warm_up(dtype, numba_ops()))
+        ops = numba_ops()
+        KERNELS.compile(_name(dtype, codes), lambda: numba_warm_up.warm_up(dtype, ops, codes=codes))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype, codes: bool) -> str:
+    return str(dtype).removeprefix("torch.") + ("-codes" if codes else "")

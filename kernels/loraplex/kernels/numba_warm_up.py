@@ -8,6 +8,7 @@ import torch
 from loraplex.kernels.attention.numba_attention import build_attention_batch, paged_attention
 from loraplex.kernels.attention.numba_attention_products import BLOCK
 from loraplex.kernels.linear import numba_dense, numba_dense_tiles
+from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.lora import numba_lora
 from loraplex.kernels.numba_runtime.thread_team import run_calls
 from loraplex.kernels.numba_runtime.vectors import LIKE
@@ -18,9 +19,9 @@ from loraplex.kernels.sampling.numba_sampling import draw
 from loraplex.kernels.sampling.types import TokenMasks
 
 
-def warm_up(dtype: torch.dtype, ops: Ops) -> None:
-    """Compile all kernels for a model in `dtype`. `ops` are numba's. Kernels do not depend on sizes. For the thread
-    that will run the steps."""
+def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False) -> None:
+    """Compile all kernels for a model in `dtype`; `codes`: those of linears in groups too. `ops` are numba's. Kernels
+    do not depend on sizes. For the thread that will run the steps."""
     if dtype not in LIKE:
         return
     x = torch.zeros(1, 64, dtype=dtype)
@@ -40,6 +41,8 @@ def warm_up(dtype: torch.dtype, ops: Ops) -> None:
     for inputs in (2, numba_dense_tiles.INPUTS):  # of the second number tiles are used, where there are some
         row = torch.zeros(1, inputs, dtype=dtype)
         ops.linear(row, numba_dense.pack_weight(row, batch_invariant=True), None)
+    if codes:
+        _warm_up_codes(dtype, ops)
     numba_lora.warm_up(dtype, dtype)
     logits = torch.zeros(1, 1)
     log_sum_exp(logits)
@@ -56,3 +59,11 @@ def warm_up(dtype: torch.dtype, ops: Ops) -> None:
         top_k=torch.ones(1, dtype=torch.int64),
         top_p=sure,
     )
+
+
+def _warm_up_codes(dtype: torch.dtype, ops: Ops) -> None:
+    assert ops.pack_groups is not None
+    for offsets in (None, torch.zeros(1, 1)):
+        weight = GroupedWeight(torch.zeros(1, 2, dtype=torch.int8), torch.zeros(1, 1), offsets, 2)
+        for rows in (1, 64):  # of many rows other kernels are used
+            ops.linear(torch.zeros(rows, 2, dtype=dtype), ops.pack_groups(weight, dtype), None)

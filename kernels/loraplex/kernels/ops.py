@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.recorded_layers import RecordedLayers
 
 Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -38,7 +39,8 @@ class RotateAndWrite(Protocol):
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation of each, with the shapes and the rounding of `loraplex.kernels.layers.norm`, `.activation` and
-    `.rope`, and of `loraplex.kernels.linear.dense`. What `pack_weight` returns is for `linear` alone. Attention itself
+    `.rope`, and of `loraplex.kernels.linear.dense`. What `pack_weight` and `pack_groups` return is for `linear` alone;
+    `pack_groups` takes the dtype of x and y, and is None where weights in groups are not multiplied. Attention itself
     is an `AttentionKernel` (`loraplex.kernels.attention.choice`). `record_layers` begins with a decoder whose layers
     call these functions."""
 
@@ -50,6 +52,7 @@ class Ops:
     gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor]
     rotate_and_write: RotateAndWrite
     pack_weight: Callable[[torch.Tensor], Any]
+    pack_groups: Callable[[GroupedWeight, torch.dtype], Any] | None
     linear: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
     to_float32: Callable[[torch.Tensor], torch.Tensor]
     record_layers: Callable[[], RecordedLayers] | None = None

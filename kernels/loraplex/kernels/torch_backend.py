@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from loraplex.kernels.attention import torch_attention
@@ -10,7 +12,7 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.types import AttentionBatch
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.layers import activation, norm, rope
-from loraplex.kernels.linear import dense
+from loraplex.kernels.linear import dense, groups
 from loraplex.kernels.lora.reference import TorchLoraPass
 from loraplex.kernels.ops import Ops
 
@@ -49,9 +51,16 @@ def torch_ops() -> Ops:
         gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
         pack_weight=dense.pack_weight,
-        linear=dense.linear,
+        pack_groups=lambda weight, dtype: weight,
+        linear=_linear,
         to_float32=torch.Tensor.float,
     )
+
+
+def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if isinstance(weight, groups.GroupedWeight):
+        return groups.linear(x, weight, bias)
+    return dense.linear(x, weight, bias)
 
 
 def _rotate_and_write(

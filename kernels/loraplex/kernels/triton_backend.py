@@ -41,6 +41,7 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         gelu_tanh_and_mul=triton_activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
         pack_weight=dense.pack_weight,
+        pack_groups=None,
         linear=triton_dense.linear if batch_invariant else dense.linear,
         to_float32=torch.Tensor.float,
     )

@@ -9,7 +9,7 @@ from loraplex.app.suggestions import did_you_mean
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
-        "model", "served_model_name", "device", "dtype", "max_model_len", "tool_format", "reasoning_format",
+        "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "tool_format", "reasoning_format",
         "adapter_templates", "default_max_tokens", "kernels", "attention", "batch_invariant", "recorded_prompt_rows",
         "lookahead", "threads", "engine_spare",
     ),

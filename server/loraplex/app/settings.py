@@ -148,6 +148,11 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Type of weights and KV (auto: the model's own)"
     )
+    quantise: Literal["none", "int8"] = Field(
+        "none",
+        description="How the base's linears are kept (int8: codes of 8 bits in groups of 64 inputs, half of bfloat16's "
+        "memory; on a CPU)",
+    )
     max_model_len: int = Field(
         0,
         ge=0,

@@ -132,11 +132,21 @@ def _build(
     memory = device.memory
     others = None if memory is None else memory.total() - memory.free()
     model_dir = Path(config.model_path)
-    base = load_base_spec(model_dir, cache_dir=None if config.cache_dir is None else Path(config.cache_dir))
+    base = load_base_spec(
+        model_dir,
+        cache_dir=None if config.cache_dir is None else Path(config.cache_dir),
+        quantise=config.quantise,
+    )
     loaded = load_device(config, device, base)
     # Before the minutes that compilation may take: it may be refused.
     host = _host_slab(config, device.kernels.device, loaded)
-    compile_kernels(device.kernels, loaded.model.dtype, device.executor, on_stage)
+    compile_kernels(
+        device.kernels,
+        loaded.model.dtype,
+        device.executor,
+        on_stage,
+        codes=config.quantise != "none",
+    )
     transport = _transport(config, base, loaded, host, wake)
     heartbeat = StepHeartbeat()
     eos_ids = eos_token_ids(model_dir)
@@ -198,7 +208,7 @@ def _transport(
     """The threads that bring adapters from the store to the device."""
     images = None
     if config.image_dir is not None and config.adapter_image_cache:
-        key = image_key(loaded.arena.layout, base.fingerprint)
+        key = image_key(loaded.arena.layout, f"{base.fingerprint} {base.quantise}")
         images = ImageFiles(Path(config.image_dir), key, config.adapter_image_cache)
     store = open_store(
         config.artifact_url, Path(config.artifact_dir), cache_bytes=config.artifact_cache_bytes
@@ -244,8 +254,9 @@ def _info(
         base_fingerprint=base.fingerprint,
         sites=arena.layout.site_names,
         hidden_size=model.hidden_size,
+        quantise=config.quantise,
         same_bits=loaded.obstacle is None,
-        numerics=numerical_build(model, device.kernels),
+        numerics=numerical_build(model, device.kernels, config.quantise),
         recorded_decodes=parts.steps.recorded(prompts=False),
         recorded_prompts=parts.steps.recorded(prompts=True),
         memory=MemoryUse(

@@ -108,6 +108,7 @@ def load_device(config: EngineConfig, device: Device, base: BaseSpec) -> LoadedM
             max_model_len=config.max_model_len,
             attention=config.attention,
             plans=plans,
+            quantise=config.quantise != "none",
         )
     ).result()
     obstacle = kernels.obstacle_to_same_bits(model.dtype, config.batch_invariant)
@@ -254,23 +255,23 @@ def _steps(
             config.recorded_prompt_rows,
             capability,
             model.num_layers,
-            model.weight_bytes // model.dtype.itemsize,
+            model.num_weights,
         ),
         batch_invariant=config.batch_invariant,
     )
 
 
 def compile_kernels(
-    kernels: Kernels, dtype: torch.dtype, executor: Executor, on_stage: Callable[[str], None]
+    kernels: Kernels, dtype: torch.dtype, executor: Executor, on_stage: Callable[[str], None], *, codes: bool
 ) -> None:
     """Compile what must be before the first step. Raises CompilationFailed."""
     compilation = kernels.compilation
     if compilation is None:
         return
-    if not compilation.is_done(dtype):
+    if not compilation.is_done(dtype, codes=codes):
         on_stage("compiling kernels for this processor (once; 10 to 20 s, minutes where the machine is slow)")
     try:
-        executor.submit(lambda: compilation.run(dtype)).result()
+        executor.submit(lambda: compilation.run(dtype, codes=codes)).result()
     except Exception as error:  # of any kind: what is compiled depends on the processor
         raise CompilationFailed(describe_failure(kernels.backend, error)) from error
     on_stage("loading")

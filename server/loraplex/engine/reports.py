@@ -54,6 +54,8 @@ class EngineInfo:
     attention_reason: str = ""
     """Why, in words."""
     base_fingerprint: str = ""
+    quantise: str = "none"
+    """The setting of this name: how the base's linears are kept."""
     sites: tuple[str, ...] = ()
     """Module names that adapters may target, for example "q_proj"."""
     hidden_size: int | None = None

@@ -141,9 +141,9 @@ def test_a_load_that_nobody_waits_for_stops_at_the_next_site(tmp_path: Path) -> 
     class Base(BaseWeights):
         num_read = 0
 
-        def rows(self, layer: int, site: str) -> Any:
+        def rows(self, layer: int, site: str, served: Any) -> Any:
             self.num_read += 1
-            return super().rows(layer, site)
+            return super().rows(layer, site, served)
 
     def wanted() -> bool:
         asked.append(len(asked) < 2)
@@ -176,7 +176,9 @@ def test_cost_and_exactness_on_the_real_model(real_model_dir: Path, rank: int) -
         )
         seconds += time.process_time() - before
         count += shape.in_features * shape.out_features
-        exact = np.concatenate([rows.astype(np.float64) for rows in base.rows(layer, site)])
+        exact = np.concatenate(
+            [rows.astype(np.float64) for rows in base.rows(layer, site, NUMPY_DTYPES["BF16"])]
+        )
         exact += b.astype(np.float64) @ a.astype(np.float64)
         worst = max(worst, float(np.abs(gain * np.linalg.norm(exact, axis=1) - 1).max()))
     print(

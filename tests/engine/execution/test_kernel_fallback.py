@@ -107,7 +107,7 @@ def test_kernel_that_cannot_be_compiled(
 ) -> None:
     numba_warm_up = pytest.importorskip("loraplex.kernels.numba_warm_up")
 
-    def fail(*of: object) -> None:
+    def fail(*of: object, **options: object) -> None:
         raise RuntimeError("LLVM ERROR: cannot select\nmore")
 
     monkeypatch.setattr(numba_warm_up, "warm_up", fail)

@@ -131,17 +131,20 @@ COUNTS = [
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_do_not_depend_on_neighbours(make_asked: Callable[..., Asked], dtype: str, count: int) -> None:
+@pytest.mark.parametrize("quantise", ["none", "int8"])
+def test_bits_do_not_depend_on_neighbours(
+    make_asked: Callable[..., Asked], quantise: str, dtype: str, count: int
+) -> None:
     if not numba_dense.is_for(getattr(torch, dtype)):
         pytest.skip(f"on this processor a library multiplies in {dtype}")
     rng = random.Random(count)
     asked = questions(rng)
-    lone = make_asked(dtype, max_num_batched_tokens=2048)
+    lone = make_asked(dtype, quantise=quantise, max_num_batched_tokens=2048)
     expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
     differing: Counter[str] = Counter()
     seen: Counter[str] = Counter()
     for name, settings in SETTINGS.items():
-        crowd = make_asked(dtype, **settings)
+        crowd = make_asked(dtype, quantise=quantise, **settings)
 
         def check(question: Question, answer: Answer, name: str = name) -> None:
             differing[name] += answer != expected[question]

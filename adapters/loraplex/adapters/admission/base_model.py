@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.admission.base_families import obstacle_of, text_fields
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
+from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
 from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.files import CHUNK_BYTES, open_regular, read_into
@@ -90,7 +91,7 @@ class BaseTensor:
     stored_name: str
 
 
-def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpec:
+def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: str = "none") -> BaseSpec:
     """Read `config.json` and the safetensors headers (one file, or shards with their index) of a checkpoint.
 
     A site is a 2-D tensor "<prefix>layers.<i>.<path>.<leaf>.weight" ([out_features, in_features]) whose leaf is
@@ -98,7 +99,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpe
     ties the head to it; or the embedding itself, "<prefix>embed_tokens.weight" of the language part. Where several
     tensors of a layer share a leaf (experts), the site is left out: an adapter for it is refused. The fingerprint
     hashes every weight byte; with `cache_dir` it is kept there, keyed by the files' paths, sizes and times of change.
-    Raises BaseModelInvalid.
+    `quantise` as in BaseSpec. Raises BaseModelInvalid.
     """
     config = _read_config(model_dir)
     if obstacle := obstacle_of(config):
@@ -129,6 +130,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None) -> BaseSpe
         sites=sites,
         model_dir=str(model_dir),
         tied_head=_is_tied(tensors, config),
+        quantise=quantise,
     )
 
 
@@ -150,12 +152,20 @@ class BaseWeights:
         self._tensors = locate_module_weights(base)
         self._stamps = {entry.path: _stamp(entry.path) for entry in self._tensors.values()}
 
-    def rows(self, layer: int, site: str) -> Iterator[NDArray[Any]]:
-        """The weight's rows [n, in_features] in the checkpoint's dtype, some at a time; each array is reused for the
-        next. Raises as `read_base_weight` does, and BaseModelInvalid where the file was changed; OSError."""
+    def rows(self, layer: int, site: str, served: np.dtype[Any]) -> Iterator[NDArray[np.float32]]:
+        """The weight's rows [n, in_features] as the engine multiplies them, some at a time: rounded to the dtype that
+        is served, or what their codes stand for. Raises as `read_base_weight` does, and BaseModelInvalid where the file
+        was changed or a weight is not finite; OSError."""
         found = _weight_of(self._base, self._tensors, layer, site)
         self._check_unchanged(found.path)
-        return iter_rows(found.path, found.tensor)
+        for rows in iter_rows(found.path, found.tensor):
+            if self._base.quantise == "none":
+                yield rows.astype(served, copy=False).astype(np.float32)
+                continue
+            try:
+                yield quantise_int8(rows).dense()
+            except NotFinite as error:
+                raise BaseModelInvalid(f"{site} of layer {layer}: {error}") from error
 
     def bias(self, layer: int, site: str) -> NDArray[Any] | None:
         """[out_features], None where the linear has none. Raises as `rows` does."""

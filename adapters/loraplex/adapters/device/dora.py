@@ -32,15 +32,14 @@ def dora_vectors(
     dtype: np.dtype[Any],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(g, c), each [out_features] float32. `magnitude` [out_features], `a` [rank, in_features], `b` [out_features,
-    rank] with the scaling in it. `dtype` is what the base is served in: its weights are rounded to it first. The
+    rank] with the scaling in it. `dtype` is what the base is served in. The
     base's weight is read and used in slices of rows; sums are in float32, as PEFT's. Raises
     AdapterRefused("non_finite") where a norm or g is not finite, BaseModelInvalid, OSError."""
     squares = np.empty(len(b), np.float32)
     first = 0
     with np.errstate(all="ignore"):
-        for rows in base.rows(site.layer, site.site):
-            last = first + len(rows)
-            sums = rows.astype(dtype, copy=False).astype(np.float32)
+        for sums in base.rows(site.layer, site.site, dtype):
+            last = first + len(sums)
             _add_product(sums, b[first:last], a)
             squares[first:last] = np.einsum("ij,ij->i", sums, sums)
             first = last

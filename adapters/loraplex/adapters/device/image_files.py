@@ -157,7 +157,7 @@ class ImageFiles:
         return used
 
 
-def image_key(layout: ArenaLayout, base_fingerprint: str) -> str:
+def image_key(layout: ArenaLayout, base: str) -> str:
     """Whatever the bytes of an image depend on beside the upload: the layout, the base (for DoRA), the sources of this
     package, and the libraries that round."""
     sha = hashlib.sha256(f"numpy {version('numpy')} ml_dtypes {version('ml_dtypes')}\n".encode())
@@ -165,7 +165,7 @@ def image_key(layout: ArenaLayout, base_fingerprint: str) -> str:
     for source in sorted(package.rglob("*.py")):
         sha.update(hashlib.sha256(source.read_bytes()).digest())
     shape = (layout.groups, layout.num_layers, layout.dtype, layout.page_bytes, layout.head, layout.embedding)
-    sha.update(f"{shape} {base_fingerprint}".encode())
+    sha.update(f"{shape} {base}".encode())
     return sha.hexdigest()[:32]
 
 

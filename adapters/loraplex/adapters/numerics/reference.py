@@ -159,9 +159,9 @@ def _dora(
     a = site.a.astype(np.float64)
     norms = np.empty(len(b))
     first = 0
-    for rows in base.rows(site.layer, site.site):
+    for rows in base.rows(site.layer, site.site, served):
         last = first + len(rows)
-        weights = rows.astype(served).astype(np.float64) + _product(b[first:last].astype(np.float64), a)
+        weights = rows.astype(np.float64) + _product(b[first:last].astype(np.float64), a)
         norms[first:last] = np.sqrt(np.einsum("ij,ij->i", weights, weights))
         first = last
     gain = site.magnitude.astype(np.float64) / norms

@@ -101,18 +101,29 @@ def linear(
     y = torch.empty(rows, out_features, dtype=dtype)
     blocks = len(weight.blocks)
     threads = num_threads()
-    # A few blocks at once where a block is soon done: taking one costs as much as some rows of it.
-    grain = max(1, blocks // (threads * 8))
+    spans, grain = unit_spans(rows * size, rows, blocks, threads)
     given = (x.data_ptr(), x.stride(0) * size)
     places = (weight.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
     if dtype is torch.bfloat16 and in_features % INPUTS == 0 and amx.is_permitted():
+        grain = _grain(blocks, threads)
         run_products(given, rows, *places, in_features, out_features, grain)
     else:
-        spans = -(-rows * size // _UNIT_BYTES)
-        if rows >= threads * _OWN_ROWS:
-            spans, grain = -(-spans // threads) * threads, 1
         _multiply.run((LIKE[dtype],), *given, rows, *places, in_features, out_features, grain, spans)
     return y
+
+
+def unit_spans(column_bytes: int, rows: int, blocks: int, threads: int) -> tuple[int, int]:
+    """How many spans of rows, and how many of `blocks` blocks in a unit, a product of `rows` rows is divided into.
+    `column_bytes`: of a column of x."""
+    spans = -(-column_bytes // _UNIT_BYTES)
+    if rows >= threads * _OWN_ROWS:
+        return -(-spans // threads) * threads, 1
+    return spans, _grain(blocks, threads)
+
+
+def _grain(blocks: int, threads: int) -> int:
+    # A few blocks at once where a block is soon done: taking one costs as much as some rows of it.
+    return max(1, blocks // (threads * 8))
 
 
 def is_for(dtype: torch.dtype, *, batch_invariant: bool = False) -> bool:

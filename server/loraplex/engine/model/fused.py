@@ -13,6 +13,7 @@ from torch.nn.functional import embedding
 from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
+from loraplex.engine.model.stored_codes import CodeReader
 from loraplex.engine.model.weights import open_checkpoint, tensor_bytes
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.choice import AttentionChoice
@@ -95,6 +96,13 @@ class FusedDecoder:
     @property
     def weight_bytes(self) -> int:
         return tensor_bytes((self._layers, self._embed, self._norm, self._head))
+
+    @property
+    def num_weights(self) -> int:
+        spec = self._spec
+        embedding = spec.vocab_size * spec.hidden_size
+        layer = sum(group.in_features * sum(group.out_features) for group in self.site_groups)
+        return spec.num_layers * layer + embedding * (1 if spec.tied else 2)
 
     @property
     def shape(self) -> ModelShape:
@@ -297,13 +305,16 @@ def load_fused(
     unread: tuple[str, ...] = (),
     ops: Ops | None = None,
     attention: AttentionChoice | None = None,
+    quantise: bool = False,
 ) -> FusedDecoder:
     """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the
-    checkpoint. Tensors whose names begin with one of `unread` belong to other parts of a larger model. Raises
+    checkpoint. Tensors whose names begin with one of `unread` belong to other parts of a larger model.
+    `quantise`: linears and head as codes of 8 bits in groups (`base_weights.grouped`). Raises
     ModelUnsupported for a tensor that is missing, of another shape, or unknown to the family: it would change the
     computation."""
     with open_checkpoint(model_dir) as checkpoint:
-        decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops, attention=attention)
+        codes = CodeReader(checkpoint, ops or torch_ops(), dtype) if quantise else None
+        decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops, attention=attention, codes=codes)
         leftover = [name for name in checkpoint.leftover() if not name.startswith(unread)]
     if leftover:
         shown = ", ".join(leftover[:4]) + (", …" if len(leftover) > 4 else "")
@@ -322,9 +333,11 @@ def fused_decoder(
     *,
     ops: Ops | None = None,
     attention: AttentionChoice | None = None,
+    codes: CodeReader | None = None,
 ) -> FusedDecoder:
-    """The same of tensors that come from anywhere. `ops` and `attention` belong together; None: torch's."""
-    return _Reader(tensors, spec, dtype, device, ops, attention).decoder()
+    """The same of tensors that come from anywhere. `ops` and `attention` belong together; None: torch's. `codes` reads
+    linears and head as codes; None: they are kept in `dtype`."""
+    return _Reader(tensors, spec, dtype, device, ops, attention, codes).decoder()
 
 
 def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
@@ -341,7 +354,9 @@ class _Reader:
         device: torch.device,
         ops: Ops | None,
         attention: AttentionChoice | None,
+        codes: CodeReader | None,
     ) -> None:
+        self._codes = codes
         self._ops = ops or torch_ops()
         self._attention = attention or AttentionChoice(
             TorchAttention(spec.num_kv_heads, spec.head_dim, dtype, device), "the default"
@@ -360,15 +375,19 @@ class _Reader:
         embed = self._tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         layers = [self._layer(f"{self._root}layers.{i}.") for i in range(spec.num_layers)]
         norm = self._norm(f"{self._root}norm", spec.hidden_size)
-        head = self._ops.pack_weight(self._head(embed))
+        head = self._head(embed) if self._codes is None else self._codes.read(self._head_names())
         return FusedDecoder(spec, layers, embed, norm, head, ops=self._ops, attention=self._attention)
 
-    def _head(self, embed: torch.Tensor) -> torch.Tensor:
+    def _head(self, embed: torch.Tensor) -> Any:
         if self._spec.tied and "lm_head.weight" not in self._checkpoint:
-            return embed
+            return self._ops.pack_weight(embed)
         head = self._tensor("lm_head.weight", *embed.shape)
         # As transformers does: a head saved along with the embedding it is tied to counts where it differs.
-        return embed if self._spec.tied and torch.equal(head, embed) else head
+        return self._ops.pack_weight(embed if self._spec.tied and torch.equal(head, embed) else head)
+
+    def _head_names(self) -> dict[str, tuple[int, int]]:
+        stored = "lm_head" if "lm_head.weight" in self._checkpoint else f"{self._root}embed_tokens"
+        return {stored: (self._spec.vocab_size, self._spec.hidden_size)}
 
     def _layer(self, prefix: str) -> LayerWeights:
         spec = self._spec
@@ -400,15 +419,22 @@ class _Reader:
 
     def _linear(self, parts: dict[str, int], in_features: int, bias: bool) -> Linear:
         out_features = sum(parts.values())
-        weight = torch.empty(out_features, in_features, dtype=self._dtype, device=self._device)
         packed_bias = torch.empty(out_features, dtype=self._dtype, device=self._device) if bias else None
+        if packed_bias is not None:
+            self._fill(packed_bias, {f"{name}.bias": rows for name, rows in parts.items()})
+        if self._codes is not None:
+            shapes = {name: (rows, in_features) for name, rows in parts.items()}
+            return Linear(self._codes.read(shapes), packed_bias)
+        weight = torch.empty(out_features, in_features, dtype=self._dtype, device=self._device)
+        self._fill(weight, {f"{name}.weight": rows for name, rows in parts.items()})
+        return Linear(self._ops.pack_weight(weight), packed_bias)
+
+    def _fill(self, out: torch.Tensor, parts: dict[str, int]) -> None:
+        """Read the named tensors, each with its number of rows, one behind the other."""
         first = 0
         for name, rows in parts.items():
-            self._checkpoint.read_into(f"{name}.weight", weight[first : first + rows])
-            if packed_bias is not None:
-                self._checkpoint.read_into(f"{name}.bias", packed_bias[first : first + rows])
+            self._checkpoint.read_into(name, out[first : first + rows])
             first += rows
-        return Linear(self._ops.pack_weight(weight), packed_bias)
 
     def _norm(self, module: str, size: int) -> torch.Tensor:
         if not self._spec.gemma:

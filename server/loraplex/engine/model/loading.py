@@ -48,16 +48,16 @@ def load_model(
     max_model_len: int = 0,
     attention: str = "auto",
     plans: KeptPlans | None = None,
+    quantise: bool = False,
 ) -> Model:
     """Load a checkpoint of safetensors files: `FusedDecoder` for its families, `TransformersDecoder` for others.
 
     `dtype` "auto" is the checkpoint's own; on a processor that can't multiply in it, float32. `max_model_len` is the
     length that was asked for, 0 if none was: where RoPE depends on the length, it decides for all sequences (ADR 0011).
-    With `plans`, transformers is not imported where a config of the families has been read before (ADR 0011). Nothing
-    in the directory is executed. Raises ModelUnsupported with the reason if it can't be served exactly as transformers
-    would, or, for batch-invariant kernels, only by transformers' own code, and for an `attention` that cannot compute
-    this model's.
-    """
+    With `plans`, transformers is not imported where a config of the families has been read before (ADR 0011).
+    `quantise`: the linears are kept as codes of 8 bits. Nothing in the directory is executed. Raises ModelUnsupported
+    with the reason if it can't be served exactly as transformers would, or, for batch-invariant kernels, only by
+    transformers' own code, and for an `attention` that cannot compute this model's."""
     device = kernels.device
     content, raw = read_config_json(model_dir)
     plan = None if plans is None else plans.find(content, max_model_len)
@@ -74,13 +74,29 @@ def load_model(
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, device)
         choice = fused_attention(attention, kernels, plan.spec, chosen)
+        if quantise and kernels.ops.pack_groups is None:
+            raise ModelUnsupported(
+                f"--quantise: {kernels.backend}'s kernels do not multiply codes; serve on a CPU"
+            )
         return load_fused(
-            model_dir, plan.spec, chosen, device, unread=plan.unread, ops=kernels.ops, attention=choice
+            model_dir,
+            plan.spec,
+            chosen,
+            device,
+            unread=plan.unread,
+            ops=kernels.ops,
+            attention=choice,
+            quantise=quantise,
         )
     if attention not in ("auto", "torch"):
         raise _refuse_attention(attention, config.model_type)
     if kernels.batch_invariant:
         raise _refuse_bits(config.model_type)
+    if quantise:
+        raise ModelUnsupported(
+            f"--quantise: {config.model_type} runs through transformers, which keeps its weights as they are; serve "
+            "without it"
+        )
     decoder = load_wrapped(model_dir, config, _dtype(_stored_dtype(config), dtype, device), device)
     if config.model_type not in TESTED:
         probe(decoder)

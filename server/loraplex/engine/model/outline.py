@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from loraplex.adapters.base_weights.grouped import group_of
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.family import decoder_spec, is_fused
 from loraplex.engine.model.fused import fused_decoder
@@ -18,12 +19,14 @@ from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.lora.site_groups import SiteGroup
 
 _META = torch.device("meta")
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
     """`weight_bytes` are all weights in memory; `step_bytes` those that a decoding step reads once: all but the
-    embedding, where it reads a row for each token. `hidden_size` and `inner_size` are the widths of a layer."""
+    embedding, where it reads a row for each token. `num_weights` and `step_weights` count the same. `hidden_size` and
+    `inner_size` are the widths of a layer."""
 
     model_type: str
     shape: ModelShape
@@ -33,6 +36,8 @@ class ModelOutline:
     dtype: torch.dtype
     weight_bytes: int
     step_bytes: int
+    num_weights: int
+    step_weights: int
     hidden_size: int
     inner_size: int
 
@@ -42,18 +47,26 @@ class ModelOutline:
 
 
 def outline_model(
-    model_dir: Path, device: torch.device, dtype: str, *, max_model_len: int = 0
+    model_dir: Path, device: torch.device, dtype: str, *, max_model_len: int = 0, quantise: bool = False
 ) -> ModelOutline:
-    """From config.json alone, for a server on `device`, which need not be here. Raises ModelUnsupported."""
+    """From config.json alone, for a server on `device`, which need not be here. `quantise`: linears and head are codes
+    of 8 bits. Raises ModelUnsupported."""
     config, part = read_model_config(model_dir)
     chosen = serving_dtype(config, dtype, device)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw, max_model_len)
-        source = _CountedTensors(has_head=not spec.tied)
+        source = _CountedTensors(has_head=not spec.tied, quantise=quantise)
         decoder = fused_decoder(source, spec, chosen, _META)
-        embed = spec.vocab_size * spec.hidden_size * chosen.itemsize
+        count = spec.vocab_size * spec.hidden_size
+        embed, head = (
+            count * chosen.itemsize,
+            source.bytes_of_linear((spec.vocab_size, spec.hidden_size), chosen),
+        )
         # Where weights are packed, the head is a copy of the embeddings that it is tied to.
-        copied = embed if spec.tied and _packs(device, chosen) else 0
+        copied = head if spec.tied and (quantise or _packs(device, chosen)) else 0
+        read_once = (
+            source.num_bytes - embed + (copied if quantise and spec.tied else embed if spec.tied else 0)
+        )
         return ModelOutline(
             model_type=spec.model_type,
             shape=decoder.shape,
@@ -62,10 +75,14 @@ def outline_model(
             embedding_shape=decoder.embedding_shape,
             dtype=chosen,
             weight_bytes=source.num_bytes + copied,
-            step_bytes=source.num_bytes - (0 if spec.tied else embed),
+            step_bytes=read_once,
+            num_weights=source.num_weights,
+            step_weights=source.num_weights - (0 if spec.tied else count),
             hidden_size=spec.hidden_size,
             inner_size=spec.intermediate_size,
         )
+    if quantise:
+        raise ModelUnsupported(f"--quantise: {config.model_type} runs through transformers; plan without it")
     return _wrapped_outline(config, chosen)
 
 
@@ -79,15 +96,26 @@ def _packs(device: torch.device, dtype: torch.dtype) -> bool:
 class _CountedTensors:
     """A checkpoint's tensors without values. Each weight is read once: the bytes are those of the model."""
 
-    def __init__(self, *, has_head: bool) -> None:
+    def __init__(self, *, has_head: bool, quantise: bool) -> None:
         self.num_bytes = 0
+        self.num_weights = 0
         self._has_head = has_head
+        self._quantise = quantise
 
     def __contains__(self, name: str) -> bool:
         return name == "model.embed_tokens.weight" or (self._has_head and name == "lm_head.weight")
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        self.num_bytes += out.nbytes
+        self.num_weights += out.numel()
+        is_linear = out.dim() == 2 and "embed_tokens" not in name
+        self.num_bytes += self.bytes_of_linear(tuple(out.shape), out.dtype) if is_linear else out.nbytes
+
+    def bytes_of_linear(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Memory of a linear's weight [rows, inputs]."""
+        rows, inputs = shape
+        if not self._quantise:
+            return rows * inputs * dtype.itemsize
+        return rows * (inputs + inputs // group_of(inputs) * _SCALE_BYTES)
 
 
 def _wrapped_outline(config: Any, dtype: torch.dtype) -> ModelOutline:
@@ -121,6 +149,8 @@ def _wrapped_outline(config: Any, dtype: torch.dtype) -> ModelOutline:
         dtype=dtype,
         weight_bytes=total,
         step_bytes=total - (0 if is_tied else embedding.weight.nbytes),
+        num_weights=total // dtype.itemsize,
+        step_weights=(total - (0 if is_tied else embedding.weight.nbytes)) // dtype.itemsize,
         hidden_size=text.hidden_size,
         inner_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
     )

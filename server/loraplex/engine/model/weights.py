@@ -33,18 +33,23 @@ class Checkpoint:
         return name in self._files
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Copy a tensor into `out`, cast to its dtype. Raises ModelUnsupported if it is missing, of another shape,
-        or no floating-point tensor."""
+        """Copy a tensor into `out`, cast to its dtype. Raises as `read` does."""
+        out.copy_(self.read(name, tuple(out.shape)))
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor as it is stored, on the CPU. Raises ModelUnsupported if it is missing, of another shape, or no
+        floating-point tensor."""
         if name not in self._files:
             raise ModelUnsupported(f"the checkpoint in {self._dir} lacks {name}")
         file, stored = self._files[name]
         tensor = file.get_tensor(stored)
-        if tensor.shape != out.shape:
-            raise ModelUnsupported(f"{name} has the shape {list(tensor.shape)}, not {list(out.shape)}")
+        if tensor.shape != shape:
+            raise ModelUnsupported(f"{name} has the shape {list(tensor.shape)}, not {list(shape)}")
         if not tensor.dtype.is_floating_point or tensor.element_size() == 1:
             raise ModelUnsupported(f"{name} is stored as {tensor.dtype}; quantised weights are not supported")
-        out.copy_(tensor)
         self._taken.add(name)
+        found: torch.Tensor = tensor
+        return found
 
     def leftover(self) -> list[str]:
         """Tensors that were not read, in order, except the frequencies that old tools saved too."""

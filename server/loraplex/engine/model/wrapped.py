@@ -69,6 +69,10 @@ class TransformersDecoder:
         return tensor_bytes((tuple(self._model.parameters()), tuple(self._model.buffers())))
 
     @property
+    def num_weights(self) -> int:
+        return sum(parameter.numel() for parameter in self._model.parameters())
+
+    @property
     def attention(self) -> AttentionKernel:
         return self._kernel
 

@@ -1,0 +1,189 @@
+"""A base that is served as codes: equal to transformers and PEFT over the weights that the codes stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from loraplex.adapters.admission.base_model import BaseModelInvalid, BaseWeights, load_base_spec
+from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.logprobs import join_scores
+from loraplex.engine.model import stored_codes
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.outline import outline_model
+from support.adapters.peft_zoo import PeftReference, cut_model, make_zoo
+from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
+from support.models.loading import load_model
+from support.models.quantised import dequantised
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+CHOSEN = {name: (ADAPTERS | KINDS)[name] for name in ("all", "many-ranks", "dora")}
+# PEFT saves a head's base weight along with its adapter, and would load that one: the real model has heads.
+NUM_OUTPUTS = 6
+
+
+def engine_of(base: Path, work: Path, **settings: Any) -> LocalEngine:
+    sizes = {"kv_cache_memory": 64 << 20, "adapter_memory": 128 << 20, "adapter_cpu_memory": 128 << 20}
+    given = {"kernels": "numba", "quantise": "int8", "max_num_batched_tokens": 40, "num_threads": 1, **sizes}
+    return LocalEngine(base, work, **given | settings)
+
+
+def worst_error(
+    engine: LocalEngine, reference: PeftReference, adapters: dict[str, Path], prompts: Any
+) -> float:
+    """Largest difference of a log probability, over base and adapters in one engine at once. Fails where a token is
+    not the reference's likeliest."""
+    refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
+    asked = [(name, number) for name in (None, *adapters) for number in range(len(prompts))]
+    for name, number in asked:
+        ref = None if name is None else refs[name]
+        engine.add(f"{name}/{number}", prompts[number], ref, max_tokens=NUM_OUTPUTS, logprobs=0)
+    engine.run()
+    worst = 0.0
+    for name, number in asked:
+        key, prompt = f"{name}/{number}", list(prompts[number])
+        tokens = engine.tokens(key)
+        logits = reference.logits(name, prompt + tokens)[len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(-1).tolist(), key
+        found = join_scores([event.scores for event in engine.events[key] if event.scores is not None]).output
+        assert found is not None
+        expected = logits.log_softmax(-1)[range(len(tokens)), tokens]
+        values = torch.from_numpy(np.frombuffer(found.values, "<f4").copy()).reshape(len(tokens), -1)[:, 0]
+        worst = max(worst, float((values - expected).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("llama-biases", "numba"),
+        ("llama-tied", "torch"),
+        pytest.param("phi3", "numba", marks=pytest.mark.slow),
+        pytest.param("gemma2", "numba", marks=pytest.mark.slow),
+        pytest.param("qwen3", "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_and_log_probabilities_equal_peft_over_what_the_codes_stand_for(
+    family: str, kernels: str, tmp_path: Path
+) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES[family])
+    adapters = save_adapters(base, tmp_path, CHOSEN)
+    reference = PeftReference(dequantised(base, tmp_path / "dense"), adapters, torch.float32)
+    engine = engine_of(base, tmp_path / "work", kernels=kernels, dtype="float32")
+    try:
+        assert worst_error(engine, reference, adapters, [range(3, 60), (5, 9, 4)]) < 1e-4
+    finally:
+        engine.close()
+
+
+def test_a_scale_of_the_neighbouring_group_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"] | {"hidden_size": 128})
+    reference = PeftReference(
+        dequantised(base, tmp_path / "dense"),
+        save_adapters(base, tmp_path, {"all": CHOSEN["all"]}),
+        torch.float32,
+    )
+    right = stored_codes.quantise_int8
+
+    def wrong(weight: Any) -> Any:
+        found = right(weight)
+        return type(found)(found.codes, np.roll(found.scales, 1, axis=1), found.group)
+
+    monkeypatch.setattr(stored_codes, "quantise_int8", wrong)
+    engine = engine_of(base, tmp_path / "work", dtype="float32")
+    try:
+        with pytest.raises(AssertionError):
+            assert worst_error(engine, reference, {}, [range(3, 60)]) < 1e-4
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_the_real_model_equals_peft_over_what_the_codes_stand_for(
+    real_model_dir: Path, tmp_path: Path
+) -> None:
+    base = cut_model(real_model_dir, tmp_path / "base", 8)
+    adapters = make_zoo(base, tmp_path)
+    reference = PeftReference(dequantised(base, tmp_path / "dense"), adapters, torch.float32)
+    engine = engine_of(base, tmp_path / "work", dtype="float32", max_num_batched_tokens=192)
+    try:
+        assert worst_error(engine, reference, adapters, [range(500, 600)]) < 1e-3
+    finally:
+        engine.close()
+
+
+def test_doras_norms_see_the_weights_that_are_served(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES["llama-tied"])
+    dense = load_file(dequantised(base, tmp_path / "dense") / "model.safetensors")
+    weights = BaseWeights(load_base_spec(base, quantise="int8"))
+    for layer, site, name in ((1, "up_proj", "model.layers.1.mlp.up_proj"), (0, "lm_head", "lm_head")):
+        found = np.concatenate(list(weights.rows(layer, site, np.dtype(np.float16))))
+        np.testing.assert_array_equal(found, dense[f"{name}.weight"].numpy())
+
+
+def test_memory_is_half_of_bfloat16_and_is_what_the_plan_says(real_model_dir: Path, tmp_path: Path) -> None:
+    base = cut_model(real_model_dir, tmp_path / "base", 2)
+    found = {
+        quantise: load_model(base, "cpu", torch.bfloat16, kernels="numba", quantise=quantise)
+        for quantise in (False, True)
+    }
+    embedding = found[True].shape.vocab_size * 576
+    plain, codes = (found[quantise].weight_bytes - 2 * embedding for quantise in (False, True))
+    assert codes < 0.55 * plain
+    assert found[True].num_weights == found[False].num_weights == 2 * 3_540_096 - 2 * 2 * 576 + embedding
+    for quantise, model in found.items():
+        outline = outline_model(base, torch.device("cpu"), "bfloat16", quantise=quantise)
+        assert abs(outline.weight_bytes - model.weight_bytes) < 0.001 * model.weight_bytes
+        assert abs(outline.num_weights - model.num_weights) < 0.001 * model.num_weights
+
+
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    wrapped = save_tiny(tmp_path / "granite", OTHERS["granite"])
+    with pytest.raises(ModelUnsupported, match="--quantise: granite runs through transformers"):
+        load_model(wrapped, "cpu", torch.float32, kernels="numba", quantise=True)
+    with pytest.raises(ModelUnsupported, match="--quantise: granite runs through transformers"):
+        outline_model(wrapped, torch.device("cpu"), "float32", quantise=True)
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"])
+    with pytest.raises(ModelUnsupported, match="--quantise: triton's kernels do not multiply codes"):
+        load_model(base, "cpu", torch.float32, kernels="triton", quantise=True)
+    path = base / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(
+        ModelUnsupported, match=r"model\.layers\.1\.mlp\.up_proj\.weight: a weight of the base"
+    ):
+        load_model(base, "cpu", torch.float32, kernels="numba", quantise=True)
+    with pytest.raises(BaseModelInvalid, match="up_proj of layer 1: a weight of the base"):
+        list(BaseWeights(load_base_spec(base, quantise="int8")).rows(1, "up_proj", np.dtype(np.float32)))
+
+
+def test_an_answers_fingerprint_names_the_codes(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"])
+    infos = []
+    for quantise in ("none", "int8"):
+        engine = engine_of(base, tmp_path / quantise, dtype="float32", quantise=quantise)
+        infos.append(engine.built.info)
+        engine.close()
+    plain, codes = infos
+    assert plain.numerics != codes.numerics
+    assert (plain.quantise, codes.quantise) == ("none", "int8")
+    # Versions that were uploaded before stay those of this base.
+    assert plain.base_fingerprint == codes.base_fingerprint
+    assert codes.same_bits
+
+
+def test_the_engine_refuses_it_in_one_line(tmp_path: Path) -> None:
+    wrapped = save_tiny(tmp_path / "granite", OTHERS["granite"])
+    with pytest.raises(LoraplexError, match="--quantise: granite"):
+        engine_of(wrapped, tmp_path / "work", kernels="torch", dtype="float32")

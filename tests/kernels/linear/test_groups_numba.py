@@ -1,0 +1,107 @@
+"""The base linear over weights in groups that numba compiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loraplex.kernels.linear import groups, numba_groups
+from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.numba_groups import linear, pack_groups
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Half a unit in the last place, of what is rounded in the end."""
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weight_of(columns: int, inputs: int, group: int, *, offsets: bool = False) -> GroupedWeight:
+    generator = torch.Generator().manual_seed(columns + inputs)
+    codes = torch.randint(-128, 128, (columns, inputs), generator=generator).to(torch.int8)
+    shape = (columns, inputs // group)
+    scales = torch.rand(shape, generator=generator) * 0.01
+    return GroupedWeight(codes, scales, torch.randn(shape, generator=generator) if offsets else None, group)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("columns", "inputs", "group"), [(32, 2, 2), (1, 64, 32), (16, 30, 30), (33, 96, 48), (80, 256, 64)]
+)
+@pytest.mark.parametrize("offsets", [False, True])
+def test_the_product_is_rounded_once(
+    columns: int, inputs: int, group: int, offsets: bool, dtype: torch.dtype
+) -> None:
+    weight = weight_of(columns, inputs, group, offsets=offsets)
+    packed = pack_groups(weight, dtype)
+    assert packed.shape == (columns, inputs)
+    dense = weight.codes.double() * weight.scales.double().repeat_interleave(group, 1)
+    if weight.offsets is not None:
+        dense += weight.offsets.double().repeat_interleave(group, 1)
+    for bias in (None, drawn(columns, seed=1, dtype=dtype)):
+        for rows in (0, 1, 2, 3, 4, 5, 7, 11, 12, 13, 25, 64, 200):
+            x = drawn(rows, inputs, seed=2, dtype=dtype)
+            y = linear(x, packed, bias)
+            assert (y.shape, y.dtype, y.is_contiguous()) == ((rows, columns), dtype, True)
+            exact = x.double() @ dense.T + (0.0 if bias is None else bias.double())
+            assert ((y.double() - exact).abs() <= exact.abs() * ROUNDING[dtype] + 1e-4 * inputs**0.5).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offsets", [False, True])
+def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(offsets: bool, dtype: torch.dtype) -> None:
+    packed = pack_groups(weight_of(100, 192, 64, offsets=offsets), dtype)
+    rows = 800
+    x = drawn(rows, 192, seed=1, dtype=dtype)
+    together = linear(x, packed)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for count in (*range(1, 30), 100, 191, 384, 385, rows - 2):
+                first = (count * 7) % (rows - count)
+                assert torch.equal(linear(x[first : first + count], packed), together[first : first + count])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_nonfinite_values_stay_in_their_row() -> None:
+    packed, x = pack_groups(weight_of(70, 64, 32), torch.bfloat16), drawn(20, 64, dtype=torch.bfloat16)
+    calm, wild = linear(x, packed), x.clone()
+    wild[4] = float("nan")
+    y = linear(wild, packed)
+    assert y[4].isnan().all()
+    keep = [row for row in range(20) if row != 4]
+    assert torch.equal(y[keep], calm[keep])
+
+
+def test_rows_may_lie_apart_and_other_shapes_are_refused() -> None:
+    weight = weight_of(40, 64, 64)
+    packed, wide = pack_groups(weight, torch.float32), drawn(6, 192)
+    assert torch.equal(linear(wide[:, 64:128], packed), linear(wide[:, 64:128].contiguous(), packed))
+    assert torch.equal(linear(wide[:, ::3], packed), linear(wide[:, ::3].contiguous(), packed))
+    for x in (drawn(6, 32), drawn(6, 64, dtype=torch.bfloat16), drawn(2, 6, 64)):
+        with pytest.raises(ValueError, match="does not fit a weight"):
+            linear(x, packed)
+    with pytest.raises(ValueError, match="an odd number"):
+        pack_groups(GroupedWeight(weight.codes[:, :3], weight.scales, None, 3), torch.float32)
+    with pytest.raises(ValueError, match="do not make the codes"):
+        GroupedWeight(weight.codes, weight.scales, None, 32)
+
+
+@pytest.mark.parametrize("fault", ["scale of the neighbouring group", "codes of the next input"])
+def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weight_of(48, 128, 64), drawn(5, 128)
+    expected = groups.linear(x, weight)
+    right = numba_groups._in_blocks
+
+    def wrong(columns: torch.Tensor, pool: object) -> torch.Tensor:
+        is_code = columns.dtype is torch.int8
+        moved = is_code == fault.startswith("codes")
+        return right(columns.roll(1, 1) if moved else columns, None)
+
+    assert (linear(x, pack_groups(weight, torch.float32)) - expected).abs().max() < 1e-3
+    monkeypatch.setattr(numba_groups, "_in_blocks", wrong)
+    assert (linear(x, pack_groups(weight, torch.float32)) - expected).abs().max() > 0.1
