@@ -24,7 +24,7 @@ def test_no_weight_is_off_by_more_than_half_a_step_of_its_group(dtype: str) -> N
     np.testing.assert_array_equal(found.scales, np.abs(exact).max(axis=2) / np.float32(127))
     off = np.abs(found.dense().reshape(exact.shape) - exact)
     assert (off <= found.scales[:, :, None] * 0.5001).all()
-    # The largest of each group is exact but for the rounding of its scale.
+    # The largest of each group is exact except for the rounding of its scale.
     assert (np.abs(found.codes.reshape(exact.shape)).max(axis=2) == 127).all()
 
 

@@ -1,8 +1,7 @@
 """Weights of a linear as codes in groups, with numpy.
 
-The engine multiplies these codes and scales, and whoever needs the weights themselves (DoRA's norms, the reference of a
-version's numbers) has them from `Grouped.dense`. So all of them see the same base.
-"""
+The engine multiplies these codes and scales. The code that needs the weights themselves (DoRA's norms, the reference of
+a version's numbers) has them from `Grouped.dense`. So all of them see the same base."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ class Grouped:
 
 
 def group_of(inputs: int) -> int:
-    """Inputs of a group of a linear with so many: the largest even divisor up to INT8_GROUP; all of them, a scale for
-    each output, where only groups below 16 would divide them."""
+    """Size of a group of a linear with `inputs` inputs: the largest even divisor up to INT8_GROUP; all of them, a scale
+    for each output, where only groups below 16 would divide them."""
     for group in range(INT8_GROUP, _LEAST_GROUP - 1, -2):
         if inputs % group == 0:
             return group

@@ -1,6 +1,6 @@
 """Weights of linears as codes in groups: w[n, k] = scales[n, k // group] · codes[n, k] + offsets[n, k // group].
 
-This is the reference of `linear` over such a weight, in torch's operations, for any device. It is exact but for the
+This is the reference of `linear` over such a weight, in torch's operations, for any device. It is exact except for the
 order of its sums: a code is a small whole number, which bfloat16 and float16 hold, so that a group's products are
 summed in float32 before its scale comes to them."""
 

@@ -1,0 +1,154 @@
+"""`--quantise int8` beside the checkpoint's own 16 bits, on the real model:
+
+    PYTHONPATH=tests python -m bench.cpu.quantised MODEL [--errors] [--steps] [--turns 25] [--threads 2]
+
+MODEL is the directory of SmolLM2-135M-Instruct. `--errors`: the Kullback-Leibler divergence, in nats a token, of codes
+from the checkpoint, both computed in float32, for the base and the example adapters, over text of five kinds.
+`--steps`: medians of whole decoding steps in bfloat16, of two engines in turns, and the bytes of their weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
+from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.device.arena import AdapterArena
+from loraplex.adapters.device.host_image import build_image
+from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.kernels.backend import resolve_kernels
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import PagedRun
+from support.models.loading import load_model
+from support.servers.live_server import write_real_adapter
+
+ROOT = Path(__file__).parents[2]
+ADAPTERS = ("json", "pirate", "sentiment")
+TOKENS = 200
+"""Of each kind of text."""
+CONTEXT = 128
+CASES = ((1, 0), (16, 0), (16, 16))
+"""Rows of a decoding step, and the adapters among which they are dealt out."""
+
+
+def texts() -> dict[str, str]:
+    """Five kinds of text, of this repository."""
+    chat = "<|im_start|>user\nWhat should I do on a rainy day in a city that I do not know?<|im_end|>\n" * 12
+    return {
+        "chat": chat + "<|im_start|>assistant\nYou could go to a museum, or read a book in a quiet place.",
+        "code": (ROOT / "server/loraplex/engine/scheduling/scheduler.py").read_text(),
+        "json": (ROOT / "examples/adapters/json/adapter_config.json").read_text() * 3,
+        "docs": (ROOT / "README.md").read_text(),
+        "licence": (ROOT / "LICENSE").read_text(),
+    }
+
+
+def logits(model_dir: Path, prompts: list[list[int]], *, quantise: bool) -> dict[str, torch.Tensor]:
+    """[tokens of all prompts, V] log probabilities, of the base and of each adapter."""
+    model = load_model(model_dir, "cpu", torch.float32, quantise=quantise)
+    spec = load_base_spec(model_dir, quantise="int8" if quantise else "none")
+    layout = ArenaLayout(model.site_groups, model.num_layers, model.dtype, max_rank=64, head=model.head_group)
+    arena = AdapterArena(layout, 1024, len(ADAPTERS), resolve_kernels("auto", torch.device("cpu")))
+    used, found = 0, {}
+    for slot, name in enumerate(ADAPTERS):
+        folder = ROOT / "examples" / "adapters" / name
+        files = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+        image = build_image(
+            inspect_adapter(*files, spec, max_rank=64), files[1], layout, base=BaseWeights(spec)
+        )
+        arena.write(image, slot, tuple(range(used, used + image.num_pages)))
+        used += image.num_pages
+    for slot, name in enumerate(("base", *ADAPTERS), -1):
+        run = PagedRun(model, prompts)
+        for number, prompt in enumerate(prompts):
+            segments = [] if slot < 0 else [(slot, 0, len(prompt))]
+            lora = arena.lora_pass(segments, len(prompt)) if segments else None
+            run.step({number: len(prompt)}, lora)
+        found[name] = torch.cat([run.result(i) for i in range(len(prompts))]).log_softmax(-1)
+    return found
+
+
+def print_errors(model_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids[:TOKENS] for text in texts().values()]
+    exact = logits(model_dir, prompts, quantise=False)
+    codes = logits(model_dir, prompts, quantise=True)
+    print(f"{sum(map(len, prompts))} tokens of {', '.join(texts())}, float32:")
+    for name, expected in exact.items():
+        divergence = (expected.exp() * (expected - codes[name])).sum(-1)
+        same = (expected.argmax(-1) == codes[name].argmax(-1)).float().mean()
+        print(f"  {name:10} KL {divergence.mean():.5f} nat, largest {divergence.max():.3f}; top-1 {same:.3f}")
+
+
+def decoding(model_dir: Path, work: Path, rows: int, adapters: int, **settings: Any) -> LocalEngine:
+    """An engine with `rows` sequences, all of them decoding."""
+    engine = LocalEngine(
+        model_dir, work, max_model_len=2048, kv_cache_memory=1 << 30, adapter_memory=256 << 20, **settings
+    )
+    folders = [write_real_adapter(work / f"a{number}", seed=number, rank=16) for number in range(adapters)]
+    refs = [engine.publish(folder, name=f"a{number}") for number, folder in enumerate(folders)]
+    for row in range(rows):
+        prompt = [100 + row * 7 + place for place in range(CONTEXT)]
+        engine.add(f"r{row}", prompt, refs[row % len(refs)] if refs else None, max_tokens=1500)
+    while len(engine.events) < rows:
+        engine.step()
+    return engine
+
+
+def print_steps(model_dir: Path, turns: int, threads: int) -> None:
+    for rows, adapters in CASES:
+        with tempfile.TemporaryDirectory() as work:
+            engines = {
+                name: decoding(
+                    model_dir,
+                    Path(work) / name,
+                    rows,
+                    adapters,
+                    dtype="bfloat16",
+                    quantise=name,
+                    num_threads=threads,
+                )
+                for name in ("none", "int8")
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in engines}
+            for _ in range(turns):
+                for name, engine in engines.items():
+                    for _ in range(4):
+                        start = time.perf_counter()
+                        engine.step()
+                        seconds[name].append(time.perf_counter() - start)
+            plain, codes = (1e3 * statistics.median(each) for each in seconds.values())
+            sizes = {name: engine.built.info.memory for name, engine in engines.items()}
+            for engine in engines.values():
+                engine.close()
+        held = " / ".join(f"{size.weights / 1e6:.0f} MB" for size in sizes.values() if size is not None)
+        print(
+            f"{rows:3} rows, {adapters:2} adapters: {plain:6.2f} / {codes:6.2f} ms = {plain / codes:.2f}; {held}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--turns", type=int, default=25)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    if options.errors:
+        torch.set_num_threads(options.threads)
+        print_errors(options.model)
+    if options.steps:
+        print_steps(options.model, options.turns, options.threads)
+
+
+if __name__ == "__main__":
+    main()
