@@ -25,6 +25,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "data_dir": ("/var/lib/loraplex", Path("/var/lib/loraplex")),
     "device": ("cpu", "cpu"),
     "dtype": ("float32", "float32"),
+    "quantise": ("int8", "int8"),
     "max_model_len": ("4096", 4096),
     "max_num_seqs": ("7", 7),
     "max_num_batched_tokens": ("128", 128),
