@@ -94,3 +94,9 @@ class StoreFailed(LoraplexError):
 
     code = "storage_unavailable"
     retry_after_s = 30.0
+
+
+class BaseModelInvalid(LoraplexError):
+    """The base model's directory is not a checkpoint that can be read."""
+
+    code = "base_model_invalid"

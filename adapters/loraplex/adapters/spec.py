@@ -25,7 +25,8 @@ class BaseSpec:
     """The base model as admission sees it. `fingerprint` (64 hex characters) is a SHA-256 over its
     architecture and weights. `sites` is keyed by (layer, site). `tied_head`: the config ties the head to the
     embedding. `quantise`: "int8" where the engine serves its linears as codes (`base_weights.grouped`), else "none";
-    the fingerprint is of the checkpoint in both cases."""
+    the fingerprint is of the checkpoint in both cases. `stored`: the scheme of a checkpoint that is quantised itself
+    (`base_weights.schemes`), else empty."""
 
     fingerprint: str
     model_type: str
@@ -34,6 +35,7 @@ class BaseSpec:
     model_dir: str
     tied_head: bool = False
     quantise: str = "none"
+    stored: str = ""
 
 
 @dataclass(frozen=True, slots=True)

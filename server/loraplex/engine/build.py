@@ -145,7 +145,7 @@ def _build(
         loaded.model.dtype,
         device.executor,
         on_stage,
-        codes=config.quantise != "none",
+        codes=config.quantise != "none" or base.stored != "",
     )
     transport = _transport(config, base, loaded, host, wake)
     heartbeat = StepHeartbeat()
@@ -255,6 +255,7 @@ def _info(
         sites=arena.layout.site_names,
         hidden_size=model.hidden_size,
         quantise=config.quantise,
+        stored_codes=base.stored,
         same_bits=loaded.obstacle is None,
         numerics=numerical_build(model, device.kernels, config.quantise),
         recorded_decodes=parts.steps.recorded(prompts=False),

@@ -56,6 +56,8 @@ class EngineInfo:
     base_fingerprint: str = ""
     quantise: str = "none"
     """The setting of this name: how the base's linears are kept."""
+    stored_codes: str = ""
+    """The format of a checkpoint that is quantised itself, for example "gptq int4"."""
     sites: tuple[str, ...] = ()
     """Module names that adapters may target, for example "q_proj"."""
     hidden_size: int | None = None

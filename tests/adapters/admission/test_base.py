@@ -11,11 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from loraplex.adapters.admission.base_model import (
-    BaseModelInvalid,
-    load_base_spec,
-    read_base_weight,
-)
+from loraplex.adapters.admission.base_model import load_base_spec, read_base_weight
+from loraplex.adapters.errors import BaseModelInvalid
 from support.adapters.drafts import (
     ALL_SITES,
     TinyBase,

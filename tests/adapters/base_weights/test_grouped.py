@@ -69,5 +69,5 @@ def test_planted_faults_are_noticed(fault: str) -> None:
         scales = scales[:, ::-1].copy()
     else:
         codes = np.roll(codes, 1, axis=1)
-    off = np.abs(Grouped(codes, scales, right.group).dense() - weight).max()
+    off = np.abs(Grouped(codes, scales, None, right.group).dense() - weight).max()
     assert off > 4 * np.abs(right.dense() - weight).max()

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.adapters.admission.base_model import BaseModelInvalid, BaseWeights, load_base_spec
+from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.device.dora import dora_vectors
 from loraplex.adapters.device.host_image import build_image
 from loraplex.adapters.device.layout import ArenaLayout
-from loraplex.adapters.errors import AdapterRefused, LoadAbandoned
+from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid, LoadAbandoned
 from loraplex.adapters.spec import SiteWeights, TensorSlice
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
 from loraplex.kernels.lora.site_groups import SiteGroup

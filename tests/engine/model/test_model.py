@@ -215,7 +215,7 @@ def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path, monkeypatch):
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "odd": 2}}, "odd"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"sliding_window": 64}, "sliding_window"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("llama", {"quantization_config": {"quant_method": "hqq"}}, "quantised by 'hqq' is not served"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("mistral", {"mlp_bias": True}, "mlp_bias"),
         ("qwen3", {"attention_bias": True}, "bias"),

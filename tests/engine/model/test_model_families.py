@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.adapters.admission.base_model import BaseModelInvalid, load_base_spec
+from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.errors import BaseModelInvalid
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.loading import TESTED, examine_model
 from loraplex.engine.model.outline import outline_model
@@ -55,8 +56,8 @@ def with_text_config(**changes):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda path: edit_config(path, quantization_config={"quant_method": "gptq"}), "quantised"),
-        (with_text_config(quantization_config={"quant_method": "gptq"}), "quantised"),
+        (lambda path: edit_config(path, quantization_config={"quant_method": "hqq"}), "quantised by 'hqq'"),
+        (with_text_config(quantization_config={"quant_method": "hqq"}), "quantised by 'hqq'"),
         (with_text_config(tie_word_embeddings=False), "tie_word_embeddings"),
         (with_text_config(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
         (with_text_config(use_bidirectional_attention=True), "use_bidirectional_attention"),
@@ -79,7 +80,7 @@ def test_a_text_part_that_means_something_else_is_refused(change, words, tmp_pat
         ({"model_type": "qwen2_vl"}, "qwen2_vl is multimodal"),
         ({"model_type": "t5"}, "T5 is not served: it is an encoder"),
         ({"model_type": "prophetnet"}, "prophetnet is an encoder"),
-        ({"model_type": "phi3", "quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"model_type": "phi3", "quantization_config": {"quant_method": "hqq"}}, "quantised by 'hqq'"),
         ({"model_type": "whisper"}, "encoder"),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),

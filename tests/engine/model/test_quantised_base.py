@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loraplex.adapters.admission.base_model import BaseModelInvalid, BaseWeights, load_base_spec
-from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
+from loraplex.adapters.errors import BaseModelInvalid, LoraplexError
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model import stored_codes
 from loraplex.engine.model.base import ModelUnsupported
@@ -22,6 +22,7 @@ from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
 from support.models.loading import load_model
 from support.models.quantised import dequantised
+from support.models.quantised_formats import FORMATS, write_quantised
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -84,6 +85,36 @@ def test_tokens_and_log_probabilities_equal_peft_over_what_the_codes_stand_for(
         engine.close()
 
 
+FAST = ("compressed int4", "gptq int4, zeros")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+)
+def test_checkpoints_of_other_tools_equal_peft_over_what_their_codes_stand_for(
+    name: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_bias": True}
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"] | sizes)
+    made, dense = write_quantised(base, tmp_path, name)
+    if not FORMATS[name].exact:
+        dense = dequantised(dense, tmp_path / "as codes", head=False)
+    adapters = save_adapters(dense, tmp_path, CHOSEN)
+    reference = PeftReference(dense, adapters, torch.float32)
+    engine = engine_of(made, tmp_path / "work", dtype="float32", quantise="none")
+    try:
+        assert engine.built.info.stored_codes
+        # Zeros of 8-bit codes are offsets, and what is left of two large sums has their rounding.
+        most = 5e-4 if name.endswith("int8, zeros") or "in groups, zeros" in name else 1e-4
+        assert worst_error(engine, reference, adapters, [range(3, 60), (5, 9, 4)]) < most
+        weights = engine.built.info.memory
+        assert weights is not None
+        planned = outline_model(made, torch.device("cpu"), "float32").weight_bytes
+        assert abs(planned - weights.weights) < 0.05 * planned
+    finally:
+        engine.close()
+
+
 def test_a_scale_of_the_neighbouring_group_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +128,7 @@ def test_a_scale_of_the_neighbouring_group_is_noticed(
 
     def wrong(weight: Any) -> Any:
         found = right(weight)
-        return type(found)(found.codes, np.roll(found.scales, 1, axis=1), found.group)
+        return type(found)(found.codes, np.roll(found.scales, 1, axis=1), None, found.group)
 
     monkeypatch.setattr(stored_codes, "quantise_int8", wrong)
     engine = engine_of(base, tmp_path / "work", dtype="float32")
@@ -109,13 +140,21 @@ def test_a_scale_of_the_neighbouring_group_is_noticed(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["--quantise", "compressed int4, zeros", "gptq int4", "awq"])
 def test_the_real_model_equals_peft_over_what_the_codes_stand_for(
-    real_model_dir: Path, tmp_path: Path
+    name: str, real_model_dir: Path, tmp_path: Path
 ) -> None:
-    base = cut_model(real_model_dir, tmp_path / "base", 8)
-    adapters = make_zoo(base, tmp_path)
-    reference = PeftReference(dequantised(base, tmp_path / "dense"), adapters, torch.float32)
-    engine = engine_of(base, tmp_path / "work", dtype="float32", max_num_batched_tokens=192)
+    made = cut_model(real_model_dir, tmp_path / "base", 8)
+    if name == "--quantise":
+        dense, quantise = dequantised(made, tmp_path / "dense"), "int8"
+    else:
+        made, dense = write_quantised(made, tmp_path / "written", name)
+        quantise = "none"
+    adapters = make_zoo(dense, tmp_path)
+    reference = PeftReference(dense, adapters, torch.float32)
+    engine = engine_of(
+        made, tmp_path / "work", dtype="float32", quantise=quantise, max_num_batched_tokens=192
+    )
     try:
         assert worst_error(engine, reference, adapters, [range(500, 600)]) < 1e-3
     finally:

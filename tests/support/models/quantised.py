@@ -13,12 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.base_weights.grouped import quantise_int8
 
-_LINEARS = ("_proj.weight", "lm_head.weight")
 
-
-def dequantised(base: Path, out: Path) -> Path:
-    """`base` in `out`, its linears and head in float32 as `--quantise int8` multiplies them. A head that is tied to the
-    embedding becomes one of its own: the embedding is not quantised."""
+def dequantised(base: Path, out: Path, *, head: bool = True) -> Path:
+    """`base` in `out`, its linears and `head` in float32 as `--quantise int8` multiplies them. A head that is tied to
+    the embedding becomes one of its own: the embedding is not quantised."""
     out.mkdir(parents=True)
     tensors: dict[str, torch.Tensor] = {}
     for path in base.iterdir():
@@ -28,9 +26,8 @@ def dequantised(base: Path, out: Path) -> Path:
             shutil.copy(path, out)
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    changed = {
-        name: _dense(tensor) if name.endswith(_LINEARS) else tensor for name, tensor in tensors.items()
-    }
+    linears = ("_proj.weight", "lm_head.weight") if head else ("_proj.weight",)
+    changed = {name: _dense(tensor) if name.endswith(linears) else tensor for name, tensor in tensors.items()}
     config = json.loads((base / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     save_file(

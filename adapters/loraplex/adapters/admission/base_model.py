@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from loraplex.adapters.admission.base_families import obstacle_of, text_fields
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
 from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
-from loraplex.adapters.errors import AdapterRefused, LoraplexError
+from loraplex.adapters.base_weights.schemes import StoredCodes, read_scheme
+from loraplex.adapters.base_weights.tensors import QuantisedTensors
+from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.files import CHUNK_BYTES, open_regular, read_into
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
@@ -76,12 +78,6 @@ _ARCHITECTURE_FIELDS = (
 that wrote the file) differ between copies of one model and must not part an adapter from its base."""
 
 
-class BaseModelInvalid(LoraplexError):
-    """The base model's directory is not a readable safetensors checkpoint."""
-
-    code = "base_model_invalid"
-
-
 @dataclass(frozen=True, slots=True)
 class BaseTensor:
     """Where a tensor of the checkpoint lies, and its name there."""
@@ -101,7 +97,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     hashes every weight byte; with `cache_dir` it is kept there, keyed by the files' paths, sizes and times of change.
     `quantise` as in BaseSpec. Raises BaseModelInvalid.
     """
-    config = _read_config(model_dir)
+    config = read_text_config(model_dir)
     if obstacle := obstacle_of(config):
         raise BaseModelInvalid(f"{obstacle} ({model_dir})")
     model_type: str = config["model_type"]
@@ -111,13 +107,14 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
             f"{model_type} is not served: num_hidden_layers in {model_dir / 'config.json'} is {num_layers!a}"
         )
     tensors = locate_tensors(model_dir)
-    sites = _find_sites(tensors, num_layers)
+    stored = stored_scheme(config, tensors)
+    sites = _find_sites(_linear_shapes(tensors, stored), num_layers)
     if not sites:
         raise BaseModelInvalid(
             f"{model_type} is not served: {model_dir} has none of the linears that adapters change "
             f"({', '.join(LAYER_SITES)})"
         )
-    sites |= _find_head(_with_tied_head(tensors, config))
+    sites |= _find_head(_linear_shapes(_with_tied_head(tensors, config), stored))
     sites |= _find_embedding(tensors)
     try:
         fingerprint = _fingerprint(model_dir, config, tensors, cache_dir)
@@ -131,6 +128,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
         model_dir=str(model_dir),
         tied_head=_is_tied(tensors, config),
         quantise=quantise,
+        stored="" if stored is None else stored.scheme.name,
     )
 
 
@@ -150,12 +148,20 @@ class BaseWeights:
         """Reads the headers. Raises BaseModelInvalid."""
         self._base = base
         self._tensors = locate_module_weights(base)
+        self._stored = stored_scheme(read_text_config(Path(base.model_dir)), self._tensors)
         self._stamps = {entry.path: _stamp(entry.path) for entry in self._tensors.values()}
 
     def rows(self, layer: int, site: str, served: np.dtype[Any]) -> Iterator[NDArray[np.float32]]:
         """The weight's rows [n, in_features] as the engine multiplies them, some at a time: rounded to the dtype that
         is served, or what their codes stand for. Raises as `read_base_weight` does, and BaseModelInvalid where the file
         was changed or a weight is not finite; OSError."""
+        if self._stored is not None:
+            module = _site_of(self._base, layer, site).module_path
+            for name in self._stored.names(module):
+                self._check_unchanged(self._tensors[name].path)
+            if module in self._stored.modules:
+                yield from self._stored.read(module).dense_rows()
+                return
         found = _weight_of(self._base, self._tensors, layer, site)
         self._check_unchanged(found.path)
         for rows in iter_rows(found.path, found.tensor):
@@ -191,7 +197,7 @@ def locate_module_weights(base: BaseSpec) -> dict[str, BaseTensor]:
     """Tensors of `locate_tensors`, and "lm_head.weight" if the base ties it to its embedding. Raises
     BaseModelInvalid."""
     model_dir = Path(base.model_dir)
-    return _with_tied_head(locate_tensors(model_dir), _read_config(model_dir))
+    return _with_tied_head(locate_tensors(model_dir), read_text_config(model_dir))
 
 
 def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
@@ -237,11 +243,17 @@ def _is_tied(tensors: Mapping[str, BaseTensor], config: Mapping[str, Any]) -> bo
     return tie is True or (tie is not False and _HEAD_NAME not in tensors)
 
 
-def _weight_of(base: BaseSpec, tensors: Mapping[str, BaseTensor], layer: int, site: str) -> BaseTensor:
-    shape = base.sites.get((layer, site))
-    found = tensors.get(f"{shape.module_path}.weight") if shape else None
+def _site_of(base: BaseSpec, layer: int, site: str) -> SiteShape:
+    found = base.sites.get((layer, site))
     if found is None:
         raise BaseModelInvalid(f"the base in {base.model_dir} has no {site} in layer {layer}")
+    return found
+
+
+def _weight_of(base: BaseSpec, tensors: Mapping[str, BaseTensor], layer: int, site: str) -> BaseTensor:
+    found = tensors.get(f"{_site_of(base, layer, site).module_path}.weight")
+    if found is None:
+        raise BaseModelInvalid(f"the base in {base.model_dir} has no weight for {site} in layer {layer}")
     if found.tensor.dtype not in NUMPY_DTYPES:
         raise BaseModelInvalid(
             f"{site} of layer {layer} is stored as {found.tensor.dtype}, not as plain floats"
@@ -269,14 +281,13 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return [(model_dir / name).resolve() for name in sorted(names)]
 
 
-def _find_sites(tensors: Mapping[str, BaseTensor], num_layers: int) -> dict[tuple[int, str], SiteShape]:
+def _find_sites(linears: Mapping[str, tuple[int, int]], num_layers: int) -> dict[tuple[int, str], SiteShape]:
     found: list[SiteShape] = []
-    for name, entry in tensors.items():
+    for name, (out_features, in_features) in linears.items():
         match = _SITE_NAME.fullmatch(name)
         if in_other_tower(name):
             continue
-        if match and len(entry.tensor.shape) == 2 and int(match[1]) < num_layers:
-            out_features, in_features = entry.tensor.shape
+        if match and int(match[1]) < num_layers:
             found.append(
                 SiteShape(int(match[1]), match[2], in_features, out_features, name.removesuffix(".weight"))
             )
@@ -285,11 +296,11 @@ def _find_sites(tensors: Mapping[str, BaseTensor], num_layers: int) -> dict[tupl
     return {(s.layer, s.site): s for s in sorted(unique, key=lambda s: (s.layer, SITES.index(s.site)))}
 
 
-def _find_head(tensors: Mapping[str, BaseTensor]) -> dict[tuple[int, str], SiteShape]:
-    entry = tensors.get(_HEAD_NAME)
-    if entry is None or len(entry.tensor.shape) != 2:
+def _find_head(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[int, str], SiteShape]:
+    shape = linears.get(_HEAD_NAME)
+    if shape is None:
         return {}
-    out_features, in_features = entry.tensor.shape
+    out_features, in_features = shape
     return {(0, HEAD): SiteShape(0, HEAD, in_features, out_features, HEAD)}
 
 
@@ -309,7 +320,28 @@ def _find_embedding(tensors: Mapping[str, BaseTensor]) -> dict[tuple[int, str], 
     return {(0, EMBEDDING): SiteShape(0, EMBEDDING, vocab_size, hidden_size, path)}
 
 
-def _read_config(model_dir: Path) -> dict[str, Any]:
+def _linear_shapes(
+    tensors: Mapping[str, BaseTensor], stored: StoredCodes | None
+) -> dict[str, tuple[int, int]]:
+    """[out_features, in_features] of each matrix "….weight", as stored or as codes."""
+    codes = {} if stored is None else {f"{module}.weight": stored.shape(module) for module in stored.modules}
+    plain = {
+        name: (entry.tensor.shape[0], entry.tensor.shape[1])
+        for name, entry in tensors.items()
+        if name.endswith(".weight") and len(entry.tensor.shape) == 2
+    }
+    return plain | codes
+
+
+def stored_scheme(config: Mapping[str, Any], tensors: Mapping[str, BaseTensor]) -> StoredCodes | None:
+    """The codes of a checkpoint that is quantised; None of any other. `config` is what `text_fields` gives. Raises
+    BaseModelInvalid."""
+    scheme = read_scheme(config)
+    return None if scheme is None else StoredCodes(scheme, QuantisedTensors(tensors))
+
+
+def read_text_config(model_dir: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint, as `text_fields` gives it. Raises BaseModelInvalid."""
     return text_fields(_read_json(model_dir / "config.json"))
 
 
@@ -331,6 +363,8 @@ def _architecture(config: Mapping[str, Any]) -> bytes:
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope.setdefault("rope_theta", config.get("rope_theta"))
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    if config.get("quantization_config") is not None:  # it says what the codes stand for
+        fields["quantization_config"] = config["quantization_config"]
     fields["rope"] = {name: value for name, value in rope.items() if value is not None}
     return json.dumps(fields, sort_keys=True).encode()
 

@@ -37,6 +37,7 @@ def examine(settings: Settings, out: Output) -> int:
         Questions(
             device=settings.device,
             dtype=settings.dtype,
+            quantise=settings.quantise != "none",
             kernels=settings.kernels,
             attention=settings.attention,
             threads=settings.threads,

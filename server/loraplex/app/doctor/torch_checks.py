@@ -18,6 +18,7 @@ class Questions:
 
     device: str
     dtype: str
+    quantise: bool
     kernels: str
     attention: str
     threads: int
@@ -111,6 +112,7 @@ def _model(questions: Questions) -> str:
     from loraplex.engine.devices import choose_kernels, refuse_bits
     from loraplex.engine.model.loading import (
         examine_attention,
+        examine_codes,
         examine_dtype,
         examine_model,
         examine_same_bits,
@@ -123,6 +125,7 @@ def _model(questions: Questions) -> str:
     model_dir = Path(questions.model_dir)
     kind = examine_model(model_dir, questions.max_model_len)
     kernels = choose_kernels(questions.device, questions.kernels, batch_invariant=questions.batch_invariant)
+    examine_codes(model_dir, questions.quantise, kernels)
     device = kernels.device
     served = serving_dtype(read_model_config(model_dir)[0], questions.dtype, device)
     obstacle = kernels.obstacle_to_same_bits(served, kernels.batch_invariant)

@@ -32,7 +32,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
     "pruned_heads": (None, {}),
-    "quantization_config": (None,),
     "is_causal": (True,),
     "tie_encoder_decoder": (False,),
     "use_bidirectional_attention": (None, False),
@@ -55,6 +54,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 _HANDLED = frozenset(
     {
+        "quantization_config",
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
         "tie_word_embeddings", "rope_parameters", "rope_theta", "rope_scaling", "attention_bias", "mlp_bias",

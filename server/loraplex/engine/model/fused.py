@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import embedding
@@ -14,7 +14,7 @@ from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.stored_codes import CodeReader
-from loraplex.engine.model.weights import open_checkpoint, tensor_bytes
+from loraplex.engine.model.weights import TensorSource, open_checkpoint, tensor_bytes
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds
@@ -286,16 +286,6 @@ class FusedDecoder:
         return out.view(num_rows, spec.num_heads * spec.head_dim)
 
 
-class TensorSource(Protocol):
-    """The weights of a model by their names in its checkpoint, for example a `Checkpoint`."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`. Raises ModelUnsupported where no tensor has this name and shape."""
-        ...
-
-
 def load_fused(
     model_dir: Path,
     spec: DecoderSpec,
@@ -309,11 +299,14 @@ def load_fused(
 ) -> FusedDecoder:
     """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the
     checkpoint. Tensors whose names begin with one of `unread` belong to other parts of a larger model.
-    `quantise`: linears and head as codes of 8 bits in groups (`base_weights.grouped`). Raises
+    `quantise`: linears and head as codes of 8 bits in groups (`base_weights.grouped`), where they
+    are not stored as codes. Raises
     ModelUnsupported for a tensor that is missing, of another shape, or unknown to the family: it would change the
     computation."""
     with open_checkpoint(model_dir) as checkpoint:
-        codes = CodeReader(checkpoint, ops or torch_ops(), dtype) if quantise else None
+        codes = None
+        if quantise or checkpoint.has_codes:
+            codes = CodeReader(checkpoint, ops or torch_ops(), dtype, quantise=quantise)
         decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops, attention=attention, codes=codes)
         leftover = [name for name in checkpoint.leftover() if not name.startswith(unread)]
     if leftover:
@@ -375,7 +368,8 @@ class _Reader:
         embed = self._tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         layers = [self._layer(f"{self._root}layers.{i}.") for i in range(spec.num_layers)]
         norm = self._norm(f"{self._root}norm", spec.hidden_size)
-        head = self._head(embed) if self._codes is None else self._codes.read(self._head_names())
+        head = None if self._codes is None else self._codes.read(self._head_names())
+        head = self._head(embed) if head is None else head
         return FusedDecoder(spec, layers, embed, norm, head, ops=self._ops, attention=self._attention)
 
     def _head(self, embed: torch.Tensor) -> Any:
@@ -423,8 +417,9 @@ class _Reader:
         if packed_bias is not None:
             self._fill(packed_bias, {f"{name}.bias": rows for name, rows in parts.items()})
         if self._codes is not None:
-            shapes = {name: (rows, in_features) for name, rows in parts.items()}
-            return Linear(self._codes.read(shapes), packed_bias)
+            codes = self._codes.read({name: (rows, in_features) for name, rows in parts.items()})
+            if codes is not None:
+                return Linear(codes, packed_bias)
         weight = torch.empty(out_features, in_features, dtype=self._dtype, device=self._device)
         self._fill(weight, {f"{name}.weight": rows for name, rows in parts.items()})
         return Linear(self._ops.pack_weight(weight), packed_bias)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from loraplex.adapters.admission.base_families import obstacle_of, text_fields
+from loraplex.adapters.base_weights.schemes import read_scheme
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import read_config_json
@@ -74,10 +77,8 @@ def load_model(
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, device)
         choice = fused_attention(attention, kernels, plan.spec, chosen)
-        if quantise and kernels.ops.pack_groups is None:
-            raise ModelUnsupported(
-                f"--quantise: {kernels.backend}'s kernels do not multiply codes; serve on a CPU"
-            )
+        if (obstacle := _obstacle_to_codes(raw, kernels, quantise)) is not None:
+            raise ModelUnsupported(obstacle)
         return load_fused(
             model_dir,
             plan.spec,
@@ -92,15 +93,39 @@ def load_model(
         raise _refuse_attention(attention, config.model_type)
     if kernels.batch_invariant:
         raise _refuse_bits(config.model_type)
-    if quantise:
-        raise ModelUnsupported(
-            f"--quantise: {config.model_type} runs through transformers, which keeps its weights as they are; serve "
-            "without it"
-        )
+    if quantise or "quantization_config" in text_fields(raw):
+        raise _refuse_codes(config.model_type, quantise)
     decoder = load_wrapped(model_dir, config, _dtype(_stored_dtype(config), dtype, device), device)
     if config.model_type not in TESTED:
         probe(decoder)
     return decoder
+
+
+def _obstacle_to_codes(raw: Mapping[str, Any], kernels: Kernels, quantise: bool) -> str | None:
+    """Why a model of the fused families cannot be served as codes by these kernels; None where it can, or is not."""
+    if kernels.ops.pack_groups is not None or not (quantise or "quantization_config" in text_fields(raw)):
+        return None
+    what = "--quantise" if quantise else "a quantised checkpoint"
+    return f"{what}: {kernels.backend}'s kernels do not multiply codes; serve on a CPU"
+
+
+def _refuse_codes(model_type: str, quantise: bool) -> ModelUnsupported:
+    what = "--quantise" if quantise else "a quantised checkpoint"
+    return ModelUnsupported(
+        f"{what}: {model_type} runs through transformers, which keeps its weights as they are; serve one of 16 bits"
+    )
+
+
+def examine_codes(model_dir: Path, quantise: bool, kernels: Kernels) -> None:
+    """Raises ModelUnsupported where a checkpoint would be served as codes and cannot be, from its config alone."""
+    raw = read_config_json(model_dir)[1]
+    config, part = read_model_config(model_dir)
+    if is_fused(part.config.model_type):
+        obstacle = _obstacle_to_codes(raw, kernels, quantise)
+        if obstacle is not None:
+            raise ModelUnsupported(obstacle)
+    elif quantise or "quantization_config" in text_fields(raw):
+        raise _refuse_codes(config.model_type, quantise)
 
 
 def fused_attention(
@@ -298,9 +323,14 @@ def _read(model_dir: Path, raw: dict[str, Any]) -> tuple[Any, TextPart]:
 
 def _config(model_dir: Path, raw: dict[str, Any]) -> Any:
     # Before transformers, which has another reason of its own for an old config, and none for many families.
-    obstacle = obstacle_of(text_fields(raw))
+    fields = text_fields(raw)
+    obstacle = obstacle_of(fields)
     if obstacle is not None:
         raise ModelUnsupported(f"{obstacle} ({model_dir})")
+    try:
+        read_scheme(fields)
+    except QuantisationUnsupported as error:
+        raise ModelUnsupported(f"{error.message} ({model_dir})") from error
     from transformers import AutoConfig
 
     scaling = raw.get("rope_scaling")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from loraplex.adapters.base_weights.grouped import group_of
+from loraplex.adapters.base_weights.schemes import stored_sizes
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.family import decoder_spec, is_fused
 from loraplex.engine.model.fused import fused_decoder
@@ -55,12 +57,12 @@ def outline_model(
     chosen = serving_dtype(config, dtype, device)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw, max_model_len)
-        source = _CountedTensors(has_head=not spec.tied, quantise=quantise)
+        source = _CountedTensors(has_head=not spec.tied, groups=_Groups(part.raw, quantise=quantise))
         decoder = fused_decoder(source, spec, chosen, _META)
         count = spec.vocab_size * spec.hidden_size
         embed, head = (
             count * chosen.itemsize,
-            source.bytes_of_linear((spec.vocab_size, spec.hidden_size), chosen),
+            source.bytes_of_linear("lm_head", (spec.vocab_size, spec.hidden_size), chosen),
         )
         # Where weights are packed, the head is a copy of the embeddings that it is tied to.
         copied = head if spec.tied and (quantise or _packs(device, chosen)) else 0
@@ -96,11 +98,11 @@ def _packs(device: torch.device, dtype: torch.dtype) -> bool:
 class _CountedTensors:
     """A checkpoint's tensors without values. Each weight is read once: the bytes are those of the model."""
 
-    def __init__(self, *, has_head: bool, quantise: bool) -> None:
+    def __init__(self, *, has_head: bool, groups: _Groups) -> None:
         self.num_bytes = 0
         self.num_weights = 0
         self._has_head = has_head
-        self._quantise = quantise
+        self._groups = groups
 
     def __contains__(self, name: str) -> bool:
         return name == "model.embed_tokens.weight" or (self._has_head and name == "lm_head.weight")
@@ -108,14 +110,31 @@ class _CountedTensors:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         self.num_weights += out.numel()
         is_linear = out.dim() == 2 and "embed_tokens" not in name
-        self.num_bytes += self.bytes_of_linear(tuple(out.shape), out.dtype) if is_linear else out.nbytes
+        self.num_bytes += self.bytes_of_linear(name, tuple(out.shape), out.dtype) if is_linear else out.nbytes
 
-    def bytes_of_linear(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def bytes_of_linear(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Memory of a linear's weight [rows, inputs]."""
         rows, inputs = shape
-        if not self._quantise:
-            return rows * inputs * dtype.itemsize
-        return rows * (inputs + inputs // group_of(inputs) * _SCALE_BYTES)
+        codes = self._groups.row_bytes(name, inputs)
+        return rows * (inputs * dtype.itemsize if codes is None else codes)
+
+
+class _Groups:
+    """Groups of a linear's codes, by config.json: as the checkpoint stores them, or as `quantise` makes them."""
+
+    def __init__(self, raw: Mapping[str, Any], *, quantise: bool) -> None:
+        self._quantise = quantise
+        self._stored = stored_sizes(raw)
+
+    def row_bytes(self, name: str, inputs: int) -> int | None:
+        """Memory of one output's codes, scales and offsets; None where a linear is kept as floats."""
+        group, numbers = group_of(inputs), 1
+        if self._stored is not None and not name.startswith("lm_head"):
+            group, numbers = self._stored
+            group = inputs if group < 1 else group
+        elif not self._quantise:
+            return None
+        return inputs + inputs // group * numbers * _SCALE_BYTES
 
 
 def _wrapped_outline(config: Any, dtype: torch.dtype) -> ModelOutline:

@@ -1,4 +1,4 @@
-"""Linears read from a checkpoint as codes of 8 bits in groups."""
+"""Linears as codes in groups, made at the load or as the checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
+from loraplex.adapters.base_weights.grouped import Grouped, NotFinite, quantise_int8, stack
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.ops import Ops
@@ -20,36 +20,55 @@ class StoredTensors(Protocol):
         """The tensor, in its own dtype, on the CPU. Raises ModelUnsupported where none has this name and shape."""
         ...
 
+    def codes(self, module: str) -> Grouped | None:
+        """The codes of a module's weight; None where it is stored as floats. Raises ModelUnsupported."""
+        ...
+
 
 class CodeReader:
-    """Quantises linears of 16 or 32 bits while they are read: memory beside the codes is that of one tensor."""
+    """Reads linears as codes. `quantise`: those that are stored as floats too. Memory beside the codes is that of a
+    site group's linears."""
 
-    def __init__(self, tensors: StoredTensors, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, tensors: StoredTensors, ops: Ops, dtype: torch.dtype, *, quantise: bool) -> None:
         """`dtype`: of the model's rows. `ops` must have `pack_groups`."""
         assert ops.pack_groups is not None
         self._tensors = tensors
         self._pack = ops.pack_groups
         self._dtype = dtype
+        self._quantise = quantise
 
-    def read(self, modules: Mapping[str, tuple[int, int]]) -> Any:
-        """The weights of these modules, by their shapes [rows, K], one behind the other, packed for `Ops.linear`.
-        Raises ModelUnsupported."""
-        inputs = {shape[1] for shape in modules.values()}
-        rows = sum(shape[0] for shape in modules.values())
-        (width,) = inputs
-        codes = torch.empty(rows, width, dtype=torch.int8)
-        scales: list[torch.Tensor] = []
-        first = group = 0
-        for module, shape in modules.items():
-            stored = self._tensors.read(f"{module}.weight", shape)
-            try:
-                found = quantise_int8(_as_numpy(stored))
-            except NotFinite as error:
-                raise ModelUnsupported(f"{module}.weight: {error}") from error
-            codes[first : first + shape[0]] = torch.from_numpy(found.codes)
-            scales.append(torch.from_numpy(found.scales))
-            first, group = first + shape[0], found.group
-        return self._pack(GroupedWeight(codes, torch.cat(scales), None, group), self._dtype)
+    def read(self, modules: Mapping[str, tuple[int, int]]) -> Any | None:
+        """The weights of these modules, by their shapes [rows, K], one behind the other, packed for `Ops.linear`; None
+        where they are floats that stay floats. Raises ModelUnsupported."""
+        found = {module: self._codes(module, shape) for module, shape in modules.items()}
+        parts = [part for part in found.values() if part is not None]
+        if not parts:
+            return None
+        if len(parts) < len(found):
+            plain = next(module for module, part in found.items() if part is None)
+            raise ModelUnsupported(
+                f"{plain} is not quantised, and others that are computed with it are: {', '.join(found)}; serve with "
+                "--quantise int8"
+            )
+        whole = stack(parts)
+        offsets = None if whole.offsets is None else torch.from_numpy(whole.offsets)
+        weight = GroupedWeight(
+            torch.from_numpy(whole.codes), torch.from_numpy(whole.scales), offsets, whole.group
+        )
+        return self._pack(weight, self._dtype)
+
+    def _codes(self, module: str, shape: tuple[int, int]) -> Grouped | None:
+        found = self._tensors.codes(module)
+        if found is not None:
+            if found.codes.shape != shape:
+                raise ModelUnsupported(f"{module} has the shape {list(found.codes.shape)}, not {list(shape)}")
+            return found
+        if not self._quantise:
+            return None
+        try:
+            return quantise_int8(_as_numpy(self._tensors.read(f"{module}.weight", shape)))
+        except NotFinite as error:
+            raise ModelUnsupported(f"{module}.weight: {error}") from error
 
 
 def _as_numpy(tensor: torch.Tensor) -> Any:

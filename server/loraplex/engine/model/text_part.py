@@ -28,13 +28,8 @@ class TextPart:
 
 def text_part(config: Any, raw: Mapping[str, Any]) -> TextPart:
     """`config` itself for a text model; the text model in it for a Gemma 3 that also sees. Raises ModelUnsupported,
-    in one line, for what is no decoder of text, and for quantised weights."""
+    in one line, for what is no decoder of text."""
     kind = config.model_type
-    for part in (raw, raw.get("text_config")):
-        if isinstance(part, dict) and part.get("quantization_config") is not None:
-            raise ModelUnsupported(
-                "the config has a quantization_config: quantised checkpoints are not supported"
-            )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelUnsupported(f"{kind} is an encoder with a decoder; only decoders are served")
     inner = _TEXT_OF.get(kind)

@@ -6,12 +6,25 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from loraplex.adapters.admission.base_model import BaseModelInvalid, locate_tensors
+from loraplex.adapters.admission.base_model import locate_tensors, read_text_config, stored_scheme
+from loraplex.adapters.base_weights.grouped import Grouped
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
+from loraplex.adapters.errors import BaseModelInvalid
 from loraplex.engine.model.base import ModelUnsupported
+
+
+class TensorSource(Protocol):
+    """The weights of a model by their names in its checkpoint, for example a `Checkpoint`."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`. Raises ModelUnsupported where no tensor has this name and shape."""
+        ...
 
 
 class Checkpoint:
@@ -22,6 +35,7 @@ class Checkpoint:
 
         self._dir = model_dir
         located = locate_tensors(model_dir)
+        self._stored = stored_scheme(read_text_config(model_dir), located)
         files = {
             path: stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             for path in {entry.path for entry in located.values()}
@@ -50,6 +64,21 @@ class Checkpoint:
         self._taken.add(name)
         found: torch.Tensor = tensor
         return found
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether linears are stored as codes."""
+        return self._stored is not None
+
+    def codes(self, module: str) -> Grouped | None:
+        """The codes of a module's weight; None where it is stored as floats. Raises ModelUnsupported."""
+        if self._stored is None or module not in self._stored.modules:
+            return None
+        self._taken.update(self._stored.names(module))
+        try:
+            return self._stored.read(module)
+        except QuantisationUnsupported as error:
+            raise ModelUnsupported(error.message) from error
 
     def leftover(self) -> list[str]:
         """Tensors that were not read, in order, except the frequencies that old tools saved too."""

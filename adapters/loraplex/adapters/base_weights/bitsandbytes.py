@@ -1,0 +1,156 @@
+"""Linears as bitsandbytes stores them: nf4 (QLoRA's), its scales nested or not, and int8 with a scale a row.
+
+nf4's values have no even steps. They are kept as codes of 8 bits in groups of 64, 0.001 to 0.003 nat from nf4 itself.
+`weight` U8 [N · K / 2, 1] has two codes a byte, the first in the upper half; `weight.absmax` a scale for each block of
+inputs, of all rows one behind the other, itself a code of a second table where it is nested
+(bitsandbytes/functional.py, `QuantState`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapters.base_weights.grouped import Grouped, NotFinite, quantise_int8
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
+
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+_MOST_STATE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytesNf4:
+    """A `Scheme`."""
+
+    name: str = "bitsandbytes nf4"
+
+    @property
+    def suffix(self) -> str:
+        return _STATE
+
+    def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
+        return True
+
+    def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
+        state = _state(module, tensors)
+        shape = state.get("shape")
+        if (
+            not isinstance(shape, list)
+            or len(shape) != 2
+            or not all(type(size) is int and size > 0 for size in shape)
+        ):
+            raise QuantisationUnsupported(f"{module}.{_STATE} has no shape of two numbers")
+        rows, inputs = shape
+        if tensors.shape(f"{module}.weight") != (rows * inputs // 2, 1) or rows * inputs % 2:
+            raise QuantisationUnsupported(
+                f"{module}.weight does not hold the {rows} × {inputs} codes of {_STATE}"
+            )
+        return rows, inputs
+
+    def names(self, module: str) -> tuple[str, ...]:
+        leaves = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax")
+        return tuple(f"{module}.{leaf}" for leaf in (*leaves, "weight.nested_quant_map", _STATE))
+
+    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+        rows, inputs = self.shape(module, tensors)
+        state = _state(module, tensors)
+        block = _number(state, "blocksize", module)
+        count = rows * inputs
+        if count % block:
+            raise QuantisationUnsupported(f"{module}.weight: {count} codes in blocks of {block}")
+        table = tensors.scales(f"{module}.weight.quant_map", (16,))
+        packed = tensors.read(f"{module}.weight", ("U8",), (count // 2, 1)).reshape(-1)
+        values = table[np.stack((packed >> 4, packed & 15), axis=1).reshape(-1, block)]
+        values *= _scales(module, tensors, state, count // block)[:, None]
+        try:
+            return quantise_int8(values.reshape(rows, inputs))
+        except NotFinite as error:
+            raise QuantisationUnsupported(f"{module}.weight: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytesInt8:
+    """A `Scheme`: `weight` int8 [N, K] and `SCB` [N], the largest magnitude of each row."""
+
+    name: str = "bitsandbytes int8"
+
+    @property
+    def suffix(self) -> str:
+        return "SCB"
+
+    def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
+        return True
+
+    def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
+        return tensors.matrix(f"{module}.weight")
+
+    def names(self, module: str) -> tuple[str, ...]:
+        return tuple(f"{module}.{leaf}" for leaf in ("weight", "SCB", "weight_format"))
+
+    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+        rows, inputs = self.shape(module, tensors)
+        if inputs % 2:
+            raise QuantisationUnsupported(f"{module}.weight has {inputs} inputs, an odd number")
+        codes = tensors.read(f"{module}.weight", ("I8",), (rows, inputs))
+        scales = tensors.scales(f"{module}.SCB", (rows,)) / np.float32(127)
+        return Grouped(codes.astype(np.int8), scales[:, None], None, inputs)
+
+
+def _state(module: str, tensors: QuantisedTensors) -> dict[str, Any]:
+    name = f"{module}.{_STATE}"
+    shape = tensors.shape(name)
+    if len(shape) != 1 or shape[0] > _MOST_STATE_BYTES:
+        raise QuantisationUnsupported(
+            f"{name} has the shape {list(shape)}, not at most {_MOST_STATE_BYTES} bytes"
+        )
+    try:
+        state = json.loads(tensors.read(name, ("U8",), shape).tobytes())
+    except (ValueError, RecursionError) as error:
+        raise QuantisationUnsupported(f"{name} is no JSON: {error}") from error
+    if not isinstance(state, dict) or state.get("quant_type") != "nf4":
+        raise QuantisationUnsupported(f"{name} does not say quant_type nf4")
+    return state
+
+
+def _number(state: Mapping[str, Any], name: str, module: str) -> int:
+    value = state.get(name)
+    if type(value) is not int or not 1 <= value <= 1 << 20:
+        raise QuantisationUnsupported(f"{module}.{_STATE} has no usable {name}")
+    return value
+
+
+def _scales(
+    module: str, tensors: QuantisedTensors, state: Mapping[str, Any], count: int
+) -> NDArray[np.float32]:
+    """A scale for each of `count` blocks."""
+    name = f"{module}.weight.absmax"
+    if tensors.dtype(name) != "U8":
+        return tensors.scales(name, (count,))
+    block = _number(state, "nested_blocksize", module)
+    offset = state.get("nested_offset")
+    if not isinstance(offset, int | float) or not np.isfinite(offset):
+        raise QuantisationUnsupported(f"{module}.{_STATE} has no usable nested_offset")
+    table = tensors.scales(f"{module}.weight.nested_quant_map", (256,))
+    outer = tensors.scales(f"{module}.weight.nested_absmax", (-(-count // block),))
+    codes = tensors.read(name, ("U8",), (count,))
+    found: NDArray[np.float32] = table[codes] * np.repeat(outer, block)[:count] + np.float32(offset)
+    return found
+
+
+def read_bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytesNf4 | BitsAndBytesInt8:
+    """Raises QuantisationUnsupported."""
+    if config.get("load_in_8bit") or config.get("_load_in_8bit"):
+        return BitsAndBytesInt8()
+    kind = config.get("bnb_4bit_quant_type")
+    if kind != "nf4":
+        raise QuantisationUnsupported(
+            f"bitsandbytes' 4-bit type {str(kind)[:20]!a} is not served: nf4 and 8 bits are"
+        )
+    if config.get("bnb_4bit_quant_storage", "uint8") not in (None, "uint8"):
+        raise QuantisationUnsupported("bitsandbytes' codes are not stored as uint8")
+    return BitsAndBytesNf4()

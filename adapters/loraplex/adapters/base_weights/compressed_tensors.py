@@ -1,0 +1,173 @@
+"""Linears in compressed-tensors' formats `int-quantized` and `pack-quantized`, as llm-compressor writes them.
+
+`weight` is int8 [N, K], or `weight_packed` int32 [N, K · bits / 32] with the lowest bits first, each number shifted up
+by half of its range. w = weight_scale · (q − weight_zero_point), with scales [N, G] for G groups of inputs; a packed
+zero point is packed along N (compressed_tensors/compressors, version 0.12 and on)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapters.base_weights.grouped import Grouped
+from loraplex.adapters.base_weights.tensors import (
+    QuantisationUnsupported,
+    QuantisedTensors,
+    divide,
+    group_size,
+    nibbles,
+)
+
+_FORMATS = ("int-quantized", "naive-quantized", "pack-quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """A `Scheme`. `bits`: of a code; `group`: inputs of a group, -1 for a scale a row; `has_zeros`: they differ from
+    the middle of the range."""
+
+    name: str
+    bits: int
+    packed: bool
+    group: int
+    has_zeros: bool
+
+    @property
+    def suffix(self) -> str:
+        return "weight_packed" if self.packed else "weight"
+
+    def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
+        return self.packed or f"{module}.weight_scale" in tensors
+
+    def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
+        rows, columns = tensors.matrix(f"{module}.{self.suffix}")
+        if not self.packed:
+            return rows, columns
+        stored = tensors.read(f"{module}.weight_shape", ("I64", "I32"), (2,))
+        inputs = int(stored[1])
+        if int(stored[0]) != rows or -(-inputs * self.bits // 32) != columns:
+            raise QuantisationUnsupported(
+                f"{module}.weight_shape is {stored.tolist()}, which {rows} rows of {columns} numbers do not hold"
+            )
+        return rows, inputs
+
+    def names(self, module: str) -> tuple[str, ...]:
+        leaves = (self.suffix, "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+        return tuple(f"{module}.{leaf}" for leaf in leaves)
+
+    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+        rows, inputs = self.shape(module, tensors)
+        groups = tensors.matrix(f"{module}.weight_scale")[1]
+        scales = tensors.scales(f"{module}.weight_scale", (rows, groups))
+        group = divide(inputs, groups, self.group, f"{module}.weight_scale")
+        _check_order(module, tensors, inputs, group)
+        if self.packed:
+            columns = tensors.shape(f"{module}.weight_packed")[1]
+            stored = tensors.read(f"{module}.weight_packed", ("I32",), (rows, columns))
+            codes = nibbles(stored, self.bits)[:, :inputs].astype(np.int16) - (1 << (self.bits - 1))
+        else:
+            codes = tensors.read(f"{module}.weight", ("I8",), (rows, inputs)).astype(np.int16)
+        zeros = self._zeros(module, tensors, rows, groups)
+        return from_zeros(codes, scales, zeros, group)
+
+    def _zeros(
+        self, module: str, tensors: QuantisedTensors, rows: int, groups: int
+    ) -> NDArray[np.int16] | None:
+        name = f"{module}.weight_zero_point"
+        if name not in tensors:
+            return None
+        if self.packed and tensors.dtype(name) == "I32":
+            held = -(-rows * self.bits // 32)
+            stored = tensors.read(name, ("I32",), (held, groups))
+            numbers = nibbles(np.ascontiguousarray(stored.T), self.bits)[:, :rows].T
+            return numbers.astype(np.int16) - (1 << (self.bits - 1))
+        return tensors.read(name, ("I8",), (rows, groups)).astype(np.int16)
+
+
+def from_zeros(
+    codes: NDArray[np.int16], scales: NDArray[np.float32], zeros: NDArray[np.int16] | None, group: int
+) -> Grouped:
+    """scales · (codes − zeros), with zeros [N, G]: within the codes where these stay within a byte, else as offsets."""
+    if zeros is None or not zeros.any():
+        return Grouped(codes.astype(np.int8), scales, None, group)
+    moved = codes - np.repeat(zeros, group, axis=1)
+    if moved.min() >= -128 and moved.max() <= 127:
+        return Grouped(moved.astype(np.int8), scales, None, group)
+    return Grouped(codes.astype(np.int8), scales, scales * -zeros.astype(np.float32), group)
+
+
+def _check_order(module: str, tensors: QuantisedTensors, inputs: int, group: int) -> None:
+    name = f"{module}.weight_g_idx"
+    if name in tensors:
+        check_order(tensors.read(name, ("I32", "I64"), (inputs,)), group, name)
+
+
+def check_order(groups: NDArray[Any], group: int, name: str) -> None:
+    """Raises QuantisationUnsupported unless input k is in group k // group."""
+    if not np.array_equal(groups, np.arange(len(groups)) // group):
+        raise QuantisationUnsupported(
+            f"{name}: its inputs are ordered by activation, and a group's do not lie side by side; quantise without "
+            "desc_act, or with static groups"
+        )
+
+
+def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
+    """Raises QuantisationUnsupported."""
+    form = config.get("format")
+    if form not in _FORMATS:
+        raise QuantisationUnsupported(
+            f"compressed-tensors' format {str(form)[:40]!a} is not served: {', '.join(_FORMATS)} are"
+        )
+    for field in ("kv_cache_scheme", "transform_config", "sparsity_config"):
+        value = config.get(field)
+        if value and not (isinstance(value, dict) and value.get("format") == "dense"):
+            raise QuantisationUnsupported(f"compressed-tensors' {field} is not served")
+    found = {_codes(weights, form) for weights in _groups(config)}
+    if len(found) != 1:
+        raise QuantisationUnsupported(
+            "compressed-tensors' config_groups have codes of several kinds, or none"
+        )
+    ((bits, group, has_zeros),) = found
+    return CompressedTensors(
+        f"compressed-tensors int{bits}", bits, form == "pack-quantized", group, has_zeros
+    )
+
+
+def _groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict):
+        raise QuantisationUnsupported("compressed-tensors' config_groups are not an object")
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise QuantisationUnsupported("a group of compressed-tensors' config_groups has no weights")
+        inputs = group.get("input_activations")
+        if isinstance(inputs, dict) and (
+            not inputs.get("dynamic") or inputs.get("strategy") not in ("token", "group")
+        ):
+            raise QuantisationUnsupported(
+                "compressed-tensors' input_activations have one scale for several rows, so that an answer would "
+                "depend on its neighbours; dynamic ones by token are served"
+            )
+        if group.get("output_activations"):
+            raise QuantisationUnsupported("compressed-tensors' output_activations are not served")
+        yield weights
+
+
+def _codes(weights: Mapping[str, Any], form: str) -> tuple[int, int, bool]:
+    """Bits of a code, inputs of a group, and whether there are zeros."""
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    if kind != "int" or bits not in (4, 8) or (form != "pack-quantized" and bits != 8):
+        raise QuantisationUnsupported(
+            f"compressed-tensors' weights of {str(bits)[:8]} bits of type {str(kind)[:20]!a} as {form} are not served"
+        )
+    if strategy not in ("channel", "group"):
+        raise QuantisationUnsupported(
+            f"compressed-tensors' strategy {str(strategy)[:20]!a} of weights is not served: channel and group are"
+        )
+    group = group_size(weights.get("group_size")) if strategy == "group" else -1
+    return int(bits), group, weights.get("symmetric") is False

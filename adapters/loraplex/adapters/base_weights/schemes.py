@@ -1,0 +1,109 @@
+"""How a checkpoint's linears are quantised, by `quantization_config` of its config.json and by its tensors' names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from loraplex.adapters.base_weights.bitsandbytes import BitsAndBytesInt8, BitsAndBytesNf4, read_bitsandbytes
+from loraplex.adapters.base_weights.compressed_tensors import CompressedTensors, read_compressed_tensors
+from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_awq, read_gptq
+from loraplex.adapters.base_weights.grouped import INT8_GROUP, Grouped
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
+
+AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Gptq
+_READERS: dict[str, Callable[[Mapping[str, Any]], AnyScheme]] = {
+    "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": read_compressed_tensors,
+    "gptq": read_gptq,
+}
+
+
+class Scheme(Protocol):
+    """A format of quantised linears. Its methods raise QuantisationUnsupported."""
+
+    @property
+    def name(self) -> str:
+        """The format, for reports: "gptq int4" for example."""
+        ...
+
+    @property
+    def suffix(self) -> str:
+        """The name of the tensor of a module's codes, behind the module's own."""
+        ...
+
+    def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
+        """Whether a module with such a tensor is quantised."""
+        ...
+
+    def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
+        """[out_features, in_features]"""
+        ...
+
+    def names(self, module: str) -> tuple[str, ...]:
+        """The names that tensors of the module may have."""
+        ...
+
+    def read(self, module: str, tensors: QuantisedTensors) -> Grouped: ...
+
+
+def read_scheme(config: Mapping[str, Any]) -> AnyScheme | None:
+    """None where the checkpoint is not quantised. Raises QuantisationUnsupported."""
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise QuantisationUnsupported("quantization_config of config.json is not an object")
+    method = given.get("quant_method")
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise QuantisationUnsupported(
+            f"a checkpoint quantised by {str(method)[:40]!a} is not served: {', '.join(_READERS)} are"
+        )
+    return reader(given)
+
+
+class StoredCodes:
+    """The quantised linears of one checkpoint, `modules` by name: at least one. All methods raise
+    QuantisationUnsupported."""
+
+    def __init__(self, scheme: Scheme, tensors: QuantisedTensors) -> None:
+        self.scheme = scheme
+        self._tensors = tensors
+        ending = f".{scheme.suffix}"
+        named = (name.removesuffix(ending) for name in tensors if name.endswith(ending))
+        self.modules = frozenset(module for module in named if scheme.is_module(module, tensors))
+        if not self.modules:
+            raise QuantisationUnsupported(
+                f"config.json says {scheme.name}, and no linear of the checkpoint has a tensor {scheme.suffix}"
+            )
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """[out_features, in_features]"""
+        return self.scheme.shape(module, self._tensors)
+
+    def names(self, module: str) -> list[str]:
+        """The tensors that the weight of a module is made of; none where it is not quantised."""
+        if module not in self.modules:
+            return []
+        return [name for name in self.scheme.names(module) if name in self._tensors]
+
+    def read(self, module: str) -> Grouped:
+        return self.scheme.read(module, self._tensors)
+
+
+def stored_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Inputs of a group of codes in a quantised checkpoint (-1: a scale for each output), and how many numbers a group
+    has beside its codes, by its config alone. None where the checkpoint is not quantised. Raises
+    QuantisationUnsupported."""
+    scheme = read_scheme(config)
+    if scheme is None:
+        return None
+    if isinstance(scheme, BitsAndBytesNf4):
+        return INT8_GROUP, 1
+    if isinstance(scheme, BitsAndBytesInt8):
+        return -1, 1
+    # Zeros of 4 bits are taken off the codes, those of 8 bits are offsets.
+    has_offsets = scheme.has_zeros and not isinstance(scheme, Awq) and scheme.bits == 8
+    return scheme.group, 2 if has_offsets else 1

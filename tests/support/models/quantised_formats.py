@@ -1,0 +1,264 @@
+"""Tiny checkpoints as quantising tools store them, each beside the weights that its codes stand for.
+
+The writers follow the tools' own code: compressed_tensors' `pack_to_int32`, AutoGPTQ's `QuantLinear.pack`, AutoAWQ's
+`WQLinear_GEMM.from_linear`, bitsandbytes' `QuantState.as_dict`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The table of Dettmers et al., "QLoRA" (2023), appendix E."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Codes [N, K] from 0 to 2^bits - 1, scales and zeros [N, G]; `dense` = scales · (codes - zeros)."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+    bits: int
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    @property
+    def dense(self) -> np.ndarray:
+        zeros, scales = (np.repeat(each, self.group, axis=1) for each in (self.zeros, self.scales))
+        return (scales.astype(np.float64) * (self.codes.astype(np.float64) - zeros)).astype(np.float32)
+
+
+def grid(weight: np.ndarray, bits: int, group: int, *, symmetric: bool) -> Grid:
+    """The nearest weights on a grid, scales in float16 as the tools store them."""
+    rows, inputs = weight.shape
+    group = inputs if group < 1 else group
+    grouped = weight.reshape(rows, -1, group)
+    most, middle = (1 << bits) - 1, 1 << (bits - 1)
+    if symmetric:
+        scales = np.abs(grouped).max(2) / (middle - 1)
+        zeros = np.full(scales.shape, middle)
+    else:
+        low, high = np.minimum(grouped.min(2), 0), np.maximum(grouped.max(2), 0)
+        scales = (high - low) / most
+        zeros = np.clip(np.round(-low / scales), 0, most)
+    scales = scales.astype(np.float16).astype(np.float32)
+    codes = np.clip(np.round(grouped / scales[..., None]) + zeros[..., None], 0, most).reshape(rows, inputs)
+    return Grid(codes.astype(np.int64), scales, zeros.astype(np.int64), bits)
+
+
+def pack(numbers: np.ndarray, bits: int) -> torch.Tensor:
+    """[R, C] → [R, C · bits / 32] int32, the lowest bits first."""
+    each = 32 // bits
+    padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % each))).astype(np.uint64)
+    packed = np.zeros((len(padded), padded.shape[1] // each), np.uint64)
+    for place in range(each):
+        packed |= padded[:, place::each] << np.uint64(bits * place)
+    return torch.from_numpy(packed.astype(np.uint32).view(np.int32).copy())
+
+
+def _half(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).half()
+
+
+def _compressed(found: Grid, *, packed: bool) -> Tensors:
+    shift = 1 << (found.bits - 1)
+    made = {"weight_scale": _half(found.scales)}
+    if packed:
+        made["weight_packed"] = pack(found.codes, found.bits)
+        made["weight_shape"] = torch.tensor(found.codes.shape)
+        if (found.zeros != shift).any():
+            made["weight_zero_point"] = pack(found.zeros.T, found.bits).T.contiguous()
+    else:
+        made["weight"] = torch.from_numpy((found.codes - shift).astype(np.int8))
+        if (found.zeros != shift).any():
+            made["weight_zero_point"] = torch.from_numpy((found.zeros - shift).astype(np.int8))
+    return made
+
+
+def _gptq(found: Grid, *, shift: int) -> Tensors:
+    inputs = found.codes.shape[1]
+    return {
+        "qweight": pack(found.codes, found.bits).T.contiguous(),
+        "qzeros": pack((found.zeros.T - shift) % (1 << found.bits), found.bits),
+        "scales": _half(found.scales.T),
+        "g_idx": torch.arange(inputs, dtype=torch.int32) // found.group,
+    }
+
+
+def _awq(found: Grid) -> Tensors:
+    def reordered(columns: np.ndarray) -> np.ndarray:
+        return columns.reshape(len(columns), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(columns.shape)
+
+    return {
+        "qweight": pack(reordered(found.codes.T), 4),
+        "qzeros": pack(reordered(found.zeros.T), 4),
+        "scales": _half(found.scales.T),
+    }
+
+
+def _nf4(weight: np.ndarray, *, nested: bool) -> tuple[Tensors, np.ndarray]:
+    table = np.array(NF4, np.float32)
+    blocks = weight.reshape(-1, 64)
+    scales = np.abs(blocks).max(1)
+    state: dict[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "float32",
+        "shape": list(weight.shape),
+    }
+    made: Tensors = {}
+    if nested:
+        offset = float(scales.mean())
+        inner = np.linspace(-1, 1, 256).astype(np.float32)
+        outer = np.abs(scales - offset).reshape(-1)
+        size = np.array([np.abs(outer[first : first + 256]).max() for first in range(0, len(outer), 256)])
+        size = size.astype(np.float32)
+        ratio = (scales - offset) / np.repeat(size, 256)[: len(scales)]
+        found = np.abs(ratio[:, None] - inner).argmin(1)
+        scales = inner[found] * np.repeat(size, 256)[: len(found)] + np.float32(offset)
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        made["weight.absmax"] = torch.from_numpy(found.astype(np.uint8))
+        made["weight.nested_absmax"] = torch.from_numpy(size)
+        made["weight.nested_quant_map"] = torch.from_numpy(inner)
+    else:
+        made["weight.absmax"] = torch.from_numpy(scales.astype(np.float32))
+    codes = np.abs(blocks[..., None] / np.maximum(scales, 1e-9)[:, None, None] - table).argmin(2)
+    flat = codes.reshape(-1).astype(np.uint8)
+    made["weight"] = torch.from_numpy((flat[::2] << 4 | flat[1::2])[:, None].copy())
+    made["weight.quant_map"] = torch.from_numpy(table)
+    encoded = json.dumps(state).encode()
+    made["weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    return made, (table[codes] * scales[:, None].astype(np.float32)).reshape(weight.shape)
+
+
+@dataclass(frozen=True)
+class Format:
+    """`config` is the checkpoint's `quantization_config`; `write` gives a module's tensors and what they stand for."""
+
+    config: dict[str, Any]
+    write: Callable[[np.ndarray], tuple[Tensors, np.ndarray]]
+    exact: bool = True
+
+
+def _of_grid(
+    config: dict[str, Any], store: Callable[[Grid], Tensors], bits: int, group: int, *, symmetric: bool = True
+) -> Format:
+    def write(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        found = grid(weight, bits, group, symmetric=symmetric)
+        return store(found), found.dense
+
+    return Format(config, write)
+
+
+def _compressed_format(bits: int, group: int, *, packed: bool, symmetric: bool = True) -> Format:
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
+    weights |= (
+        {"strategy": "group", "group_size": group}
+        if group > 0
+        else {"strategy": "channel", "group_size": None}
+    )
+    inputs = None if packed else {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if packed else "int-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+    return _of_grid(config, lambda found: _compressed(found, packed=packed), bits, group, symmetric=symmetric)
+
+
+def _gptq_format(bits: int, group: int, version: int, *, symmetric: bool = True) -> Format:
+    form = "gptq" if version == 1 else "gptq_v2"
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "checkpoint_format": form,
+        "desc_act": False,
+        "sym": symmetric,
+    }
+    return _of_grid(config, lambda found: _gptq(found, shift=2 - version), bits, group, symmetric=symmetric)
+
+
+def _scb(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    most = np.abs(weight).max(1).astype(np.float32)
+    codes = np.round(weight / most[:, None] * 127).astype(np.int8)
+    made = {"weight": torch.from_numpy(codes), "SCB": torch.from_numpy(most)}
+    return made, codes.astype(np.float32) * (most / np.float32(127))[:, None]
+
+
+FORMATS: dict[str, Format] = {
+    "compressed int8, a scale a row": _compressed_format(8, -1, packed=False),
+    "compressed int8 in groups, zeros": _compressed_format(8, 32, packed=False, symmetric=False),
+    "compressed int4": _compressed_format(4, 32, packed=True),
+    "compressed int4, zeros": _compressed_format(4, 16, packed=True, symmetric=False),
+    "compressed int8 packed": _compressed_format(8, 32, packed=True),
+    "gptq int4": _gptq_format(4, 32, 1),
+    "gptq int4, zeros": _gptq_format(4, 32, 2, symmetric=False),
+    "gptq int8, zeros": _gptq_format(8, -1, 2, symmetric=False),
+    "awq": _of_grid(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        _awq,
+        4,
+        32,
+        symmetric=False,
+    ),
+    "nf4": Format(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        lambda weight: _nf4(weight, nested=False),
+        exact=False,
+    ),
+    "nf4, nested": Format(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        lambda weight: _nf4(weight, nested=True),
+        exact=False,
+    ),
+    "bitsandbytes int8": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, _scb),
+}
+
+
+def write_quantised(base: Path, out: Path, name: str) -> tuple[Path, Path]:
+    """The checkpoint in `base` as a format stores its layers' linears, and in float32 with what they stand for then."""
+    made, dense = out / "quantised", out / "dense"
+    for folder in (made, dense):
+        folder.mkdir(parents=True)
+        for path in base.iterdir():
+            if path.suffix != ".safetensors":
+                shutil.copy(path, folder)
+    tensors, stored, exact = load_file(base / "model.safetensors"), {}, {}
+    for key, tensor in tensors.items():
+        if not key.endswith("_proj.weight"):
+            stored[key] = exact[key] = tensor
+            continue
+        module = key.removesuffix(".weight")
+        written, values = FORMATS[name].write(tensor.float().numpy())
+        stored |= {f"{module}.{leaf}": part.contiguous() for leaf, part in written.items()}
+        exact[key] = torch.from_numpy(values)
+    config = json.loads((base / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": FORMATS[name].config}))
+    save_file(stored, made / "model.safetensors", {"format": "pt"})
+    save_file(
+        {key: tensor.clone() for key, tensor in exact.items()}, dense / "model.safetensors", {"format": "pt"}
+    )
+    return made, dense
