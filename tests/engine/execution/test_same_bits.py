@@ -121,17 +121,20 @@ def questions(rng: random.Random) -> list[Question]:
     return made
 
 
-COUNTS = [
-    40,
-    pytest.param(250, marks=pytest.mark.slow),
-    pytest.param(2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+CASES = [
+    ("none", 40),
+    ("int8", 40),
+    pytest.param("none", 250, marks=pytest.mark.slow),
+    *(
+        pytest.param(quantise, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
+        for quantise in ("none", "int8")
+    ),
 ]
-"""Of each engine: four of them for each family and dtype."""
+"""How linears are kept, and the requests of each engine: four of them for each family and dtype."""
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("quantise", "count"), CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantise", ["none", "int8"])
 def test_bits_do_not_depend_on_neighbours(
     make_asked: Callable[..., Asked], quantise: str, dtype: str, count: int
 ) -> None:

@@ -140,7 +140,15 @@ def test_a_scale_of_the_neighbouring_group_is_noticed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["--quantise", "compressed int4, zeros", "gptq int4", "awq"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "--quantise",
+        "gptq int4",
+        pytest.param("compressed int4, zeros", marks=pytest.mark.soak),
+        pytest.param("awq", marks=pytest.mark.soak),
+    ],
+)
 def test_the_real_model_equals_peft_over_what_the_codes_stand_for(
     name: str, real_model_dir: Path, tmp_path: Path
 ) -> None:
