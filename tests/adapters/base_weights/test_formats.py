@@ -241,6 +241,21 @@ def test_a_state_of_nf4_that_is_broken_is_named(state: bytes, base: Path, tmp_pa
         read(made)
 
 
+@pytest.mark.parametrize("offset", [None, "x", 10**400, [1], float("inf")])
+def test_an_offset_of_nested_scales_that_is_no_number_is_named(
+    offset: Any, base: Path, tmp_path: Path
+) -> None:
+    made, _ = write_quantised(base, tmp_path, "nf4, nested")
+    path = made / "model.safetensors"
+    tensors = load_file(path)
+    key = f"{MODULE}.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[key].tolist())) | {"nested_offset": offset}
+    tensors[key] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(QuantisationUnsupported, match=r"no usable nested_offset|is no JSON"):
+        read(made)
+
+
 def test_weights_are_stacked_whatever_their_groups() -> None:
     rng = np.random.default_rng(0)
 

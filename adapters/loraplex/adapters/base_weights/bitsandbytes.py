@@ -9,6 +9,7 @@ inputs, of all rows one behind the other, itself a code of a second table where 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -132,8 +133,11 @@ def _scales(
     if tensors.dtype(name) != "U8":
         return tensors.scales(name, (count,))
     block = _number(state, "nested_blocksize", module)
-    offset = state.get("nested_offset")
-    if not isinstance(offset, int | float) or not np.isfinite(offset):
+    try:
+        offset = float(state["nested_offset"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        offset = math.inf
+    if not math.isfinite(offset):
         raise QuantisationUnsupported(f"{module}.{_STATE} has no usable nested_offset")
     table = tensors.scales(f"{module}.weight.nested_quant_map", (256,))
     outer = tensors.scales(f"{module}.weight.nested_absmax", (-(-count // block),))
