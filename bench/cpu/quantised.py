@@ -33,7 +33,7 @@ from support.servers.live_server import write_real_adapter
 ROOT = Path(__file__).parents[2]
 ADAPTERS = ("json", "pirate", "sentiment")
 TOKENS = 200
-"""Of each kind of text."""
+"""Tokens of each kind of text."""
 CONTEXT = 128
 CASES = ((1, 0), (16, 0), (16, 16))
 """Rows of a decoding step, and the adapters among which they are dealt out."""

@@ -344,7 +344,7 @@ def test_plans_are_copies_that_later_changes_cannot_reach() -> None:
 
 
 def test_a_step_of_an_ended_request_brings_nothing_to_the_next_of_its_name(lookahead: Literal[0, 1]) -> None:
-    """Its step is still in flight when the name is used again."""
+    """A name is used again while a step of its first request is in flight."""
     engine = CoreEngine(lookahead=lookahead)
     engine.add("r", prompt_ids=tuple(range(1, 21)))
     engine.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,19 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
         load_model(base, "cpu", torch.float32, kernels="numba", quantise=True)
     with pytest.raises(BaseModelInvalid, match="up_proj of layer 1: a weight of the base"):
         list(BaseWeights(load_base_spec(base, quantise="int8")).rows(1, "up_proj", np.dtype(np.float32)))
+
+
+def test_a_quantization_config_of_null_is_none(tmp_path: Path) -> None:
+    for name, family, kernels in (
+        ("llama", FAMILIES["llama"], "triton"),
+        ("granite", OTHERS["granite"], "torch"),
+    ):
+        base = save_tiny(tmp_path / name, family)
+        path = base / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": None}))
+        assert load_model(base, "cpu", torch.float32, kernels=kernels).num_weights
+        assert not load_base_spec(base).stored
+        outline_model(base, torch.device("cpu"), "float32")
 
 
 def test_an_answers_fingerprint_names_the_codes(tmp_path: Path) -> None:

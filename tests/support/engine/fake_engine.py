@@ -202,7 +202,7 @@ class FakeEngineClient:
         self.unhealthy_reason: str | None = None
         self.closed_with: float | None = None
         self.measure: Callable[[AdapterRef], Awaitable[SiteOutputs]] = _measure_nothing
-        """What `measure_sites` does; see `fake_measure`."""
+        """Stand-in for `measure_sites`; see `fake_measure`."""
         self._scripts: deque[Reply] = deque()
         self._streams: dict[str, RequestStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -108,9 +108,7 @@ def divide(inputs: int, groups: int, configured: int, name: str) -> int:
     where the scales, which `name` names, are of other groups, or a group has an odd number of inputs."""
     group = inputs if configured < 1 else configured
     if group * groups != inputs or group % 2:
-        raise QuantisationUnsupported(
-            f"{name}: {inputs} inputs in {groups} groups, of which each has {group}"
-        )
+        raise QuantisationUnsupported(f"{name}: {inputs} inputs are not {groups} groups of {group}")
     return group
 
 

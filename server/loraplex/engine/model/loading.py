@@ -93,7 +93,7 @@ def load_model(
         raise _refuse_attention(attention, config.model_type)
     if kernels.batch_invariant:
         raise _refuse_bits(config.model_type)
-    if quantise or "quantization_config" in text_fields(raw):
+    if quantise or _is_quantised(raw):
         raise _refuse_codes(config.model_type, quantise)
     decoder = load_wrapped(model_dir, config, _dtype(_stored_dtype(config), dtype, device), device)
     if config.model_type not in TESTED:
@@ -101,9 +101,14 @@ def load_model(
     return decoder
 
 
+def _is_quantised(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json has a quantization_config. Some tools write null where a checkpoint has none."""
+    return text_fields(raw).get("quantization_config") is not None
+
+
 def _obstacle_to_codes(raw: Mapping[str, Any], kernels: Kernels, quantise: bool) -> str | None:
     """Why a model of the fused families cannot be served as codes by these kernels; None where it can, or is not."""
-    if kernels.ops.pack_groups is not None or not (quantise or "quantization_config" in text_fields(raw)):
+    if kernels.ops.pack_groups is not None or not (quantise or _is_quantised(raw)):
         return None
     what = "--quantise" if quantise else "a quantised checkpoint"
     return f"{what}: {kernels.backend}'s kernels do not multiply codes; serve on a CPU"
@@ -124,7 +129,7 @@ def examine_codes(model_dir: Path, quantise: bool, kernels: Kernels) -> None:
         obstacle = _obstacle_to_codes(raw, kernels, quantise)
         if obstacle is not None:
             raise ModelUnsupported(obstacle)
-    elif quantise or "quantization_config" in text_fields(raw):
+    elif quantise or _is_quantised(raw):
         raise _refuse_codes(config.model_type, quantise)
 
 
