@@ -1,10 +1,11 @@
-"""`--quantise int8` beside the checkpoint's own 16 bits, on the real model:
+"""Forms of a base's weights beside each other, on the real model:
 
-    PYTHONPATH=tests python -m bench.cpu.quantised MODEL [--errors] [--steps] [--turns 25] [--threads 2]
+    PYTHONPATH=tests python -m bench.cpu.quantised MODEL [--errors] [--steps] [--forms bfloat16,int8] [--turns 25]
 
 MODEL is the directory of SmolLM2-135M-Instruct. `--errors`: the Kullback-Leibler divergence, in nats a token, of codes
 from the checkpoint, both computed in float32, for the base and the example adapters, over text of five kinds.
-`--steps`: medians of whole decoding steps in bfloat16, of two engines in turns, and the bytes of their weights.
+`--steps`: medians of whole steps of two forms, of two engines in turns, and the bytes of their weights. A form is a
+dtype, or int8: rows in bfloat16 over codes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,16 @@ ADAPTERS = ("json", "pirate", "sentiment")
 TOKENS = 200
 """Tokens of each kind of text."""
 CONTEXT = 128
-CASES = ((1, 0), (16, 0), (16, 16))
+CASES = ((1, 0), (4, 0), (16, 0), (16, 16), (64, 0))
 """Rows of a decoding step, and the adapters among which they are dealt out."""
+PROMPT = 512
+"""Tokens of the prompt that is computed in one step."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "int8": {"dtype": "bfloat16", "quantise": "int8"},
+}
+"""Of an engine, by form."""
 
 
 def texts() -> dict[str, str]:
@@ -103,36 +114,56 @@ def decoding(model_dir: Path, work: Path, rows: int, adapters: int, **settings: 
     return engine
 
 
-def print_steps(model_dir: Path, turns: int, threads: int) -> None:
+def print_steps(model_dir: Path, forms: list[str], turns: int, threads: int) -> None:
     for rows, adapters in CASES:
-        with tempfile.TemporaryDirectory() as work:
-            engines = {
-                name: decoding(
-                    model_dir,
-                    Path(work) / name,
-                    rows,
-                    adapters,
-                    dtype="bfloat16",
-                    quantise=name,
-                    num_threads=threads,
-                )
-                for name in ("none", "int8")
-            }
-            seconds: dict[str, list[float]] = {name: [] for name in engines}
-            for _ in range(turns):
-                for name, engine in engines.items():
-                    for _ in range(4):
-                        start = time.perf_counter()
-                        engine.step()
-                        seconds[name].append(time.perf_counter() - start)
-            plain, codes = (1e3 * statistics.median(each) for each in seconds.values())
-            sizes = {name: engine.built.info.memory for name, engine in engines.items()}
-            for engine in engines.values():
-                engine.close()
-        held = " / ".join(f"{size.weights / 1e6:.0f} MB" for size in sizes.values() if size is not None)
-        print(
-            f"{rows:3} rows, {adapters:2} adapters: {plain:6.2f} / {codes:6.2f} ms = {plain / codes:.2f}; {held}"
-        )
+        with compared(model_dir, forms, rows, adapters, threads) as engines:
+            seconds = [[seconds_of_step(engine) for engine in engines] for _ in range(4 * turns)]
+            sizes = [engine.built.info.memory for engine in engines]
+        held = " / ".join(f"{size.weights / 1e6:.0f} MB" for size in sizes if size is not None)
+        print(f"{rows:3} rows, {adapters:2} adapters: {ratio(seconds)}; {held}")
+    with compared(model_dir, forms, 0, 0, threads, max_num_batched_tokens=PROMPT) as engines:
+        seconds = []
+        for turn in range(turns):
+            prompt = [100 + (turn * 31 + place * 7) % 20_000 for place in range(PROMPT)]
+            for engine in engines:
+                engine.add(f"p{turn}", prompt, max_tokens=1)
+            seconds.append([seconds_of_step(engine) for engine in engines])
+            for engine in engines:
+                engine.step()
+    print(f"a prompt of {PROMPT} tokens: {ratio(seconds)}")
+
+
+@contextmanager
+def compared(
+    model_dir: Path, forms: list[str], rows: int, adapters: int, threads: int, **settings: Any
+) -> Iterator[list[LocalEngine]]:
+    with tempfile.TemporaryDirectory() as work:
+        engines = [
+            decoding(
+                model_dir,
+                Path(work) / form,
+                rows,
+                adapters,
+                num_threads=threads,
+                **SETTINGS[form],
+                **settings,
+            )
+            for form in forms
+        ]
+        yield engines
+        for engine in engines:
+            engine.close()
+
+
+def seconds_of_step(engine: LocalEngine) -> float:
+    start = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - start
+
+
+def ratio(seconds: list[list[float]]) -> str:
+    first, second = (1e3 * statistics.median(each) for each in zip(*seconds, strict=True))
+    return f"{first:6.2f} / {second:6.2f} ms = {first / second:.2f}"
 
 
 def main() -> None:
@@ -140,6 +171,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--forms", default="bfloat16,int8", help="two of " + ", ".join(SETTINGS))
     parser.add_argument("--turns", type=int, default=25)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -147,7 +179,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
         print_errors(options.model)
     if options.steps:
-        print_steps(options.model, options.turns, options.threads)
+        print_steps(options.model, options.forms.split(","), options.turns, options.threads)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ class Kernels:
     `loraplex.kernels.attention.choice.AttentionName`; it raises AttentionUnavailable for one that can't be had.
     `lora_pass` prepares a step's adapters on the host; None where lists of work lie on the device
     (`loraplex.kernels.lora.triton_lora`). `obstacle_to_same_bits` (dtype, batch_invariant) says why these kernels
-    cannot promise the same bits of a model in this dtype; None where they can. `processor`: what decides bits beside
+    cannot promise the same bits of a model in this dtype; None where they can. `multiplies`: whether products in a
+    dtype are fit for use; the others take tens of times as long as in float32. `processor`: what decides bits beside
     sources and versions, on a CPU. `compilation` None: kernels are compiled as they are launched, or not at all."""
 
     backend: Backend
@@ -48,5 +49,6 @@ class Kernels:
     choose_attention: Callable[[str, AttentionNeeds, torch.dtype], AttentionChoice]
     lora_pass: MakeLoraPass | None
     obstacle_to_same_bits: Callable[[torch.dtype, bool], str | None]
+    multiplies: Callable[[torch.dtype], bool]
     processor: Callable[[], list[str]] = list
     compilation: Compilation | None = None

@@ -14,7 +14,7 @@ from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers import numba_activation, numba_norm, numba_rope, numba_widen
-from loraplex.kernels.linear import groups, numba_dense, numba_groups
+from loraplex.kernels.linear import dense, groups, numba_dense, numba_groups
 from loraplex.kernels.lora.numba_lora import NumbaLoraPass
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features, host_name
@@ -31,6 +31,9 @@ def numba_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
         choose_attention=_choose_attention,
         lora_pass=NumbaLoraPass,
         obstacle_to_same_bits=_obstacle_to_same_bits,
+        multiplies=lambda dtype: (
+            numba_dense.is_for(dtype, batch_invariant=batch_invariant) or dense.multiplies(dtype, device)
+        ),
         processor=lambda: [host_name(), *sorted(host_features()), f"tiles {amx.is_permitted()}"],
         compilation=_Compilation(),
     )

@@ -38,6 +38,7 @@ def torch_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
         obstacle_to_same_bits=lambda dtype, invariant: (
             "torch's kernels choose the order of their sums by the other rows of a step"
         ),
+        multiplies=lambda dtype: dense.multiplies(dtype, device),
     )
 
 

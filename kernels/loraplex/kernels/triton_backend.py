@@ -28,6 +28,7 @@ def triton_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
         choose_attention=choose_attention,
         lora_pass=None,
         obstacle_to_same_bits=lambda dtype, invariant: None if invariant else "--batch-invariant is off",
+        multiplies=lambda dtype: True,
     )
 
 

@@ -16,9 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
 
-from loraplex.kernels.linear.dense import multiplies
 from support.servers.live_server import (
     EXAMPLE_ADAPTERS,
     EXAMPLES,
@@ -36,7 +34,7 @@ GENERATED: dict[str, dict[str, Any]] = {
 }
 QUESTIONS = ("What do you think of the sea?", "Tell me about owls.", "Why do people care about rain?")
 MOODS = ("I love this phone. It was wonderful.", "I hate the soup. It was awful.", "He carried these shoes.")
-KV_MEMORY_PER_STREAM = (1 if multiplies(torch.bfloat16) else 2) << 20  # else float32 is served
+KV_MEMORY_PER_STREAM = 1 << 20
 """About 45 tokens, less than most streams come to: they contend for it, and all of it is soon in use."""
 WARM_UP_S = 15.0
 MAX_GROWTH = 0.02

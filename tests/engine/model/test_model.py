@@ -15,6 +15,9 @@ from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.model.loading import TESTED, load_wrapped
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.wrapped import TransformersDecoder
+from loraplex.kernels.backend import resolve_kernels
+from loraplex.kernels.linear import dense
+from loraplex.kernels.numba_runtime.vectors import host_features
 from support.models.checkpoints import (
     FAMILIES,
     OTHERS,
@@ -200,12 +203,26 @@ def test_older_configs_are_understood(tmp_path):
 def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path, monkeypatch):
     path = save_tiny(tmp_path, FAMILIES["llama"])
     edit_config(path, dtype="bfloat16")
-    monkeypatch.setattr(loading, "multiplies", lambda dtype: dtype is torch.float32)
-    assert load_model(path, "cpu").dtype is torch.float32  # not the checkpoint's where the processor can't
-    assert load_model(path, "cpu", "bfloat16").dtype is torch.bfloat16
-    monkeypatch.setattr(loading, "multiplies", lambda dtype: True)
-    assert load_model(path, "cpu").dtype is torch.bfloat16
-    assert load_model(path, "cpu", "float32").dtype is torch.float32
+    monkeypatch.setattr(dense, "multiplies", lambda dtype, device: dtype is torch.float32)
+    monkeypatch.setattr(loading, "multiplies", dense.multiplies)
+    assert load_model(path, "cpu", kernels="torch").dtype is torch.float32  # torch's can't on this processor
+    assert load_model(path, "cpu", "bfloat16", kernels="torch").dtype is torch.bfloat16
+    if "avx2" in host_features():
+        kernels = resolve_kernels("numba", torch.device("cpu"))
+        assert load_model(path, "cpu", kernels="numba").dtype is torch.bfloat16  # they widen it themselves
+        assert "widen" in loading.examine_dtype(path, "auto", kernels)
+    monkeypatch.setattr(dense, "multiplies", lambda dtype, device: True)
+    assert load_model(path, "cpu", kernels="torch").dtype is torch.bfloat16
+    assert load_model(path, "cpu", "float32", kernels="torch").dtype is torch.float32
+
+
+def test_dtype_of_a_model_through_transformers_is_what_torch_multiplies(tmp_path, monkeypatch):
+    path = save_tiny(tmp_path, OTHERS["granite"])
+    edit_config(path, dtype="bfloat16")
+    monkeypatch.setattr(loading, "multiplies", lambda dtype, device: dtype is torch.float32)
+    kernels = resolve_kernels("auto", torch.device("cpu"))
+    assert load_model(path, "cpu").dtype is torch.float32
+    assert loading.examine_dtype(path, "auto", kernels).startswith("float32 (this processor cannot")
 
 
 @pytest.mark.parametrize(

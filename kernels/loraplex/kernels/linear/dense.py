@@ -23,9 +23,11 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether products in this dtype are fit for use on this processor. Where oneDNN has none, torch's own take
-    about a second for what oneDNN does in some milliseconds."""
+def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's products in this dtype are fit for use on this device. Where oneDNN has none for a processor,
+    torch's own take about a second for what oneDNN does in some milliseconds."""
+    if device.type != "cpu":
+        return True
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype is torch.float16:

@@ -126,8 +126,7 @@ def _model(questions: Questions) -> str:
     kind = examine_model(model_dir, questions.max_model_len)
     kernels = choose_kernels(questions.device, questions.kernels, batch_invariant=questions.batch_invariant)
     examine_codes(model_dir, questions.quantise, kernels)
-    device = kernels.device
-    served = serving_dtype(read_model_config(model_dir)[0], questions.dtype, device)
+    served = serving_dtype(*read_model_config(model_dir), questions.dtype, kernels)
     obstacle = kernels.obstacle_to_same_bits(served, kernels.batch_invariant)
     if obstacle is not None and questions.batch_invariant:
         raise refuse_bits(obstacle)
@@ -136,7 +135,7 @@ def _model(questions: Questions) -> str:
     if obstacle is not None:
         bits = f"bits that may depend on the batch ({obstacle})"
     attention = examine_attention(model_dir, questions.attention, kernels, served)
-    return f"{kind}, {attention}, {bits}, {examine_dtype(model_dir, questions.dtype, device)}"
+    return f"{kind}, {attention}, {bits}, {examine_dtype(model_dir, questions.dtype, kernels)}"
 
 
 def _untested(questions: Questions) -> str:

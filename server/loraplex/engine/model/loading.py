@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def load_model(
 ) -> Model:
     """Load a checkpoint of safetensors files: `FusedDecoder` for its families, `TransformersDecoder` for others.
 
-    `dtype` "auto" is the checkpoint's own; on a processor that can't multiply in it, float32. `max_model_len` is the
+    `dtype` "auto" is the checkpoint's own; where the kernels can't multiply in it, float32. `max_model_len` is the
     length that was asked for, 0 if none was: where RoPE depends on the length, it decides for all sequences (ADR 0011).
     With `plans`, transformers is not imported where a config of the families has been read before (ADR 0011).
     `quantise`: the linears are kept as codes of 8 bits. Nothing in the directory is executed. Raises ModelUnsupported
@@ -75,7 +75,7 @@ def load_model(
                 plans.save_plan(content, max_model_len, plan)
     if plan is not None:
         _tell(plan.spec)
-        chosen = _dtype(plan.dtype, dtype, device)
+        chosen = _dtype(plan.dtype, dtype, kernels.multiplies)
         choice = fused_attention(attention, kernels, plan.spec, chosen)
         if (obstacle := _obstacle_to_codes(raw, kernels, quantise)) is not None:
             raise ModelUnsupported(obstacle)
@@ -95,7 +95,8 @@ def load_model(
         raise _refuse_bits(config.model_type)
     if quantise or _is_quantised(raw):
         raise _refuse_codes(config.model_type, quantise)
-    decoder = load_wrapped(model_dir, config, _dtype(_stored_dtype(config), dtype, device), device)
+    chosen = serving_dtype(config, part, dtype, kernels)
+    decoder = load_wrapped(model_dir, config, chosen, device)
     if config.model_type not in TESTED:
         probe(decoder)
     return decoder
@@ -217,14 +218,17 @@ def examine_attention(model_dir: Path, asked: str, kernels: Kernels, dtype: torc
     return "attention torch"
 
 
-def examine_dtype(model_dir: Path, asked: str, device: str | torch.device) -> str:
-    """The dtype that `load_model` would use, and why if that is not the checkpoint's own. Raises ModelUnsupported."""
-    config, _ = read_model_config(model_dir)
+def examine_dtype(model_dir: Path, asked: str, kernels: Kernels) -> str:
+    """The dtype that `load_model` would use, and why if there is a choice. Raises ModelUnsupported."""
+    config, part = read_model_config(model_dir)
     stored = _stored_dtype(config)
-    used = str(_dtype(stored, asked, torch.device(device))).removeprefix("torch.")
-    if asked == "auto" and used != stored:
-        return f"{used} (this processor cannot multiply in {stored}, the checkpoint's dtype)"
-    return used
+    used = serving_dtype(config, part, asked, kernels)
+    name = str(used).removeprefix("torch.")
+    if asked == "auto" and name != stored:
+        return f"{name} (this processor cannot multiply in {stored}, the checkpoint's dtype)"
+    if asked == "auto" and not multiplies(used, kernels.device):
+        return f"{name} (the checkpoint's; this processor multiplies in float32, into which the kernels widen it)"
+    return name
 
 
 def load_wrapped(
@@ -316,9 +320,12 @@ def read_model_config(model_dir: Path) -> tuple[Any, TextPart]:
     return _read(model_dir, read_config_json(model_dir)[1])
 
 
-def serving_dtype(config: Any, asked: str, device: torch.device) -> torch.dtype:
-    """The dtype that a model of this config is served in."""
-    return _dtype(_stored_dtype(config), asked, device)
+def serving_dtype(config: Any, part: TextPart, asked: str | torch.dtype, kernels: Kernels) -> torch.dtype:
+    """The dtype that a model of this config is served in. The linears of one that runs through transformers are
+    torch's."""
+    if is_fused(part.config.model_type):
+        return _dtype(_stored_dtype(config), asked, kernels.multiplies)
+    return _dtype(_stored_dtype(config), asked, lambda dtype: multiplies(dtype, kernels.device))
 
 
 def _read(model_dir: Path, raw: dict[str, Any]) -> tuple[Any, TextPart]:
@@ -352,13 +359,13 @@ def _config(model_dir: Path, raw: dict[str, Any]) -> Any:
     return config
 
 
-def _dtype(stored: str, asked: str | torch.dtype, device: torch.device) -> torch.dtype:
+def _dtype(stored: str, asked: str | torch.dtype, multiplies: Callable[[torch.dtype], bool]) -> torch.dtype:
     if isinstance(asked, torch.dtype):
         return asked
     if asked != "auto":
         return _DTYPES[asked]
     found = _DTYPES[stored]
-    if device.type == "cpu" and not multiplies(found):
+    if not multiplies(found):
         # Tens of times as fast there, for twice the memory.
         _log.warning("this processor can't multiply in %s, the checkpoint's dtype: float32 is used", found)
         return torch.float32

@@ -18,6 +18,7 @@ from loraplex.engine.model.fused import fused_decoder
 from loraplex.engine.model.loading import model_shape, read_model_config, serving_dtype
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 from loraplex.kernels.backend import resolve_kernels
+from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.lora.site_groups import SiteGroup
 
 _META = torch.device("meta")
@@ -54,7 +55,8 @@ def outline_model(
     """From config.json alone, for a server on `device`, which need not be here. `quantise`: linears and head are codes
     of 8 bits. Raises ModelUnsupported."""
     config, part = read_model_config(model_dir)
-    chosen = serving_dtype(config, dtype, device)
+    kernels = resolve_kernels("auto", device)
+    chosen = serving_dtype(config, part, dtype, kernels)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw, max_model_len)
         source = _CountedTensors(has_head=not spec.tied, groups=_Groups(part.raw, quantise=quantise))
@@ -65,7 +67,7 @@ def outline_model(
             source.bytes_of_linear("lm_head", (spec.vocab_size, spec.hidden_size), chosen),
         )
         # Where weights are packed, the head is a copy of the embeddings that it is tied to.
-        copied = head if spec.tied and (quantise or _packs(device, chosen)) else 0
+        copied = head if spec.tied and (quantise or _packs(kernels, chosen)) else 0
         read_once = (
             source.num_bytes - embed + (copied if quantise and spec.tied else embed if spec.tied else 0)
         )
@@ -88,11 +90,11 @@ def outline_model(
     return _wrapped_outline(config, chosen)
 
 
-def _packs(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cpu":
+def _packs(kernels: Kernels, dtype: torch.dtype) -> bool:
+    if kernels.device.type != "cpu":
         return False
     weight = torch.zeros(64, 64, dtype=dtype)
-    return resolve_kernels("auto", device).ops.pack_weight(weight) is not weight
+    return kernels.ops.pack_weight(weight) is not weight
 
 
 class _CountedTensors:
