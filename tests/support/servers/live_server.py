@@ -329,7 +329,7 @@ class LiveServer:
 
     def client(self, key: str, **options: Any) -> httpx.Client:
         return httpx.Client(
-            base_url=self.data_url, headers={"authorization": f"Bearer {key}"}, timeout=120, **options
+            base_url=self.data_url, headers={"authorization": f"Bearer {key}"}, **{"timeout": 120, **options}
         )
 
 
