@@ -12,6 +12,7 @@ import pytest
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.engine.config import EngineConfig
 from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.supervision.engine_supervisor import Supervision
 from loraplex.serving.supervision.supervisor import RestartPolicy
 from support.engine.fake_processes import FAKE_ENGINE, until
 from support.http.admin_plane import AdminPlane, admin_client
@@ -22,7 +23,8 @@ VERSION = "/tenants/acme/adapters/support/versions/v1"
 @pytest.fixture
 async def engine() -> AsyncIterator[SocketEngineClient]:
     client = SocketEngineClient(
-        EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, restart=RestartPolicy(first_delay_s=0.3)
+        EngineConfig("ok", "/nowhere"),
+        Supervision(command=FAKE_ENGINE, restart=RestartPolicy(first_delay_s=0.3)),
     )
     await client.start()
     yield client

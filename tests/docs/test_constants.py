@@ -44,9 +44,9 @@ from loraplex.http import body, context
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.numba_runtime import cache as numba_cache
 from loraplex.lifecycle import tenant_terms
-from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.grammar import builders, checker, schema_rules
 from loraplex.serving.supervision import supervisor, watchdog
+from loraplex.serving.supervision.engine_supervisor import Supervision
 from loraplex.serving.templates import renderer
 from support import markdown
 
@@ -96,7 +96,7 @@ RESTART = supervisor.RestartPolicy()
 BOUNDS = connections.Bounds()
 CHARGES = Charges()
 TTL_S = default(KeyCache, "ttl_s")
-START_MINUTES = default(SocketEngineClient, "start_timeout_s") / 60
+START_MINUTES = Supervision().start_timeout_s / 60
 POOL = postgres_engine.POOL_SIZE + postgres_engine.POOL_OVERFLOW
 SLICE_S = default(budget_store.BudgetStore, "slice_s")
 STALENESS = setting("database_staleness")

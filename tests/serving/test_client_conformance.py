@@ -25,6 +25,7 @@ from loraplex.serving.errors import (
     EngineUnavailable,
     ServingError,
 )
+from loraplex.serving.supervision.engine_supervisor import Supervision
 from support.engine.fake_core import CRASH, DAMAGED, SLOW, build_fake_engine, fake_tokens
 
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parent.parent / "support" / "engine" / "fake_core.py"))
@@ -42,7 +43,7 @@ def make_client(
     engine_config = EngineConfig(model_path, "/nowhere", **config)  # type: ignore[arg-type]
     if kind == "socket":
         return SocketEngineClient(
-            engine_config, command=FAKE_ENGINE, start_timeout_s=60, on_damaged=on_damaged
+            engine_config, Supervision(command=FAKE_ENGINE, start_timeout_s=60), on_damaged=on_damaged
         )
     return InProcessEngineClient(lambda wake: build_fake_engine(engine_config, wake), on_damaged=on_damaged)
 

@@ -19,6 +19,7 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.reports import EngineInfo
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
+from loraplex.serving.supervision.engine_supervisor import Supervision
 from loraplex.serving.supervision.supervisor import MAX_SOCKET_PATH_BYTES, EngineProcess, RestartPolicy
 from support.engine.fake_core import CRASH, fake_tokens
 from support.engine.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engines, until
@@ -26,7 +27,9 @@ from support.engine.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engin
 
 @pytest.fixture
 async def client() -> AsyncIterator[SocketEngineClient]:
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, start_timeout_s=60)
+    client = SocketEngineClient(
+        EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE, start_timeout_s=60)
+    )
     await client.start()
     yield client
     await client.close()
@@ -77,7 +80,7 @@ async def test_an_engine_that_dies_right_behind_its_pins_is_started_again(
     async def die_behind_the_answer(refs: Sequence[AdapterRef]) -> list[CacheEntry]:
         if deaths:
             deaths.pop()
-            process = client._process
+            process = client._supervisor._process
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
             await asyncio.wait({process.gone})
@@ -97,7 +100,7 @@ async def test_an_engine_that_dies_while_its_pins_come_is_missed_at_once(
     waits: list[int] = []
 
     async def wait_for_ever(refs: Sequence[AdapterRef]) -> list[CacheEntry]:
-        process = client._process
+        process = client._supervisor._process
         assert process is not None
         waits.append(process.pid)
         if len(waits) == 1:
@@ -115,8 +118,7 @@ async def test_an_engine_that_dies_while_its_pins_come_is_missed_at_once(
 async def test_deaths_with_service_between_them_are_no_crash_loop() -> None:
     client = SocketEngineClient(
         EngineConfig("ok", "/nowhere"),
-        command=FAKE_ENGINE,
-        restart=RestartPolicy(first_delay_s=0.01, max_deaths=2),
+        Supervision(command=FAKE_ENGINE, restart=RestartPolicy(first_delay_s=0.01, max_deaths=2)),
     )
     await client.start()
     for life in range(1, 4):
@@ -131,9 +133,11 @@ async def test_a_restart_that_fails_by_a_bug_is_tried_again(monkeypatch: pytest.
     logs: list[str] = []
     client = SocketEngineClient(
         EngineConfig("ok", "/nowhere"),
-        command=FAKE_ENGINE,
-        restart=RestartPolicy(first_delay_s=0.01),
-        log=lambda event, **_: logs.append(event),
+        Supervision(
+            command=FAKE_ENGINE,
+            restart=RestartPolicy(first_delay_s=0.01),
+            log=lambda event, **_: logs.append(event),
+        ),
     )
     await client.start()
     start, failures = EngineProcess.start, [1, 1]
@@ -157,7 +161,8 @@ async def test_a_restarter_that_fails_is_logged_and_the_engine_reported_down(
 ) -> None:
     logs: list[str] = []
     client = SocketEngineClient(
-        EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, log=lambda event, **_: logs.append(event)
+        EngineConfig("ok", "/nowhere"),
+        Supervision(command=FAKE_ENGINE, log=lambda event, **_: logs.append(event)),
     )
     await client.start()
     with monkeypatch.context() as patch:
@@ -175,7 +180,7 @@ async def test_a_restarter_that_fails_is_logged_and_the_engine_reported_down(
 
 
 async def test_request_during_a_restart_is_told_when_to_retry() -> None:
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
     await client.start()
     stream = client.submit(ask("r", LONG))[0]
     assert client.pid is not None
@@ -207,8 +212,7 @@ async def test_no_request_is_run_a_second_time_after_a_death(client: SocketEngin
 async def test_a_crash_loop_ends_with_the_reason() -> None:
     client = SocketEngineClient(
         EngineConfig("ok", "/nowhere"),
-        command=FAKE_ENGINE,
-        restart=RestartPolicy(first_delay_s=0.01, max_deaths=3),
+        Supervision(command=FAKE_ENGINE, restart=RestartPolicy(first_delay_s=0.01, max_deaths=3)),
     )
     await client.start()
     for _ in range(3):
@@ -225,7 +229,7 @@ async def test_a_crash_loop_ends_with_the_reason() -> None:
 
 
 async def test_close_during_a_restart_leaves_no_process() -> None:
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
     await client.start()
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
@@ -236,7 +240,7 @@ async def test_close_during_a_restart_leaves_no_process() -> None:
 
 @pytest.mark.slow
 async def test_a_stopped_engine_is_not_waited_for_when_closing() -> None:
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
     await client.start()
     stream = client.submit(ask("r", LONG))[0]
     assert client.pid is not None
@@ -250,14 +254,14 @@ async def test_a_stopped_engine_is_not_waited_for_when_closing() -> None:
 
 async def test_a_process_that_dies_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_EXIT", "7")
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
     with pytest.raises(EngineStartError, match="exited with status 7"):
         await client.start()
     await client.close()
 
 
 async def test_a_command_that_is_not_there() -> None:
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=("/nowhere/python",))
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=("/nowhere/python",)))
     with pytest.raises(EngineStartError, match="could not be started"):
         await client.start()
     await client.close()
@@ -268,9 +272,11 @@ async def test_a_start_that_takes_too_long_is_ended_and_shows_progress_before() 
     for timeout_s in (1, 4, 16, 64):  # a busy machine takes long for a process and its imports
         client = SocketEngineClient(
             EngineConfig("slow", "/nowhere"),
-            command=FAKE_ENGINE,
-            start_timeout_s=timeout_s,
-            on_progress=lambda stage, seconds: progress.append(stage),
+            Supervision(
+                command=FAKE_ENGINE,
+                start_timeout_s=timeout_s,
+                on_progress=lambda stage, seconds: progress.append(stage),
+            ),
         )
         with pytest.raises(EngineStartError, match=f"not ready after {timeout_s} s"):
             await client.start()
@@ -283,7 +289,7 @@ async def test_a_start_that_takes_too_long_is_ended_and_shows_progress_before() 
 
 
 async def test_a_cancelled_start_leaves_no_process() -> None:
-    client = SocketEngineClient(EngineConfig("slow", "/nowhere"), command=FAKE_ENGINE)
+    client = SocketEngineClient(EngineConfig("slow", "/nowhere"), Supervision(command=FAKE_ENGINE))
     task = asyncio.create_task(client.start())
     await until(lambda: bool(engines()))
     task.cancel()
@@ -297,7 +303,7 @@ async def test_a_long_temporary_path_is_no_obstacle(tmp_path: Path, monkeypatch:
     long = tmp_path / ("x" * MAX_SOCKET_PATH_BYTES)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
     await client.start()
     await client.close()
     assert list(long.iterdir()) == []
@@ -316,8 +322,10 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
         "import asyncio, sys\n"
         "from loraplex.engine.config import EngineConfig\n"
         "from loraplex.serving.client.socket_client import SocketEngineClient\n"
+        "from loraplex.serving.supervision.engine_supervisor import Supervision\n"
+        f"rules = Supervision(command={FAKE_ENGINE!r}, keep_spare=True)\n"
         "async def main():\n"
-        f"    client = SocketEngineClient(EngineConfig('ok', '/'), command={FAKE_ENGINE!r}, keep_spare=True)\n"
+        f"    client = SocketEngineClient(EngineConfig('ok', '/'), rules)\n"
         "    await client.start()\n"
         "    print(client.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
@@ -338,7 +346,7 @@ def test_client_works_on_the_servers_event_loop() -> None:
     uvloop = pytest.importorskip("uvloop")
 
     async def life() -> None:
-        client = SocketEngineClient(EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE)
+        client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
         await client.start()
         stream = client.submit(ask("r", LONG))[0]
         await anext(stream)

@@ -15,6 +15,7 @@ from loraplex.engine.config import EngineConfig
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.errors import EngineUnavailable
 from loraplex.serving.supervision import supervisor
+from loraplex.serving.supervision.engine_supervisor import Supervision
 from loraplex.serving.supervision.watchdog import WatchdogPolicy
 from support.engine.fake_core import CRASH, HANG, SLOW, SPIN
 from support.engine.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engines, until
@@ -26,7 +27,7 @@ LATE_S = 5.0
 
 def make_client(**options: Any) -> SocketEngineClient:
     return SocketEngineClient(
-        EngineConfig("ok", "/nowhere"), command=FAKE_ENGINE, start_timeout_s=60, **options
+        EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE, start_timeout_s=60, **options)
     )
 
 
@@ -50,8 +51,8 @@ async def spared() -> AsyncIterator[SocketEngineClient]:
 
 def watch_closely(client: SocketEngineClient) -> None:
     """This engine from now on, and not its successor: a busy machine may hold up one that does not hang."""
-    assert client._process is not None
-    client._process._watchdog._policy = WatchdogPolicy(hang_timeout_s=HANG_TIMEOUT_S)
+    assert client._supervisor._process is not None
+    client._supervisor._process._watchdog._policy = WatchdogPolicy(hang_timeout_s=HANG_TIMEOUT_S)
 
 
 def pids() -> set[int]:

@@ -29,6 +29,7 @@ from loraplex.lifecycle.warming import Warming
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.demand import Demand
+from loraplex.serving.supervision.engine_supervisor import Supervision
 
 LAST_EVENTS_S = 2.0
 """How long a client may take to read why its answer was cut."""
@@ -103,11 +104,9 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         )
         engine = SocketEngineClient(
             engine_config(settings, installation.model_dir, installation.served_name),
-            log=_log_engine,
-            on_progress=_StartLog(),
+            Supervision(log=_log_engine, on_progress=_StartLog(), keep_spare=settings.engine_spare),
             on_damaged=damage.put,
             demand=demand,
-            keep_spare=settings.engine_spare,
         )
         # The ports first: clients can distinguish a starting server from none, and get their answer at once.
         data, admin = create_starting_apps(installation, engine)

@@ -14,6 +14,7 @@ from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.serving.client.engine_client import EngineClient, RequestStream
 from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.supervision.engine_supervisor import Supervision
 from support.engine.grammars import CASES, regex_case, save_byte_model, text_of
 
 pytestmark = pytest.mark.slow
@@ -77,7 +78,7 @@ async def test_in_a_thread(config: EngineConfig) -> None:
 
 
 async def test_an_engine_that_dies_fails_what_it_had_and_serves_again(config: EngineConfig) -> None:
-    client = SocketEngineClient(config, start_timeout_s=WAIT_S)
+    client = SocketEngineClient(config, Supervision(start_timeout_s=WAIT_S))
     await client.start()
     try:
         await serve_all(client, "first")
