@@ -5,7 +5,7 @@
 MODEL is the directory of SmolLM2-135M-Instruct. `--errors`: the Kullback-Leibler divergence, in nats a token, of codes
 from the checkpoint, both computed in float32, for the base and the example adapters, over text of five kinds.
 `--steps`: medians of whole steps of two forms, of two engines in turns, and the bytes of their weights. A form is a
-dtype, or int8: rows in bfloat16 over codes.
+dtype, int8 (rows in bfloat16 over codes), or gguf (the same over the codes of `--gguf FILE`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import build_image
 from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.app.base_model.source import ensure_model
 from loraplex.kernels.backend import resolve_kernels
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import PagedRun
@@ -46,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "int8": {"dtype": "bfloat16", "quantise": "int8"},
+    "gguf": {"dtype": "bfloat16"},
 }
 """Of an engine, by form."""
 
@@ -114,14 +116,15 @@ def decoding(model_dir: Path, work: Path, rows: int, adapters: int, **settings: 
     return engine
 
 
-def print_steps(model_dir: Path, forms: list[str], turns: int, threads: int) -> None:
+def print_steps(forms: dict[str, Path], turns: int, threads: int) -> None:
+    """`forms`: two, each with its model directory."""
     for rows, adapters in CASES:
-        with compared(model_dir, forms, rows, adapters, threads) as engines:
+        with compared(forms, rows, adapters, threads) as engines:
             seconds = [[seconds_of_step(engine) for engine in engines] for _ in range(4 * turns)]
             sizes = [engine.built.info.memory for engine in engines]
         held = " / ".join(f"{size.weights / 1e6:.0f} MB" for size in sizes if size is not None)
         print(f"{rows:3} rows, {adapters:2} adapters: {ratio(seconds)}; {held}")
-    with compared(model_dir, forms, 0, 0, threads, max_num_batched_tokens=PROMPT) as engines:
+    with compared(forms, 0, 0, threads, max_num_batched_tokens=PROMPT) as engines:
         seconds = []
         for turn in range(turns):
             prompt = [100 + (turn * 31 + place * 7) % 20_000 for place in range(PROMPT)]
@@ -135,12 +138,12 @@ def print_steps(model_dir: Path, forms: list[str], turns: int, threads: int) -> 
 
 @contextmanager
 def compared(
-    model_dir: Path, forms: list[str], rows: int, adapters: int, threads: int, **settings: Any
+    forms: dict[str, Path], rows: int, adapters: int, threads: int, **settings: Any
 ) -> Iterator[list[LocalEngine]]:
     with tempfile.TemporaryDirectory() as work:
         engines = [
             decoding(
-                model_dir,
+                path,
                 Path(work) / form,
                 rows,
                 adapters,
@@ -148,7 +151,7 @@ def compared(
                 **SETTINGS[form],
                 **settings,
             )
-            for form in forms
+            for form, path in forms.items()
         ]
         yield engines
         for engine in engines:
@@ -172,6 +175,7 @@ def main() -> None:
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--forms", default="bfloat16,int8", help="two of " + ", ".join(SETTINGS))
+    parser.add_argument("--gguf", default="")
     parser.add_argument("--turns", type=int, default=25)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -179,7 +183,11 @@ def main() -> None:
         torch.set_num_threads(options.threads)
         print_errors(options.model)
     if options.steps:
-        print_steps(options.model, options.forms.split(","), options.turns, options.threads)
+        forms = {
+            form: ensure_model(options.gguf) if form == "gguf" else options.model
+            for form in options.forms.split(",")
+        }
+        print_steps(forms, options.turns, options.threads)
 
 
 if __name__ == "__main__":

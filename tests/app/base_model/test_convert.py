@@ -17,7 +17,7 @@ import pytest
 from loraplex.app.base_model.convert import GgufUnsupported, convert
 from loraplex.app.base_model.source import WHEEL_MODELS, ModelUnavailable, Note, WheelModel, ensure_model
 from support.faults.small_disk import small_disk
-from support.models.gguf import REAL_WEIGHTS, write_gguf
+from support.models.gguf import REAL_WEIGHTS, convert_with_transformers, write_gguf
 
 NO_TORCH = """
 import sys
@@ -38,18 +38,6 @@ TEXTS = (
     "<|im_end|>x<|IM_end|>",
 )
 NEUTRAL = {"transformers_version", "_name_or_path", "unk_token_id"}
-
-
-def convert_with_transformers(gguf: Path, target: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    where, name = str(gguf.parent), gguf.name
-    AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(str(target))
-    model = AutoModelForCausalLM.from_pretrained(
-        where, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
-    model.save_pretrained(str(target))
 
 
 @pytest.mark.parametrize("tied", [True, False])

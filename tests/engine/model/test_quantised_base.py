@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
 from loraplex.adapters.errors import BaseModelInvalid, LoraplexError
+from loraplex.app.base_model.source import ensure_model
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model import stored_codes
 from loraplex.engine.model.base import ModelUnsupported
@@ -21,6 +22,7 @@ from support.adapters.peft_zoo import PeftReference, cut_model, make_zoo
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
+from support.models.gguf import MIXES, convert_with_transformers, write_gguf
 from support.models.loading import load_model
 from support.models.quantised import dequantised
 from support.models.quantised_formats import FORMATS, write_quantised
@@ -112,6 +114,30 @@ def test_checkpoints_of_other_tools_equal_peft_over_what_their_codes_stand_for(
         assert weights is not None
         planned = outline_model(made, torch.device("cpu"), "float32").weight_bytes
         assert abs(planned - weights.weights) < 0.05 * planned
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_gguf_file_equals_peft_over_what_its_blocks_stand_for(
+    mix: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAPLEX_MODEL_CACHE", str(tmp_path / "cache"))
+    path = write_gguf(tmp_path / "tiny.gguf", tied=tied, kinds=MIXES[mix], hidden=256, inner=512)
+    made, dense = ensure_model(str(path)), tmp_path / "dense"
+    convert_with_transformers(path, dense, "float32")
+    adapters = save_adapters(dense, tmp_path, CHOSEN)
+    reference = PeftReference(dense, adapters, torch.float32)
+    engine = engine_of(made, tmp_path / "work", dtype="float32", quantise="none")
+    try:
+        assert engine.built.info.stored_codes.startswith("gguf Q")
+        # What is left of two large sums, of codes and of offsets, has their rounding.
+        assert worst_error(engine, reference, adapters, [range(3, 60), (5, 9, 4)]) < 5e-4
+        weights = engine.built.info.memory
+        assert weights is not None
+        planned = outline_model(made, torch.device("cpu"), "float32").weight_bytes
+        assert abs(planned - weights.weights) < 0.01 * planned
     finally:
         engine.close()
 

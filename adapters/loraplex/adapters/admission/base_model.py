@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.admission.base_families import obstacle_of, text_fields
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
+from loraplex.adapters.base_weights.gguf import FILE, is_indexed, read_index
 from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
 from loraplex.adapters.base_weights.schemes import StoredCodes, read_scheme
 from loraplex.adapters.base_weights.tensors import QuantisedTensors
@@ -160,7 +161,9 @@ class BaseWeights:
             for name in self._stored.names(module):
                 self._check_unchanged(self._tensors[name].path)
             if module in self._stored.modules:
-                yield from self._stored.read(module).dense_rows()
+                for dense in self._stored.read(module).dense_rows():
+                    # Rows of the embedding are read, not multiplied: the engine keeps them in its dtype.
+                    yield dense.astype(served).astype(np.float32) if site == EMBEDDING else dense
                 return
         found = _weight_of(self._base, self._tensors, layer, site)
         self._check_unchanged(found.path)
@@ -203,6 +206,12 @@ def locate_module_weights(base: BaseSpec) -> dict[str, BaseTensor]:
 def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
     """Every tensor of the checkpoint by the name that transformers gives it. Raises BaseModelInvalid."""
     located: dict[str, BaseTensor] = {}
+    if is_indexed(model_dir):
+        path = (model_dir / FILE).resolve()
+        try:
+            return {name: BaseTensor(path, tensor, name) for name, tensor in read_index(model_dir).items()}
+        except OSError as error:
+            raise BaseModelInvalid(f"cannot read {path}: {error}") from error
     for path in _weight_files(model_dir):
         try:
             header = read_header(path, CHECKPOINT_LIMITS)

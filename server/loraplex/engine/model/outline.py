@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from loraplex.adapters.base_weights.gguf import grouping, is_indexed, read_index
 from loraplex.adapters.base_weights.grouped import group_of
 from loraplex.adapters.base_weights.schemes import stored_sizes
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.family import decoder_spec, is_fused
 from loraplex.engine.model.fused import fused_decoder
@@ -59,7 +61,8 @@ def outline_model(
     chosen = serving_dtype(config, part, dtype, kernels)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw, max_model_len)
-        source = _CountedTensors(has_head=not spec.tied, groups=_Groups(part.raw, quantise=quantise))
+        groups = _Groups(model_dir, part.raw, quantise=quantise)
+        source = _CountedTensors(has_head=not spec.tied, groups=groups)
         decoder = fused_decoder(source, spec, chosen, _META)
         count = spec.vocab_size * spec.hidden_size
         embed, head = (
@@ -67,9 +70,11 @@ def outline_model(
             source.bytes_of_linear("lm_head", (spec.vocab_size, spec.hidden_size), chosen),
         )
         # Where weights are packed, the head is a copy of the embeddings that it is tied to.
-        copied = head if spec.tied and (quantise or _packs(kernels, chosen)) else 0
+        copied = head if spec.tied and (groups.has_head or _packs(kernels, chosen)) else 0
         read_once = (
-            source.num_bytes - embed + (copied if quantise and spec.tied else embed if spec.tied else 0)
+            source.num_bytes
+            - embed
+            + (copied if groups.has_head and spec.tied else embed if spec.tied else 0)
         )
         return ModelOutline(
             model_type=spec.model_type,
@@ -122,16 +127,36 @@ class _CountedTensors:
 
 
 class _Groups:
-    """Groups of a linear's codes, by config.json: as the checkpoint stores them, or as `quantise` makes them."""
+    """Groups of a linear's codes, by config.json, or by the index of a GGUF file: as the checkpoint stores them, or as
+    `quantise` makes them."""
 
-    def __init__(self, raw: Mapping[str, Any], *, quantise: bool) -> None:
+    def __init__(self, model_dir: Path, raw: Mapping[str, Any], *, quantise: bool) -> None:
+        """Raises ModelUnsupported."""
         self._quantise = quantise
-        self._stored = stored_sizes(raw)
+        try:
+            self._stored = stored_sizes(raw)
+            self._tensors = read_index(model_dir) if is_indexed(model_dir) else None
+        except (QuantisationUnsupported, OSError) as error:
+            raise ModelUnsupported(str(error)) from error
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the head is codes."""
+        return self._quantise or self._of_file("lm_head") is not None
+
+    def _of_file(self, module: str) -> tuple[int, int] | None:
+        if self._tensors is None:
+            return None
+        if module == "lm_head" and f"{module}.weight" not in self._tensors:
+            module = "model.embed_tokens"
+        return grouping(self._tensors, module)
 
     def row_bytes(self, name: str, inputs: int) -> int | None:
         """Memory of one output's codes, scales and offsets; None where a linear is kept as floats."""
         group, numbers = group_of(inputs), 1
-        if self._stored is not None and not name.startswith("lm_head"):
+        if (found := self._of_file(name.removesuffix(".weight"))) is not None:
+            group, numbers = found
+        elif self._stored is not None and not name.startswith("lm_head"):
             group, numbers = self._stored
             group = inputs if group < 1 else group
         elif not self._quantise:

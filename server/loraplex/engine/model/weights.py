@@ -8,12 +8,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from loraplex.adapters.admission.base_model import locate_tensors, read_text_config, stored_scheme
+from loraplex.adapters.admission.base_model import (
+    BaseTensor,
+    locate_tensors,
+    read_text_config,
+    stored_scheme,
+)
+from loraplex.adapters.base_weights.gguf import is_indexed
 from loraplex.adapters.base_weights.grouped import Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
-from loraplex.adapters.errors import BaseModelInvalid
+from loraplex.adapters.errors import ArtifactCorrupt, BaseModelInvalid
+from loraplex.adapters.store.tensors import read_native
 from loraplex.engine.model.base import ModelUnsupported
 
 
@@ -36,27 +44,36 @@ class Checkpoint:
         self._dir = model_dir
         located = locate_tensors(model_dir)
         self._stored = stored_scheme(read_text_config(model_dir), located)
-        files = {
+        self._located = located
+        self._files = {
             path: stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             for path in {entry.path for entry in located.values()}
+            if not is_indexed(model_dir)
         }
-        self._files = {name: (files[entry.path], entry.stored_name) for name, entry in located.items()}
         self._taken: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._located
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Copy a tensor into `out`, cast to its dtype. Raises as `read` does."""
-        out.copy_(self.read(name, tuple(out.shape)))
+        """Copy a tensor into `out`, cast to its dtype; for codes, what they stand for. Raises as `read` does."""
+        codes = self.codes(name.removesuffix(".weight"))
+        if codes is None:
+            out.copy_(self.read(name, tuple(out.shape)))
+            return
+        if codes.codes.shape != out.shape:
+            raise ModelUnsupported(f"{name} has the shape {list(codes.codes.shape)}, not {list(out.shape)}")
+        first = 0
+        for rows in codes.dense_rows():
+            out[first : first + len(rows)].copy_(torch.from_numpy(rows))
+            first += len(rows)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor as it is stored, on the CPU. Raises ModelUnsupported if it is missing, of another shape, or no
         floating-point tensor."""
-        if name not in self._files:
+        if name not in self._located:
             raise ModelUnsupported(f"the checkpoint in {self._dir} lacks {name}")
-        file, stored = self._files[name]
-        tensor = file.get_tensor(stored)
+        tensor = self._tensor(self._located[name])
         if tensor.shape != shape:
             raise ModelUnsupported(f"{name} has the shape {list(tensor.shape)}, not {list(shape)}")
         if not tensor.dtype.is_floating_point or tensor.element_size() == 1:
@@ -64,6 +81,18 @@ class Checkpoint:
         self._taken.add(name)
         found: torch.Tensor = tensor
         return found
+
+    def _tensor(self, entry: BaseTensor) -> torch.Tensor:
+        if entry.path in self._files:
+            stored: torch.Tensor = self._files[entry.path].get_tensor(entry.stored_name)
+            return stored
+        try:
+            values = read_native(entry.path, entry.tensor)
+        except (ArtifactCorrupt, OSError) as error:
+            raise ModelUnsupported(f"cannot read {entry.stored_name} in {entry.path}: {error}") from error
+        if entry.tensor.dtype == "BF16":
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values)
 
     @property
     def has_codes(self) -> bool:
@@ -84,7 +113,7 @@ class Checkpoint:
         """Tensors that were not read, in order, except the frequencies that old tools saved too."""
         return sorted(
             name
-            for name in self._files.keys() - self._taken
+            for name in self._located.keys() - self._taken
             if not name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
         )
 

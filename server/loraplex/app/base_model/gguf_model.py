@@ -1,0 +1,122 @@
+"""`python -m loraplex.app.base_model.gguf_model GGUF DIR [FOLDER]`: a model directory over a GGUF file.
+
+The weights stay where they are: DIR gets a link to the file and the places of its tensors, beside config, tokenizer and
+chat template of the file's metadata. Where FOLDER has one of these, FOLDER's is copied. A file without blocks of codes
+is converted. Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from loraplex.adapters.base_weights.gguf import FILE, INDEX, PLAIN, tensor_bytes
+from loraplex.adapters.base_weights.gguf_blocks import KINDS
+from loraplex.app.base_model.convert import (
+    GgufUnsupported,
+    Metadata,
+    Weight,
+    build_tokenizer,
+    convert,
+    model_config,
+    model_weights,
+    open_gguf,
+    write_json,
+    write_tokenizer,
+)
+from loraplex.app.base_model.source import TOKENIZER_FILES
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor of Llama 3's rope, which config.json describes."""
+
+
+def make_model(gguf: Path, target: Path, folder: Path | None = None) -> None:
+    """Write the new directory `target`. Raises GgufUnsupported, OSError, and what the reader raises for a broken file
+    (ValueError, KeyError, IndexError)."""
+    reader, metadata = open_gguf(gguf)
+    tensors = [tensor for tensor in reader.tensors if tensor.name != ROPE_FACTORS]
+    if all(tensor.tensor_type.name in PLAIN for tensor in tensors):
+        if folder is not None and any(
+            (folder / name).is_file() for name in ("config.json", *TOKENIZER_FILES)
+        ):
+            raise GgufUnsupported(
+                f"{gguf.name} is not quantised: give the model's safetensors, or the file without the others beside it"
+            )
+        convert(gguf, target)
+        return
+    own = None if folder is None else _own_config(folder)
+    if own is None and len(tensors) < len(reader.tensors):
+        raise GgufUnsupported(
+            f"{gguf.name} has rope factors, which its metadata does not explain: put the model's config.json and "
+            "tokenizer.json beside it, and give --model the folder"
+        )
+    reader.tensors = tensors
+    weights = model_weights(reader, metadata)
+    index = {weight.name: _entry(weight) for weight in weights}
+    kinds = sorted({entry["kind"] for entry in index.values()} - PLAIN.keys())
+    config = model_config(reader, metadata) if own is None else own
+    target.mkdir(parents=True)
+    _write_texts(gguf, metadata, folder, target)
+    write_json(
+        target / "config.json", config | {"quantization_config": {"quant_method": "gguf", "kinds": kinds}}
+    )
+    (target / FILE).symlink_to(gguf.resolve())
+    (target / INDEX).write_text(json.dumps(index))
+
+
+def _entry(weight: Weight) -> dict[str, Any]:
+    kind, shape = weight.stored.tensor_type.name, weight.shape
+    if kind not in KINDS.keys() | PLAIN.keys():
+        raise GgufUnsupported(
+            f"the tensor {weight.stored.name} is {kind}: {', '.join((*KINDS, *PLAIN))} are served"
+        )
+    if weight.heads is not None and kind in PLAIN:
+        raise GgufUnsupported(
+            f"the tensor {weight.stored.name} is {kind} in a quantised file: quantise it as the others are"
+        )
+    try:
+        size = tensor_bytes(kind, tuple(shape))
+    except ValueError as error:
+        raise GgufUnsupported(f"the tensor {weight.stored.name}: {error}") from error
+    if size != weight.stored.n_bytes:
+        raise GgufUnsupported(
+            f"the tensor {weight.stored.name} has {weight.stored.n_bytes} bytes, not {size}"
+        )
+    return {"kind": kind, "shape": shape, "start": int(weight.stored.data_offset)}
+
+
+def _own_config(folder: Path) -> dict[str, Any] | None:
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise GgufUnsupported(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("model_type") not in ("llama", "mistral"):
+        raise GgufUnsupported(f"{path} is not that of a Llama, as the GGUF file beside it is")
+    return found
+
+
+def _write_texts(gguf: Path, metadata: Metadata, folder: Path | None, target: Path) -> None:
+    """Write what belongs to texts: all of FOLDER's, where it has a tokenizer, else what the metadata say."""
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                shutil.copy(folder / name, target / name)
+        return
+    try:
+        tokenizer = build_tokenizer(metadata)
+    except GgufUnsupported as error:
+        raise GgufUnsupported(
+            f"{error}: put the model's own tokenizer.json beside {gguf.name}, and give --model the folder"
+        ) from error
+    write_tokenizer(metadata, tokenizer, target)
+
+
+if __name__ == "__main__":
+    # A failure's last line of traceback is what the caller shows.
+    make_model(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None)
