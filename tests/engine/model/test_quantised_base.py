@@ -142,6 +142,23 @@ def test_a_gguf_file_equals_peft_over_what_its_blocks_stand_for(
         engine.close()
 
 
+def test_a_head_that_gptq_has_quantised_is_served(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": False}
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"] | sizes)
+    made, dense = write_quantised(base, tmp_path, "gptq int4", head=True)
+    adapters = save_adapters(dense, tmp_path, {"all": CHOSEN["all"]})
+    reference = PeftReference(dense, adapters, torch.float32)
+    engine = engine_of(made, tmp_path / "work", dtype="float32", quantise="none")
+    try:
+        assert worst_error(engine, reference, adapters, [range(3, 60)]) < 1e-4
+        weights = engine.built.info.memory
+        assert weights is not None
+        planned = outline_model(made, torch.device("cpu"), "float32").weight_bytes
+        assert abs(planned - weights.weights) < 0.05 * planned
+    finally:
+        engine.close()
+
+
 def test_a_scale_of_the_neighbouring_group_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

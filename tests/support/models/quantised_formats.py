@@ -208,7 +208,35 @@ def _scb(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     return made, codes.astype(np.float32) * (most / np.float32(127))[:, None]
 
 
+def _fp8(leaf: str, high: int, wide: int) -> Callable[[np.ndarray], tuple[Tensors, np.ndarray]]:
+    """A scale for each block of `high` rows and `wide` inputs (0: all), as compressed_tensors and DeepSeek have it."""
+
+    def write(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        rows, inputs = weight.shape
+        blocks = weight.reshape(rows // high, high, -1, wide or inputs)
+        scales = (np.abs(blocks).max((1, 3)) / 448).astype(np.float32)
+        each = np.repeat(np.repeat(scales, high, axis=0), wide or inputs, axis=1)
+        values = torch.from_numpy(weight / each).to(torch.float8_e4m3fn)
+        return {"weight": values, leaf: torch.from_numpy(scales)}, values.float().numpy() * each
+
+    return write
+
+
+_FP8_ROWS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
 FORMATS: dict[str, Format] = {
+    "fp8, a scale a row": Format(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": _FP8_ROWS}},
+            "ignore": ["lm_head"],
+        },
+        _fp8("weight_scale", 1, 0),
+    ),
+    "fp8, blocks": Format(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [16, 32]},
+        _fp8("weight_scale_inv", 16, 32),
+    ),
     "compressed int8, a scale a row": _compressed_format(8, -1, packed=False),
     "compressed int8 in groups, zeros": _compressed_format(8, 32, packed=False, symmetric=False),
     "compressed int4": _compressed_format(4, 32, packed=True),
@@ -238,8 +266,9 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def write_quantised(base: Path, out: Path, name: str) -> tuple[Path, Path]:
-    """The checkpoint in `base` as a format stores its layers' linears, and in float32 with what they stand for then."""
+def write_quantised(base: Path, out: Path, name: str, *, head: bool = False) -> tuple[Path, Path]:
+    """The checkpoint in `base` as a format stores its layers' linears, with `head` its head too, and in float32 with
+    what they stand for then."""
     made, dense = out / "quantised", out / "dense"
     for folder in (made, dense):
         folder.mkdir(parents=True)
@@ -248,7 +277,7 @@ def write_quantised(base: Path, out: Path, name: str) -> tuple[Path, Path]:
                 shutil.copy(path, folder)
     tensors, stored, exact = load_file(base / "model.safetensors"), {}, {}
     for key, tensor in tensors.items():
-        if not key.endswith("_proj.weight"):
+        if not key.endswith("_proj.weight") and not (head and key == "lm_head.weight"):
             stored[key] = exact[key] = tensor
             continue
         module = key.removesuffix(".weight")
@@ -256,7 +285,8 @@ def write_quantised(base: Path, out: Path, name: str) -> tuple[Path, Path]:
         stored |= {f"{module}.{leaf}": part.contiguous() for leaf, part in written.items()}
         exact[key] = torch.from_numpy(values)
     config = json.loads((base / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"quantization_config": FORMATS[name].config}))
+    quantised = FORMATS[name].config | ({"lm_head": True} if head else {})
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
     save_file(stored, made / "model.safetensors", {"format": "pt"})
     save_file(
         {key: tensor.clone() for key, tensor in exact.items()}, dense / "model.safetensors", {"format": "pt"}

@@ -20,7 +20,7 @@ from loraplex.adapters.admission.base_families import obstacle_of, text_fields
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
 from loraplex.adapters.base_weights.gguf import FILE, is_indexed, read_index
 from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
-from loraplex.adapters.base_weights.schemes import StoredCodes, read_scheme
+from loraplex.adapters.base_weights.schemes import StoredLinears, read_scheme
 from loraplex.adapters.base_weights.tensors import QuantisedTensors
 from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
@@ -156,19 +156,22 @@ class BaseWeights:
         """The weight's rows [n, in_features] as the engine multiplies them, some at a time: rounded to the dtype that
         is served, or what their codes stand for. Raises as `read_base_weight` does, and BaseModelInvalid where the file
         was changed or a weight is not finite; OSError."""
-        if self._stored is not None:
-            module = _site_of(self._base, layer, site).module_path
-            for name in self._stored.names(module):
+        module, stored = _site_of(self._base, layer, site).module_path, self._stored
+        floats: Iterator[NDArray[Any]]
+        if stored is not None and module in stored.modules:
+            for name in stored.names(module):
                 self._check_unchanged(self._tensors[name].path)
-            if module in self._stored.modules:
-                for dense in self._stored.read(module).dense_rows():
-                    # Rows of the embedding are read, not multiplied: the engine keeps them in its dtype.
-                    yield dense.astype(served).astype(np.float32) if site == EMBEDDING else dense
+            if stored.are_codes and site != EMBEDDING:
+                yield from stored.dense_rows(module)
                 return
-        found = _weight_of(self._base, self._tensors, layer, site)
-        self._check_unchanged(found.path)
-        for rows in iter_rows(found.path, found.tensor):
-            if self._base.quantise == "none":
+            floats = stored.dense_rows(module)
+        else:
+            found = _weight_of(self._base, self._tensors, layer, site)
+            self._check_unchanged(found.path)
+            floats = iter_rows(found.path, found.tensor)
+        for rows in floats:
+            # Rows of the embedding are looked up, not multiplied: the engine keeps them in its dtype.
+            if self._base.quantise == "none" or site == EMBEDDING:
                 yield rows.astype(served, copy=False).astype(np.float32)
                 continue
             try:
@@ -330,7 +333,7 @@ def _find_embedding(tensors: Mapping[str, BaseTensor]) -> dict[tuple[int, str], 
 
 
 def _linear_shapes(
-    tensors: Mapping[str, BaseTensor], stored: StoredCodes | None
+    tensors: Mapping[str, BaseTensor], stored: StoredLinears | None
 ) -> dict[str, tuple[int, int]]:
     """[out_features, in_features] of each matrix "….weight", as stored or as codes."""
     codes = {} if stored is None else {f"{module}.weight": stored.shape(module) for module in stored.modules}
@@ -342,11 +345,11 @@ def _linear_shapes(
     return plain | codes
 
 
-def stored_scheme(config: Mapping[str, Any], tensors: Mapping[str, BaseTensor]) -> StoredCodes | None:
-    """The codes of a checkpoint that is quantised; None of any other. `config` is what `text_fields` gives. Raises
+def stored_scheme(config: Mapping[str, Any], tensors: Mapping[str, BaseTensor]) -> StoredLinears | None:
+    """The quantised linears of a checkpoint; None where it has none. `config` is what `text_fields` gives. Raises
     BaseModelInvalid."""
     scheme = read_scheme(config)
-    return None if scheme is None else StoredCodes(scheme, QuantisedTensors(tensors))
+    return None if scheme is None else StoredLinears(scheme, QuantisedTensors(tensors))
 
 
 def read_text_config(model_dir: Path) -> dict[str, Any]:

@@ -18,10 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.adapters.base_weights.grouped import Grouped, NotFinite, quantise_int8
-from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 _MOST_STATE_BYTES = 4096
+_FIELDS = frozenset({
+    "quant_method", "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_quant_type",
+    "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "llm_int8_threshold",
+    "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +153,7 @@ def _scales(
 
 def read_bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytesNf4 | BitsAndBytesInt8:
     """Raises QuantisationUnsupported."""
+    refuse_unknown("bitsandbytes' quantization_config", config, _FIELDS)
     if config.get("load_in_8bit") or config.get("_load_in_8bit"):
         return BitsAndBytesInt8()
     kind = config.get("bnb_4bit_quant_type")

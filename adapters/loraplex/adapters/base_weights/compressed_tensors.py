@@ -6,13 +6,14 @@ zero point is packed along N (compressed_tensors/compressors, version 0.12 and o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loraplex.adapters.base_weights.fp8 import Fp8, block_size
 from loraplex.adapters.base_weights.grouped import Grouped
 from loraplex.adapters.base_weights.tensors import (
     QuantisationUnsupported,
@@ -20,9 +21,22 @@ from loraplex.adapters.base_weights.tensors import (
     divide,
     group_size,
     nibbles,
+    refuse_unknown,
 )
 
 _FORMATS = ("int-quantized", "naive-quantized", "pack-quantized")
+_FLOATS = "float-quantized"
+_FIELDS = frozenset({
+    "quant_method", "format", "config_groups", "ignore", "quantization_status", "global_compression_ratio",
+    "version", "run_compressed", "kv_cache_scheme", "transform_config", "sparsity_config",
+})  # fmt: skip
+_GROUP_FIELDS = frozenset({
+    "targets", "weights", "input_activations", "output_activations", "format",
+})  # fmt: skip
+_WEIGHT_FIELDS = frozenset({
+    "num_bits", "type", "symmetric", "dynamic", "strategy", "group_size", "block_structure", "actorder",
+    "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +129,23 @@ def check_order(groups: NDArray[Any], group: int, name: str) -> None:
         )
 
 
-def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
+def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors | Fp8:
     """Raises QuantisationUnsupported."""
     form = config.get("format")
-    if form not in _FORMATS:
+    if form not in (*_FORMATS, _FLOATS):
         raise QuantisationUnsupported(
-            f"compressed-tensors' format {str(form)[:40]!a} is not served: {', '.join(_FORMATS)} are"
+            f"compressed-tensors' format {str(form)[:40]!a} is not served: {', '.join((*_FORMATS, _FLOATS))} are"
         )
+    refuse_unknown("compressed-tensors' quantization_config", config, _FIELDS)
     for field in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         value = config.get(field)
         if value and not (isinstance(value, dict) and value.get("format") == "dense"):
             raise QuantisationUnsupported(f"compressed-tensors' {field} is not served")
-    found = {_codes(weights, form) for weights in _groups(config)}
+    groups = list(_groups(config))
+    is_float = {weights.get("type") == "float" for weights in groups} == {True}
+    if form == _FLOATS or (form == "naive-quantized" and is_float):
+        return _floats(groups)
+    found = {_codes(weights, form) for weights in groups}
     if len(found) != 1:
         raise QuantisationUnsupported(
             "compressed-tensors' config_groups have codes of several kinds, or none"
@@ -135,6 +154,18 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
     return CompressedTensors(
         f"compressed-tensors int{bits}", bits, form == "pack-quantized", group, has_zeros
     )
+
+
+def _floats(groups: Sequence[Mapping[str, Any]]) -> Fp8:
+    for weights in groups:
+        if weights.get("num_bits") != 8 or weights.get("type") != "float":
+            raise QuantisationUnsupported(f"compressed-tensors' {_FLOATS} weights are not floats of 8 bits")
+    blocks = {block_size(weights.get("block_structure")) for weights in groups}
+    if len(blocks) != 1:
+        raise QuantisationUnsupported(
+            "compressed-tensors' config_groups have blocks of several sizes, or none"
+        )
+    return Fp8(blocks.pop())
 
 
 def _groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -153,6 +184,8 @@ def _groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
                 "compressed-tensors' input_activations have one scale for several rows, so that an answer would "
                 "depend on its neighbours; dynamic ones by token are served"
             )
+        refuse_unknown("a group of compressed-tensors' config_groups", group, _GROUP_FIELDS)
+        refuse_unknown("the weights of compressed-tensors' config_groups", weights, _WEIGHT_FIELDS)
         if group.get("output_activations"):
             raise QuantisationUnsupported("compressed-tensors' output_activations are not served")
         yield weights

@@ -18,7 +18,7 @@ import numpy as np
 
 from loraplex.adapters.base_weights.gguf_blocks import KINDS, Bytes
 from loraplex.adapters.base_weights.grouped import Grouped
-from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 from loraplex.adapters.spec import TensorSlice
 
 FILE = "model.gguf"
@@ -83,6 +83,7 @@ class Gguf:
 
 def read_gguf(given: Mapping[str, Any], config: Mapping[str, Any]) -> Gguf:
     """Raises QuantisationUnsupported. `config`: config.json, `given`: its quantization_config."""
+    refuse_unknown("a GGUF file's quantization_config", given, frozenset({"quant_method", "kinds"}))
     kinds = given.get("kinds")
     if (
         not isinstance(kinds, list)

@@ -22,7 +22,23 @@ from loraplex.adapters.base_weights.tensors import (
     divide,
     group_size,
     nibbles,
+    refuse_unknown,
 )
+
+_GPTQ_FIELDS = frozenset({
+    "quant_method", "bits", "group_size", "checkpoint_format", "pack_dtype", "dynamic", "sym", "desc_act",
+    "static_groups", "lm_head", "true_sequential", "damp_percent", "damp_auto_increment", "mse",
+    "act_group_aware", "hyb_act", "failsafe", "parallel_packing", "offload_to_disk", "quantizer", "meta",
+    "version", "format", "dataset", "tokenizer", "model_name_or_path", "model_file_base_name", "model_seqlen",
+    "batch_size", "pad_token_id", "block_name_to_quantize", "module_name_preceding_first_block",
+    "modules_in_block_to_quantize", "cache_block_outputs", "backend", "use_cuda_fp16", "use_exllama",
+    "disable_exllama", "exllama_config", "max_input_length",
+})  # fmt: skip
+"""Settings that are read here, that say how the codes were found, or how another program computes with them."""
+_AWQ_FIELDS = frozenset({
+    "quant_method", "bits", "w_bit", "group_size", "q_group_size", "version", "zero_point",
+    "modules_to_not_convert", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config",
+})  # fmt: skip
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of a number's nibbles holds each of eight outputs in turn."""
@@ -121,6 +137,7 @@ def _grouped(
 
 def read_gptq(config: Mapping[str, Any]) -> Gptq:
     """Raises QuantisationUnsupported."""
+    refuse_unknown("GPTQ's quantization_config", config, _GPTQ_FIELDS)
     bits, form = config.get("bits"), config.get("checkpoint_format", "gptq")
     if bits not in (4, 8):
         raise QuantisationUnsupported(f"GPTQ's codes of {str(bits)[:8]} bits are not served: 4 and 8 are")
@@ -138,6 +155,7 @@ def read_gptq(config: Mapping[str, Any]) -> Gptq:
 
 def read_awq(config: Mapping[str, Any]) -> Awq:
     """Raises QuantisationUnsupported."""
+    refuse_unknown("AWQ's quantization_config", config, _AWQ_FIELDS)
     bits, version = config.get("bits", config.get("w_bit")), str(config.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise QuantisationUnsupported(

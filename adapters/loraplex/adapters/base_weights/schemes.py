@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loraplex.adapters.base_weights.bitsandbytes import BitsAndBytesInt8, BitsAndBytesNf4, read_bitsandbytes
 from loraplex.adapters.base_weights.compressed_tensors import CompressedTensors, read_compressed_tensors
+from loraplex.adapters.base_weights.fp8 import Fp8, read_fp8
 from loraplex.adapters.base_weights.gguf import Gguf, read_gguf
 from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_awq, read_gptq
 from loraplex.adapters.base_weights.grouped import INT8_GROUP, Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
 
-AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Gguf | Gptq
+AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Fp8 | Gguf | Gptq
 _READERS: dict[str, Callable[[Mapping[str, Any]], AnyScheme]] = {
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
     "gptq": read_gptq,
 }
 
@@ -67,11 +72,11 @@ def read_scheme(config: Mapping[str, Any]) -> AnyScheme | None:
     return reader(given)
 
 
-class StoredCodes:
-    """The quantised linears of one checkpoint, `modules` by name: at least one. All methods raise
-    QuantisationUnsupported."""
+class StoredLinears:
+    """The quantised linears of one checkpoint, `modules` by name: at least one. `are_codes`: they are served as codes,
+    else as floats. All methods raise QuantisationUnsupported."""
 
-    def __init__(self, scheme: Scheme, tensors: QuantisedTensors) -> None:
+    def __init__(self, scheme: Scheme | Fp8, tensors: QuantisedTensors) -> None:
         self.scheme = scheme
         self._tensors = tensors
         ending = f".{scheme.suffix}"
@@ -92,16 +97,28 @@ class StoredCodes:
             return []
         return [name for name in self.scheme.names(module) if name in self._tensors]
 
+    @property
+    def are_codes(self) -> bool:
+        return not isinstance(self.scheme, Fp8)
+
     def read(self, module: str) -> Grouped:
+        """The codes of a module; only where `are_codes`."""
+        assert not isinstance(self.scheme, Fp8)
         return self.scheme.read(module, self._tensors)
+
+    def dense_rows(self, module: str) -> Iterator[NDArray[np.float32]]:
+        """The weight [N, K] that is meant, some rows at a time."""
+        if isinstance(self.scheme, Fp8):
+            return self.scheme.dense_rows(module, self._tensors)
+        return self.read(module).dense_rows()
 
 
 def stored_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Inputs of a group of codes in a quantised checkpoint (-1: a scale for each output), and how many numbers a group
-    has beside its codes, by its config alone. None where the checkpoint is not quantised, and for a GGUF file, whose
-    linears differ. Raises QuantisationUnsupported."""
+    has beside its codes, by its config alone. None where linears are floats, and for a GGUF file, whose linears
+    differ. Raises QuantisationUnsupported."""
     scheme = read_scheme(config)
-    if scheme is None or isinstance(scheme, Gguf):
+    if scheme is None or isinstance(scheme, Gguf | Fp8):
         return None
     if isinstance(scheme, BitsAndBytesNf4):
         return INT8_GROUP, 1
@@ -110,3 +127,9 @@ def stored_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
     # Zeros of 4 bits are taken off the codes, those of 8 bits are offsets.
     has_offsets = scheme.has_zeros and not isinstance(scheme, Awq) and scheme.bits == 8
     return scheme.group, 2 if has_offsets else 1
+
+
+def stores_head(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has codes of its head, by its config alone: GPTQ's tools can make them."""
+    scheme = read_scheme(config)
+    return isinstance(scheme, Gptq) and config["quantization_config"].get("lm_head") is True

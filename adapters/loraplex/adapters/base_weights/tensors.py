@@ -18,6 +18,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I8": np.dtype("i1"),
     "U8": np.dtype("u1"),
     "I32": np.dtype("<i4"),
@@ -123,6 +124,16 @@ def divide(inputs: int, groups: int, configured: int, name: str) -> int:
     if group * groups != inputs or group % 2:
         raise QuantisationUnsupported(f"{name}: {inputs} inputs are not {groups} groups of {group}")
     return group
+
+
+def refuse_unknown(what: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises QuantisationUnsupported where an object of a config has a field that is not known here, and is set: it may
+    change what the codes stand for."""
+    unknown = sorted(str(name)[:40] for name, value in given.items() if name not in known and value)
+    if unknown:
+        raise QuantisationUnsupported(
+            f"{what} has settings that are not known here, and may change the weights: {', '.join(unknown[:5])}"
+        )
 
 
 def group_size(value: object) -> int:

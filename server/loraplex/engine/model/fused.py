@@ -380,7 +380,9 @@ class _Reader:
         return self._ops.pack_weight(embed if self._spec.tied and torch.equal(head, embed) else head)
 
     def _head_names(self) -> dict[str, tuple[int, int]]:
-        stored = "lm_head" if "lm_head.weight" in self._checkpoint else f"{self._root}embed_tokens"
+        has_own = self._codes is not None and self._codes.stores("lm_head")
+        has_own = has_own or "lm_head.weight" in self._checkpoint
+        stored = "lm_head" if has_own else f"{self._root}embed_tokens"
         return {stored: (self._spec.vocab_size, self._spec.hidden_size)}
 
     def _layer(self, prefix: str) -> LayerWeights:

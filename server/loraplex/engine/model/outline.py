@@ -12,7 +12,7 @@ import torch
 
 from loraplex.adapters.base_weights.gguf import grouping, is_indexed, read_index
 from loraplex.adapters.base_weights.grouped import group_of
-from loraplex.adapters.base_weights.schemes import stored_sizes
+from loraplex.adapters.base_weights.schemes import stored_sizes, stores_head
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.family import decoder_spec, is_fused
@@ -135,6 +135,7 @@ class _Groups:
         self._quantise = quantise
         try:
             self._stored = stored_sizes(raw)
+            self._stores_head = stores_head(raw)
             self._tensors = read_index(model_dir) if is_indexed(model_dir) else None
         except (QuantisationUnsupported, OSError) as error:
             raise ModelUnsupported(str(error)) from error
@@ -142,7 +143,7 @@ class _Groups:
     @property
     def has_head(self) -> bool:
         """Whether the head is codes."""
-        return self._quantise or self._of_file("lm_head") is not None
+        return self._quantise or self._stores_head or self._of_file("lm_head") is not None
 
     def _of_file(self, module: str) -> tuple[int, int] | None:
         if self._tensors is None:
@@ -156,7 +157,7 @@ class _Groups:
         group, numbers = group_of(inputs), 1
         if (found := self._of_file(name.removesuffix(".weight"))) is not None:
             group, numbers = found
-        elif self._stored is not None and not name.startswith("lm_head"):
+        elif self._stored is not None and (self._stores_head or not name.startswith("lm_head")):
             group, numbers = self._stored
             group = inputs if group < 1 else group
         elif not self._quantise:

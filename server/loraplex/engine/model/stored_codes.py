@@ -20,6 +20,8 @@ class StoredTensors(Protocol):
         """The tensor, in its own dtype, on the CPU. Raises ModelUnsupported where none has this name and shape."""
         ...
 
+    def is_codes(self, module: str) -> bool: ...
+
     def codes(self, module: str) -> Grouped | None:
         """The codes of a module's weight; None where it is stored as floats. Raises ModelUnsupported."""
         ...
@@ -36,6 +38,10 @@ class CodeReader:
         self._pack = ops.pack_groups
         self._dtype = dtype
         self._quantise = quantise
+
+    def stores(self, module: str) -> bool:
+        """Whether the checkpoint has codes of a module."""
+        return self._tensors.is_codes(module)
 
     def read(self, modules: Mapping[str, tuple[int, int]]) -> Any | None:
         """The weights of these modules, by their shapes [rows, K], one behind the other, packed for `Ops.linear`; None

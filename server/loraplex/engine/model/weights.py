@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loraplex.adapters.admission.base_model import (
     BaseTensor,
@@ -57,22 +58,33 @@ class Checkpoint:
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Copy a tensor into `out`, cast to its dtype; for codes, what they stand for. Raises as `read` does."""
-        codes = self.codes(name.removesuffix(".weight"))
-        if codes is None:
+        module = name.removesuffix(".weight")
+        if self._stored is None or module not in self._stored.modules:
             out.copy_(self.read(name, tuple(out.shape)))
             return
-        if codes.codes.shape != out.shape:
-            raise ModelUnsupported(f"{name} has the shape {list(codes.codes.shape)}, not {list(out.shape)}")
         first = 0
-        for rows in codes.dense_rows():
+        for rows in self._dense_rows(module, tuple(out.shape)):
             out[first : first + len(rows)].copy_(torch.from_numpy(rows))
             first += len(rows)
 
+    def _dense_rows(self, module: str, shape: tuple[int, ...]) -> Iterator[NDArray[np.float32]]:
+        assert self._stored is not None
+        self._taken.update(self._stored.names(module))
+        try:
+            if (found := self._stored.shape(module)) != shape:
+                raise ModelUnsupported(f"{module}.weight has the shape {list(found)}, not {list(shape)}")
+            yield from self._stored.dense_rows(module)
+        except QuantisationUnsupported as error:
+            raise ModelUnsupported(error.message) from error
+
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor as it is stored, on the CPU. Raises ModelUnsupported if it is missing, of another shape, or no
-        floating-point tensor."""
+        """A tensor as it is stored, on the CPU; for 8-bit floats what they stand for, in float32. Raises
+        ModelUnsupported if it is missing, of another shape, or no floating-point tensor."""
         if name not in self._located:
             raise ModelUnsupported(f"the checkpoint in {self._dir} lacks {name}")
+        module = name.removesuffix(".weight")
+        if self._stored is not None and not self._stored.are_codes and module in self._stored.modules:
+            return torch.from_numpy(np.concatenate(list(self._dense_rows(module, shape))))
         tensor = self._tensor(self._located[name])
         if tensor.shape != shape:
             raise ModelUnsupported(f"{name} has the shape {list(tensor.shape)}, not {list(shape)}")
@@ -96,12 +108,16 @@ class Checkpoint:
 
     @property
     def has_codes(self) -> bool:
-        """Whether linears are stored as codes."""
-        return self._stored is not None
+        """Whether linears are stored as codes, and served as such."""
+        return self._stored is not None and self._stored.are_codes
+
+    def is_codes(self, module: str) -> bool:
+        """Whether a module's weight is codes that are served as such."""
+        return self._stored is not None and self._stored.are_codes and module in self._stored.modules
 
     def codes(self, module: str) -> Grouped | None:
         """The codes of a module's weight; None where it is stored as floats. Raises ModelUnsupported."""
-        if self._stored is None or module not in self._stored.modules:
+        if self._stored is None or not self.is_codes(module):
             return None
         self._taken.update(self._stored.names(module))
         try:

@@ -1,0 +1,101 @@
+"""Linears in 8-bit floats (e4m3), as DeepSeek's and llm-compressor's tools store them. They are served in the model's
+dtype: the products of value and scale, in float32, are what an engine rounds.
+
+`weight` F8_E4M3 [N, K], with `weight_scale` (one for all, [N, 1], or one for each block) or DeepSeek's
+`weight_scale_inv` (for blocks of 128 × 128), which is multiplied too, whatever its name says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
+
+_SCALES = ("weight_scale_inv", "weight_scale")
+_PIECE_VALUES = 1 << 20
+_KNOWN = frozenset(
+    {"quant_method", "fmt", "scale_fmt", "weight_block_size", "ignored_layers", "modules_to_not_convert"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """A scheme of floats. `block`: rows and inputs that share a scale where there is one for each block."""
+
+    block: tuple[int, int] | None
+    name: str = "fp8"
+
+    @property
+    def suffix(self) -> str:
+        return "weight"
+
+    def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
+        has_scales = any(f"{module}.{leaf}" in tensors for leaf in _SCALES)
+        return has_scales or tensors.dtype(f"{module}.weight") == "F8_E4M3"
+
+    def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
+        return tensors.matrix(f"{module}.weight")
+
+    def names(self, module: str) -> tuple[str, ...]:
+        return tuple(f"{module}.{leaf}" for leaf in ("weight", *_SCALES, "input_scale"))
+
+    def dense_rows(self, module: str, tensors: QuantisedTensors) -> Iterator[NDArray[np.float32]]:
+        """[n, K], some rows at a time. Raises QuantisationUnsupported."""
+        rows, inputs = self.shape(module, tensors)
+        scales = self._scales(module, tensors, rows, inputs)
+        values = tensors.read(f"{module}.weight", ("F8_E4M3",), (rows, inputs))
+        for first in range(0, rows, step := max(1, _PIECE_VALUES // inputs)):
+            piece = values[first : first + step].astype(np.float32)
+            if not np.isfinite(piece).all():
+                raise QuantisationUnsupported(f"{module}.weight has a value that is no number")
+            yield piece * scales(first, first + len(piece))
+
+    def _scales(self, module: str, tensors: QuantisedTensors, rows: int, inputs: int) -> Any:
+        """A function from a range of rows to their scales, which fit [n, K]."""
+        name = next((found for leaf in _SCALES if (found := f"{module}.{leaf}") in tensors), None)
+        if name is None:
+            raise QuantisationUnsupported(f"{module}.weight has no {' or '.join(_SCALES)}")
+        shape = tensors.shape(name)
+        if shape in ((), (1,), (1, 1)):
+            one = tensors.scales(name, shape).reshape(1, 1)
+            return lambda first, last: one
+        if shape in ((rows,), (rows, 1)):
+            each = tensors.scales(name, shape).reshape(rows, 1)
+            return lambda first, last: each[first:last]
+        if self.block is None:
+            raise QuantisationUnsupported(
+                f"{name} is {list(shape)}: neither one scale, nor one for each of {rows} rows"
+            )
+        high, wide = self.block
+        blocks = tensors.scales(name, (-(-rows // high), -(-inputs // wide)))
+        return lambda first, last: np.repeat(blocks[np.arange(first, last) // high], wide, axis=1)[:, :inputs]
+
+
+def read_fp8(config: Mapping[str, Any]) -> Fp8:
+    """Raises QuantisationUnsupported."""
+    refuse_unknown("fp8", config, _KNOWN | {"activation_scheme"})
+    if config.get("fmt", "e4m3") != "e4m3":
+        raise QuantisationUnsupported(f"fp8 values {str(config['fmt'])[:20]!a} are not served: e4m3 is")
+    if config.get("activation_scheme") not in (None, "dynamic", "static"):
+        raise QuantisationUnsupported(
+            f"fp8's activation_scheme {str(config['activation_scheme'])[:20]!a} is not known here"
+        )
+    return Fp8(block_size(config.get("weight_block_size")))
+
+
+def block_size(value: object) -> tuple[int, int] | None:
+    """Rows and inputs of a block by a config. Raises QuantisationUnsupported."""
+    if value is None:
+        return None
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(size) is int and 1 <= size <= 1 << 20 for size in value)
+    ):
+        raise QuantisationUnsupported(f"quantization_config has the block size {str(value)[:40]!a}")
+    return value[0], value[1]
