@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from bench.gpu import attention, equality, fused, lora, sampling
+from bench.gpu import attention, codes, equality, fused, lora, sampling
 from bench.gpu.case import Bench, Case, Row
 from bench.gpu.decoding import readers
 from bench.gpu.decoding.switches import FULL_AB, SMALL_AB, SwitchBench
@@ -67,6 +67,7 @@ def full() -> list[Case]:
         *_more(FULL, hosts=[(64, 8, 16)], prompts=[(2048, 16), (512, 16)], ranks=[16]),
         *_steps(FULL, [("steps", "decode", row) for row in [*most[5:], *other_ranks, (256, 256, 8)]]),
         *_more(FULL, hosts=[(64, 64, 16), (256, 64, 16), (1, 1, 16)], prompts=[(2048, 64)], ranks=[64, 8]),
+        *(Case("codes", case.name, partial(_run, codes.run_case, case)) for case in codes.full_cases()),
         *_sampling(sampling.full_cases()),
         *_lora(lora.full_cases()[:11]),
         *_attention(attention.full_cases()[:8]),
@@ -175,6 +176,10 @@ def _checks(*, small: bool) -> list[Case]:
                 alone=False,
             )
             for case in readers.cases(small=small)
+        ),
+        *(
+            Case("checks", f"codes: {case.name}", partial(_check, codes.run_case, case), 120, alone=False)
+            for case in codes.small_cases()
         ),
         Case("checks", "fused", lambda bench: fused.small_cases(bench.device), 120, alone=False),
         *(

@@ -41,6 +41,13 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
          ("b ms", "b_ms", ".3f"), ("a ÷ b", "a_to_b", ".3f"), ("a TFLOP/s", "a_tflop_per_s", ".0f"),
          ("b TFLOP/s", "b_tflop_per_s", ".0f"), ("difference", "error", ".1e"), ("right", "ok", "s")],
     ),
+    "codes": (
+        "A linear over 8-bit codes beside 16 bits",
+        [("case", "case", "s"), ("codes ms", "graph_ms", ".4f"), ("floor ms", "floor_ms", ".4f"),
+         ("÷ floor", "times_floor", ".2f"), ("16 bits ms", "dense_ms", ".4f"),
+         ("16 bits, invariant, ms", "invariant_ms", ".4f"), ("difference", "relative_error", ".1e"),
+         ("right", "ok", "s")],
+    ),
     "invariant": (
         "--batch-invariant beside the fast path",
         [("case", "case", "s"), *_SIZES, ("base ms", "base_ms", ".3f"),

@@ -62,7 +62,6 @@ def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False) -> None:
 
 
 def _warm_up_codes(dtype: torch.dtype, ops: Ops) -> None:
-    assert ops.pack_groups is not None
     for offsets in (None, torch.zeros(1, 1)):
         weight = GroupedWeight(torch.zeros(1, 2, dtype=torch.int8), torch.zeros(1, 1), offsets, 2)
         for rows in (1, 64):  # of many rows other kernels are used

@@ -40,9 +40,8 @@ class RotateAndWrite(Protocol):
 class Ops:
     """One implementation of each, with the shapes and the rounding of `loraplex.kernels.layers.norm`, `.activation` and
     `.rope`, and of `loraplex.kernels.linear.dense`. What `pack_weight` and `pack_groups` return is for `linear` alone;
-    `pack_groups` takes the dtype of x and y, and is None where weights in groups are not multiplied. Attention itself
-    is an `AttentionKernel` (`loraplex.kernels.attention.choice`). `record_layers` begins with a decoder whose layers
-    call these functions."""
+    `pack_groups` takes a weight on the CPU and the dtype of x and y. Attention itself is an `AttentionKernel`
+    (`loraplex.kernels.attention.choice`). `record_layers` begins with a decoder whose layers call these functions."""
 
     rms_norm: Norm
     add_rms_norm: AddNorm
@@ -52,7 +51,7 @@ class Ops:
     gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor]
     rotate_and_write: RotateAndWrite
     pack_weight: Callable[[torch.Tensor], Any]
-    pack_groups: Callable[[GroupedWeight, torch.dtype], Any] | None
+    pack_groups: Callable[[GroupedWeight, torch.dtype], Any]
     linear: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
     to_float32: Callable[[torch.Tensor], torch.Tensor]
     record_layers: Callable[[], RecordedLayers] | None = None

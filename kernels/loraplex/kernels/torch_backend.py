@@ -16,6 +16,8 @@ from loraplex.kernels.linear import dense, groups
 from loraplex.kernels.lora.reference import TorchLoraPass
 from loraplex.kernels.ops import Ops
 
+_CPU = torch.device("cpu")
+
 
 def torch_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
     """`batch_invariant` changes nothing: torch chooses the order of its sums by the other rows of a step."""
@@ -32,7 +34,7 @@ def torch_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
         backend="torch",
         device=device,
         batch_invariant=batch_invariant,
-        ops=torch_ops(),
+        ops=torch_ops(device),
         choose_attention=choose_attention,
         lora_pass=TorchLoraPass,
         obstacle_to_same_bits=lambda dtype, invariant: (
@@ -42,7 +44,7 @@ def torch_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
     )
 
 
-def torch_ops() -> Ops:
+def torch_ops(device: torch.device = _CPU) -> Ops:
     return Ops(
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
@@ -52,7 +54,7 @@ def torch_ops() -> Ops:
         gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
         pack_weight=dense.pack_weight,
-        pack_groups=lambda weight, dtype: weight,
+        pack_groups=lambda weight, dtype: weight.to(device),
         linear=_linear,
         to_float32=torch.Tensor.float,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from loraplex.kernels.attention import library_kernel, triton_attention
@@ -10,7 +13,7 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope
-from loraplex.kernels.linear import dense, triton_dense
+from loraplex.kernels.linear import dense, triton_dense, triton_groups
 from loraplex.kernels.ops import Ops
 
 
@@ -24,7 +27,7 @@ def triton_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
         backend="triton",
         device=device,
         batch_invariant=batch_invariant,
-        ops=triton_ops(batch_invariant=batch_invariant),
+        ops=triton_ops(device=device, batch_invariant=batch_invariant),
         choose_attention=choose_attention,
         lora_pass=None,
         obstacle_to_same_bits=lambda dtype, invariant: None if invariant else "--batch-invariant is off",
@@ -32,7 +35,14 @@ def triton_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
     )
 
 
-def triton_ops(*, batch_invariant: bool = False) -> Ops:
+def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
+    floats = triton_dense.linear if batch_invariant else dense.linear
+
+    def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(weight, triton_groups.PackedCodes):
+            return triton_groups.linear(x, weight, bias)
+        return floats(x, weight, bias)
+
     return Ops(
         rms_norm=triton_norm.rms_norm,
         add_rms_norm=triton_norm.add_rms_norm,
@@ -42,8 +52,8 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         gelu_tanh_and_mul=triton_activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
         pack_weight=dense.pack_weight,
-        pack_groups=None,
-        linear=triton_dense.linear if batch_invariant else dense.linear,
+        pack_groups=partial(triton_groups.pack_groups, device=device),
+        linear=linear,
         to_float32=torch.Tensor.float,
     )
 

@@ -151,7 +151,7 @@ class Settings(BaseSettings):
     quantise: Literal["none", "int8"] = Field(
         "none",
         description="How the base's linears are kept (int8: codes of 8 bits in groups of 64 inputs, half of bfloat16's "
-        "memory; on a CPU)",
+        "memory)",
     )
     max_model_len: int = Field(
         0,

@@ -65,10 +65,12 @@ def worst_error(
     return worst
 
 
+@pytest.mark.usefixtures("quick_interpreter")
 @pytest.mark.parametrize(
     ("family", "kernels"),
     [
         ("llama-biases", "numba"),
+        ("llama-tied", "triton"),
         ("llama-tied", "torch"),
         pytest.param("phi3", "numba", marks=pytest.mark.slow),
         pytest.param("gemma2", "numba", marks=pytest.mark.slow),
@@ -245,8 +247,6 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelUnsupported, match="--quantise: granite runs through transformers"):
         outline_model(wrapped, torch.device("cpu"), "float32", quantise=True)
     base = save_tiny(tmp_path / "base", FAMILIES["llama"])
-    with pytest.raises(ModelUnsupported, match="--quantise: triton's kernels do not multiply codes"):
-        load_model(base, "cpu", torch.float32, kernels="triton", quantise=True)
     path = base / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")

@@ -50,7 +50,7 @@ def test_the_product(dtype, with_bias, tiling):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_row_has_the_same_bits_beside_any_others(dtype):
     rng = random.Random(0)
-    ops = triton_ops(batch_invariant=True)
+    ops = triton_ops(device=DEVICE, batch_invariant=True)
     weight, bias = draw(72, 200, dtype=dtype), draw(72, dtype=dtype)
     x = draw(40, 200, dtype=dtype, seed=3)
     whole = ops.linear(x, weight, bias)

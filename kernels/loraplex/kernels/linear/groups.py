@@ -42,6 +42,11 @@ class GroupedWeight:
         offsets = None if self.offsets is None else self.offsets[first:last]
         return GroupedWeight(self.codes[first:last], self.scales[first:last], offsets, self.group)
 
+    def to(self, device: torch.device) -> GroupedWeight:
+        """The same on a device."""
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return GroupedWeight(self.codes.to(device), self.scales.to(device), offsets, self.group)
+
     def dense(self) -> torch.Tensor:
         """[N, K] float32: a product and a sum, each rounded to float32."""
         rows, inputs = self.shape

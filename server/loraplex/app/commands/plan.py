@@ -86,8 +86,6 @@ def _plan(
     if quantise not in ("none", "int8"):
         raise SettingsInvalid(f"--quantise {quantise[:40]}: give none or int8.")
     is_cpu = gpu.lower() == "cpu"
-    if quantise != "none" and not is_cpu:
-        raise SettingsInvalid("--quantise int8 is served on CPUs: plan with --gpu cpu, or without it.")
     cpu_memory = available_memory(torch.device("cpu")) if is_cpu and not memory else memory
     device = find_device(gpu, memory, bandwidth, cpu_memory)
     outline = _outline(

@@ -125,7 +125,7 @@ def _model(questions: Questions) -> str:
     model_dir = Path(questions.model_dir)
     kind = examine_model(model_dir, questions.max_model_len)
     kernels = choose_kernels(questions.device, questions.kernels, batch_invariant=questions.batch_invariant)
-    examine_codes(model_dir, questions.quantise, kernels)
+    examine_codes(model_dir, questions.quantise)
     served = serving_dtype(*read_model_config(model_dir), questions.dtype, kernels)
     obstacle = kernels.obstacle_to_same_bits(served, kernels.batch_invariant)
     if obstacle is not None and questions.batch_invariant:

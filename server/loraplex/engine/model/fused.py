@@ -306,7 +306,7 @@ def load_fused(
     with open_checkpoint(model_dir) as checkpoint:
         codes = None
         if quantise or checkpoint.has_codes:
-            codes = CodeReader(checkpoint, ops or torch_ops(), dtype, quantise=quantise)
+            codes = CodeReader(checkpoint, ops or torch_ops(device), dtype, quantise=quantise)
         decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops, attention=attention, codes=codes)
         leftover = [name for name in checkpoint.leftover() if not name.startswith(unread)]
     if leftover:
@@ -350,7 +350,7 @@ class _Reader:
         codes: CodeReader | None,
     ) -> None:
         self._codes = codes
-        self._ops = ops or torch_ops()
+        self._ops = ops or torch_ops(device)
         self._attention = attention or AttentionChoice(
             TorchAttention(spec.num_kv_heads, spec.head_dim, dtype, device), "the default"
         )

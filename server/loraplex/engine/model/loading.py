@@ -77,8 +77,6 @@ def load_model(
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, kernels.multiplies)
         choice = fused_attention(attention, kernels, plan.spec, chosen)
-        if (obstacle := _obstacle_to_codes(raw, kernels, quantise)) is not None:
-            raise ModelUnsupported(obstacle)
         return load_fused(
             model_dir,
             plan.spec,
@@ -107,14 +105,6 @@ def _is_quantised(raw: Mapping[str, Any]) -> bool:
     return text_fields(raw).get("quantization_config") is not None
 
 
-def _obstacle_to_codes(raw: Mapping[str, Any], kernels: Kernels, quantise: bool) -> str | None:
-    """Why a model of the fused families cannot be served as codes by these kernels; None where it can, or is not."""
-    if kernels.ops.pack_groups is not None or not (quantise or _is_quantised(raw)):
-        return None
-    what = "--quantise" if quantise else "a quantised checkpoint"
-    return f"{what}: {kernels.backend}'s kernels do not multiply codes; serve on a CPU"
-
-
 def _refuse_codes(model_type: str, quantise: bool) -> ModelUnsupported:
     what = "--quantise" if quantise else "a quantised checkpoint"
     return ModelUnsupported(
@@ -122,15 +112,11 @@ def _refuse_codes(model_type: str, quantise: bool) -> ModelUnsupported:
     )
 
 
-def examine_codes(model_dir: Path, quantise: bool, kernels: Kernels) -> None:
+def examine_codes(model_dir: Path, quantise: bool) -> None:
     """Raises ModelUnsupported where a checkpoint would be served as codes and cannot be, from its config alone."""
     raw = read_config_json(model_dir)[1]
     config, part = read_model_config(model_dir)
-    if is_fused(part.config.model_type):
-        obstacle = _obstacle_to_codes(raw, kernels, quantise)
-        if obstacle is not None:
-            raise ModelUnsupported(obstacle)
-    elif quantise or _is_quantised(raw):
+    if not is_fused(part.config.model_type) and (quantise or _is_quantised(raw)):
         raise _refuse_codes(config.model_type, quantise)
 
 

@@ -32,8 +32,7 @@ class CodeReader:
     site group's linears."""
 
     def __init__(self, tensors: StoredTensors, ops: Ops, dtype: torch.dtype, *, quantise: bool) -> None:
-        """`dtype`: of the model's rows. `ops` must have `pack_groups`."""
-        assert ops.pack_groups is not None
+        """`dtype`: of the model's rows."""
         self._tensors = tensors
         self._pack = ops.pack_groups
         self._dtype = dtype

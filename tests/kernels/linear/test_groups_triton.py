@@ -1,0 +1,128 @@
+"""The base linear over codes in groups in Triton: the product, and the same bits in every step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from loraplex.kernels.linear import groups
+from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.triton_dense import LinearTiling
+from loraplex.kernels.linear.triton_groups import choose_tiling, linear, pack_groups
+from loraplex.kernels.triton_backend import triton_ops
+from support.kernels.poison import poison_new_memory
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = LinearTiling(16, 16, 16, 4, 2)
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
+SHAPES = [(40, 64, 64), (7, 36, 36), (33, 96, 32), (48, 64, 16), (16, 300, 300), (24, 80, 40)]
+"""Outputs, inputs, inputs of a group: blocks of K that a group fills, that it does not, and many of a group."""
+
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_memory(monkeypatch)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def weight_of(columns: int, inputs: int, group: int, *, offsets: bool) -> GroupedWeight:
+    generator = torch.Generator().manual_seed(columns + inputs)
+    codes = torch.randint(-128, 128, (columns, inputs), generator=generator).to(torch.int8)
+    shape = (columns, inputs // group)
+    scales = torch.rand(shape, generator=generator) * 0.01
+    return GroupedWeight(codes, scales, torch.randn(shape, generator=generator) if offsets else None, group)
+
+
+def exact(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
+    dense = weight.codes.double() * weight.scales.double().repeat_interleave(weight.group, 1)
+    if weight.offsets is not None:
+        dense += weight.offsets.double().repeat_interleave(weight.group, 1)
+    return x.double() @ dense.to(x.device).T
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(("columns", "inputs", "group"), SHAPES)
+def test_the_product(columns: int, inputs: int, group: int, offsets: bool, dtype: torch.dtype) -> None:
+    weight = weight_of(columns, inputs, group, offsets=offsets)
+    packed = pack_groups(weight, dtype, device=DEVICE)
+    assert packed.shape == (columns, inputs)
+    bias = draw(columns, dtype=dtype, seed=1)
+    for rows, tiling in ((0, None), (1, None), (5, SMALL), (17, SMALL), (70, None)):
+        x = draw(rows, inputs, dtype=dtype, seed=rows)
+        y = linear(x, packed, bias, tiling=tiling)
+        assert (y.shape, y.dtype) == ((rows, columns), dtype)
+        want = exact(x, weight) + bias.double()
+        torch.testing.assert_close(y.double(), want, atol=TOLERANCE[dtype] * 30, rtol=TOLERANCE[dtype])
+    stacked = draw(2, 3, inputs, dtype=dtype)
+    together = linear(stacked.view(6, inputs), packed)
+    torch.testing.assert_close(linear(stacked, packed).view(6, columns), together, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("fault", ["neighbouring scale", "no offsets", "codes of another row"])
+def test_planted_faults_are_noticed(fault: str) -> None:
+    weight = weight_of(40, 64, 16, offsets=True)
+    assert weight.offsets is not None
+    wrong = {
+        "neighbouring scale": replace(weight, scales=weight.scales.roll(1, 1)),
+        "no offsets": replace(weight, offsets=None),
+        "codes of another row": replace(weight, codes=weight.codes.roll(1, 0)),
+    }[fault]
+    x = draw(3, 64)
+    y = linear(x, pack_groups(wrong, torch.float32, device=DEVICE))
+    assert (y.double() - exact(x, weight)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    ops = triton_ops(device=DEVICE)
+    packed, bias = ops.pack_groups(weight_of(72, 192, 64, offsets=True), dtype), draw(72, dtype=dtype)
+    x = draw(40, 192, dtype=dtype, seed=3)
+    whole = ops.linear(x, packed, bias)
+    for _ in range(8):
+        first = rng.randrange(40)
+        count = rng.randint(1, 40 - first)
+        before, behind = (draw(rng.randint(0, 70), 192, dtype=dtype, seed=rng.randrange(99)) for _ in "ab")
+        behind[:] = float("nan")  # padding holds anything
+        got = ops.linear(torch.cat((before, x[first : first + count], behind)), packed, bias)
+        at = before.shape[0]
+        assert torch.equal(got[at : at + count], whole[first : first + count])
+
+
+def test_it_is_as_exact_as_torchs_operations() -> None:
+    weight, x = weight_of(40, 96, 32, offsets=True), draw(9, 96)
+    want = groups.linear(x.cpu(), weight)
+    got = linear(x, pack_groups(weight, torch.float32, device=DEVICE)).cpu()
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-6)
+
+
+def test_tiles_follow_from_the_weight_alone() -> None:
+    """Nothing else is given to choose by. A block of K lies in one group, and stages fit the shared memory."""
+    for group in (16, 32, 36, 64, 128, 4096):
+        for out_features in (576, 4096, 14336, 128256):
+            tiling = choose_tiling(out_features, group, 2)
+            assert tiling.block_m == 64
+            assert tiling.block_k >= min(group, 128)
+            shared = tiling.num_stages * tiling.block_k * (2 * tiling.block_m + tiling.block_n)
+            assert shared <= 163 << 10
+
+
+def test_bad_calls_are_refused() -> None:
+    packed = pack_groups(weight_of(8, 16, 16, offsets=False), torch.float32, device=DEVICE)
+    for x, bias in (
+        (draw(2, 15), None),
+        (draw(2, 16).half(), None),
+        (draw(16, 2).T, None),
+        (draw(2, 16), draw(7)),
+    ):
+        with pytest.raises(ValueError, match="no product of"):
+            linear(x, packed, bias)
