@@ -242,6 +242,7 @@ def call_everything(server: WholeServer, port: str, *, max_examples: int, seed: 
     return caller
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("port", ["data", "admin"])
 def test_both_ports_answer_as_documented(own: WholeServer, port: str) -> None:
     caller = call_everything(own, port, max_examples=4, seed=1)

@@ -159,6 +159,7 @@ def test_formats_that_the_template_does_not_keep_are_refused(own: Server) -> Non
     assert (answer.status_code, answer.json()["code"]) == (422, "unsupported_feature")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -182,6 +183,7 @@ def test_a_template_that_fails_is_the_tenants_400(own: Server, template: str, wo
     own.server.settle()
 
 
+@pytest.mark.slow
 def test_a_neighbours_chats_are_served_meanwhile(own: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     own.template("busy", "{% if messages[0].content == 'hi' %}" + BUSY + "{% endif %}y")
     own.push("alpaca", tenant="rival", **{"chat_template.jinja": ALPACA.encode()})

@@ -124,6 +124,7 @@ def check_again(scenario: Scenario, plane: AdminPlane) -> None:
         assert all(state == "ready" for _, state in versions(plane).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "every"), short_and_long(SCENARIOS))
 def test_a_death_at_any_step_loses_nothing_and_leaves_nothing(bench: Bench, name: str, every: bool) -> None:
     scenario = SCENARIOS[name]
@@ -162,6 +163,7 @@ def expected(scenario: Scenario, step: FaultPoint, code: int) -> set[int]:
     return {507} if code in (errno.ENOSPC, errno.EDQUOT) else {503}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "every", "code"),
     [

@@ -96,6 +96,7 @@ def base(tmp_path: Path) -> Path:
     return save_tiny(tmp_path / "base", {"model_type": "llama", "num_hidden_layers": 1})
 
 
+@pytest.mark.slow
 def test_the_cache_gets_what_the_largest_step_and_the_recordings_leave(base: Path, tmp_path: Path) -> None:
     # Recordings of 1, 2 and 3 rows, and of a whole step with prompt chunks, without adapters and with. In a step
     # prompts are scored beside three samples.

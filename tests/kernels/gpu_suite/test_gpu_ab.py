@@ -19,6 +19,7 @@ def bench():
     return Bench(torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_both_sides_of_every_switch_compute_the_same(bench, tmp_path):
     cases = catalogue.small_ab(*switches.SWITCHES)
     results = {}

@@ -27,6 +27,7 @@ def verdicts(said: list[str]) -> dict[str, str]:
     return {line.split("  ")[-1]: line.split()[0] for line in end}
 
 
+@pytest.mark.slow
 def test_smoke_checks_every_kernel_and_finds_them_right():
     said: list[str] = []
     assert smoke.run(CPU, small=True, say=said.append)

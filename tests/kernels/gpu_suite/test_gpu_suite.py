@@ -103,6 +103,7 @@ def test_interrupted_run_counts_and_is_resumed(tmp_path):
     assert said == []
 
 
+@pytest.mark.slow
 def test_building_for_others_is_not_part_of_a_cases_limit(tmp_path):
     made, _ = suite(tmp_path, "building_cases")
     assert made.run() is False
@@ -140,6 +141,7 @@ def test_run_is_resumed_unless_what_matters_differs(tmp_path, name, value, resum
     assert len(Journal(tmp_path / "results.jsonl").runs) == 1 + resumed
 
 
+@pytest.mark.slow
 def test_all_kinds_of_cases_without_a_gpu_and_without_an_installation(tmp_path):
     """As on a GPU machine, with nothing of ours but the files and the wheels."""
     write_sitecustomize(tmp_path, QUICKLY)
