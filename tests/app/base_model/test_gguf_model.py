@@ -105,7 +105,7 @@ def test_a_broken_file_is_one_line(path: Path, length: int) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:length])
     said = refusal(path)
-    assert "Tiny.Q8_0.gguf could not be read: " in said
+    assert "Tiny.Q8_0.gguf could not be read: it is no GGUF file, or is cut short or broken (" in said
     assert "\n" not in said
 
 

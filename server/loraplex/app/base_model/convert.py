@@ -53,8 +53,7 @@ def convert(
     """Write config, tokenizer, chat template and bfloat16 weights of `gguf` into the new directory `target`.
 
     `on_written` is called after each tensor with the bytes so far and those of all. The model must be of Llama's
-    architecture with a byte-level BPE tokenizer. Raises GgufUnsupported, OSError, and what the reader raises for a
-    broken file (ValueError, KeyError).
+    architecture with a byte-level BPE tokenizer. Raises GgufUnsupported, OSError.
     """
     reader, metadata = open_gguf(gguf)
     tokenizer = build_tokenizer(metadata)
@@ -66,8 +65,11 @@ def convert(
 
 
 def open_gguf(gguf: Path) -> tuple[GGUFReader, Metadata]:
-    """Raises GgufUnsupported for another architecture than Llama's, and as `convert` does."""
-    reader = GGUFReader(gguf)
+    """Raises GgufUnsupported for a broken file, and for another architecture than Llama's; OSError."""
+    try:
+        reader = GGUFReader(gguf)
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        raise GgufUnsupported(f"it is no GGUF file, or is cut short or broken ({error})") from error
     metadata = Metadata(reader)
     if (architecture := metadata["general.architecture"]) != "llama":
         raise GgufUnsupported(f"{gguf.name} holds a model of architecture '{architecture}', not 'llama'")
@@ -90,6 +92,9 @@ class Metadata:
         self._fields = reader.fields
 
     def __getitem__(self, key: str) -> Any:
+        """Raises GgufUnsupported where the file has no such key."""
+        if key not in self._fields:
+            raise GgufUnsupported(f"its metadata have no {key}")
         return self._fields[key].contents()
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -34,8 +34,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 def make_model(gguf: Path, target: Path, folder: Path | None = None) -> None:
-    """Write the new directory `target`. Raises GgufUnsupported, OSError, and what the reader raises for a broken file
-    (ValueError, KeyError, IndexError)."""
+    """Write the new directory `target`. Raises GgufUnsupported, OSError."""
     reader, metadata = open_gguf(gguf)
     tensors = [tensor for tensor in reader.tensors if tensor.name != ROPE_FACTORS]
     if all(tensor.tensor_type.name in PLAIN for tensor in tensors):
