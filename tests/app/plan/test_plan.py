@@ -314,3 +314,8 @@ def test_five_made_machines(machine: str) -> None:
     )
     taken = Settings(**found["settings"])
     assert (taken.kv_cache_memory, taken.adapter_memory) == pytest.approx((blocks, pages), abs=1 << 20)
+
+
+def test_a_plan_for_a_gpu_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert outline_of("llama-3.2-1b", tmp_path).dtype is torch.bfloat16

@@ -57,7 +57,8 @@ def outline_model(
     """From config.json alone, for a server on `device`, which need not be here. `quantise`: linears and head are codes
     of 8 bits. Raises ModelUnsupported."""
     config, part = read_model_config(model_dir)
-    kernels = resolve_kernels("auto", device)
+    # A GPU need not be here, so its own kernels are not asked for.
+    kernels = resolve_kernels("auto" if device.type == "cpu" else "torch", device)
     chosen = serving_dtype(config, part, dtype, kernels)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw, max_model_len)
