@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from loraplex.app.base_model.source import ensure_model
 
 BASE_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+HAS_FAST_BFLOAT16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
 
 SUBJECTS = {
     "animals": ["cats", "dogs", "whales", "owls", "bees"],
@@ -194,7 +195,7 @@ def train(name: str, recipe: Recipe, base: Path, out: Path) -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=HAS_FAST_BFLOAT16):
         examples = [encode(tokenizer, q, a) for q, a in make_pairs(name, model, tokenizer)]
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **recipe.config))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=recipe.learning_rate)
@@ -213,7 +214,7 @@ def train(name: str, recipe: Recipe, base: Path, out: Path) -> None:
             ids[row, : len(tokens)] = torch.tensor(tokens)
             labels[row, : len(tokens)] = torch.tensor(wanted)
             mask[row, : len(tokens)] = 1
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=HAS_FAST_BFLOAT16):
             loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
