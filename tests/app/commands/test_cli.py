@@ -167,6 +167,18 @@ def test_adapters(shell: Shell) -> None:
     assert shell.json("adapter", "list", "-t", "acme") == {"data": []}
 
 
+def test_a_push_tells_of_a_base_in_another_form(shell: Shell) -> None:
+    shell.ok("tenant", "create", "acme")
+    draft_adapter(ARCH, base_model_name_or_path="org/base-bnb-4bit").write(shell.root / "qlora")
+    forms = (
+        "trained on bitsandbytes nf4, served over full precision: the change of its answers was not measured"
+    )
+    pushed = shell.ok("adapter", "push", "support", str(shell.root / "qlora"), "-t", "acme")
+    for said in (pushed, shell.ok("adapter", "show", "support@v1", "-t", "acme")):
+        assert forms in " ".join(said.split())
+        assert "base_form: warning: the adapter was trained on bitsandbytes nf4" in " ".join(said.split())
+
+
 def test_a_push_tells_of_the_check_of_its_numbers(shell: Shell) -> None:
     shell.plane.make_tenant()
     push = ("adapter", "push", "support", shell.adapter(), "-t", "acme")

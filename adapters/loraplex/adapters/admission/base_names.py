@@ -35,18 +35,35 @@ def names_base(name: str, base: BaseSpec) -> bool:
 def plain_name(name: str) -> str:
     """The name without organisation, folders, case, and what says how the weights are stored: "qwen2.5-7b-instruct" of
     "unsloth/Qwen2.5-7B-Instruct-bnb-4bit". Empty for what is longer than any name."""
+    # Meta's repositories were renamed.
+    return "-".join(_split(name)[0]).removeprefix("meta-")
+
+
+def format_words(name: str) -> tuple[str, ...]:
+    """The words at the end of a name that say how the weights are stored: ("bnb", "4bit"). None for what is longer than
+    any name."""
+    return tuple(_split(name)[1])
+
+
+def is_same_copy(name: str, base: BaseSpec) -> bool:
+    """Whether a name has the last part of the served directory's: the same model in the same form."""
+    return _last_part(name).lower() == _last_part(base.model_dir).lower()
+
+
+def _split(name: str) -> tuple[list[str], list[str]]:
+    """The words of a name's last part, and those behind them that say how the weights are stored."""
     last = _last_part(name)
     if len(last) > _MAX_NAME:
-        return ""
+        return [], []
     # ModelScope's cache writes a dot so.
     words = [word for word in _BETWEEN_WORDS.split(last.lower().replace("___", ".")) if word]
-    while len(words) > 1:
-        kept = _without_format(words)
-        if len(kept) == len(words):
+    plain = words
+    while len(plain) > 1:
+        kept = _without_format(plain)
+        if len(kept) == len(plain):
             break
-        words = kept
-    # Meta's repositories were renamed.
-    return "-".join(words).removeprefix("meta-")
+        plain = kept
+    return plain, words[len(plain) :]
 
 
 def _without_format(words: list[str]) -> list[str]:

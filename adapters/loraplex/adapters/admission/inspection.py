@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loraplex.adapters.admission.base_model import locate_module_weights
-from loraplex.adapters.admission.base_names import names_base
 from loraplex.adapters.admission.config.token_indices import (
     check_finite_rows,
     check_tied_head,
@@ -33,6 +32,7 @@ from loraplex.adapters.admission.modules import (
 from loraplex.adapters.admission.peft_config import LoraSettings, read_settings
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, weight_names
+from loraplex.adapters.admission.trained_base import compare_bases
 from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site
 from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
 from loraplex.adapters.spec import AdapterSpec, BaseSpec, SiteShape, SiteWeights, TensorSlice, TokenRows
@@ -54,6 +54,7 @@ class _Report:
     parameters: int = 0
     rank_by_module: dict[str, int] = field(default_factory=dict)
     norm: dict[str, Any] | None = None
+    base_error: dict[str, Any] | None = None
     checks: list[dict[str, Any]] = field(default_factory=list)
     step: str = ""
     refused: list[tuple[str, AdapterRefused]] = field(default_factory=list)
@@ -107,6 +108,7 @@ class _Report:
             "norm": self.norm,
             "checks": self.checks,
             "reference_error": None,
+            "base_error": self.base_error,
         }
 
 
@@ -129,8 +131,9 @@ def inspect_adapter(
 
     The spec's report has `modules_matched`, `modules_ignored` (copies of base weights that were dropped),
     `parameters`, `rank_by_module` (the first 1024), `norm` ({total, max, max_module, min}, None unless deep),
-    `checks` ([{name, ok, detail}], in order; ok is False on a warning and on the check that refused) and
-    `reference_error` (None here).
+    `checks` ([{name, ok, detail}], in order; ok is False on a warning and on the check that refused),
+    `reference_error` (None here) and `base_error` ({trained_on, served, reason} of `trained_base.BaseError`, None where
+    the config names no other base or form than the served one).
 
     Raises AdapterRefused, which names all that the config and the header show to be wrong, and whose `report` holds
     what was found up to there; ArtifactMissing where a file does not exist; OSError.
@@ -197,7 +200,6 @@ def _inspect(
                 check_tied_head(tensors_path, sites)
             report.done("finite, and of effect")
     report.end()
-    report.begin_check("base_name")
     _note_base_name(settings, base, report)
     return AdapterSpec(
         digest=digest or digest_upload(config_path, tensors_path),
@@ -383,12 +385,19 @@ def _note_overlapping_alphas(settings: LoraSettings, modules: list[str], report:
 
 
 def _note_base_name(settings: LoraSettings, base: BaseSpec, report: _Report) -> None:
-    if not settings.base_name:
-        report.done("the config names no base")
-    elif names_base(settings.base_name, base):
+    report.begin_check("base_name")
+    error = compare_bases(settings.base_name, base)
+    if error is not None and not error.is_this_base:
+        report.warn([f"the config names the base {shown(settings.base_name)}; only its shapes were compared"])
+    elif settings.base_name:
         report.done("the config names this base, or a copy of it in another form")
     else:
-        report.warn([f"the config names the base {shown(settings.base_name)}; only its shapes were compared"])
+        report.done("the config names no base")
+    if error is not None:
+        report.base_error = error.as_dict()
+        if error.is_this_base:
+            report.begin_check("base_form")
+            report.warn([error.warning])
 
 
 def _refuse(code: RefusalCode, message: str, *, feature: str | None = None) -> NoReturn:

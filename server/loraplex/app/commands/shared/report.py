@@ -22,6 +22,8 @@ def _shown(name: str, value: Any) -> str:
         return _ranks(value)
     if name == "reference_error" and isinstance(value, dict):
         return _errors(value)
+    if name == "base_error" and isinstance(value, dict):
+        return _forms(value)
     if name == "checks" and isinstance(value, list):
         return "\n".join(_check(check) for check in value if isinstance(check, dict))
     if isinstance(value, dict):
@@ -35,6 +37,11 @@ def _errors(found: Mapping[str, Any]) -> str:
     """The check of a version's numbers, without a number a module."""
     names = ("verdict", "max", "mean", "tolerance", "worst_module", "dtype")
     return ", ".join(f"{name} {_number(found[name])}" for name in names if found.get(name) is not None)
+
+
+def _forms(found: Mapping[str, Any]) -> str:
+    """The base that a version was trained on, beside the served one."""
+    return f"trained on {found.get('trained_on')}, served over {found.get('served')}: {found.get('reason')}"
 
 
 def _ranks(by_module: Mapping[str, Any]) -> str:
