@@ -1,9 +1,10 @@
 """Forms of a base's weights beside each other, on the real model:
 
-    PYTHONPATH=tests python -m bench.cpu.quantised MODEL [--errors] [--steps] [--forms bfloat16,int8] [--turns 25]
+    PYTHONPATH=tests python -m bench.cpu.quantised MODEL [--errors] [--trained] [--steps] [--forms bfloat16,int8]
 
 MODEL is the directory of SmolLM2-135M-Instruct. `--errors`: the Kullback-Leibler divergence, in nats a token, of codes
 from the checkpoint, both computed in float32, for the base and the example adapters, over text of five kinds.
+`--trained`: the same of the checkpoint from nf4 made of it: what an adapter that was trained over 4 bits loses.
 `--steps`: medians of whole steps of two forms, of two engines in turns, and the bytes of their weights. A form is a
 dtype, int8 (rows in bfloat16 over codes), or gguf (the same over the codes of `--gguf FILE`).
 """
@@ -11,6 +12,7 @@ dtype, int8 (rows in bfloat16 over codes), or gguf (the same over the codes of `
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import tempfile
 import time
@@ -20,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.base_weights.nf4 import quantise_nf4
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import build_image
 from loraplex.adapters.device.layout import ArenaLayout
@@ -89,16 +93,29 @@ def logits(model_dir: Path, prompts: list[list[int]], *, quantise: bool) -> dict
     return found
 
 
-def print_errors(model_dir: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+def print_errors(trained: Path, served: Path, *, quantise: bool) -> None:
+    """`quantise`: `served` as int8 codes."""
+    tokenizer = Tokenizer.from_file(str(served / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids[:TOKENS] for text in texts().values()]
-    exact = logits(model_dir, prompts, quantise=False)
-    codes = logits(model_dir, prompts, quantise=True)
+    exact = logits(trained, prompts, quantise=False)
+    codes = logits(served, prompts, quantise=quantise)
     print(f"{sum(map(len, prompts))} tokens of {', '.join(texts())}, float32:")
     for name, expected in exact.items():
         divergence = (expected.exp() * (expected - codes[name])).sum(-1)
         same = (expected.argmax(-1) == codes[name].argmax(-1)).float().mean()
         print(f"  {name:10} KL {divergence.mean():.5f} nat, largest {divergence.max():.3f}; top-1 {same:.3f}")
+
+
+def write_nf4(model_dir: Path, out: Path) -> None:
+    """The checkpoint, its layers' linears as nf4 stands for them, in float32."""
+    for path in model_dir.glob("*.json"):
+        shutil.copy(path, out)
+    tensors = load_file(model_dir / "model.safetensors")
+    for name, weight in tensors.items():
+        found = weight.float()
+        is_linear = name.endswith("_proj.weight")
+        tensors[name] = torch.from_numpy(quantise_nf4(found.numpy())) if is_linear else found
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
 
 
 def decoding(model_dir: Path, work: Path, rows: int, adapters: int, **settings: Any) -> LocalEngine:
@@ -173,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--trained", action="store_true")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--forms", default="bfloat16,int8", help="two of " + ", ".join(SETTINGS))
     parser.add_argument("--gguf", default="")
@@ -181,7 +199,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.errors:
         torch.set_num_threads(options.threads)
-        print_errors(options.model)
+        print_errors(options.model, options.model, quantise=True)
+    if options.trained:
+        torch.set_num_threads(options.threads)
+        with tempfile.TemporaryDirectory() as made:
+            write_nf4(options.model, Path(made))
+            print_errors(Path(made), options.model, quantise=False)
     if options.steps:
         forms = {
             form: ensure_model(options.gguf) if form == "gguf" else options.model

@@ -22,11 +22,12 @@ from loraplex.adapters.admission.base_model import (
 )
 from loraplex.adapters.base_weights import bitsandbytes, compressed_tensors, gptq, schemes
 from loraplex.adapters.base_weights.grouped import Grouped, stack
+from loraplex.adapters.base_weights.nf4 import NF4
 from loraplex.adapters.base_weights.schemes import read_scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, nibbles
 from loraplex.adapters.errors import BaseModelInvalid
 from support.models.checkpoints import FAMILIES, save_tiny
-from support.models.quantised_formats import FORMATS, NF4, write_quantised
+from support.models.quantised_formats import FORMATS, write_quantised
 
 MODULE = "model.layers.1.mlp.down_proj"
 

@@ -17,14 +17,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-Tensors = dict[str, torch.Tensor]
+from loraplex.adapters.base_weights.nf4 import NF4
 
-NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""The table of Dettmers et al., "QLoRA" (2023), appendix E."""
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
