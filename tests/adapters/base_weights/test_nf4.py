@@ -36,6 +36,13 @@ def test_scales_are_codes_of_the_dynamic_map() -> None:
     assert not found[:, 1:].any()
 
 
+def test_scales_share_the_size_of_their_codes() -> None:
+    """Scales 1, 3 and 2.5: the mean 2.16667, the largest distance 1.16667, and 3 is 0.71429 of it: 0.71171875."""
+    weight = np.zeros((3, 64), np.float32)
+    weight[:, 0] = 1, 3, 2.5
+    assert quantise_nf4(weight)[1, 0] == pytest.approx(13 / 6 + 0.71171875 * 7 / 6, rel=1e-6)
+
+
 def test_a_weight_becomes_the_nearest_value() -> None:
     values = np.float32(NF4)
     weight = np.tile(values, (3, 4))  # one scale: the mean, so nothing is left to code
