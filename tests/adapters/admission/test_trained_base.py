@@ -48,7 +48,7 @@ def served(base: BaseSpec, **changes: Any) -> BaseSpec:
         (f"someone/{MODEL}-FP8", {"stored": "fp8"}),
         (f"RedHat/{MODEL}-quantized.w4a16",
          {"stored": "compressed-tensors int4", "model_dir": f"/srv/{MODEL}-quantized.w4a16"}),
-        (f"/home/me/{MODEL}", {"stored": "gptq int4"}),  # the directory that is served
+        (f"/opt/models/{MODEL}", {"stored": "gptq int4"}),  # the directory that is served
     ],
 )  # fmt: skip
 def test_the_served_form_is_no_error(name: str | None, changes: dict[str, Any], base: BaseSpec) -> None:
