@@ -1,0 +1,56 @@
+"""Which member serves a request: the one where it waits least, and among alike ones always the same, so that a
+conversation finds its KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from loraplex.serving.cluster.hashing import first, key_of
+
+LOAD_WEIGHT = 2.0
+"""Weight of a load's seconds beside a wait's: it takes memory from others, too."""
+ALIKE = 0.5
+"""Waits that differ by less than this share of a load's time are alike."""
+EVEN = 1.25
+"""Load of a member, over the mean of those that are alike and one sequence, up to which its place in the order counts
+(bounded loads, as in `placement`)."""
+
+
+class Load(NamedTuple):
+    """A member that takes requests. `key`: `hashing.key_of` its id. `load`: sequences that run or wait there; `places`:
+    sequences at once; `mean_s`: seconds of a request, lately."""
+
+    key: int
+    load: int
+    places: int
+    mean_s: float
+
+
+def choose(
+    members: Mapping[str, Load],
+    *,
+    places: Collection[str] = (),
+    resident: Collection[str] = (),
+    load_s: float = 0.0,
+    prefix: bytes = b"",
+) -> str | None:
+    """The member for a request; None where there is none. `places`: where its adapter lives, `resident`: which members
+    have it on their device, `load_s`: seconds that a load of it takes; all empty for the base. Members outside `places`
+    are asked where each of these would have it wait. `prefix`: what the request's first KV block is known by, with its
+    adapter."""
+    among = [name for name in places if name in members]
+    if not among or all(members[name].load >= members[name].places for name in among):
+        among = list(members)
+    if not among:
+        return None
+    waits = []
+    for name in among:
+        _, load, seats, mean_s = members[name]
+        wait = (load - seats + 1) / seats * mean_s if load >= seats else 0.0
+        waits.append(wait if name in resident else wait + LOAD_WEIGHT * load_s)
+    most = min(waits) + ALIKE * load_s
+    alike = [name for name, wait in zip(among, waits, strict=True) if wait <= most]
+    most_load = EVEN * sum(members[name].load for name in alike) / len(alike) + 1
+    even = {name: members[name].key for name in alike if members[name].load <= most_load}
+    return first(key_of(prefix), even)

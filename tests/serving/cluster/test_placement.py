@@ -1,0 +1,240 @@
+"""Where adapters live: everyone who is asked for has a place, and what need not move does not."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraplex.serving.cluster.hashing import digest_key, key_of, score, scores
+from loraplex.serving.cluster.placement import (
+    BOUND,
+    FILL,
+    KEEP,
+    MOVED,
+    SLACK,
+    Demand,
+    Member,
+    Place,
+    Places,
+    elsewhere,
+    place,
+)
+
+PLACES, BYTES = 16, 1000
+
+
+def digest(number: int) -> str:
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def members(count: int, resident: Iterable[str] = (), first: int = 0) -> list[Member]:
+    found = frozenset(resident)
+    return [Member(f"m{number}", PLACES, BYTES, found) for number in range(first, first + count)]
+
+
+def settle(among: list[Member], demand: Mapping[str, Demand], before: Places, rounds: int = 400) -> Places:
+    """Places when nothing moves any more: each round, all have loaded what they were given."""
+    for _ in range(rounds):
+        placed = place([replace(member, resident=demand.keys()) for member in among], demand, before)
+        if placed.places == before:
+            return before
+        before = placed.places
+    raise AssertionError("it never comes to rest")
+
+
+def names(places: tuple[Place, ...]) -> set[str]:
+    return {each.member for each in places}
+
+
+demands = st.dictionaries(
+    st.integers(0, 500).map(digest),
+    st.builds(Demand, st.floats(0, 60), st.integers(1, 1200), st.booleans()),
+    max_size=40,
+)
+
+
+@given(st.integers(0, 6), demands, st.integers(0, 6), demands, st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_whatever_was_before(
+    count: int,
+    demand: dict[str, Demand],
+    count_before: int,
+    demand_before: dict[str, Demand],
+    rng: random.Random,
+) -> None:
+    """Members and adapters that come and go: each has a place or is told of; bytes and moves stay within bounds; the
+    order of what is given does not count."""
+    before = place(members(count_before), demand_before, {}).places
+    among = members(count, demand, first=2)
+    placed = place(among, demand, before)
+    assert placed.places.keys() | placed.unplaced == demand.keys()
+    assert not placed.places.keys() & placed.unplaced
+    alive = {member.id for member in among}
+    held = dict.fromkeys(alive, 0)
+    for key, found in placed.places.items():
+        assert found
+        assert len(names(found)) == len(found)
+        assert names(found) <= alive
+        assert any(each.reason != "leaving" for each in found)
+        assert demand[key].size <= BYTES
+        if demand[key].is_pinned:
+            for each in found:
+                held[each.member] += demand[key].size
+    assert all(used <= BYTES for used in held.values())
+    assert placed.moved <= max(1, MOVED * len(demand))
+    for key in placed.unplaced:
+        assert not among or demand[key].size > BYTES or demand[key].is_pinned or demand[key].concurrency > 0.5
+    shuffled, mixed = list(demand.items()), list(among)
+    rng.shuffle(shuffled)
+    rng.shuffle(mixed)
+    assert place(mixed, dict(shuffled), before) == placed
+
+
+@given(st.integers(1, 6), demands)
+@settings(deadline=None, max_examples=50)
+def test_at_rest_nothing_moves(count: int, demand: dict[str, Demand]) -> None:
+    among = members(count)
+    before = settle(among, demand, {})
+    assert place([replace(m, resident=demand.keys()) for m in among], demand, before).moved == 0
+
+
+def zipf(count: int, total: float) -> dict[str, Demand]:
+    weights = [1 / (rank + 1) ** 1.1 for rank in range(count)]
+    return {digest(rank): Demand(total * weight / sum(weights), 1) for rank, weight in enumerate(weights)}
+
+
+def test_a_member_that_comes_takes_its_share_and_gives_it_back() -> None:
+    demand = zipf(256, 83.0)
+    eight = settle(members(8), demand, {})
+    nine = settle(members(9), demand, eight)
+    moved = [key for key in demand if names(eight[key]) != names(nine[key])]
+    assert len(moved) / len(demand) <= 1 / 9 + 0.05
+    gained = [key for key in demand if "m8" in names(nine[key])]
+    assert 0.06 <= len(gained) / len(demand) <= 0.17
+    assert settle(members(8), demand, nine) == settle(members(8), demand, eight)
+
+
+def test_growth_moves_few_a_round_and_loads_before_it_leaves() -> None:
+    demand = zipf(400, 83.0)
+    before = settle(members(8), demand, {})
+    nine = members(9, demand)
+    empty = [*nine[:8], replace(nine[8], resident=frozenset())]
+    placed = place(empty, demand, before)
+    assert placed.moved == MOVED * 400
+    moving = [key for key in demand if any(each.reason == "leaving" for each in placed.places[key])]
+    assert len(moving) == placed.moved
+    for key in moving:
+        assert names(before[key]) <= names(placed.places[key])
+    # It goes on to wait for the loads, and begins others; once they are there, the old places are free.
+    again = place(empty, demand, placed.places)
+    assert all(names(before[key]) <= names(again.places[key]) for key in moving)
+    loaded = place(nine, demand, placed.places)
+    assert not any(each.reason == "leaving" for key in moving for each in loaded.places[key])
+
+
+def test_the_death_of_a_member_moves_what_it_had() -> None:
+    demand = zipf(256, 83.0)
+    before = settle(members(8), demand, {})
+    placed = place(members(7, demand), demand, before)
+    for key, found in before.items():
+        if "m7" not in names(found):
+            light = demand[key].concurrency <= 0.05 * PLACES
+            assert not light or placed.places[key] == found
+    assert placed.moved <= MOVED * 256 + 1
+
+
+def test_copies_follow_demand_with_hysteresis() -> None:
+    among, key = members(8), digest(1)
+    others = zipf(200, 60.0)
+    step = FILL * PLACES
+
+    def copies(concurrency: float, before: Places) -> tuple[int, Places]:
+        found = settle(among, others | {key: Demand(concurrency, 1)}, before)
+        return len(found[key]), found
+
+    count, before = copies(0.9 * step, {})
+    assert count == 1
+    count, before = copies(1.1 * step, before)
+    assert count == 2
+    for share in (0.95, 0.7, 1.1, KEEP + 0.01):
+        count, before = copies(share * step, before)
+        assert count == 2
+    count, before = copies((KEEP - 0.01) * step, before)
+    assert count == 1
+    count, before = copies(1000.0, before)
+    assert count == len(among)
+
+
+def test_heavy_adapters_are_spread() -> None:
+    heavy = {digest(number): Demand(6.0, 1) for number in range(24)}
+    found = settle(members(8), heavy, {})
+    loads = dict.fromkeys((member.id for member in members(8)), 0.0)
+    for places in found.values():
+        for each in places:
+            loads[each.member] += 6.0 / len(places)
+    assert max(loads.values()) <= BOUND * SLACK * 24 * 6.0 / 8 + 6.0
+    assert {each.reason for places in found.values() for each in places} == {"home", "overflow"}
+
+
+def test_demand_that_swings_does_not_thrash() -> None:
+    """By up to a fifth, a fiftieth in a round: what smoothing leaves of requests that come at random."""
+    base = zipf(256, 83.0)
+    rng = random.Random(0)
+    places, factors = settle(members(8), base, {}), dict.fromkeys(base, 1.0)
+    moved = 0
+    for _ in range(200):
+        factors = {key: min(1.2, max(0.8, each + rng.uniform(-0.02, 0.02))) for key, each in factors.items()}
+        demand = {
+            key: replace(each, concurrency=each.concurrency * factors[key]) for key, each in base.items()
+        }
+        placed = place(members(8, base), demand, places)
+        places, moved = placed.places, moved + placed.moved
+    assert moved <= 20  # one in ten rounds
+
+
+def test_what_fits_nowhere_is_told() -> None:
+    key = digest(1)
+    for concurrency, is_pinned in ((0.0, True), (0.1, False), (50.0, False)):
+        placed = place(members(3), {key: Demand(concurrency, BYTES + 1, is_pinned)}, {})
+        assert placed.unplaced == {key}
+    many = {digest(number): Demand(0.0, 400, True) for number in range(9)}
+    placed = place(members(3), many, {})
+    assert (len(placed.places), len(placed.unplaced)) == (6, 3)
+    assert place([], many, {}).unplaced == many.keys()
+    assert place(members(3), {}, placed.places).places == {}
+
+
+def test_what_is_at_home_elsewhere() -> None:
+    here, there, both, unknown = map(digest, range(4))
+    places = {
+        here: (Place("m0", "home"),),
+        there: (Place("m1", "home"),),
+        both: (Place("m1", "home"), Place("m0", "leaving")),
+    }
+    member = Member("m0", PLACES, BYTES, {here, there, both, unknown})
+    assert elsewhere(member, places) == {there}
+
+
+def test_one_order_of_members_is_computed_in_two_ways() -> None:
+    keys = [digest_key(digest(number)) for number in range(20)]
+    ids = [key_of(f"m{number}".encode()) for number in range(7)]
+    assert scores(keys, ids).tolist() == [[score(key, each) for each in ids] for key in keys]
+
+
+def test_the_order_of_members_is_the_same_in_every_process() -> None:
+    assert key_of(b"m0") == int.from_bytes(hashlib.blake2b(b"\0\0\0\2m0", digest_size=8).digest(), "big")
+    assert key_of(b"ab", b"c") != key_of(b"a", b"bc")
+
+
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_light_adapters_are_spread_evenly(count: int) -> None:
+    demand = {digest(number): Demand(0.1, 1) for number in range(2000)}
+    found = place(members(count), demand, {}).places
+    held = [sum(names(places) == {f"m{number}"} for places in found.values()) for number in range(count)]
+    assert max(held) <= 1.2 * 2000 / count
