@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantise": "int8"},
     "gguf": {"dtype": "bfloat16"},
 }
-"""Of an engine, by form."""
+"""Settings of an engine by form."""
 
 
 def texts() -> dict[str, str]:

@@ -183,7 +183,7 @@ def test_heavy_adapters_are_spread() -> None:
 
 
 def test_demand_that_swings_does_not_thrash() -> None:
-    """By up to a fifth, a fiftieth in a round: what smoothing leaves of requests that come at random."""
+    """Demand swings by up to a fifth, a fiftieth in a round, as smoothing leaves it of requests that come at random."""
     base = zipf(256, 83.0)
     rng = random.Random(0)
     places, factors = settle(members(8), base, {}), dict.fromkeys(base, 1.0)
