@@ -10,10 +10,13 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, Self
 
+import msgspec
+
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.event_buffer import EventBuffer
+from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
@@ -37,8 +40,11 @@ class RequestStream:
         self._closed = False  # the terminal event has been put
         self._ended = False  # the terminal event has been read
         self._aborted = False
-        self.num_received = 0
-        """Tokens that the engine has sent, read or not."""
+        self.on_end: Callable[[RequestStream], None] | None = None
+        """Called when the terminal event has been put."""
+        self._received: list[int] = []
+        self._num_prompt_scores = 0
+        self._num_repeated = 0  # prompt scores to come that an earlier engine has sent already
 
     # The reader's side.
 
@@ -83,17 +89,49 @@ class RequestStream:
         """The reader's side has asked for the end."""
         return self._aborted
 
+    @property
+    def num_received(self) -> int:
+        """Tokens that the engine has sent, read or not."""
+        return len(self._received)
+
     # The client's side.
+
+    @property
+    def received(self) -> Sequence[int]:
+        """The tokens that the engine has sent, read or not."""
+        return self._received
+
+    def hand_to(self, on_abort: Callable[[str], None], request: EngineRequest | None = None) -> None:
+        """Have another engine serve it from here on, by `request` where that is another. What the next one tells of the
+        prompt for the second time is left out."""
+        self._on_abort = on_abort
+        self.request = self.request if request is None else request
+        self._num_repeated = 0 if self._received else self._num_prompt_scores
 
     def put(self, event: TokenEvent) -> None:
         """Called by the client on the event loop's thread. What follows a terminal event is ignored."""
         if self._closed:
             return
-        self.num_received += len(event.token_ids)
+        self._received += event.token_ids
+        if event.scores is not None and event.scores.prompt is not None:
+            event = self._without_repeated(event, event.scores.prompt)
         self._closed = event.finish_reason is not None
         self._unread.add(event)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self._closed and self.on_end is not None:
+            self.on_end(self)
+
+    def _without_repeated(self, event: TokenEvent, prompt: Logprobs) -> TokenEvent:
+        repeated = min(self._num_repeated, len(prompt))
+        self._num_repeated -= repeated
+        self._num_prompt_scores += len(prompt) - repeated
+        if not repeated:
+            return event
+        assert event.scores is not None
+        rest = prompt.part(repeated, len(prompt)) if repeated < len(prompt) else None
+        scores = Scores(event.scores.output, rest)
+        return msgspec.structs.replace(event, scores=scores if scores.num_values else None)
 
 
 class EngineClient(Protocol):

@@ -29,8 +29,16 @@ _PINS_LOOK_S = 0.02
 TERMS_A_COMMAND = 4096
 """Tenants of one command to a new engine: far below the limit of a frame."""
 
+TakeOver = Callable[[Sequence[RequestStream], EngineError], Collection[RequestStream]]
+"""Takes streams whose engine is gone or ends, and the error that they would end with; returns those that another engine
+will serve."""
+
 ArgsP = ParamSpec("ArgsP")
 AnswerT = TypeVar("AnswerT", bound=wire.Answer)
+
+
+def _take_none(streams: Sequence[RequestStream], error: EngineError) -> Collection[RequestStream]:
+    return ()
 
 
 class EngineSession(ABC):
@@ -56,6 +64,7 @@ class EngineSession(ABC):
         self._pins: dict[str, AdapterRef] = {}
         self._draining = False
         self._num_served = 0  # requests that came to a proper end
+        self.take_over: TakeOver = _take_none
 
     # The transport.
 
@@ -98,6 +107,39 @@ class EngineSession(ABC):
         self, requests: Sequence[EngineRequest], command: Callable[[EngineRequest], wire.Command]
     ) -> list[RequestStream]:
         """Send the `command` of each request, and open its stream."""
+        self._send_all(requests, command)
+        streams = [RequestStream(request, self._abort) for request in requests]
+        self._streams.update({stream.request.request_id: stream for stream in streams})
+        return streams
+
+    def adopt(self, streams: Sequence[RequestStream], requests: Sequence[EngineRequest]) -> None:
+        """Serve what another session has lost, each stream by its request: all of one tenant and adapter. Raises as
+        `EngineClient.submit` does; no stream has changed then."""
+        self._send_all(requests, wire.Add)
+        for stream, request in zip(streams, requests, strict=True):
+            stream.hand_to(self._abort, request)
+            self._streams[request.request_id] = stream
+        if (ref := requests[0].adapter) is not None:
+            self._demand.use(ref)
+
+    def _send_all(
+        self, requests: Sequence[EngineRequest], command: Callable[[EngineRequest], wire.Command]
+    ) -> None:
+        """Send the `command` of each request, or of none."""
+        self._take_room(requests)
+        sent: list[str] = []
+        try:
+            for request in requests:
+                self._send(command(request))
+                sent.append(request.request_id)
+        except BaseException:
+            self._fair_share.release(requests[0].tenant_id, len(requests))
+            if sent:
+                self._send(wire.Abort(tuple(sent)))  # their events are of nobody's stream
+            raise
+
+    def _take_room(self, requests: Sequence[EngineRequest]) -> None:
+        """Count the requests, all of one tenant, among those in flight. Raises as `EngineClient.submit` does."""
         self._check()
         # Twice what the engine takes: one tenant, who may have half, can fill it, and another still comes in. Whom to
         # refuse in a full queue is the engine's to say.
@@ -113,18 +155,6 @@ class EngineSession(ABC):
                 f"{len(requests)} more of them now",
                 is_own=self._fair_share.is_beyond_share(tenant_id, max_inflight, len(requests)),
             )
-        streams: list[RequestStream] = []
-        for request in requests:
-            try:
-                self._send(command(request))
-            except BaseException:
-                self._fair_share.release(tenant_id, len(requests) - len(streams))
-                for stream in streams:
-                    stream.abort()
-                raise
-            streams.append(RequestStream(request, self._abort))
-            self._streams[request.request_id] = streams[-1]
-        return streams
 
     @property
     def served_tenants(self) -> set[str]:
@@ -310,6 +340,8 @@ class EngineSession(ABC):
             if self._was_cut(event, stream):
                 code: ErrorCode = "draining" if self._draining else "engine_restarting"
                 error = EngineError(code, "the engine shut down before the request ended")
+                if self.take_over((stream,), error):
+                    return
                 event = msgspec.structs.replace(event, finish_reason="error", error=error)
         stream.put(event)
 
@@ -321,12 +353,15 @@ class EngineSession(ABC):
         return event.error is not None and event.error.code == "draining"
 
     def _fail(self, code: ErrorCode, message: str, retry_after_s: float | None = None) -> int:
-        """The engine is gone: end every live stream and every call with this error, forget residency.
-        Returns the number of streams that ended."""
+        """The engine is gone: end every call with this error, and every live stream that nobody takes over; forget
+        residency. Returns the number of streams that were lost."""
         streams, self._streams = self._streams, {}
-        for request_id, stream in streams.items():
+        for stream in streams.values():
             self._fair_share.release(stream.request.tenant_id)
-            stream.put(error_event(request_id, code, message, retry_after_s))
+        taken = self.take_over(tuple(streams.values()), EngineError(code, message, retry_after_s))
+        for request_id, stream in streams.items():
+            if stream not in taken:
+                stream.put(error_event(request_id, code, message, retry_after_s))
         for future in list(self._calls.values()):
             if not future.done():
                 future.set_exception(EngineUnavailable(message))
