@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import signal
 import sys
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import structlog
 import uvloop
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.app.engine_logs import StartLog, log_engine
 from loraplex.app.engine_settings import engine_config
 from loraplex.app.installation import Installation, prepare
 from loraplex.app.logs import configure_logging, log_everything
@@ -22,6 +19,7 @@ from loraplex.app.planes import Apps, create_apps, create_starting_apps
 from loraplex.app.ports.sockets import Ports, open_ports, url
 from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid
+from loraplex.app.stop_signals import StopSignals
 from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.lifecycle.damage_reports import DamageReports
 from loraplex.lifecycle.tenant_terms import TermsWatch
@@ -33,15 +31,6 @@ from loraplex.serving.supervision.engine_supervisor import Supervision
 
 LAST_EVENTS_S = 2.0
 """How long a client may take to read why its answer was cut."""
-
-ENGINE_LEVELS = {
-    "engine_lost": logging.ERROR,
-    "engine_restart": logging.WARNING,
-    "engine_restart_failed": logging.ERROR,
-    "engine_gave_up": logging.ERROR,
-    "engine_spare_failed": logging.WARNING,
-    "pin_not_loaded": logging.WARNING,
-}
 
 
 def serve(settings: Settings) -> int:
@@ -69,28 +58,9 @@ def _show_token(installation: Installation) -> None:
     print(f"admin token (kept in {path}, shown this once): {installation.new_admin_token}", file=sys.stderr)
 
 
-def _log_engine(event: str, **fields: Any) -> None:
-    """Log a report of the engine's client about its process."""
-    structlog.get_logger("loraplex").log(ENGINE_LEVELS.get(event, logging.INFO), event, **fields)
-
-
-class _StartLog:
-    """A line when the engine's start gets on, and one every ten seconds while it does not."""
-
-    def __init__(self) -> None:
-        self._log = structlog.get_logger("loraplex")
-        self._last: tuple[str, int] | None = None
-
-    def __call__(self, stage: str, seconds: float) -> None:
-        now = (stage, int(seconds) // 10)
-        if now != self._last:
-            self._last = now
-            self._log.info("engine_starting", stage=stage, seconds=round(seconds))
-
-
 async def _serve(installation: Installation, ports: Ports) -> int:
     settings = installation.settings
-    stop = _StopSignals()
+    stop = StopSignals()
     with stop.installed():
         damage = DamageReports(installation.database, installation.catalog)
         demand = Demand()
@@ -104,7 +74,7 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         )
         engine = SocketEngineClient(
             engine_config(settings, installation.model_dir, installation.served_name),
-            Supervision(log=_log_engine, on_progress=_StartLog(), keep_spare=settings.engine_spare),
+            Supervision(log=log_engine, on_progress=StartLog(), keep_spare=settings.engine_spare),
             on_damaged=damage.put,
             demand=demand,
         )
@@ -129,7 +99,7 @@ async def _serve_on(
     ports: Ports,
     engine: SocketEngineClient,
     warming: Warming,
-    stop: _StopSignals,
+    stop: StopSignals,
     at_end: contextlib.AsyncExitStack,
 ) -> int:
     log = structlog.get_logger("loraplex")
@@ -205,7 +175,7 @@ async def _start(
     return apps
 
 
-async def _drain(settings: Settings, apps: Apps, engine: EngineClient, stop: _StopSignals) -> None:
+async def _drain(settings: Settings, apps: Apps, engine: EngineClient, stop: StopSignals) -> None:
     """Drain as docs/operations.md says of SIGTERM; a second signal cuts it short."""
     log = structlog.get_logger("loraplex")
     log.info("draining", in_flight=apps.drain.in_flight, grace_s=settings.drain_grace)
@@ -221,31 +191,3 @@ async def _drain(settings: Settings, apps: Apps, engine: EngineClient, stop: _St
         # The engine's end is an error event of each stream: the event loop must live until they are written.
         await engine.close()
         await apps.drain.wait_idle(LAST_EVENTS_S)
-
-
-class _StopSignals:
-    """SIGTERM and SIGINT of one event loop: the first asks for a drain, the second for an end at once."""
-
-    def __init__(self) -> None:
-        self._first = asyncio.Event()
-        self._second = asyncio.Event()
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
-
-    def _on_signal(self) -> None:
-        (self._second if self._first.is_set() else self._first).set()
-
-    def first_task(self) -> asyncio.Task[bool]:
-        return asyncio.create_task(self._first.wait())
-
-    def second_task(self) -> asyncio.Task[bool]:
-        return asyncio.create_task(self._second.wait())

@@ -19,7 +19,7 @@ class ProtocolError(Exception):
 
 
 class FrameTooLarge(ProtocolError):
-    """A frame above `MAX_FRAME_BYTES`."""
+    """A frame above the limit, which is `MAX_FRAME_BYTES` by itself."""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
@@ -27,25 +27,40 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     buffer = bytearray(HEADER_BYTES)
     _encoder.encode_into(message, buffer, HEADER_BYTES)
     length = len(buffer) - HEADER_BYTES
-    if length > MAX_FRAME_BYTES:
-        raise FrameTooLarge(f"a frame of {length} bytes is above the limit of {MAX_FRAME_BYTES}")
+    _check_length(length, MAX_FRAME_BYTES)
     _LENGTH.pack_into(buffer, 0, length)
     return bytes(buffer)
 
 
-def frame_length(header: bytes | bytearray) -> int:
+def frame_payload(payload: bytes) -> bytes:
+    """An encoded message as a frame. Raises FrameTooLarge."""
+    _check_length(len(payload), MAX_FRAME_BYTES)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def frame_length(header: bytes | bytearray, max_bytes: int = MAX_FRAME_BYTES) -> int:
     """The payload's length from a frame's first 4 bytes. Raises FrameTooLarge."""
     (length,) = _LENGTH.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise FrameTooLarge(f"a frame of {length} bytes is above the limit of {MAX_FRAME_BYTES}")
+    _check_length(length, max_bytes)
     return int(length)
 
 
-class FrameReader:
-    """Cuts a byte stream into payloads. Holds at most one incomplete frame."""
+def _check_length(length: int, max_bytes: int) -> None:
+    if length > max_bytes:
+        raise FrameTooLarge(f"a frame of {length} bytes is above the limit of {max_bytes}")
 
-    def __init__(self) -> None:
+
+class FrameReader:
+    """Cuts a byte stream into payloads of `max_bytes` at most. Holds at most one incomplete frame."""
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
+        self._max_bytes = max_bytes
+
+    @property
+    def num_left(self) -> int:
+        """Bytes of a frame that is not whole yet."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads that `data` completes. Raises FrameTooLarge on the header alone."""
@@ -54,7 +69,7 @@ class FrameReader:
         position = 0
         while len(self._buffer) - position >= HEADER_BYTES:
             start = position + HEADER_BYTES
-            end = start + frame_length(self._buffer[position:start])
+            end = start + frame_length(self._buffer[position:start], self._max_bytes)
             if len(self._buffer) < end:
                 break
             payloads.append(bytes(self._buffer[start:end]))
