@@ -26,6 +26,7 @@ NOT_SUPERVISED = {
     "_drain": "waited for",
     "StopSignals.first_task": "waited for",
     "StopSignals.second_task": "waited for",
+    "Members.welcome": "its failure is the session's end, which is logged",
     "Generation._events": "waited for",
     "VersionChecks.start": "it logs its failure, and gives it to the uploads that wait for it",
     "TenantCapacity.in_thread": "waited for, until its request is cancelled",

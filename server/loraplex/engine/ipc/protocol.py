@@ -14,7 +14,7 @@ import msgspec
 
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.ipc.framing import ProtocolError
+from loraplex.engine.ipc.framing import UNDECODABLE, ProtocolError
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import AdapterState, EngineRequest, MeasureRequest, TokenEvent
@@ -292,7 +292,7 @@ def decode_command(payload: bytes | bytearray | memoryview) -> Command:
     """Raises ProtocolError where the payload is no command."""
     try:
         return _command_decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"not a command: {error}") from error
 
 
@@ -300,5 +300,5 @@ def decode_event(payload: bytes | bytearray | memoryview) -> Event:
     """Raises ProtocolError where the payload is no event."""
     try:
         return _event_decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"not an event: {error}") from error

@@ -17,7 +17,14 @@ from loraplex.engine.ipc.loop import Log
 from loraplex.engine.reports import EngineInfo
 from loraplex.serving.errors import EngineStartError
 from loraplex.serving.supervision.child import Child
-from loraplex.serving.supervision.supervisor import KILL_WAIT_S, EngineProcess, RestartPolicy, spawn_spare
+from loraplex.serving.supervision.supervisor import (
+    KILL_WAIT_S,
+    EngineProcess,
+    OnPayload,
+    RestartPolicy,
+    spawn_spare,
+    take_no_payload,
+)
 from loraplex.serving.supervision.watchdog import WatchdogPolicy
 
 ENGINE_COMMAND = (sys.executable, "-m", "loraplex.engine.ipc.process")
@@ -77,12 +84,20 @@ DEFAULT_RULES = Supervision()
 
 
 class EngineSupervisor:
-    """One engine at a time, for one user. All methods belong to one event loop's thread."""
+    """One engine at a time, for one user. `on_payload` as `EngineProcess` has it. All methods belong to one event
+    loop's thread."""
 
-    def __init__(self, config: EngineConfig, user: EngineUser, rules: Supervision) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        user: EngineUser,
+        rules: Supervision,
+        on_payload: OnPayload = take_no_payload,
+    ) -> None:
         self._config = config
         self._user = user
         self._rules = rules
+        self._on_payload = on_payload
         self._process: EngineProcess | None = None
         self._spare: Child | None = None
         self.phase: Phase = "new"
@@ -120,6 +135,11 @@ class EngineSupervisor:
         """Raises FrameTooLarge. A command that no engine can take goes nowhere."""
         if self._process is not None:
             self._process.send(command)
+
+    def send_payload(self, payload: bytes) -> None:
+        """Pass on a command that is encoded already, as `send` does."""
+        if self._process is not None:
+            self._process.send_payload(payload)
 
     async def start(self) -> None:
         """Returns when the engine can take requests. Raises EngineStartError with one clear line."""
@@ -171,6 +191,7 @@ class EngineSupervisor:
             on_progress=self._on_stage,
             watchdog=rules.watchdog,
             spare=spare,
+            on_payload=self._on_payload,
         )
         self._process = process
         started = rules.clock()

@@ -34,6 +34,14 @@ EXIT_WAIT_S = 0.5
 KILL_WAIT_S = 5.0
 
 
+OnPayload = Callable[[bytes], bool]
+"""Is given a message as it came; whether it has dealt with it, so that it need not be decoded."""
+
+
+def take_no_payload(_: bytes) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
     """Exponential back-off, and an end to crash loops: after `max_deaths` deaths within `window_s` seconds, without
@@ -59,8 +67,8 @@ class EngineProcess(asyncio.Protocol):
     The parent listens on a Unix socket in a fresh directory of mode 0700, which is gone as soon as the child has
     connected. `on_event` gets every event after `Ready`; `on_lost` is called once, when the connection ends, the
     process says that it ends or exits, or the watchdog takes it for hung, whichever is first; nothing comes after it.
-    `spare` is a process of `spawn_spare` that becomes this one, if it can. Call from one event loop's thread only; on
-    Linux the child also dies with the thread that spawned it.
+    `on_payload` may take messages before they are decoded. `spare` is a process of `spawn_spare` that becomes this one,
+    if it can. Call from one event loop's thread only; on Linux the child also dies with the thread that spawned it.
     """
 
     def __init__(
@@ -73,11 +81,13 @@ class EngineProcess(asyncio.Protocol):
         on_progress: Callable[[str, float], None],
         watchdog: WatchdogPolicy,
         spare: Child | None = None,
+        on_payload: OnPayload = take_no_payload,
     ) -> None:
         self._command = command
         self._config = config
         self._on_event = on_event
         self._on_lost = on_lost
+        self._on_payload = on_payload
         self._on_progress = on_progress
         self._reader = framing.FrameReader()
         self._transport: asyncio.Transport | None = None
@@ -120,6 +130,12 @@ class EngineProcess(asyncio.Protocol):
     def send(self, command: wire.Command) -> None:
         """Raises FrameTooLarge. A command to a lost process goes nowhere."""
         frame = framing.encode_frame(command)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame)
+
+    def send_payload(self, payload: bytes) -> None:
+        """Send a command that is encoded already. Raises FrameTooLarge. One to a lost process goes nowhere."""
+        frame = framing.frame_payload(payload)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
@@ -243,7 +259,8 @@ class EngineProcess(asyncio.Protocol):
         self._watchdog.heard(self._loop.time())
         try:
             for payload in self._reader.feed(data):
-                self._on_message(wire.decode_event(payload))
+                if not self._on_payload(payload):
+                    self._on_message(wire.decode_event(payload))
         except framing.ProtocolError as error:
             self._broken = f"the engine process broke the protocol: {error}"
             if self._transport is not None:

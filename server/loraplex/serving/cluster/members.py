@@ -1,0 +1,223 @@
+"""The port that engines dial: connections, their handshakes, and the sessions of those that were welcome.
+
+A replica's name is connected once. A second connection of the same name replaces the first where both are of one engine
+process, which has noticed before the server that its connection is dead, or where the first has been silent; else it is
+refused, as two engines would replace each other for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from loraplex.engine.ipc import framing
+from loraplex.engine.ipc import protocol as wire
+from loraplex.engine.ipc.loop import Log
+from loraplex.serving.cluster import hello as handshake
+from loraplex.serving.cluster.hello import Challenge, Expected, HandshakeRefused, Hello
+from loraplex.serving.cluster.remote import RemoteEngine
+from loraplex.serving.cluster.tcp import watch_peer
+from loraplex.serving.demand import Demand
+from loraplex.serving.errors import EngineStartError
+from loraplex.serving.supervision.watchdog import WatchdogPolicy
+
+MAX_HANDSHAKES = 16
+"""Connections that may be in their handshake; one more ends the oldest of them."""
+CLOSE_S = 2.0
+"""Time for a refused peer to read why."""
+SILENT_S = 3 * wire.HEARTBEAT_INTERVAL_S
+"""Silence after which another engine of the same name takes a connection's place."""
+
+OnJoin = Callable[[str, str, RemoteEngine], None]
+"""on_join(replica, node, session): an engine is ready."""
+OnLeave = Callable[[str], None]
+"""on_leave(replica): it is gone, and its streams are handed over."""
+
+
+class Members:
+    """Listens for engines, and keeps the sessions of those that are connected, by replica. `probe_digest` names the
+    probe whose content is `expected.probe`. `on_join` and `on_leave` come in turns for each replica. All methods belong
+    to one event loop's thread."""
+
+    def __init__(
+        self,
+        expected: Expected,
+        probe_digest: str,
+        *,
+        on_join: OnJoin,
+        on_leave: OnLeave,
+        log: Log,
+        watchdog: WatchdogPolicy | None = None,
+        on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
+        demand: Demand | None = None,
+    ) -> None:
+        self._expected = expected
+        self._probe_digest = probe_digest
+        self._on_join = on_join
+        self._on_leave = on_leave
+        self._log = log
+        self._watchdog = watchdog or WatchdogPolicy()
+        self._on_damaged = on_damaged
+        self._demand = demand
+        self._servers: list[asyncio.Server] = []
+        self._handshakes: dict[_Handshake, None] = {}  # the oldest first
+        self._sessions: dict[str, RemoteEngine] = {}
+        self._joined: set[RemoteEngine] = set()
+        self._joins: set[asyncio.Task[None]] = set()
+
+    @property
+    def sessions(self) -> dict[str, RemoteEngine]:
+        """By replica, those that are on their way to join included."""
+        return dict(self._sessions)
+
+    def expect(self, probe_digest: str, content: bytes) -> None:
+        """Ask engines for another probe from here on."""
+        self._probe_digest = probe_digest
+        self._expected = Expected(self._expected.token, self._expected.base_fingerprint, content)
+
+    async def listen(self, sockets: Sequence[socket.socket]) -> None:
+        """Take connections on these bound sockets, which it owns from here on: one at least."""
+        loop = asyncio.get_running_loop()
+        for bound in sockets:
+            bound.listen(128)
+        self._servers = [await loop.create_server(lambda: _Handshake(self), sock=bound) for bound in sockets]
+
+    async def close(self, *, drain_s: float = 0) -> None:
+        """Take no engine any more, let answers finish within `drain_s` seconds, and hang up on all of them."""
+        for server in self._servers:
+            server.close()
+        for connection in list(self._handshakes):
+            connection.end()
+        await asyncio.gather(*(session.close(drain_s=drain_s) for session in self._sessions.values()))
+        await asyncio.gather(*self._joins, return_exceptions=True)
+
+    # What a handshake calls.
+
+    def begin(self, connection: _Handshake) -> Challenge:
+        """Take it in; returns the challenge to send."""
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            next(iter(self._handshakes)).refuse(
+                f"more than {MAX_HANDSHAKES} connections are in their handshake"
+            )
+        self._handshakes[connection] = None
+        return handshake.new_challenge(self._probe_digest)
+
+    def end(self, connection: _Handshake, reason: str | None) -> None:
+        """It is over, welcome where there is no reason."""
+        if connection not in self._handshakes:
+            return
+        del self._handshakes[connection]
+        if reason is not None:
+            self._log("engine_refused", peer=connection.peer, reason=reason)
+
+    def admit(self, payload: bytes, challenge: Challenge) -> Hello:
+        """The hello of an engine that may join now, in the place of an older connection. Raises HandshakeRefused."""
+        hello = handshake.check_hello(payload, challenge, self._expected)
+        other = self._sessions.get(hello.replica)
+        if other is not None:
+            is_same = (other.hello.node, other.hello.pid) == (hello.node, hello.pid)
+            if not is_same and other.silent_s < SILENT_S:
+                raise HandshakeRefused(
+                    f"a replica '{hello.replica}' is connected already, from '{other.hello.node}'; give this one "
+                    "another --replica"
+                )
+            other.lose("another connection of the same replica takes its place")
+        return hello
+
+    def welcome(self, hello: Hello, transport: asyncio.Transport) -> None:
+        transport.write(framing.encode_frame(handshake.make_welcome(hello, self._expected.token)))
+        session = RemoteEngine(
+            hello,
+            on_gone=self._on_gone,
+            watchdog=self._watchdog,
+            on_damaged=self._on_damaged,
+            demand=self._demand,
+        )
+        self._sessions[hello.replica] = session
+        session.take(transport)
+        joining = asyncio.get_running_loop().create_task(self._join(session))
+        self._joins.add(joining)
+        joining.add_done_callback(self._joins.discard)
+
+    async def _join(self, session: RemoteEngine) -> None:
+        try:
+            await session.start()
+        except EngineStartError:
+            return  # its end is logged
+        self._joined.add(session)
+        hello = session.hello
+        self._log("engine_joined", replica=hello.replica, node=hello.node, pid=hello.pid)
+        try:
+            self._on_join(hello.replica, hello.node, session)
+        except Exception as error:
+            session.lose(f"it cannot be used: {type(error).__name__}: {error}")
+
+    def _on_gone(self, session: RemoteEngine) -> None:
+        hello = session.hello
+        if self._sessions.get(hello.replica) is session:
+            del self._sessions[hello.replica]
+        self._log("engine_left", replica=hello.replica, node=hello.node, pid=hello.pid, reason=session.reason)
+        if session in self._joined:
+            self._joined.discard(session)
+            self._on_leave(hello.replica)
+
+
+class _Handshake(asyncio.Protocol):
+    """A connection whose other end is not known yet."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._reader = framing.FrameReader(handshake.MAX_FRAME_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._challenge: Challenge | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.peer = ""
+
+    def refuse(self, reason: str) -> None:
+        """Say why, and end it."""
+        if self._transport is not None:
+            self._transport.write(framing.encode_frame(handshake.Refused(reason)))
+        self.end(reason)
+
+    def end(self, reason: str | None = None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._transport is not None:
+            self._transport.close()
+            # It waits for a peer that does not read.
+            self._timer = asyncio.get_running_loop().call_later(CLOSE_S, self._transport.abort)
+        self._challenge = None
+        self._members.end(self, reason)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.peer = str((transport.get_extra_info("peername") or ("unknown",))[0])
+        watch_peer(transport)
+        self._challenge = self._members.begin(self)
+        late = f"no handshake came within {handshake.HANDSHAKE_S:g} s"
+        self._timer = asyncio.get_running_loop().call_later(handshake.HANDSHAKE_S, self.refuse, late)
+        self._transport.write(framing.encode_frame(self._challenge))
+
+    def data_received(self, data: bytes) -> None:
+        if self._challenge is None:
+            return
+        try:
+            payloads = self._reader.feed(data)
+            if not payloads:
+                return
+            if len(payloads) > 1 or self._reader.num_left:
+                raise HandshakeRefused("it went on before it was welcome")
+            hello = self._members.admit(payloads[0], self._challenge)
+        except (HandshakeRefused, framing.ProtocolError) as error:
+            self.refuse(str(error))
+            return
+        transport, self._transport = self._transport, None
+        assert transport is not None
+        self.end()
+        self._members.welcome(hello, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self.end("it hung up before its hello")

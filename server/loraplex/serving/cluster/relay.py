@@ -1,0 +1,226 @@
+"""An engine that dials in: its process is supervised here, and frames pass between it and the server.
+
+    server ←TCP→ Link ← Relay → EngineSupervisor ←Unix socket→ engine process
+
+A connection stands for one life of the engine. When the engine dies the relay hangs up, so that the server hands its
+requests over at once, and dials again when the next one is ready. When the server goes away the relay aborts what it
+had running, keeps the engine and its adapters, and dials again for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.config import EngineConfig
+from loraplex.engine.ipc import framing
+from loraplex.engine.ipc import protocol as wire
+from loraplex.engine.reports import EngineInfo
+from loraplex.serving.cluster.engine_traces import TOKENS, EngineTraces
+from loraplex.serving.cluster.hello import HANDSHAKE_S, Draining, HandshakeRefused, Identity
+from loraplex.serving.cluster.link import Link
+from loraplex.serving.errors import EngineStartError
+from loraplex.serving.supervision.engine_supervisor import EngineSupervisor, Supervision
+from loraplex.serving.supervision.supervisor import EngineProcess
+
+LOOK_S = 1.0
+"""Time between two looks whether the supervisor has given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class DialPolicy:
+    """Seconds between two tries to reach the server: they double from `first_s` to `most_s`."""
+
+    first_s: float = 0.1
+    most_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where the server listens, and what opens it. `token` and `read_probe` (its content, by its name; raises as
+    `loraplex.adapters.store.probe.read_probe`) are asked at each try; `read_probe` in a thread."""
+
+    host: str
+    port: int
+    token: Callable[[], bytes]
+    read_probe: Callable[[str], bytes]
+
+
+class Relay:
+    """One engine for one server, as `replica` from `node`. All methods belong to one event loop's thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        door: Door,
+        *,
+        replica: str,
+        node: str,
+        rules: Supervision,
+        dialling: DialPolicy | None = None,
+    ) -> None:
+        self._door = door
+        self._replica = replica
+        self._node = node
+        self._log = rules.log
+        self._dialling = dialling or DialPolicy()
+        self._supervisor = EngineSupervisor(config, self, rules, self._on_payload)
+        self._traces = EngineTraces()
+        self._info: EngineInfo | None = None
+        self._link: Link | None = None
+        self._last_reason = ""
+        self._draining = False
+        self._changed = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process, while there is one."""
+        return self._supervisor.pid
+
+    @property
+    def num_live(self) -> int:
+        """Requests of the server that the engine has not ended."""
+        return self._traces.num_live
+
+    async def run(self) -> None:
+        """Start the engine and serve with it until it is drained. Raises EngineStartError where it does not start, or
+        stays down."""
+        await self._supervisor.start()
+        delay = self._dialling.first_s
+        while not self._draining:
+            await self._wait_until_ready()
+            link = await self._dial()
+            if link is None:
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret
+                delay = min(2 * delay, self._dialling.most_s)
+                continue
+            delay = self._dialling.first_s
+            await self._serve(link)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Have the server send nothing new; return when what runs has ended, or after `timeout_s` seconds."""
+        self._draining = True
+        self._changed.set()
+        link = self._link
+        if link is not None:
+            link.send(Draining())
+            await asyncio.wait([link.gone], timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Hang up and end the engine, at once. Call when `run` has ended or is cancelled."""
+        self._draining = True
+        self._hang_up("the engine ends")
+        await self._supervisor.close()
+
+    async def _wait_until_ready(self) -> None:
+        """Return when the engine can take requests and nothing of the last server's is left in it."""
+        while not (self._supervisor.healthy and self._traces.is_clean):
+            if self._supervisor.phase == "failed":
+                raise EngineStartError(self._supervisor.reason or "the engine stays down")
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _dial(self) -> Link | None:
+        """A welcomed connection; None where there is none, which has been logged."""
+        door, link = self._door, Link(self._on_command)
+        info, pid = self._info, self._supervisor.pid
+        assert info is not None
+        assert pid is not None
+        restarts = self._supervisor.num_restarts
+        identity = Identity(self._replica, self._node, pid, restarts, info.base_fingerprint, info.numerics)
+        reason = "the engine was lost meanwhile"
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await asyncio.get_running_loop().create_connection(lambda: link, door.host, door.port)
+                await link.shake_hands(identity, door.token(), door.read_probe, self._log)
+            if self._supervisor.pid == pid:
+                self._last_reason = ""
+                return link
+        except TimeoutError:
+            reason = f"no handshake within {HANDSHAKE_S:g} s"
+        except (HandshakeRefused, LoraplexError, OSError) as error:
+            reason = str(error)
+        except asyncio.CancelledError:
+            link.end("the engine ends")
+            raise
+        link.end(reason)
+        if reason != self._last_reason:  # once for each, however often it is tried
+            self._log("server_not_joined", server=self._server, reason=reason)
+        self._last_reason = reason
+        return None
+
+    async def _serve(self, link: Link) -> None:
+        """Pass frames until the connection ends."""
+        assert self._info is not None
+        self._link = link
+        self._log("server_joined", server=self._server, replica=self._replica)
+        link.begin(wire.Ready(self._info), *self._traces.greeting())
+        if self._draining:
+            link.send(Draining())
+        reason = await asyncio.shield(link.gone)
+        self._link = None
+        self._log("server_left", server=self._server, reason=reason)
+        if self._supervisor.healthy and not self._draining:
+            for command in self._traces.clean_up():
+                self._supervisor.send(command)
+
+    @property
+    def _server(self) -> str:
+        return f"{self._door.host}:{self._door.port}"
+
+    def _hang_up(self, reason: str) -> None:
+        if self._link is not None:
+            self._link.end(reason)
+
+    # Between the two.
+
+    def _on_command(self, command: wire.Command, payload: bytes) -> None:
+        self._traces.note_command(command)
+        self._supervisor.send_payload(payload)
+
+    def _on_payload(self, payload: bytes) -> bool:
+        """Pass tokens on as they came."""
+        if not payload.startswith(TOKENS):
+            return False
+        try:
+            self._traces.note_tokens(payload)
+        except framing.UNDECODABLE as error:
+            raise framing.ProtocolError(f"not an event: {error}") from error
+        if self._link is not None:
+            self._link.send_payload(payload)
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        if self._link is None:
+            self._changed.set()
+
+    # The supervisor's user.
+
+    @property
+    def num_served(self) -> int:
+        return self._traces.num_served
+
+    def on_event(self, event: wire.Event) -> None:
+        self._traces.note_event(event)
+        if self._link is not None:
+            self._link.send(event)
+        self._look()
+
+    async def on_ready(self, info: EngineInfo, process: EngineProcess, *, warm: bool) -> None:
+        """The server has it load what it needs, when it has joined."""
+        self._info = info
+        self._changed.set()
+
+    def on_lost(self, code: Literal["draining", "engine_restarting"], reason: str, *, early: bool) -> int:
+        num_live = self._traces.forget()
+        self._hang_up("the engine was lost")
+        return num_live

@@ -1,0 +1,353 @@
+"""The port that engines dial: who is let in, who is not, and that nobody else is disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from loraplex.engine.config import EngineConfig
+from loraplex.engine.ipc import framing
+from loraplex.engine.ipc import protocol as wire
+from loraplex.engine.types import Timing, TokenEvent
+from loraplex.serving.cluster import hello as handshake
+from loraplex.serving.cluster import members as members_module
+from loraplex.serving.cluster.hello import Challenge, Draining, Hello, Identity, Refused, Welcome
+from loraplex.serving.errors import EngineUnavailable
+from loraplex.serving.supervision.watchdog import WatchdogPolicy
+from support.engine.dialled import CONTENT, TOKEN, Port, dialling, listen
+from support.engine.fake_core import build_fake_engine, fake_tokens
+from support.engine.fake_processes import LONG, adapter, ask, until
+
+INFO = build_fake_engine(EngineConfig("ok", "/nowhere"), lambda: None).info
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[Port]:
+    port = await listen()
+    yield port
+    await port.members.close()
+
+
+@dataclass
+class Peer:
+    """A connection by hand."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @classmethod
+    async def dial(cls, port: Port) -> Peer:
+        return cls(*await asyncio.open_connection("127.0.0.1", port.number))
+
+    async def message(self, kind: Any) -> Any:
+        header = await self.reader.readexactly(framing.HEADER_BYTES)
+        return msgspec.msgpack.decode(await self.reader.readexactly(framing.frame_length(header)), type=kind)
+
+    async def send(self, *messages: msgspec.Struct) -> None:
+        self.writer.write(b"".join(map(framing.encode_frame, messages)))
+        await self.writer.drain()
+
+    async def refusal(self) -> str:
+        """Why it is not let in; the connection is over then."""
+        refused = await self.message(Refused)
+        assert await self.reader.read() == b""
+        return str(refused.reason)
+
+    async def shake_hands(
+        self, replica: str = "one", pid: int = 1, node: str = "n", token: bytes = TOKEN
+    ) -> Hello:
+        """Send a hello."""
+        challenge = await self.message(Challenge)
+        said = Identity(replica, node, pid, 0, "", "numerics")
+        mine = handshake.make_hello(challenge, token, said, CONTENT)
+        await self.send(mine)
+        return mine
+
+    async def join(self, replica: str = "one", pid: int = 1, node: str = "n") -> None:
+        await self.shake_hands(replica, pid, node)
+        await self.message(Welcome)
+        await self.send(wire.Ready(INFO))
+
+
+async def test_an_engine_joins_and_leaves(port: Port) -> None:
+    peer = await Peer.dial(port)
+    await peer.join()
+    session = await port.session()
+    assert (session.healthy, session.pid, session.info) == (True, 1, INFO)
+    stream = session.submit(ask("r", LONG))[0]
+    question = asyncio.create_task(session.ping())
+    await peer.message(wire.Command)
+    peer.writer.close()
+    event = await anext(stream)
+    assert event.error is not None
+    assert event.error.code == "engine_restarting"
+    with pytest.raises(EngineUnavailable):
+        await question
+    assert port.turns == [("join", "one"), ("leave", "one")]
+    assert not session.healthy
+    assert session.pid is None
+    with pytest.raises(EngineUnavailable):
+        session.submit(ask("next"))
+    assert port.logged("engine_left")[0]["reason"] == "it hung up"
+
+
+async def test_streams_are_handed_over_before_the_engine_has_left(port: Port) -> None:
+    peer = await Peer.dial(port)
+    await peer.join()
+    session = await port.session()
+    stream = session.submit(ask("r", LONG))[0]
+    seen: list[tuple[bool, int]] = []
+
+    def take_over(streams: Any, error: Any) -> Any:
+        seen.append((session.healthy, len(port.turns)))
+        return streams
+
+    session.take_over = take_over
+    peer.writer.close()
+    await until(lambda: len(port.turns) == 2)
+    assert seen == [(False, 1)]
+    assert not stream.finished
+
+
+async def test_a_wrong_token_is_refused_in_one_line(port: Port) -> None:
+    peer = await Peer.dial(port)
+    await peer.shake_hands(token=b"wrong")
+    assert "another token" in await peer.refusal()
+    assert "another token" in await port.refusal()
+    assert [event for event, _ in port.log] == ["engine_refused"]
+    assert port.logged("engine_refused")[0]["peer"] == "127.0.0.1"
+    assert TOKEN.decode() not in str(port.log)
+
+
+async def test_a_recorded_hello_is_worth_nothing(port: Port) -> None:
+    first = await Peer.dial(port)
+    recorded = await first.shake_hands()
+    await first.message(Welcome)
+    second = await Peer.dial(port)
+    await second.message(Challenge)
+    await second.send(recorded)
+    assert "another token" in await second.refusal()
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "above the limit of 65536"),
+        (framing.frame_payload(b"\xc1" * 100), "no Hello"),
+        ((handshake.MAX_FRAME_BYTES + 1).to_bytes(4, "big"), "above the limit of 65536"),
+        (framing.encode_frame(wire.Ready(INFO)), "no Hello"),
+        (framing.encode_frame(Refused("x")) * 2, "before it was welcome"),
+    ],
+)
+async def test_what_is_no_hello_is_refused_at_once(port: Port, sent: bytes, reason: str) -> None:
+    peer = await Peer.dial(port)
+    await peer.message(Challenge)
+    peer.writer.write(sent)
+    assert reason in await peer.refusal()
+    assert reason in await port.refusal()
+
+
+async def test_a_peer_that_says_nothing_or_speaks_slowly_is_cut(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.2)
+    silent, slow = await Peer.dial(port), await Peer.dial(port)
+    challenge = await slow.message(Challenge)
+    said = Identity("one", "n", 1, 0, "", "")
+    frame = framing.encode_frame(handshake.make_hello(challenge, TOKEN, said, CONTENT))
+
+    async def drip() -> None:
+        for byte in frame:
+            slow.writer.write(bytes([byte]))
+            await asyncio.sleep(0.01)
+
+    dripping = asyncio.create_task(drip())
+    await silent.message(Challenge)
+    assert await silent.refusal() == "no handshake came within 0.2 s"
+    dripping.cancel()
+    await until(lambda: len(port.logged("engine_refused")) == 2)
+    with contextlib.suppress(ConnectionError):  # what it sent too late
+        await slow.reader.read()
+    assert port.turns == []
+
+
+async def test_a_hello_may_come_in_pieces(port: Port) -> None:
+    peer = await Peer.dial(port)
+    challenge = await peer.message(Challenge)
+    said = Identity("one", "n", 1, 0, "", "")
+    for byte in framing.encode_frame(handshake.make_hello(challenge, TOKEN, said, CONTENT)):
+        peer.writer.write(bytes([byte]))
+        await peer.writer.drain()
+    await peer.message(Welcome)
+    await peer.send(wire.Ready(INFO))
+    await port.session()
+
+
+async def test_many_strangers_do_not_keep_an_engine_out(port: Port) -> None:
+    strangers = [await Peer.dial(port) for _ in range(members_module.MAX_HANDSHAKES + 4)]
+    for stranger in strangers[:5]:
+        await stranger.message(Challenge)
+    for stranger in strangers[:4]:
+        assert "in their handshake" in await stranger.refusal()
+    peer = await Peer.dial(port)
+    await peer.join()
+    await port.session()
+    for stranger in strangers:
+        stranger.writer.close()
+
+
+async def test_a_second_engine_of_one_name_is_refused(port: Port) -> None:
+    first, second = await Peer.dial(port), await Peer.dial(port)
+    await first.join()
+    session = await port.session()
+    await second.shake_hands(pid=2, node="other")
+    assert "'one' is connected already, from 'n'" in await second.refusal()
+    assert session.healthy
+    assert port.turns == [("join", "one")]
+
+
+async def test_the_same_engine_takes_the_place_of_its_dead_connection(port: Port) -> None:
+    first, second = await Peer.dial(port), await Peer.dial(port)
+    await first.join()
+    before = await port.session()
+    stream = before.submit(ask("r", LONG))[0]
+    await second.join()
+    await until(lambda: len(port.turns) == 3)
+    assert port.turns == [("join", "one"), ("leave", "one"), ("join", "one")]
+    assert (await anext(stream)).finish_reason == "error"
+    assert port.sessions["one"] is not before
+    assert port.sessions["one"].healthy
+
+
+async def test_another_engine_takes_the_place_of_a_silent_one(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members_module, "SILENT_S", 0.0)
+    first, second = await Peer.dial(port), await Peer.dial(port)
+    await first.join()
+    await port.session()
+    await second.join(pid=2)
+    await until(lambda: len(port.turns) == 3)
+    assert port.sessions["one"].pid == 2
+
+
+async def test_a_half_open_connection_is_found_by_its_silence() -> None:
+    port = await listen(watchdog=WatchdogPolicy(hang_timeout_s=2.0))
+    peer = await Peer.dial(port)
+    await peer.join()
+    session = await port.session()
+    stream = session.submit(ask("r", LONG))[0]
+    async with asyncio.timeout(30):
+        assert (await anext(stream)).finish_reason == "error"
+    assert "no sign of life" in port.logged("engine_left")[0]["reason"]
+    assert port.turns == [("join", "one"), ("leave", "one")]
+    await port.members.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"\xff\xff\xff\xff", "above the limit"),
+        (framing.frame_payload(b"\xc1"), "not an event"),
+        (framing.encode_frame(Refused("no event")), "not an event"),
+    ],
+)
+async def test_an_engine_that_breaks_the_protocol_leaves_and_others_stay(
+    port: Port, sent: bytes, reason: str
+) -> None:
+    async with dialling(port.number, "whole"):
+        whole = await port.session("whole")
+        request = ask("w", 200)
+        stream = whole.submit(request)[0]
+        peer = await Peer.dial(port)
+        await peer.join("broken")
+        await port.session("broken")
+        peer.writer.write(sent)
+        await until(lambda: bool(port.logged("engine_left")))
+        left = port.logged("engine_left")
+        assert [line["replica"] for line in left] == ["broken"]
+        assert reason in left[0]["reason"]
+        tokens = [token async for event in stream for token in event.token_ids]
+        assert tuple(tokens) == fake_tokens(request)
+
+
+async def test_an_engine_that_is_not_ready_in_time_never_joins(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex.serving.cluster.remote.READY_TIMEOUT_S", 0.1)
+    peer = await Peer.dial(port)
+    await peer.shake_hands()
+    await peer.message(Welcome)
+    assert await peer.reader.read() == b""
+    assert "not ready" in port.logged("engine_left")[0]["reason"]
+    assert port.turns == []
+
+
+async def test_an_engine_that_does_not_read_is_cut(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.serving.cluster.tcp.MAX_UNSENT_BYTES", 1 << 20)
+    peer = await Peer.dial(port)
+    await peer.join()
+    session = await port.session()
+    prompt = tuple(range(100, 600)) * 1000
+    streams = []
+    async with asyncio.timeout(60):
+        while session.healthy:
+            streams.append(session.submit(ask(f"r{len(streams)}", prompt=prompt))[0])
+            await asyncio.sleep(0)
+    for stream in streams:
+        assert (await anext(stream)).finish_reason == "error"
+    assert "MiB unread" in port.logged("engine_left")[0]["reason"]
+
+
+async def test_a_draining_engine_finishes_and_is_let_go(port: Port) -> None:
+    peer = await Peer.dial(port)
+    await peer.join()
+    session = await port.session()
+    stream = session.submit(ask("r", LONG))[0]
+    await peer.message(wire.Command)
+    await peer.send(Draining())
+    await until(lambda: not session.healthy)
+    assert "leaves" in str(session.unhealthy_reason)
+    with pytest.raises(EngineUnavailable):
+        session.submit(ask("late"))
+    stream.abort()
+    assert await peer.message(wire.Command) == wire.Abort(("r",))
+    event = TokenEvent("r", (1,), finish_reason="length")
+    await peer.send(wire.Events((event,)))
+    assert (await anext(stream)).finish_reason == "length"
+    await until(lambda: len(port.turns) == 2)
+    assert port.logged("engine_left")[0]["reason"] == "it has drained"
+
+
+async def test_an_idle_engine_that_drains_is_let_go_at_once(port: Port) -> None:
+    peer = await Peer.dial(port)
+    await peer.join()
+    await port.session()
+    await peer.send(Draining())
+    await until(lambda: len(port.turns) == 2)
+
+
+async def test_times_of_another_machine_are_not_taken_for_ours(port: Port) -> None:
+    peer = await Peer.dial(port)
+    await peer.join(node="another machine")
+    session = await port.session()
+    stream = session.submit(ask("r"))[0]
+    timing = TokenEvent("r", finish_reason="length", timing=Timing(0.5, 1.0, 2.0, arrived=123.0))
+    await peer.send(wire.Events((timing,)))
+    event = await anext(stream)
+    assert event.timing is not None
+    assert (event.timing.arrived, event.timing.total_s) == (None, 2.0)
+
+
+async def test_residency_is_known_from_the_greeting(port: Port) -> None:
+    peer = await Peer.dial(port)
+    await peer.join()
+    session = await port.session()
+    await peer.send(wire.ResidencyChanged({adapter(1).digest: "hot"}))
+    await until(lambda: session.adapter_state(adapter(1).digest) == "hot")
