@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.adapters.cache.residency import CacheEntry
@@ -82,6 +82,7 @@ class FakeCore:
         self._refs: dict[str, AdapterRef] = {}
         self._pins: set[str] = set()
         self._weights: dict[str, float] = {}
+        self._elsewhere: dict[str, float] = {}
         self._damaged: tuple[str, ...] = ()
         self.num_steps = 0
 
@@ -193,6 +194,10 @@ class FakeCore:
 
     def set_terms(self, tenant_id: str, terms: TenantTerms) -> None:
         self._weights[tenant_id] = terms.weight
+
+    def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]:
+        served, self._elsewhere = self._elsewhere, dict(elsewhere)
+        return served
 
     def warm(self, refs: Sequence[AdapterRef]) -> None:
         for ref in refs:

@@ -206,6 +206,11 @@ class EngineCore:
         self._scheduler.queue.set_weight(tenant_id, min(MAX_WEIGHT, max(MIN_WEIGHT, terms.weight)))
         self._cache.tenants.set_limits(tenant_id, terms.memory)
 
+    def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]:
+        """Count what other engines served these tenants since the last exchange; returns what this one did. In units
+        of service, as `Charges` prices it."""
+        return self._scheduler.queue.exchange_service(elsewhere, self._clock())
+
     def _shed_for(self, tenant_id: str, held: Mapping[str, int]) -> bool:
         """In a full queue, where tenants hold `held`, end the newest waiting request of the tenant that has most, if
         that one has at least two more than `tenant_id`: no tenant can fill the queue against the others. False if there

@@ -7,7 +7,7 @@ in memory. Values are plain data, decoded against the types below; nothing that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -36,6 +36,12 @@ class Stats(Answer, frozen=True, tag=True):
 
 class Cache(Answer, frozen=True, tag=True):
     entries: tuple[CacheEntry, ...]
+
+
+class Served(Answer, frozen=True, tag=True):
+    """Units of service by tenant since the last exchange."""
+
+    units: dict[str, float]
 
 
 class Pong(Answer, frozen=True, tag=True):
@@ -72,6 +78,7 @@ class Operations(Protocol):
     def prefetch(self, ref: AdapterRef) -> None: ...
     def warm(self, refs: Sequence[AdapterRef]) -> None: ...
     def set_terms(self, tenant_id: str, terms: TenantTerms) -> None: ...
+    def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]: ...
     def stats(self) -> EngineStats: ...
     def cache_entries(self, digests: Sequence[str] | None = None) -> Sequence[CacheEntry]: ...
 
@@ -178,6 +185,16 @@ class Drop(Call[Done], frozen=True, tag=True):
         return Done(self.call)
 
 
+class ExchangeService(Call[Served], frozen=True, tag=True):
+    """Count what other engines served these tenants since the last exchange, in units of service. Sent every second or
+    so to each of several engines; one that never gets it shares its time as if it were alone."""
+
+    elsewhere: dict[str, float]
+
+    def run(self, core: Operations) -> Served:
+        return Served(self.call, core.exchange_service(self.elsewhere))
+
+
 class GetStats(Call[Stats], frozen=True, tag=True):
     def run(self, core: Operations) -> Stats:
         return Stats(self.call, core.stats())
@@ -210,6 +227,7 @@ Command = (
     | Pin
     | Unpin
     | Drop
+    | ExchangeService
     | GetStats
     | GetCache
     | Ping
@@ -278,6 +296,7 @@ Event = (
     | Damaged
     | Stats
     | Cache
+    | Served
     | Done
     | Pong
     | Heartbeat

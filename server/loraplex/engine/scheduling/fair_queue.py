@@ -17,10 +17,18 @@ never give a larger share.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable, KeysView, Mapping
 
 from loraplex.engine.scheduling.tenant_heap import Entry, TenantAccount, TenantHeap, TenantLane
 from loraplex.engine.types import Sequence
+
+LEAD = 2.0
+"""Most by which service on other engines puts a tenant ahead of the least served one here, in multiples of what that
+one got since the last exchange."""
+UNSERVED = 10
+"""Exchanges without service here, after which no more service elsewhere is added to a tenant's counter."""
+EXCHANGE_S = 5.0
+"""Longest time between two exchanges, in seconds: after a longer one the next only begins to count."""
 
 
 class FairQueue:
@@ -47,6 +55,11 @@ class FairQueue:
             0.0  # the highest counter that the least served tenant has reached: no tenant is lifted to less
         )
         self._most = 0.0  # the highest counter
+        # Of exchanges with other engines: when the last was, the least counter then, and the units served since. Until
+        # the first one nothing is counted.
+        self._exchanged: float | None = None
+        self._exchanged_level = 0.0
+        self._served: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Requests in the queue, ready or not."""
@@ -97,7 +110,7 @@ class FairQueue:
             # No request waits or runs: there is no competition in which an old debt could matter.
             self._tenants.clear()
             self._idle.clear()
-            self._floor = self._most = 0.0
+            self._floor = self._most = self._exchanged_level = 0.0
         elif tenant.requests == 0:
             self._idle.put(tenant)
             self._drop_idle()
@@ -149,9 +162,7 @@ class FairQueue:
 
     def charge(self, seq: Sequence, units: float) -> None:
         """Charge service to the tenant of a request in the engine."""
-        tenant = self._tenants[seq.request.tenant_id]
-        tenant.charged += units / tenant.weight
-        self._most = max(self._most, tenant.charged)
+        self._charge(self._tenants[seq.request.tenant_id], units)
 
     def charge_tenant(self, tenant_id: str, units: float) -> None:
         """Charge service to a tenant that may have no request in the engine. Nothing is charged while no tenant has
@@ -164,8 +175,34 @@ class FairQueue:
             self._idle.put(tenant)
         if tenant.requests == 0:
             self._lift(tenant)  # as if it had a request: the charge comes on top
-        tenant.charged += units / tenant.weight
-        self._most = max(self._most, tenant.charged)
+        self._charge(tenant, units)
+
+    def exchange_service(self, elsewhere: Mapping[str, float], now: float) -> dict[str, float]:
+        """Add what other engines served these tenants since the last exchange to their counters. Returns what this
+        engine served since. Both in units of service; `now` in seconds.
+
+        Fairness over workers as in D²LPM (Cao et al., "Locality-aware Fair Scheduling in LLM Serving", arXiv
+        2501.14312). Its dispatcher keeps the counters; here each engine does, so that it also works alone. Whatever is
+        sent, a tenant is at most `LEAD` exchanges ahead of the least served one, and is not held back any more once it
+        has got nothing here for `UNSERVED` exchanges. A tenant without a request here is not charged. Nothing is added
+        while no tenant waits."""
+        level = self._least_level()
+        most = level + LEAD * max(0.0, level - self._exchanged_level)
+        last, self._exchanged, self._exchanged_level = self._exchanged, now, level
+        served, self._served = self._served, {}
+        for tenant in self._tenants.values():
+            tenant.unserved = 0 if tenant.tenant_id in served else tenant.unserved + 1
+        if last is None or now - last > EXCHANGE_S or self._order.least() is None:
+            return served
+        for tenant_id, units in elsewhere.items():
+            known = self._tenants.get(tenant_id)
+            # NaN is not above 0 either.
+            if known is None or not known.requests or known.unserved > UNSERVED or not units > 0:
+                continue
+            if known.charged < most:
+                known.charged = min(most, known.charged + units / known.weight)
+                self._most = max(self._most, known.charged)
+        return served
 
     # Adapters and weights.
 
@@ -223,6 +260,12 @@ class FairQueue:
     def tenants(self) -> list[tuple[str, int, float]]:
         """(tenant, requests in the engine, counter) of every tenant that has a request in the engine."""
         return [(t.tenant_id, t.requests, t.charged) for t in self._tenants.values() if t.requests]
+
+    def _charge(self, tenant: TenantAccount, units: float) -> None:
+        tenant.charged += units / tenant.weight
+        self._most = max(self._most, tenant.charged)
+        if self._exchanged is not None:
+            self._served[tenant.tenant_id] = self._served.get(tenant.tenant_id, 0.0) + units
 
     def _new_tenant(self, tenant_id: str) -> TenantAccount:
         tenant = self._tenants[tenant_id] = TenantAccount(tenant_id, self._weights.get(tenant_id, 1.0))

@@ -78,6 +78,7 @@ class TenantAccount:
     requests: int = 0  # in the engine, in whatever state
     queued: int = 0  # requests in all lanes
     ready: int = 0  # requests in open lanes: its backlog
+    unserved: int = 0  # exchanges with other engines since it was last served here
     lanes: dict[str | None, TenantLane] = field(default_factory=dict)
     # The first entry of each open lane, and stale entries: those that are no lane's first any more.
     firsts: list[Entry] = field(default_factory=list)
