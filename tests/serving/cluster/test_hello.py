@@ -82,7 +82,7 @@ def test_an_older_protocol_is_named_whatever_else_it_says() -> None:
     assert "speaks protocol 0" in refusal(msgspec.msgpack.encode({"type": "Hello", "protocol": 0, "who": 1}))
 
 
-def test_somebody_without_the_token_is_not_told_of_the_base_or_the_store() -> None:
+def test_a_peer_without_the_token_is_not_told_of_the_base_or_the_store() -> None:
     reason = refusal(encoded(hello(token=b"another", base_fingerprint="b", probe=b"")))
     assert "fingerprint" not in reason
     assert "store" not in reason

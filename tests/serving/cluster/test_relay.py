@@ -253,7 +253,7 @@ async def test_nothing_is_left_behind(port: Port) -> None:
 
 
 async def test_the_token_never_travels() -> None:
-    """What a relay sends to somebody who only pretends to be a server."""
+    """Bytes that a relay sends to a peer that only pretends to be a server."""
     received = bytearray()
     done = asyncio.Event()
 

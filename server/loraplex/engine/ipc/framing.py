@@ -10,7 +10,7 @@ MAX_FRAME_BYTES = 32 * 1024 * 1024
 """Above any legal frame: a prompt of a million tokens takes 5 MB."""
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not the message that was asked for."""
+"""Errors of msgspec for bytes that are not the message that was asked for."""
 
 _LENGTH = struct.Struct(">I")
 HEADER_BYTES = _LENGTH.size

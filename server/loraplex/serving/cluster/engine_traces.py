@@ -1,5 +1,5 @@
-"""What a server leaves behind in an engine: its live requests, pins and tenants' terms, seen in the messages that pass
-between the two."""
+"""Traces of a server in an engine: its live requests, pins and tenants' terms, seen in the messages that pass between
+the two."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _decoder = msgspec.msgpack.Decoder(_Events)
 
 
 class EngineTraces:
-    """Of one engine process, whichever servers have used it. `num_served` counts requests that came to a proper end."""
+    """The traces in one engine process, whichever servers have used it. `num_served` counts requests that came to a proper end."""
 
     def __init__(self) -> None:
         self.num_served = 0
@@ -95,7 +95,7 @@ class EngineTraces:
                 pass
 
     def clean_up(self) -> list[wire.Command]:
-        """What an engine has to be sent when its server is gone: its requests are aborted, its pins and terms end, and
+        """Commands for an engine whose server is gone: its requests are aborted, its pins and terms end, and
         a barrier comes behind all answers that the server has not read. Adapters stay."""
         self._awaits_barrier = True
         commands: list[wire.Command] = []
@@ -109,6 +109,6 @@ class EngineTraces:
         return [*commands, wire.Ping(BARRIER)]
 
     def greeting(self) -> list[wire.Event]:
-        """What the next server is told of the adapters that are there."""
+        """Events that tell the next server of the adapters that are there."""
         events: list[wire.Event] = [wire.ResidencyChanged(dict(self._states))] if self._states else []
         return [*events, wire.Warming(True)] if self._warming else events

@@ -24,7 +24,7 @@ from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 
 PROTOCOL = 1
-"""Of the handshake. The messages behind it have `messages_digest`."""
+"""Version of the handshake. The messages behind it have `messages_digest`."""
 HANDSHAKE_S = 10.0
 """Longest time from a connection to its Welcome."""
 MAX_FRAME_BYTES = 64 * 1024
@@ -35,7 +35,7 @@ _HELLO = b"loraplex engine 1\0"
 _WELCOME = b"loraplex server 1\0"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 MAX_NAME = 64
-"""Of a replica."""
+"""Longest name of a replica."""
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Mac = Annotated[bytes, msgspec.Meta(max_length=hashlib.sha256().digest_size)]
@@ -57,7 +57,7 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """`pid` is the engine process, `num_restarts` of which its relay has had before. `probe` is the content of the
+    """`pid` is the engine process, `num_restarts` the number of those before it. `probe` is the content of the
     challenge's probe, empty where the engine cannot read it."""
 
     protocol: int
@@ -98,7 +98,7 @@ MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a server asks of engines. `probe` is the content of its probe, `challenge` what it was sent."""
+    """Requirements of a server for its engines. `probe` is the content of its probe, `challenge` what it was sent."""
 
     token: bytes
     base_fingerprint: str
@@ -107,7 +107,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What an engine says of itself; fields as in `Hello`."""
+    """Facts that an engine says of itself; fields as in `Hello`."""
 
     replica: str
     node: str
@@ -155,8 +155,8 @@ def make_hello(challenge: Challenge, token: bytes, identity: Identity, probe: by
 
 
 def check_hello(payload: bytes, challenge: Challenge, expected: Expected) -> Hello:
-    """The Hello of an engine that may join. Raises HandshakeRefused. What somebody without the token is told holds
-    nothing of this server but its protocol."""
+    """The Hello of an engine that may join. Raises HandshakeRefused. A peer without the token is
+    told nothing of this server but its protocol."""
     versions = _decode(payload, _Versions, "Hello")
     _check_versions(versions.protocol, versions.messages, "the engine")
     hello = _decode(payload, Hello, "Hello")

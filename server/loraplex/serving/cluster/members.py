@@ -2,7 +2,7 @@
 
 A replica's name is connected once. A second connection of the same name replaces the first where both are of one engine
 process, which has noticed before the server that its connection is dead, or where the first has been silent; else it is
-refused, as two engines would replace each other for ever.
+refused, as two engines would replace each other without end.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Members:
 
     @property
     def sessions(self) -> dict[str, RemoteEngine]:
-        """By replica, those that are on their way to join included."""
+        """Sessions by replica, those that are on their way to join included."""
         return dict(self._sessions)
 
     def expect(self, probe_digest: str, content: bytes) -> None:
@@ -105,7 +105,7 @@ class Members:
         return handshake.new_challenge(self._probe_digest)
 
     def end(self, connection: _Handshake, reason: str | None) -> None:
-        """It is over, welcome where there is no reason."""
+        """Forget a handshake that is over; without a reason, it was welcome."""
         if connection not in self._handshakes:
             return
         del self._handshakes[connection]

@@ -4,7 +4,7 @@
 
 A connection stands for one life of the engine. When the engine dies the relay hangs up, so that the server hands its
 requests over at once, and dials again when the next one is ready. When the server goes away the relay aborts what it
-had running, keeps the engine and its adapters, and dials again for ever.
+had running, keeps the engine and its adapters, and dials again until it is back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What both ends of an engine's connection share: a dead peer is noticed, and an unread buffer has a bound."""
+"""Rules for both ends of an engine's connection: a dead peer is noticed, and an unread buffer has a bound."""
 
 from __future__ import annotations
 
