@@ -51,6 +51,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "server_budget_period": ("day", "day"),
     "lookahead": ("1", "1"),
     "threads": ("3", 3),
+    "replicas": ("2", 2),
     "kernels": ("torch", "torch"),
     "attention": ("triton", "triton"),
     "recorded_prompt_rows": ("256", 256),

@@ -1,4 +1,5 @@
-"""One suite for both engine clients: a real engine process around a fake core, and the same loop in a thread."""
+"""One suite for all engine clients: a real engine process around a fake core, the same loop in a thread, and clusters
+of one and of three."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.serving.client.engine_client import EngineClient, RequestStream
 from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.errors import (
     EngineDraining,
     EngineOverloaded,
@@ -29,6 +32,8 @@ from loraplex.serving.supervision.engine_supervisor import Supervision
 from support.engine.fake_core import CRASH, DAMAGED, SLOW, build_fake_engine, fake_tokens
 
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parent.parent / "support" / "engine" / "fake_core.py"))
+ALONE = ["socket", "inprocess", "cluster of 1"]
+"""Clients of one engine, whose bounds are that engine's."""
 LONG = 1_000_000
 LENGTHS = (200, 1000, 5000)
 """Of answers that have to run on while something else is done: tried by turns, as a busy machine needs longer ones."""
@@ -41,6 +46,18 @@ def make_client(
     **config: int,
 ) -> EngineClient:
     engine_config = EngineConfig(model_path, "/nowhere", **config)  # type: ignore[arg-type]
+    if kind.startswith("cluster of"):
+        made = [make_engine("socket", engine_config, on_damaged)]
+        made += [make_engine("inprocess", engine_config, on_damaged) for _ in range(int(kind[-1]) - 1)]
+        return ClusterEngineClient(
+            Replica(f"replica-{number}", session) for number, session in enumerate(made)
+        )
+    return make_engine(kind, engine_config, on_damaged)
+
+
+def make_engine(
+    kind: str, engine_config: EngineConfig, on_damaged: Callable[[tuple[str, ...]], None]
+) -> SocketEngineClient | InProcessEngineClient:
     if kind == "socket":
         return SocketEngineClient(
             engine_config, Supervision(command=FAKE_ENGINE, start_timeout_s=60), on_damaged=on_damaged
@@ -48,7 +65,7 @@ def make_client(
     return InProcessEngineClient(lambda wake: build_fake_engine(engine_config, wake), on_damaged=on_damaged)
 
 
-@pytest.fixture(params=["socket", "inprocess"])
+@pytest.fixture(params=["socket", "inprocess", "cluster of 1", "cluster of 3"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -231,6 +248,7 @@ async def test_a_cancelled_read_loses_nothing(client: EngineClient) -> None:
     assert tuple(tokens) == fake_tokens(request)
 
 
+@pytest.mark.parametrize("kind", ALONE)
 async def test_overload_is_said_at_the_bound(kind: str) -> None:
     client = make_client(kind, max_num_seqs=2, max_waiting=2)
     await client.start()
@@ -248,6 +266,7 @@ async def test_overload_is_said_at_the_bound(kind: str) -> None:
         await client.close()
 
 
+@pytest.mark.parametrize("kind", ALONE)
 async def test_room_for_all_sequences_of_a_request_is_taken_before_any_is_sent(kind: str) -> None:
     client = make_client(kind, max_num_seqs=3, max_waiting=3)
     await client.start()
@@ -275,6 +294,7 @@ async def test_room_for_all_sequences_of_a_request_is_taken_before_any_is_sent(k
         await client.close()
 
 
+@pytest.mark.parametrize("kind", ALONE)
 async def test_an_error_of_one_request_is_its_terminal_event(kind: str) -> None:
     client = make_client(kind, max_num_seqs=64, max_waiting=64)
     await client.start()
@@ -311,18 +331,21 @@ async def test_pins_and_the_cache(client: EngineClient) -> None:
         await client.pin(adapter(2, rank=128))
 
 
+@pytest.mark.parametrize("kind", ALONE)
 async def test_concurrent_questions_share_an_answer(client: EngineClient) -> None:
     answers = await asyncio.gather(*(client.stats() for _ in range(50)))
     assert all(answer is answers[0] for answer in answers)
 
 
-async def test_an_idle_engine_takes_no_steps(client: EngineClient) -> None:
+async def test_an_idle_engine_takes_no_steps(client: EngineClient, kind: str) -> None:
+    num_engines = 3 if kind == "cluster of 3" else 1
     await read(client.submit(ask("r"))[0])
     before = (await client.stats()).num_steps
     await asyncio.sleep(0.3)
-    assert (await client.stats()).num_steps - before <= 2
+    assert (await client.stats()).num_steps - before <= 2 * num_engines
 
 
+@pytest.mark.parametrize("kind", ["socket", "inprocess"])
 async def test_a_step_that_raises_ends_every_stream(kind: str) -> None:
     client = make_client(kind)
     await client.start()

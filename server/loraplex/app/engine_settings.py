@@ -13,7 +13,8 @@ from loraplex.engine.config import EngineConfig
 
 
 def engine_config(settings: Settings, model_dir: Path, served_name: str) -> EngineConfig:
-    """Fields that both have by the same name are copied; the others are named here."""
+    """The configuration of an engine on this machine. Fields that both have by the same name are copied; the others are
+    named here."""
     shared = {field.name for field in fields(EngineConfig)} & Settings.model_fields.keys()
     values: dict[str, Any] = {name: getattr(settings, name) for name in shared}
     return EngineConfig(
@@ -28,10 +29,11 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "cache_dir": str(settings.data_dir.resolve()),
             "plan_dir": str(plan_dir(settings.data_dir.resolve())),
             "image_dir": str(image_dir(settings)),
+            "num_sharing": settings.replicas,
         }
     )
 
 
 def image_dir(settings: Settings) -> Path:
-    """The folder of laid-out adapters."""
+    """The folder of laid-out adapters, which the engines of this machine share."""
     return settings.data_dir.resolve() / "images"

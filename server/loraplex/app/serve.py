@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import platform
 import sys
 from functools import partial
 
@@ -26,6 +27,8 @@ from loraplex.lifecycle.tenant_terms import TermsWatch
 from loraplex.lifecycle.warming import Warming
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.demand import Demand
 from loraplex.serving.supervision.engine_supervisor import Supervision
 
@@ -72,12 +75,7 @@ async def _serve(installation: Installation, ports: Ports) -> int:
             releases=installation.releases,
             tenants=installation.tenants,
         )
-        engine = SocketEngineClient(
-            engine_config(settings, installation.model_dir, installation.served_name),
-            Supervision(log=log_engine, on_progress=StartLog(), keep_spare=settings.engine_spare),
-            on_damaged=damage.put,
-            demand=demand,
-        )
+        engine = ClusterEngineClient(local_replicas(installation, damage, demand))
         # The ports first: clients can distinguish a starting server from none, and get their answer at once.
         data, admin = create_starting_apps(installation, engine)
         listening = Listening(ports, data=data, admin=admin)
@@ -86,6 +84,7 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         at_end.push_async_callback(installation.background.close)
         async with at_end:
             start_background(installation, engine, damage, warming)
+            installation.background.start("placement", engine.place_adapters)
             try:
                 code = await _serve_on(listening, installation, ports, engine, warming, stop, at_end)
             finally:
@@ -97,7 +96,7 @@ async def _serve_on(
     listening: Listening,
     installation: Installation,
     ports: Ports,
-    engine: SocketEngineClient,
+    engine: EngineClient,
     warming: Warming,
     stop: StopSignals,
     at_end: contextlib.AsyncExitStack,
@@ -136,6 +135,23 @@ async def _serve_on(
                 await started
 
 
+def local_replicas(installation: Installation, damage: DamageReports, demand: Demand) -> list[Replica]:
+    """The engines that start with the server, on this machine."""
+    settings = installation.settings
+    config = engine_config(settings, installation.model_dir, installation.served_name)
+    replicas = []
+    for number in range(settings.replicas):
+        name = f"replica-{number + 1}"
+        rules = Supervision(
+            log=log_engine if settings.replicas == 1 else partial(log_engine, replica=name),
+            on_progress=StartLog(),
+            keep_spare=settings.engine_spare,
+        )
+        session = SocketEngineClient(config, rules, on_damaged=damage.put, demand=demand)
+        replicas.append(Replica(name, session, platform.node()))
+    return replicas
+
+
 def start_background(
     installation: Installation, engine: EngineClient, damage: DamageReports, warming: Warming
 ) -> None:
@@ -154,7 +170,7 @@ def start_background(
 
 async def _start(
     installation: Installation,
-    engine: SocketEngineClient,
+    engine: EngineClient,
     warming: Warming,
     at_end: contextlib.AsyncExitStack,
 ) -> Apps:

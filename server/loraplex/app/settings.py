@@ -239,6 +239,9 @@ class Settings(BaseSettings):
         le=MAX_RECORDED_ROWS,
         description="Rows of the largest step with prompt chunks that a GPU records; 0: none, -1: by GPU and model",
     )
+    replicas: int = Field(
+        1, ge=1, le=64, description="Engine processes on this machine, which share its processors and memory"
+    )
     engine_spare: bool = Field(
         True, description="Keep a second engine process ready for when the first one dies"
     )

@@ -91,9 +91,14 @@ def build_engine(
     means that GPU's, on a CPU that the cache gets a share of what is free.
     Raises LoraplexError with what is wrong and what to do.
     """
-    set_threads(config.num_threads)
+    set_threads(config.num_threads, num_sharing=config.num_sharing)
     kernels = choose_kernels(config.device, config.kernels, batch_invariant=config.batch_invariant)
     place = kernels.device
+    if place.type == "cuda" and config.num_sharing > 1:
+        raise DeviceUnavailable(
+            f"--replicas {config.num_sharing} starts engines that share a CPU; on GPUs run one engine for each: "
+            "CUDA_VISIBLE_DEVICES=N loraplex engine --join HOST:PORT"
+        )
     best = best_backend(place)
     if config.kernels == "auto" and kernels.backend != best:
         _tell_fallback(obstacle_to(best, place) or "")
@@ -197,7 +202,9 @@ def _build(
 def _host_slab(config: EngineConfig, place: torch.device, loaded: LoadedModel) -> HostSlab:
     """Host memory for adapters. Raises LoraplexError."""
     layout = loaded.arena.layout
-    num_bytes = config.adapter_cpu_memory or host_budget(available_memory(torch.device("cpu")))
+    num_bytes = config.adapter_cpu_memory or host_budget(
+        available_memory(torch.device("cpu")) // config.num_sharing
+    )
     require_room("--adapter-cpu-memory", num_bytes, layout)
     return HostSlab(num_bytes, layout.page_bytes, pinned=place.type == "cuda")
 

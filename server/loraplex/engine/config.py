@@ -21,7 +21,8 @@ class EngineConfig:
     (`loraplex.kernels.attention.choice`). `batch_invariant` is a promise to keep or to refuse
     (`loraplex.engine.numerics`). `cache_dir` keeps what is costly to find out about a base model's weights, `plan_dir`
     the plan made of its config, `image_dir` up to `adapter_image_cache` bytes of laid-out adapters. `artifact_dir` is a
-    store's folder, or the cache of the bucket that `artifact_url` names."""
+    store's folder, or the cache of the bucket that `artifact_url` names. `num_sharing` engines start together
+    on this machine: each takes an equal part of what is chosen from it."""
 
     model_path: str
     artifact_dir: str
@@ -47,6 +48,7 @@ class EngineConfig:
     plan_dir: str | None = None
     image_dir: str | None = None
     adapter_image_cache: int = 0
+    num_sharing: int = 1
     artifact_url: str = ""
     artifact_cache_bytes: int = 10 << 30
     model_name: str = ""

@@ -126,7 +126,8 @@ def load_device(config: EngineConfig, device: Device, base: BaseSpec) -> LoadedM
         head=model.head_group,
         embedding=model.embedding_shape,
     )
-    budget = config.adapter_memory or adapter_budget(available_memory(kernels.device), kernels.device.type)
+    free = available_memory(kernels.device)
+    budget = config.adapter_memory or adapter_budget(free // config.num_sharing, kernels.device.type)
     num_pages, num_slots = arena_size(budget, layout)
     free_host = free_host_memory()
     arena = executor.submit(lambda: AdapterArena(layout, num_pages, num_slots, kernels)).result()
@@ -231,6 +232,7 @@ class _KVMaker:
             max_model_len=self.config.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
             budget=budget,
+            num_sharing=self.config.num_sharing,
         )
 
 

@@ -153,7 +153,8 @@ class CacheEntry:
     """One adapter as the cache reports it. `state` is hot (device), warm (host memory) or cold (disk only); `idle_s` is
     the time since its last use (None: never requested); `load_seconds` holds its last way here by stage ("disk": disk
     to host, "copy": host to device), and of "disk" the parts that the transport reports: "fetch" (until its files were
-    there), and "read" (its laid-out image) or "lay_out"; `error` is why its last load failed."""
+    there), and "read" (its laid-out image) or "lay_out"; `error` is why its last load failed. `replicas` names the
+    engines that have it in memory, where there are several."""
 
     ref: AdapterRef
     state: AdapterState
@@ -166,6 +167,7 @@ class CacheEntry:
     idle_s: float | None = None
     load_seconds: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    replicas: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,9 +88,11 @@ def size_kv_cache(
     max_num_seqs: int = 64,
     budget: int | None = None,
     available: int | None = None,
+    num_sharing: int = 1,
 ) -> KVSize:
     """The number of blocks for `kv_cache_memory` bytes (0: for `budget` bytes; None: a
-    share of the `available` bytes; None: of what is free now), never more than `max_num_seqs` sequences can use.
+    share of the `available` bytes; None: of what is free now, for one of `num_sharing` engines), never more than
+    `max_num_seqs` sequences can use.
 
     `max_model_len` 0 means what the model's positions and the memory allow. Raises KVMemoryTooSmall where one
     sequence of an asked `max_model_len` does not fit, and where not even one block does; SequenceTooLong for an
@@ -102,7 +104,7 @@ def size_kv_cache(
         )
     one = block_bytes(shape, dtype)
     if kv_cache_memory or budget is None:
-        budget = kv_cache_memory or _choose_budget(device, available)
+        budget = kv_cache_memory or _choose_budget(device, available, num_sharing)
     num_blocks = budget // one
     wanted = max_model_len or shape.max_positions
     per_sequence = -(-wanted // BLOCK_SIZE)
@@ -136,8 +138,8 @@ def free_host_memory() -> int | None:
     return min((value for value in limits if value is not None), default=None)
 
 
-def _choose_budget(device: torch.device, available: int | None) -> int:
-    free = available_memory(device) if available is None else available
+def _choose_budget(device: torch.device, available: int | None, num_sharing: int) -> int:
+    free = available_memory(device) // num_sharing if available is None else available
     return min(int(free * _CPU_FRACTION), _CPU_LIMIT)
 
 

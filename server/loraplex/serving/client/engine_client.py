@@ -40,7 +40,7 @@ class RequestStream:
         self._closed = False  # the terminal event has been put
         self._ended = False  # the terminal event has been read
         self._aborted = False
-        self.on_end: Callable[[RequestStream], None] | None = None
+        self.on_end: Callable[[RequestStream, TokenEvent], None] | None = None
         """Called when the terminal event has been put."""
         self._received: list[int] = []
         self._num_prompt_scores = 0
@@ -120,7 +120,7 @@ class RequestStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if self._closed and self.on_end is not None:
-            self.on_end(self)
+            self.on_end(self, event)
 
     def _without_repeated(self, event: TokenEvent, prompt: Logprobs) -> TokenEvent:
         repeated = min(self._num_repeated, len(prompt))

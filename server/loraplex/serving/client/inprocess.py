@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 
@@ -58,6 +59,20 @@ class InProcessEngineClient(EngineSession):
     @property
     def num_restarts(self) -> int:
         return 0
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds as `EngineUnavailable` has them: nothing starts it again."""
+        return EngineUnavailable.retry_after_s or 0.0
+
+    @property
+    def is_coming_back(self) -> bool:
+        return False
+
+    @property
+    def pid(self) -> int | None:
+        """This process."""
+        return os.getpid()
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()

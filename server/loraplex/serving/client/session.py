@@ -65,6 +65,8 @@ class EngineSession(ABC):
         self._draining = False
         self._num_served = 0  # requests that came to a proper end
         self.take_over: TakeOver = _take_none
+        self.lives_here: Callable[[str], bool] = lambda digest: True
+        """Whether an engine that starts again should load this version before it is asked for."""
 
     # The transport.
 
@@ -184,6 +186,11 @@ class EngineSession(ABC):
 
     # Adapters.
 
+    @property
+    def pins(self) -> dict[str, AdapterRef]:
+        """The versions that were pinned here, by digest."""
+        return self._pins
+
     def adapter_state(self, digest: str) -> AdapterState:
         return self._states.get(digest, "cold")
 
@@ -235,7 +242,8 @@ class EngineSession(ABC):
         asked = [pinned.get(ref.digest, CacheEntry(ref, "cold", error=lost)) for ref in refs]
         return [entry for entry in asked if entry.state != "hot"]
 
-    def _hot(self) -> frozenset[str]:
+    @property
+    def hot(self) -> frozenset[str]:
         """The versions on the device."""
         return frozenset(digest for digest, state in self._states.items() if state == "hot")
 
@@ -249,7 +257,9 @@ class EngineSession(ABC):
             self._next_call += 1
             self._send(wire.Pin(self._next_call, ref))
         ranked = [uses.ref for uses in self._demand.ranked(hot)] if warm else []
-        if refs := tuple(ref for ref in ranked if ref.digest not in self._pins):
+        if refs := tuple(
+            ref for ref in ranked if ref.digest not in self._pins and self.lives_here(ref.digest)
+        ):
             self._send(wire.Warm(refs))
 
     # Calls.

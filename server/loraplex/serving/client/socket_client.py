@@ -55,6 +55,11 @@ class SocketEngineClient(EngineSession):
         return self._supervisor.retry_after_s
 
     @property
+    def is_coming_back(self) -> bool:
+        """Whether an engine is being started."""
+        return self._supervisor.phase in ("starting", "restarting")
+
+    @property
     def pid(self) -> int | None:
         """The engine process, while there is one."""
         return self._supervisor.pid
@@ -93,7 +98,7 @@ class SocketEngineClient(EngineSession):
 
     def on_lost(self, code: Literal["draining", "engine_restarting"], reason: str, *, early: bool) -> int:
         # What a short life had not brought back yet is brought back by the next.
-        self._was_hot = self._hot() | (self._was_hot if early else frozenset())
+        self._was_hot = self.hot | (self._was_hot if early else frozenset())
         return self._fail(code, reason, None if code == "draining" else self.retry_after_s)
 
     async def on_ready(self, info: EngineInfo, process: EngineProcess, *, warm: bool) -> None:

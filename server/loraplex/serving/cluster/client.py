@@ -1,0 +1,337 @@
+"""Several engines behind one `EngineClient`: each request goes where it waits least, each adapter lives where
+`placement` says, and what a dead engine had goes on elsewhere. One engine is the plain case of many."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from loraplex.adapters.cache.residency import CacheEntry
+from loraplex.adapters.numerics import SiteOutputs
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.reports import EngineInfo, EngineStats
+from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
+from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
+from loraplex.serving.client.engine_client import RequestStream
+from loraplex.serving.cluster.choice import choose
+from loraplex.serving.cluster.failover import PATIENCE_S, Failover, Flight
+from loraplex.serving.cluster.homes import ROUND_S, Homes
+from loraplex.serving.cluster.merged import merge_cache, merge_info, merge_stats
+from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
+
+BLOCK = 16
+"""Tokens of a prompt by which a conversation is known: those of its first KV block."""
+T = TypeVar("T")
+_NEAREST: dict[AdapterState, int] = {"hot": 0, "warm": 1, "cold": 2}
+
+
+class ClusterEngineClient:
+    """An `EngineClient` over replicas. Those that are given start and end with it; others may `join` and `leave`.
+    `wanted`: how many there should be. All methods belong to one event loop's thread."""
+
+    def __init__(
+        self,
+        replicas: Iterable[Replica] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._clock = clock
+        self._replicas: dict[str, Replica] = {}
+        self._flights: dict[str, Flight] = {}
+        self._terms: dict[str, TenantTerms] = {}
+        self._info: EngineInfo | None = None
+        self._closing = False
+        self._num_past_restarts = 0  # of replicas that have left
+        self.homes = Homes(clock)
+        self._failover = Failover(self._replicas, self._choose, clock, patience_s)
+        for replica in replicas:
+            self._add(replica)
+
+    # Replicas.
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """In the order of their names."""
+        return [self._replicas[name] for name in sorted(self._replicas)]
+
+    def join(self, replica: Replica) -> None:
+        """Take in an engine that is ready."""
+        self._add(replica)
+        replica.session.set_tenants(self._terms)
+        self._failover.look()
+
+    def leave(self, name: str) -> None:
+        """Forget an engine that is gone; its session has handed over what it had."""
+        replica = self._replicas.pop(name, None)
+        if replica is not None:
+            self._num_past_restarts += replica.session.num_restarts
+
+    def drain(self, name: str) -> None:
+        """Give an engine nothing new from here on. Raises KeyError where there is none of this name."""
+        self._replicas[name].is_draining = True
+
+    def _add(self, replica: Replica) -> None:
+        replica.session.take_over = partial(self._take_over, replica)
+        replica.session.lives_here = partial(self._lives_at, replica)
+        self._replicas[replica.id] = replica
+
+    def _lives_at(self, replica: Replica, digest: str) -> bool:
+        return self.homes.home(digest, self._replicas.values()) is replica
+
+    def _ready(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.state == "ready"]
+
+    def _unavailable(self) -> EngineUnavailable:
+        reason = self.unhealthy_reason or "the engine is not ready"
+        if self._closing:
+            return EngineDraining("the server is shutting down")
+        error = EngineUnavailable(reason)
+        if self._replicas:
+            error.retry_after_s = min(replica.session.retry_after_s for replica in self._replicas.values())
+        return error
+
+    # Health.
+
+    @property
+    def info(self) -> EngineInfo:
+        known = []
+        for replica in self._replicas.values():
+            try:
+                known.append(replica.session.info)
+            except EngineUnavailable:
+                continue  # it has not been up yet
+        if known:
+            self._info = known[0] if len(known) == 1 else merge_info(known)
+        if self._info is None:
+            raise EngineUnavailable("the engine has not been started")
+        return self._info
+
+    @property
+    def healthy(self) -> bool:
+        return any(replica.session.healthy for replica in self._replicas.values())
+
+    @property
+    def unhealthy_reason(self) -> str | None:
+        if self.healthy:
+            return None
+        reasons = [replica.session.unhealthy_reason for replica in self.replicas]
+        return next(filter(None, reasons), "no engine has joined")
+
+    @property
+    def num_restarts(self) -> int:
+        return self._num_past_restarts + sum(each.session.num_restarts for each in self._replicas.values())
+
+    @property
+    def num_live(self) -> int:
+        return self._failover.num_waiting + sum(
+            replica.session.num_live for replica in self._replicas.values()
+        )
+
+    async def start(self) -> None:
+        await _all(replica.session.start() for replica in self._replicas.values())
+
+    async def place_adapters(self) -> None:
+        """Run rounds of placement, for ever."""
+        while True:
+            await asyncio.sleep(ROUND_S)
+            await self.homes.round(self._ready())
+
+    async def close(self, *, drain_s: float = 0) -> None:
+        self._closing = True
+        self._failover.end(EngineError("draining", "the server shut down before it ended"))
+        await _all(replica.session.close(drain_s=drain_s) for replica in self._replicas.values())
+
+    # Requests.
+
+    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
+        if self._closing:
+            raise EngineDraining("the server is shutting down")
+        if any(request.request_id in self._flights for request in requests):
+            raise ValueError(f"request id {requests[0].request_id} is live already")
+        ready = self._ready()
+        if not ready:
+            raise self._unavailable()
+        replica, streams = self._submit_to(ready, requests)
+        flight = Flight(streams, requests, replica, self._clock())
+        for stream in streams:
+            self._flights[stream.request.request_id] = flight
+            stream.on_end = self._on_end
+        ref = requests[0].adapter
+        if ref is not None:
+            self.homes.begin(ref, len(streams))
+        return streams
+
+    def _submit_to(
+        self, ready: Sequence[Replica], requests: Sequence[EngineRequest]
+    ) -> tuple[Replica, list[RequestStream]]:
+        """Where it waits least; one that is full leaves it to the least loaded one."""
+        chosen = self._choose(ready, requests[0])
+        try:
+            return chosen, chosen.session.submit(*requests)
+        except EngineOverloaded:
+            others = [replica for replica in ready if replica is not chosen]
+            if not others:
+                raise
+            least = min(others, key=lambda replica: (replica.session.num_live, replica.id))
+            return least, least.session.submit(*requests)
+
+    def _choose(self, ready: Sequence[Replica], request: EngineRequest) -> Replica:
+        if len(ready) == 1:
+            return ready[0]
+        by_name = {replica.id: replica for replica in ready}
+        digest = "" if request.adapter is None else request.adapter.digest
+        places: list[str] = []
+        resident: list[str] = list(by_name)
+        if digest:
+            places = [each.member for each in self.homes.of(digest)]
+            if not any(name in by_name for name in places):
+                places = [self.homes.order(digest, ready)[0].id]
+            resident = [each.id for each in ready if each.session.adapter_state(digest) == "hot"]
+        ids = request.prompt_ids[:BLOCK]
+        name = choose(
+            {replica.id: replica.load() for replica in ready},
+            places=places,
+            resident=resident,
+            load_s=self.homes.load_s if digest else 0.0,
+            prefix=digest.encode() + struct.pack(f"<{len(ids)}I", *ids),
+        )
+        assert name is not None, "there is a replica"
+        return by_name[name]
+
+    def _on_end(self, stream: RequestStream, event: TokenEvent) -> None:
+        flight = self._flights.pop(stream.request.request_id)
+        timing, ref = event.timing, stream.request.adapter
+        if event.finish_reason in ("stop", "length") and timing is not None:
+            flight.replica.ended(timing.total_s)
+        if ref is not None:
+            self.homes.end(ref.digest, None if timing is None else timing.adapter_s)
+
+    def _take_over(
+        self, replica: Replica, streams: Sequence[RequestStream], error: EngineError
+    ) -> Collection[RequestStream]:
+        """What `TakeOver` says, of this replica's streams."""
+        if self._closing:
+            return ()
+        lost: dict[Flight, list[RequestStream]] = {}
+        for stream in streams:
+            flight = self._flights.get(stream.request.request_id)  # None: a measurement, which is begun again
+            if flight is not None and not stream.aborted:
+                lost.setdefault(flight, []).append(stream)
+        return self._failover.take(lost, error)
+
+    # Tenants.
+
+    @property
+    def served_tenants(self) -> set[str]:
+        return set().union(*(replica.session.served_tenants for replica in self._replicas.values()))
+
+    def set_tenants(self, terms: Mapping[str, TenantTerms]) -> None:
+        for tenant_id, its in terms.items():
+            if its == DEFAULT_TERMS:
+                self._terms.pop(tenant_id, None)
+            else:
+                self._terms[tenant_id] = its
+        for replica in self._replicas.values():
+            replica.session.set_tenants(terms)
+
+    # Adapters.
+
+    def adapter_state(self, digest: str) -> AdapterState:
+        states = (replica.session.adapter_state(digest) for replica in self._replicas.values())
+        return min(states, key=_NEAREST.__getitem__, default="cold")
+
+    async def stats(self) -> EngineStats:
+        return merge_stats(await self._ask_all(lambda replica: replica.session.stats()))
+
+    async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
+        healthy = self._healthy()
+        found = await self._ask_all(lambda replica: replica.session.cache(digests))
+        return merge_cache({replica.id: its for replica, its in zip(healthy, found, strict=True)})
+
+    async def pin(self, ref: AdapterRef) -> None:
+        ready = self._ready()
+        if not ready:
+            raise self._unavailable()
+        refusal: ServingError | None = None
+        for replica in self.homes.order(ref.digest, ready):
+            try:
+                await replica.session.pin(ref)
+            except ServingError as error:
+                refusal = error
+            else:
+                self.homes.pins[ref.digest] = ref
+                return
+        assert refusal is not None
+        raise refusal
+
+    async def unpin(self, digest: str) -> None:
+        self.homes.pins.pop(digest, None)
+        having = [replica for replica in self._replicas.values() if digest in replica.session.pins]
+        await _all(replica.session.unpin(digest) for replica in having or self._replicas.values())
+
+    async def drop(self, digest: str) -> None:
+        self.homes.forget(digest)
+        await _all(replica.session.drop(digest) for replica in self._replicas.values())
+
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        self._deal(refs, lambda replica, its: replica.session.prefetch(its))
+
+    def warm(self, refs: Sequence[AdapterRef]) -> None:
+        self._deal(refs, lambda replica, its: replica.session.warm(its))
+
+    def _deal(
+        self, refs: Sequence[AdapterRef], tell: Callable[[Replica, Sequence[AdapterRef]], None]
+    ) -> None:
+        """Tell each replica of the versions that live there, in their order."""
+        dealt: dict[Replica, list[AdapterRef]] = {}
+        ready = self._ready()
+        for ref in refs:
+            home = self.homes.home(ref.digest, ready)
+            if home is not None:
+                dealt.setdefault(home, []).append(ref)
+        for replica, its in dealt.items():
+            tell(replica, its)
+
+    @property
+    def warming(self) -> bool:
+        return any(replica.session.warming for replica in self._replicas.values())
+
+    async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
+        by_replica = {
+            replica: [ref for ref in refs if ref.digest in replica.session.pins]
+            for replica in self._healthy()
+        }
+        if not by_replica:
+            raise self._unavailable()
+        found = await asyncio.gather(*(replica.session.wait_pins(its) for replica, its in by_replica.items()))
+        return [entry for entries in found for entry in entries]
+
+    async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:
+        replica = self.homes.home(ref.digest, self._ready())
+        if replica is None:
+            raise self._unavailable()
+        return await replica.session.measure_sites(ref)
+
+    def _healthy(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.session.healthy]
+
+    async def _ask_all(self, ask: Callable[[Replica], Awaitable[T]]) -> list[T]:
+        """The answers of all engines that are up, in the order of their names. Raises ServingError where there is none,
+        or one does not answer."""
+        healthy = self._healthy()
+        if not healthy:
+            raise self._unavailable()
+        return await asyncio.gather(*(ask(replica) for replica in healthy))
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Run all of them to their ends; then raise the first error."""
+    for found in await asyncio.gather(*calls, return_exceptions=True):
+        if found is not None:
+            raise found

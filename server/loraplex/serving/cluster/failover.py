@@ -1,0 +1,187 @@
+"""Requests whose engine was lost, on their way to another one.
+
+A request goes on once: what was in flight at two deaths ends with an error, so that one that ends its engine walks
+through two of them at most. An answer that has begun goes on where it was, on an engine of the same numerics; with the
+promise of same bits its text is that of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from loraplex.engine.types import EngineError, EngineRequest, TokenEvent
+from loraplex.serving.client.engine_client import RequestStream, error_event
+from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.errors import EngineOverloaded, EngineUnavailable, ServingError
+
+Choose = Callable[[Sequence[Replica], EngineRequest], Replica]
+"""The one of these replicas that serves a request."""
+
+MOST_DEATHS = 1
+"""Deaths of engines that a request outlives."""
+LOOK_S = 0.02
+"""Time between two looks for an engine, while requests have lost theirs."""
+PATIENCE_S = 15.0
+"""How long a request waits for an engine after its own was lost."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """The sequences of one request, which one engine serves together. `born`: its submission, in seconds of the
+    cluster's clock. `deaths`: engines that were lost under it; `avoid`: the last of them."""
+
+    streams: Sequence[RequestStream]
+    requests: Sequence[EngineRequest]
+    replica: Replica
+    born: float
+    deaths: int = 0
+    avoid: tuple[str, int] | None = None
+    numerics: str = ""
+    lost_at: float = 0.0
+    error: EngineError | None = None
+    orphans: list[RequestStream] = field(default_factory=list)
+
+    @property
+    def is_started(self) -> bool:
+        return any(stream.num_received for stream in self.orphans)
+
+    def lose(self, streams: Sequence[RequestStream], error: EngineError, now: float) -> bool:
+        """Note that its engine is gone, or ends, with these streams. Returns whether another one may serve them."""
+        if self.replica.life != self.avoid:  # sequences of one engine may be lost one after the other
+            self.deaths += 1
+            self.avoid = self.replica.life
+        if self.deaths > MOST_DEATHS:
+            return False
+        self.numerics = self.replica.session.info.numerics
+        self.lost_at, self.error = now, error
+        self.orphans += streams
+        return True
+
+    def may_go_to(self, replica: Replica) -> bool:
+        """Whether this replica may serve the orphans."""
+        if replica.state != "ready" or replica.life == self.avoid:
+            return False
+        return not self.is_started  # GENERATED
+
+    def continued(self, now: float) -> list[EngineRequest]:
+        """Requests for what is left of the orphans: the tokens that were delivered count, and so does the time that
+        has passed."""
+        passed = now - self.born
+        originals = {request.request_id: request for request in self.requests}
+        return [
+            replace(
+                original := originals[stream.request.request_id],
+                deadline=None if original.deadline is None else max(0.0, original.deadline - passed),
+            )
+            for stream in self.orphans
+        ]
+
+    def end(self, error: EngineError) -> None:
+        """End the orphans."""
+        orphans, self.orphans = self.orphans, []
+        for stream in orphans:
+            name = stream.request.request_id
+            stream.put(error_event(name, error.code, error.message, error.retry_after_s))
+
+
+class Failover:
+    """The flights that have lost their engine. `replicas`: those of the cluster, by name, as they come and go. For one
+    event loop's thread."""
+
+    def __init__(
+        self,
+        replicas: Mapping[str, Replica],
+        choose: Choose,
+        clock: Callable[[], float],
+        patience_s: float,
+    ) -> None:
+        self._replicas = replicas
+        self._choose = choose
+        self._clock = clock
+        self._patience_s = patience_s
+        self._waiting: list[Flight] = []
+        self._looking: asyncio.Handle | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without an engine."""
+        return sum(len(flight.orphans) for flight in self._waiting)
+
+    def take(
+        self, lost: Mapping[Flight, Sequence[RequestStream]], error: EngineError
+    ) -> Collection[RequestStream]:
+        """Take the streams that a replica has lost, by flight. `error`: what they end with where none serves them.
+        Returns those that may go on."""
+        taken: list[RequestStream] = []
+        for flight, streams in lost.items():
+            if not flight.lose(streams, error, self._clock()):
+                continue
+            taken += streams
+            for stream in streams:
+                stream.hand_to(partial(_abort, flight))
+            if flight not in self._waiting:
+                self._waiting.append(flight)
+        if taken:
+            self.look()
+        return taken
+
+    def look(self) -> None:
+        """Look for engines, as soon as the event loop comes to it: one that fails has not told yet that it is gone."""
+        if self._looking is not None:
+            self._looking.cancel()
+        self._looking = asyncio.get_running_loop().call_soon(self._go_round) if self._waiting else None
+
+    def end(self, error: EngineError) -> None:
+        """End all that wait."""
+        for flight in self._waiting:
+            flight.end(error)
+
+    def _go_round(self) -> None:
+        before, self._waiting = self._waiting, []
+        for flight in before:
+            try:
+                if flight.orphans and not self._go_on(flight):
+                    self._waiting.append(flight)
+            except BaseException as error:  # a fault of ours: nobody else would ever end these streams
+                flight.end(EngineError("internal_error", f"{type(error).__name__}: {error}"))
+                self._waiting += before[before.index(flight) + 1 :]
+                self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._go_round)
+                raise
+        waits = bool(self._waiting)
+        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._go_round) if waits else None
+
+    def _go_on(self, flight: Flight) -> bool:
+        """Have a replica serve the orphans, or end them where none will; whether either is done."""
+        now = self._clock()
+        among = [replica for replica in self._replicas.values() if flight.may_go_to(replica)]
+        if among:
+            requests = flight.continued(now)
+            replica = self._choose(among, requests[0])
+            try:
+                replica.session.adopt(tuple(flight.orphans), requests)
+            except (EngineOverloaded, EngineUnavailable):
+                pass  # until its patience ends
+            except ServingError as error:
+                flight.end(EngineError("internal_error", str(error)))
+                return True
+            else:
+                flight.replica = replica
+                flight.orphans.clear()
+                return True
+        may_come = among or any(replica.session.is_coming_back for replica in self._replicas.values())
+        if may_come and now - flight.lost_at < self._patience_s:
+            return False
+        assert flight.error is not None
+        flight.end(flight.error)
+        return True
+
+
+def _abort(flight: Flight, name: str) -> None:
+    for stream in flight.orphans:
+        if stream.request.request_id == name:
+            flight.orphans.remove(stream)
+            stream.put(TokenEvent(name, finish_reason="abort"))
+            return

@@ -1,0 +1,103 @@
+"""The reports of several engines as one: sums of gauges and counters, unions of names. Those of one engine are as it
+gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from loraplex.adapters.cache.residency import CacheEntry
+from loraplex.engine.reports import EngineInfo, EngineStats, MemoryUse
+
+_SUMMED = ("num_kv_blocks", "kv_bytes", "arena_pages", "adapter_cpu_bytes", "max_num_seqs", "max_waiting")
+_NEAREST = {"hot": 0, "warm": 1, "cold": 2}
+
+
+def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """Sums; of a tenant's counters the highest. `EngineStats()` of none."""
+    if len(stats) < 2:
+        return stats[0] if stats else EngineStats()
+    merged: EngineStats = _merge(stats)
+    tenants = {
+        tenant: replace(
+            its, counter=max(one.tenants[tenant].counter for one in stats if tenant in one.tenants)
+        )
+        for tenant, its in merged.tenants.items()
+    }
+    return replace(merged, tenants=tenants)
+
+
+def merge_info(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """The first one's of at least one, with the sizes of all; a sequence has to fit into each of them."""
+    if len(infos) == 1:
+        return infos[0]
+    sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMMED}
+    shortest = min(info.max_model_len for info in infos)
+    memory = [info.memory for info in infos]
+    return replace(infos[0], max_model_len=shortest, memory=_merge_memory(memory), **sums)
+
+
+def merge_cache(entries: Mapping[str, Collection[CacheEntry]]) -> list[CacheEntry]:
+    """Entries by engine → one of each version. Where there are several engines, it names those that have it in
+    memory."""
+    if len(entries) == 1:
+        return list(next(iter(entries.values())))
+    by_digest: dict[str, list[tuple[str, CacheEntry]]] = {}
+    for name, its in entries.items():
+        for entry in its:
+            by_digest.setdefault(entry.ref.digest, []).append((name, entry))
+    return [_merge_entries(found) for found in by_digest.values()]
+
+
+def _merge_entries(found: Sequence[tuple[str, CacheEntry]]) -> CacheEntry:
+    among = [entry for _, entry in found]
+    nearest = min(among, key=lambda entry: _NEAREST[entry.state])
+    idle = [entry.idle_s for entry in among if entry.idle_s is not None]
+    return replace(
+        nearest,
+        loading=any(entry.loading for entry in among),
+        pinned=any(entry.pinned for entry in among),
+        leases=sum(entry.leases for entry in among),
+        pages=sum(entry.pages for entry in among),
+        device_bytes=sum(entry.device_bytes for entry in among),
+        host_bytes=sum(entry.host_bytes for entry in among),
+        idle_s=min(idle, default=None),
+        replicas=tuple(sorted(name for name, entry in found if entry.state != "cold")),
+    )
+
+
+def _merge_memory(memory: Sequence[MemoryUse | None]) -> MemoryUse | None:
+    known = [use for use in memory if use is not None]
+    if len(known) < len(memory):
+        return None
+    sums: dict[str, int | None] = {}
+    for field in fields(MemoryUse):
+        values = [getattr(use, field.name) for use in known]
+        sums[field.name] = None if None in values else sum(values)
+    return MemoryUse(**sums)  # type: ignore[arg-type]
+
+
+def _merge(values: Sequence[Any]) -> Any:
+    """One of several values of one type: numbers are summed, mappings and records merged by key, tuples of numbers
+    place by place; tuples of names are a union."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if is_dataclass(first):
+        parts = {
+            field.name: _merge([getattr(value, field.name) for value in values]) for field in fields(first)
+        }
+        return replace(first, **parts)  # type: ignore[type-var]
+    if isinstance(first, Mapping):
+        by_key: dict[Any, list[Any]] = {}
+        for value in values:
+            for key, found in value.items():
+                by_key.setdefault(key, []).append(found)
+        return {key: _merge(found) for key, found in by_key.items()}
+    if isinstance(first, tuple):
+        there = [value for value in values if value]
+        if there and isinstance(there[0][0], str):
+            return tuple(sorted(set().union(*there)))
+        return tuple(sum(column) for column in zip(*there, strict=True))
+    return sum(values)

@@ -1,0 +1,88 @@
+"""One engine of a cluster: its session, and what the cluster knows of it beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.types import EngineRequest
+from loraplex.serving.client.engine_client import EngineClient, RequestStream
+from loraplex.serving.client.session import TakeOver
+from loraplex.serving.cluster.choice import Load
+from loraplex.serving.cluster.hashing import key_of
+from loraplex.serving.cluster.placement import Member
+
+FIRST_MEAN_S = 2.0
+"""The assumed duration of a request before one has ended."""
+_NEWEST = 0.05
+"""Weight of the last request in the mean duration."""
+
+State = Literal["ready", "draining", "away"]
+
+
+class ReplicaSession(EngineClient, Protocol):
+    """An engine's session, as the cluster uses it."""
+
+    take_over: TakeOver
+    lives_here: Callable[[str], bool]
+
+    @property
+    def retry_after_s(self) -> float: ...
+    @property
+    def is_coming_back(self) -> bool:
+        """Whether an engine that takes no requests is being started."""
+        ...
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def hot(self) -> frozenset[str]:
+        """The versions on the device."""
+        ...
+
+    @property
+    def pins(self) -> dict[str, AdapterRef]:
+        """The versions that were pinned here, by digest."""
+        ...
+
+    def adopt(self, streams: Sequence[RequestStream], requests: Sequence[EngineRequest]) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """`id` is its name in the cluster, `node` the machine that it runs on. `mean_s`: seconds of a request, lately."""
+
+    id: str
+    session: ReplicaSession
+    node: str = ""
+    is_draining: bool = False
+    mean_s: float = FIRST_MEAN_S
+    key: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = key_of(self.id.encode())
+
+    @property
+    def state(self) -> State:
+        if not self.session.healthy:
+            return "away"
+        return "draining" if self.is_draining else "ready"
+
+    @property
+    def life(self) -> tuple[str, int]:
+        """Which engine process of which replica it is."""
+        return self.id, self.session.num_restarts
+
+    def load(self) -> Load:
+        return Load(self.key, self.session.num_live, self.session.info.max_num_seqs, self.mean_s)
+
+    def member(self) -> Member:
+        """It as the placement sees it."""
+        info = self.session.info
+        return Member(self.id, info.max_num_seqs, info.arena_pages * info.arena_page_bytes, self.session.hot)
+
+    def ended(self, seconds: float) -> None:
+        """A request of this duration has ended here."""
+        self.mean_s += _NEWEST * (seconds - self.mean_s)

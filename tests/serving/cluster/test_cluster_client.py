@@ -1,0 +1,192 @@
+"""A cluster of engines: which one serves, and what becomes of requests when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.config import EngineConfig
+from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
+from loraplex.serving.client.engine_client import RequestStream
+from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
+from loraplex.serving.supervision.engine_supervisor import Supervision
+from support.engine.fake_core import CRASH, SLOW, fake_tokens
+
+FAKE_ENGINE = (sys.executable, str(Path(__file__).parents[2] / "support" / "engine" / "fake_core.py"))
+LONG = 1_000_000
+WAIT_S = 60
+
+
+def replica(number: int, **config: int) -> Replica:
+    engine = EngineConfig("ok", "/nowhere", **config)  # type: ignore[arg-type]
+    session = SocketEngineClient(engine, Supervision(command=FAKE_ENGINE, start_timeout_s=WAIT_S))
+    return Replica(f"replica-{number}", session)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[ClusterEngineClient]:
+    cluster = ClusterEngineClient(replica(number) for number in range(3))
+    await cluster.start()
+    yield cluster
+    await cluster.close()
+
+
+def ask(
+    name: str, max_tokens: int = 5, prompt: tuple[int, ...] = (1, 2, 3), tenant: str = "acme"
+) -> EngineRequest:
+    return EngineRequest(name, tenant, prompt, SamplingParams(max_tokens))
+
+
+def adapter(number: int) -> AdapterRef:
+    return AdapterRef("acme", f"a{number}", 1, f"{number:064x}", 8)
+
+
+async def read(stream: RequestStream) -> tuple[tuple[int, ...], TokenEvent]:
+    events = [event async for event in stream]
+    assert [event.finish_reason is not None for event in events] == [False] * (len(events) - 1) + [True]
+    return tuple(token for event in events for token in event.token_ids), events[-1]
+
+
+def kill(found: Replica) -> None:
+    assert found.session.pid is not None
+    os.kill(found.session.pid, signal.SIGKILL)
+
+
+def holder(cluster: ClusterEngineClient) -> Replica:
+    """The only replica with requests."""
+    (found,) = [replica for replica in cluster.replicas if replica.session.num_live]
+    return found
+
+
+async def test_requests_are_spread_over_the_engines(cluster: ClusterEngineClient) -> None:
+    streams = [cluster.submit(ask(f"r{number}", LONG, (number,)))[0] for number in range(12)]
+    assert {replica.session.num_live for replica in cluster.replicas} <= {3, 4, 5}
+    for stream in streams:
+        stream.abort()
+    for stream in streams:
+        assert (await read(stream))[1].finish_reason == "abort"
+    assert cluster.num_live == 0
+
+
+async def test_what_has_no_token_goes_on_elsewhere(cluster: ClusterEngineClient) -> None:
+    """The first prompt keeps its engine busy, so that nothing behind it begins."""
+    request = ask("slow", 40, (SLOW, 1))
+    stream = cluster.submit(request)[0]
+    lost = holder(cluster)
+    kill(lost)
+    async with asyncio.timeout(WAIT_S):
+        tokens, last = await read(stream)
+    assert tokens == fake_tokens(request)
+    assert last.finish_reason == "length"
+
+
+async def test_a_request_outlives_its_only_engine() -> None:
+    cluster = ClusterEngineClient([replica(0)])
+    await cluster.start()
+    try:
+        request = ask("slow", 40, (SLOW, 1))
+        stream = cluster.submit(request)[0]
+        kill(holder(cluster))
+        async with asyncio.timeout(WAIT_S):
+            tokens, _ = await read(stream)
+        assert tokens == fake_tokens(request)
+        assert cluster.num_restarts == 1
+    finally:
+        await cluster.close()
+
+
+async def test_a_request_that_ends_its_engine_ends_two_at_most(cluster: ClusterEngineClient) -> None:
+    async with asyncio.timeout(WAIT_S):
+        _, last = await read(cluster.submit(ask("crash", prompt=(CRASH,)))[0])
+        assert last.error is not None
+        assert last.error.code == "engine_restarting"
+        assert (await read(cluster.submit(ask("next"))[0]))[1].finish_reason == "length"
+        while not all(replica.session.healthy for replica in cluster.replicas):
+            await asyncio.sleep(0.01)
+    assert cluster.num_restarts == 2
+    assert cluster.num_live == 0
+
+
+async def test_one_that_is_given_up_while_it_waits_is_not_served() -> None:
+    cluster = ClusterEngineClient([replica(0)])
+    await cluster.start()
+    try:
+        stream = cluster.submit(ask("slow", 40, (SLOW, 1)))[0]
+        lost = holder(cluster)
+        kill(lost)
+        async with asyncio.timeout(WAIT_S):
+            while lost.session.healthy:
+                await asyncio.sleep(0)
+            assert cluster.num_live == 1
+            stream.abort()
+            _, last = await read(stream)
+        assert last.finish_reason == "abort"
+        assert cluster.num_live == 0
+    finally:
+        await cluster.close()
+
+
+async def test_a_draining_engine_gets_nothing_new(cluster: ClusterEngineClient) -> None:
+    first = cluster.submit(ask("first", LONG))[0]
+    drained = holder(cluster)
+    cluster.drain(drained.id)
+    others = [cluster.submit(ask(f"r{number}", LONG, (number,)))[0] for number in range(9)]
+    assert drained.session.num_live == 1
+    assert not first.finished
+    for stream in (first, *others):
+        stream.abort()
+        await read(stream)
+
+
+async def test_one_that_joins_serves_and_knows_the_terms(cluster: ClusterEngineClient) -> None:
+    for each in cluster.replicas:
+        cluster.drain(each.id)
+    with pytest.raises(EngineUnavailable):
+        cluster.submit(ask("nobody"))
+    newcomer = replica(9)
+    await newcomer.session.start()
+    cluster.join(newcomer)
+    assert (await read(cluster.submit(ask("r"))[0]))[1].finish_reason == "length"
+    cluster.leave(newcomer.id)
+    await newcomer.session.close()
+    assert [each.id for each in cluster.replicas] == ["replica-0", "replica-1", "replica-2"]
+
+
+async def test_a_full_engine_leaves_it_to_another() -> None:
+    cluster = ClusterEngineClient(
+        [replica(0, max_num_seqs=2, max_waiting=2), replica(1, max_num_seqs=2, max_waiting=2)]
+    )
+    await cluster.start()
+    try:
+        streams = [cluster.submit(ask(f"r{number}", LONG, (7,)))[0] for number in range(8)]
+        assert [each.session.num_live for each in cluster.replicas] == [4, 4]
+        with pytest.raises(EngineOverloaded):
+            cluster.submit(ask("more"))
+        for stream in streams:
+            stream.abort()
+            await read(stream)
+    finally:
+        await cluster.close()
+
+
+async def test_a_pin_moves_when_its_engine_is_gone(cluster: ClusterEngineClient) -> None:
+    await cluster.pin(adapter(1))
+    (pinned,) = [each for each in cluster.replicas if adapter(1).digest in each.session.pins]
+    await cluster.homes.round(cluster.replicas)
+    assert [each.pinned for each in await cluster.cache()] == [True]
+    cluster.leave(pinned.id)
+    await cluster.homes.round(cluster.replicas)
+    assert [(entry.ref, entry.pinned, len(entry.replicas)) for entry in await cluster.cache()] == [
+        (adapter(1), True, 1)
+    ]
+    await pinned.session.close()
