@@ -85,6 +85,7 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         async with at_end:
             start_background(installation, engine, damage, warming)
             installation.background.start("placement", engine.place_adapters)
+            installation.background.start("service-exchange", engine.exchange_service)
             try:
                 code = await _serve_on(listening, installation, ports, engine, warming, stop, at_end)
             finally:

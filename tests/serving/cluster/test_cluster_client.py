@@ -90,19 +90,39 @@ async def test_what_has_no_token_goes_on_elsewhere(cluster: ClusterEngineClient)
     assert last.finish_reason == "length"
 
 
-async def test_a_request_outlives_its_only_engine() -> None:
+async def until_away(lost: Replica) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while lost.session.healthy:
+            await asyncio.sleep(0)
+
+
+async def test_one_engine_alone_tells_at_once() -> None:
     cluster = ClusterEngineClient([replica(0)])
     await cluster.start()
     try:
-        request = ask("slow", 40, (SLOW, 1))
-        stream = cluster.submit(request)[0]
+        stream = cluster.submit(ask("slow", 40, (SLOW, 1)))[0]
         kill(holder(cluster))
         async with asyncio.timeout(WAIT_S):
-            tokens, _ = await read(stream)
-        assert tokens == fake_tokens(request)
-        assert cluster.num_restarts == 1
+            _, last = await read(stream)
+        assert last.error is not None
+        assert (last.error.code, cluster.healthy) == ("engine_restarting", False)
     finally:
         await cluster.close()
+
+
+async def test_it_waits_for_an_engine_that_is_being_started(cluster: ClusterEngineClient) -> None:
+    request = ask("slow", 40, (SLOW, 1))
+    stream = cluster.submit(request)[0]
+    lost = holder(cluster)
+    for other in cluster.replicas:
+        if other is not lost:
+            kill(other)
+            await until_away(other)
+    kill(lost)
+    await until_away(lost)
+    assert (cluster.num_live, cluster.healthy) == (1, False)
+    async with asyncio.timeout(WAIT_S):
+        assert (await read(stream))[0] == fake_tokens(request)
 
 
 async def test_a_request_that_ends_its_engine_ends_two_at_most(cluster: ClusterEngineClient) -> None:
@@ -117,23 +137,18 @@ async def test_a_request_that_ends_its_engine_ends_two_at_most(cluster: ClusterE
     assert cluster.num_live == 0
 
 
-async def test_one_that_is_given_up_while_it_waits_is_not_served() -> None:
-    cluster = ClusterEngineClient([replica(0)])
-    await cluster.start()
-    try:
-        stream = cluster.submit(ask("slow", 40, (SLOW, 1)))[0]
-        lost = holder(cluster)
-        kill(lost)
-        async with asyncio.timeout(WAIT_S):
-            while lost.session.healthy:
-                await asyncio.sleep(0)
-            assert cluster.num_live == 1
-            stream.abort()
-            _, last = await read(stream)
-        assert last.finish_reason == "abort"
-        assert cluster.num_live == 0
-    finally:
-        await cluster.close()
+async def test_one_that_is_given_up_while_it_waits_is_not_served(cluster: ClusterEngineClient) -> None:
+    stream = cluster.submit(ask("slow", 40, (SLOW, 1)))[0]
+    lost = holder(cluster)
+    for other in cluster.replicas:
+        if other is not lost:
+            kill(other)
+            await until_away(other)
+    kill(lost)
+    await until_away(lost)
+    stream.abort()
+    assert (await read(stream))[1].finish_reason == "abort"
+    assert cluster.num_live == 0
 
 
 async def test_a_draining_engine_gets_nothing_new(cluster: ClusterEngineClient) -> None:

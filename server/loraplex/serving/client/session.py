@@ -292,6 +292,11 @@ class EngineSession(ABC):
             return list((await self.call(wire.GetCache, tuple(digests))).entries)
         return list((await self._ask(wire.GetCache)).entries)
 
+    async def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]:
+        """Have the engine count what others served these tenants; returns what it served since the last time. In units
+        of service."""
+        return (await self.call(wire.ExchangeService, dict(elsewhere))).units
+
     async def ping(self) -> None:
         """Returns when the step thread has answered between two steps."""
         await self.call(wire.Ping)

@@ -19,6 +19,7 @@ from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Toke
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.cluster.choice import choose
 from loraplex.serving.cluster.failover import PATIENCE_S, Failover, Flight
+from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
 from loraplex.serving.cluster.homes import ROUND_S, Homes
 from loraplex.serving.cluster.merged import merge_cache, merge_info, merge_stats
 from loraplex.serving.cluster.replica import Replica
@@ -141,6 +142,13 @@ class ClusterEngineClient:
         while True:
             await asyncio.sleep(ROUND_S)
             await self.homes.round(self._ready())
+
+    async def exchange_service(self) -> None:
+        """Tell each engine what the others serve its tenants, for ever."""
+        exchange = ServiceExchange()
+        while True:
+            await asyncio.sleep(EXCHANGE_S)
+            await exchange.exchange(self._healthy())
 
     async def close(self, *, drain_s: float = 0) -> None:
         self._closing = True

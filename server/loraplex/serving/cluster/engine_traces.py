@@ -29,7 +29,8 @@ _decoder = msgspec.msgpack.Decoder(_Events)
 
 
 class EngineTraces:
-    """The traces in one engine process, whichever servers have used it. `num_served` counts requests that came to a proper end."""
+    """The traces in one engine process, whichever servers have used it. `num_served` counts requests that came to a
+    proper end."""
 
     def __init__(self) -> None:
         self.num_served = 0

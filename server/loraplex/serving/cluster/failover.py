@@ -1,8 +1,9 @@
 """Requests whose engine was lost, on their way to another one.
 
-A request goes on once: what was in flight at two deaths ends with an error, so that one that ends its engine walks
-through two of them at most. An answer that has begun goes on where it was, on an engine of the same numerics; with the
-promise of same bits its text is that of an undisturbed run.
+One engine alone tells its clients at once, as soon as it is lost; where there are others, a request waits for one of
+them. A request goes on once: what was in flight at two deaths ends with an error, so that one that ends its engine
+walks through two of them at most. An answer that has begun goes on where it was, on an engine of the same numerics;
+with the promise of same bits its text is that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -171,7 +172,8 @@ class Failover:
                 flight.replica = replica
                 flight.orphans.clear()
                 return True
-        may_come = among or any(replica.session.is_coming_back for replica in self._replicas.values())
+        others = [replica for replica in self._replicas.values() if replica is not flight.replica]
+        may_come = bool(among) or any(replica.session.is_coming_back for replica in others)
         if may_come and now - flight.lost_at < self._patience_s:
             return False
         assert flight.error is not None
