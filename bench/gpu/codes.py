@@ -32,22 +32,30 @@ class CodesCase:
 
 
 def small_cases() -> list[CodesCase]:
-    return [CodesCase(48, 96, 32, 5), CodesCase(40, 64, 16, 3, offsets=True), CodesCase(24, 36, 36, 17)]
+    """The last two: K in two splits, each a program, and in one program."""
+    return [
+        CodesCase(48, 96, 32, 5),
+        CodesCase(40, 64, 16, 3, offsets=True),
+        CodesCase(24, 36, 36, 17),
+        CodesCase(24, 1024, 64, 5),
+        CodesCase(24, 1024, 64, 40),
+    ]
 
 
 def full_cases() -> list[CodesCase]:
-    """An 8B model's linears and head."""
+    """An 8B model's linears and head, with each tile of rows, and more rows than one."""
     return [
         CodesCase(columns, inputs, 64, rows)
         for columns, inputs in ((28672, 4096), (4096, 14336), (6144, 4096), (128256, 4096))
-        for rows in (1, 16, 64, 256)
+        for rows in (1, 16, 32, 64, 128, 256, 512)
     ] + [CodesCase(28672, 4096, 32, 16, offsets=True), CodesCase(28672, 4096, 128, 16)]
 
 
 def run_case(case: CodesCase, device: torch.device, ceilings: Ceilings | None = None) -> dict[str, Any]:
     """`ok`: within bfloat16's rounding of the product in float64 (float32 where it is interpreted), and the same bits
-    for the first row alone. With `ceilings` it is timed: `floor_ms` is one read of codes and scales, `dense_ms` the
-    library's product in 16 bits, `invariant_ms` that of `--batch-invariant`."""
+    for the first and the last row alone. With `ceilings` it is timed: `floor_ms` is one read of codes, scales and x and
+    one write of y, or the product's flops, `dense_ms` the library's product in 16 bits, `invariant_ms` that of
+    `--batch-invariant`."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(case.columns + case.rows)
     codes = torch.randint(-127, 128, (case.columns, case.inputs), generator=generator, dtype=torch.int8)
@@ -61,7 +69,10 @@ def run_case(case: CodesCase, device: torch.device, ceilings: Ceilings | None = 
     values = weight.to(device).dense()
     checked = slice(0, min(case.columns, 4096))
     error = relative_error(y[:, checked], x.double() @ values[checked].double().T)
-    is_lone = torch.equal(triton_groups.linear(x[:1].contiguous(), packed), y[:1])
+    is_lone = all(
+        torch.equal(triton_groups.linear(x[row : row + 1].contiguous(), packed)[0], y[row])
+        for row in (0, case.rows - 1)
+    )
     found: dict[str, Any] = {
         "case": case.name,
         "ok": error < (5e-3 if dtype is torch.bfloat16 else 1e-5) and is_lone,
@@ -70,6 +81,7 @@ def run_case(case: CodesCase, device: torch.device, ceilings: Ceilings | None = 
     if ceilings is None:
         return found
     num_bytes = codes.numel() + 4 * scales.numel() * (2 if case.offsets else 1)
+    num_bytes += x.element_size() * (x.numel() + y.numel())
     floor = ceilings.floor_ms(num_bytes, 2.0 * case.rows * codes.numel())
     ms = median_ms(lambda: triton_groups.linear(x, packed), device)
     found |= {"bytes": num_bytes, "floor_ms": floor, "graph_ms": ms}

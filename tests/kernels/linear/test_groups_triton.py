@@ -10,13 +10,20 @@ import torch
 
 from loraplex.kernels.linear import groups
 from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.triton_dense import LinearTiling
-from loraplex.kernels.linear.triton_groups import choose_tiling, linear, pack_groups
+from loraplex.kernels.linear.triton_groups import (
+    GroupsTiling,
+    PackedCodes,
+    choose_tiling,
+    linear,
+    pack_groups,
+)
 from loraplex.kernels.triton_backend import triton_ops
 from support.kernels.poison import poison_new_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = LinearTiling(16, 16, 16, 4, 2)
+SMALL = GroupsTiling(16, 16, 16, 1, False, 4, 2)
+IN_LINE = replace(SMALL, splits=3)
+APART = GroupsTiling(32, 16, 16, 3, True, 4, 2)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 SHAPES = [(40, 64, 64), (7, 36, 36), (33, 96, 32), (48, 64, 16), (16, 300, 300), (24, 80, 40)]
 """Outputs, inputs, inputs of a group: blocks of K that a group fills, that it does not, and many of a group."""
@@ -42,10 +49,11 @@ def weight_of(columns: int, inputs: int, group: int, *, offsets: bool) -> Groupe
 
 
 def exact(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
+    """The product with the weights that a checkpoint of x's dtype would hold."""
     dense = weight.codes.double() * weight.scales.double().repeat_interleave(weight.group, 1)
     if weight.offsets is not None:
         dense += weight.offsets.double().repeat_interleave(weight.group, 1)
-    return x.double() @ dense.to(x.device).T
+    return x.double() @ dense.to(x.device, x.dtype).double().T
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -56,7 +64,7 @@ def test_the_product(columns: int, inputs: int, group: int, offsets: bool, dtype
     packed = pack_groups(weight, dtype, device=DEVICE)
     assert packed.shape == (columns, inputs)
     bias = draw(columns, dtype=dtype, seed=1)
-    for rows, tiling in ((0, None), (1, None), (5, SMALL), (17, SMALL), (70, None)):
+    for rows, tiling in ((0, None), (1, None), (5, SMALL), (17, IN_LINE), (17, APART), (70, None)):
         x = draw(rows, inputs, dtype=dtype, seed=rows)
         y = linear(x, packed, bias, tiling=tiling)
         assert (y.shape, y.dtype) == ((rows, columns), dtype)
@@ -105,15 +113,68 @@ def test_it_is_as_exact_as_torchs_operations() -> None:
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-6)
 
 
-def test_tiles_follow_from_the_weight_alone() -> None:
-    """Nothing else is given to choose by. A block of K lies in one group, and stages fit the shared memory."""
+@pytest.mark.parametrize(
+    ("inputs", "group", "offsets"),
+    [
+        (2048, 64, False),
+        pytest.param(2080, 40, True, marks=pytest.mark.slow),
+        pytest.param(2048, 1024, True, marks=pytest.mark.slow),
+    ],
+)
+def test_splits_apart_and_in_line_give_a_row_the_same_bits(inputs: int, group: int, offsets: bool) -> None:
+    """K in splits: of whole groups, of groups that fill no block of K, and of parts of a group."""
+    packed = pack_groups(weight_of(20, inputs, group, offsets=offsets), torch.float32, device=DEVICE)
+    x, bias = draw(200, inputs, seed=2), draw(20, seed=1)
+    ways = {rows: tiling_of(rows, packed) for rows in (1, 5, 16, 17, 64, 65, 200)}
+    assert {tiling.splits for tiling in ways.values()} == {4}
+    assert {tiling.apart for tiling in ways.values()} == {True, False}
+    whole = linear(x, packed, bias)
+    for rows in sorted(ways)[:-1]:
+        assert torch.equal(linear(x[:rows].contiguous(), packed, bias), whole[:rows]), rows
+    for tiling in (replace(ways[200], block_m=64, block_n=16), replace(ways[1], block_m=64, block_n=16)):
+        assert torch.equal(linear(x[:64].contiguous(), packed, bias, tiling=tiling), whole[:64])
+
+
+def test_splits_that_are_programs_leave_their_counts_at_zero() -> None:
+    packed = pack_groups(weight_of(70, 1024, 64, offsets=False), torch.float32, device=DEVICE)
+    x = draw(3, 1024)
+    assert tiling_of(3, packed).apart
+    first = linear(x, packed)
+    assert not packed.arrived.any()
+    assert torch.equal(linear(x, packed), first)
+
+
+def tiling_of(rows: int, weight: PackedCodes) -> GroupsTiling:
+    return choose_tiling(rows, weight.shape, weight.group, weight.dtype.itemsize, most_rows=weight.most_rows)
+
+
+def test_the_order_of_sums_follows_from_the_weight_alone() -> None:
+    """A block of K lies in one group, stages fit the shared memory, and sums of splits in the memory meant for them."""
     for group in (16, 32, 36, 64, 128, 4096):
-        for out_features in (576, 4096, 14336, 128256):
-            tiling = choose_tiling(out_features, group, 2)
-            assert tiling.block_m == 64
-            assert tiling.block_k >= min(group, 128)
-            shared = tiling.num_stages * tiling.block_k * (2 * tiling.block_m + tiling.block_n)
-            assert shared <= 163 << 10
+        for shape in ((576, 576), (4096, 4096), (4096, 14336), (14336, 8192), (28672, 4096), (128256, 4096)):
+            for itemsize in (2, 4):
+                found = [
+                    choose_tiling(rows, shape, group, itemsize, most_rows=most_rows)
+                    for rows in (1, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 2048)
+                    for most_rows in (128, 256)
+                ]
+                assert len({(tiling.block_k, tiling.splits) for tiling in found}) == 1
+                for tiling in found:
+                    assert tiling.block_k >= min(group, 64 if itemsize == 2 else 32)
+                    stage = tiling.block_k * (itemsize * tiling.block_m + tiling.block_n)
+                    assert tiling.num_stages * stage <= 163 << 10
+                    assert not tiling.apart or tiling.block_m <= 256
+
+
+def test_splits_are_programs_only_for_rows_of_one_tile() -> None:
+    for shape in ((4096, 14336), (6144, 4096), (15872, 8192)):
+        for rows in range(1, 600):
+            tiling = choose_tiling(rows, shape, 64, 2, most_rows=256)
+            assert tiling.splits > 1
+            assert not tiling.apart or rows <= tiling.block_m
+            assert not tiling.apart or tiling.splits * rows * shape[0] * 4 <= 32 << 20
+            assert tiling.apart or rows > 64
+            assert tiling.apart or tiling.block_m <= 128
 
 
 def test_bad_calls_are_refused() -> None:

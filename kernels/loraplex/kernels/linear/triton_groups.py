@@ -1,9 +1,12 @@
-"""A base linear over codes in groups, in Triton: y[m, n] = Σ_g (scales[n, g] · Σ_{k in g} x[m, k] · codes[n, k]
-+ offsets[n, g] · Σ_{k in g} x[m, k]) + bias[n].
+"""A base linear over codes in groups, in Triton: y[m, n] = Σ_k x[m, k] · w[n, k] + bias[n], with
+w[n, k] = codes[n, k] · scales[n, k // group] + offsets[n, k // group].
 
-A code is a small whole number, which the dtype of x holds, so that products are exact; a block's are summed in float32
-before its scale comes to them. Tiles and the order over K follow from the weight alone, as `triton_dense`'s do: a row's
-bits do not depend on the rows beside it.
+A weight is made in float32 and rounded to the dtype of x in registers: it is what a 16-bit checkpoint of the same
+weights holds. Hopper's tensor cores take their first operand from registers and the second one from shared memory
+alone. So a program computes yᵀ = w · xᵀ: weights, once made, need not go back to shared memory.
+
+K is cut into splits, whose sums are added in their order. Splits and blocks of K follow from the weight alone, and each
+tile adds the same products in the same order: a row's bits do not depend on the rows beside it, nor on their number.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -16,21 +19,34 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.triton_dense import LinearTiling
 
-_LEAST_BLOCK_K, _MOST_BLOCK_K = 16, 128
+_LEAST_BLOCK_K, _MOST_BLOCK_K = 16, 64
+_LEAST_SPLIT = 512
+"""Inputs of a split, at least: a shorter one is done before it pays for its sums."""
+_LEAST_COLUMNS = 16
+"""Columns of a tile, at least."""
+_MOST_PLANE_BYTES = 32 << 20
+"""Memory for the sums of splits that are programs of their own, at most."""
+_HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCodes:
     """`codes` [N, K] int8, `scales` and `offsets` [G, N] float32, on the device: a tile's scales lie side by side.
-    `dtype` is that of x and y."""
+    `dtype` is that of x and y. `most_rows`: rows of a tile on this device, at most.
+
+    `arrived` [column tiles] int32: how many splits of a tile have been summed. All are 0 between launches, for the last
+    split of a tile sets its own back. A product of one weight must therefore be done before the next one of it begins:
+    launches of one stream are, and so are recordings that are replayed on one.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None
     group: int
     dtype: torch.dtype
+    most_rows: int
+    arrived: torch.Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,24 +54,60 @@ class PackedCodes:
         return rows, inputs
 
 
+@dataclass(frozen=True, slots=True)
+class GroupsTiling:
+    """A program computes `block_n` columns of `block_m` rows, `block_k` of K at a time: powers of two, 16 or more.
+    `apart`: each of the `splits` of K is a program of its own. All rows lie in one tile then."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    apart: bool
+    num_warps: int
+    num_stages: int = 3
+
+
 def pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> PackedCodes:
     """The weight on `device`."""
     offsets = None if weight.offsets is None else weight.offsets.to(device).T.contiguous()
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
     return PackedCodes(
         weight.codes.to(device).contiguous(),
         weight.scales.to(device).T.contiguous(),
         offsets,
         weight.group,
         dtype,
+        # Compiled for an A100, 256 rows spill registers.
+        most_rows=256 if hopper else 128,
+        arrived=torch.zeros(triton.cdiv(weight.shape[0], _LEAST_COLUMNS), dtype=torch.int32, device=device),
     )
 
 
-def choose_tiling(out_features: int, group: int, itemsize: int) -> LinearTiling:
-    """The tiling by the weight alone; a block of K lies in one group."""
+def choose_tiling(
+    rows: int, shape: tuple[int, int], group: int, itemsize: int, *, most_rows: int = 128
+) -> GroupsTiling:
+    """The tiling for x of `rows` rows, of elements of `itemsize` bytes, and a weight of `shape` [N, K]. A block of K
+    lies in one group. What decides the order of a row's sums, `block_k` and `splits`, follows from the weight alone."""
+    out_features, in_features = shape
     block_k = min(max(triton.next_power_of_2(group), _LEAST_BLOCK_K), _MOST_BLOCK_K)
+    splits = 1
+    if out_features < 16384:
+        splits = max(1, min(8 if in_features >= 8192 else 4, in_features // _LEAST_SPLIT))
     if itemsize > 2:  # float32 goes without tensor cores
-        return LinearTiling(32, 32, min(block_k, 32), num_warps=4, num_stages=3)
-    return LinearTiling(64, 64 if out_features >= 8192 else 32, block_k, num_warps=4, num_stages=4)
+        block_m, block_n, num_warps = 16 if rows <= 16 else 32, 32, 4
+        block_k = min(block_k, 32)
+    else:
+        block_m = next((size for size in (16, 32, 64, 128) if rows <= size), most_rows)
+        # A wide tile reads x less often. It pays for many rows, and for few where every multiprocessor gets one.
+        is_wide = rows > 64 or (rows > 16 and out_features * splits >= 28672)
+        block_n, num_warps = (128, 8) if is_wide else (64, 4)
+    planes = splits * rows * out_features * 4
+    apart = splits > 1 and rows <= block_m and planes <= _MOST_PLANE_BYTES
+    if splits > 1 and not apart:
+        # Sums of one split beside those of all before it take twice the registers.
+        block_m = min(block_m, 128)
+    return GroupsTiling(block_m, block_n, block_k, splits, apart, num_warps)
 
 
 def linear(
@@ -63,7 +115,7 @@ def linear(
     weight: PackedCodes,
     bias: torch.Tensor | None = None,
     *,
-    tiling: LinearTiling | None = None,
+    tiling: GroupsTiling | None = None,
 ) -> torch.Tensor:
     """x [..., K], bias [N] or None → [..., N], of the weight's dtype, contiguous. Sums are float32, rounded once,
     behind the bias. `tiling` is for tests. Raises ValueError for other shapes and strides."""
@@ -80,15 +132,22 @@ def linear(
     y = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype, device=x.device)
     num_rows = y.numel() // out_features
     if num_rows:
-        tiling = tiling or choose_tiling(out_features, weight.group, x.element_size())
+        tiling = tiling or choose_tiling(
+            num_rows, weight.shape, weight.group, x.element_size(), most_rows=weight.most_rows
+        )
         tiles = triton.cdiv(num_rows, tiling.block_m) * triton.cdiv(out_features, tiling.block_n)
-        groups_program[(tiles,)](
+        planes = weight.scales
+        if tiling.apart:
+            planes = torch.empty(tiling.splits, num_rows, out_features, dtype=torch.float32, device=x.device)
+        groups_program[tiles, tiling.splits if tiling.apart else 1](
             x,
             weight.codes,
             weight.scales,
             weight.scales if weight.offsets is None else weight.offsets,
             weight.scales if bias is None else bias,
             y,
+            planes,
+            weight.arrived,
             num_rows,
             out_features,
             in_features,
@@ -96,10 +155,13 @@ def linear(
             BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
             BLOCK_K=tiling.block_k,
+            SPLITS=tiling.splits,
+            APART=tiling.apart,
             HAS_OFFSETS=weight.offsets is not None,
             HAS_BIAS=bias is not None,
             # TF32 would cost float32 half its digits.
             PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
+            AWAIT=x.is_cuda,  # the interpreter knows no assembler
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
@@ -115,6 +177,8 @@ def groups_program(
     offsets_ptr,
     bias_ptr,
     y_ptr,
+    planes_ptr,
+    arrived_ptr,
     num_rows,
     N,
     K,
@@ -122,39 +186,101 @@ def groups_program(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    APART: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    AWAIT: tl.constexpr,
 ):
-    """x [num_rows, K], codes [N, K], scales and offsets [K / GROUP, N], y [num_rows, N]. Grid: tiles; those of the same
-    columns beside each other, so that codes come from memory once."""
-    BLOCKS: tl.constexpr = (GROUP + BLOCK_K - 1) // BLOCK_K
+    """x [num_rows, K], codes [N, K], scales and offsets [K / GROUP, N], y [num_rows, N], planes [SPLITS, num_rows, N]
+    and arrived as in PackedCodes, both used only where APART. Grid: tiles, those of the same columns beside each other,
+    so that codes come from memory once; splits of K where APART, else 1."""
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    m = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    tile = tl.program_id(0)
+    m = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     has_row, has_column = m < num_rows, n < N
-    x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
-    codes_at = codes_ptr + n.to(tl.int64)[None, :] * K + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for block in range(K // GROUP * BLOCKS):
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + m.to(tl.int64)[None, :] * K + k[:, None]
+    codes_at = codes_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
+    if APART or SPLITS == 1:
+        total = _sum_split(
+            x_at, codes_at, scales_ptr + n, offsets_ptr + n, has_row, has_column, k, tl.program_id(1), N, K,
+            GROUP, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, HAS_OFFSETS, PRECISION, AWAIT,
+        )  # fmt: skip
+    else:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for split in range(SPLITS):
+            total += _sum_split(
+                x_at, codes_at, scales_ptr + n, offsets_ptr + n, has_row, has_column, k, split, N, K,
+                GROUP, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, HAS_OFFSETS, PRECISION, AWAIT,
+            )  # fmt: skip
+    y_at = m.to(tl.int64)[None, :] * N + n[:, None]
+    here = has_column[:, None] & has_row[None, :]
+    is_last = True
+    if APART:
+        plane = num_rows.to(tl.int64) * N
+        tl.store(planes_ptr + tl.program_id(1) * plane + y_at, total, here)
+        # All threads have stored before one of them tells the other programs, and none reads before that one knows.
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        tl.debug_barrier()
+        if is_last:
+            tl.store(arrived_ptr + tile, 0)
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for split in range(SPLITS):
+                total += tl.load(planes_ptr + split * plane + y_at, here, 0.0, cache_modifier=".cg")
+    if is_last:
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + n, has_column, 0.0).to(tl.float32)[:, None]
+        tl.store(y_ptr + y_at, total.to(y_ptr.dtype.element_ty), here)
+
+
+@triton.jit
+def _sum_split(
+    x_at,
+    codes_at,
+    scales_at,
+    offsets_at,
+    has_row,
+    has_column,
+    k,
+    split,
+    N,
+    K,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    AWAIT: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_M] float32: Σ_k w[n, k] · x[m, k] over the blocks of K of one split."""
+    BLOCKS: tl.constexpr = (GROUP + BLOCK_K - 1) // BLOCK_K
+    blocks = K // GROUP * BLOCKS
+    each = tl.cdiv(blocks, SPLITS)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for block in range(split * each, tl.minimum(split * each + each, blocks)):
         group = block // BLOCKS
         inside = block % BLOCKS * BLOCK_K
         first = group * GROUP + inside
         # Where BLOCK_K divides a group the mask over K is true for every lane, and the compiler drops it.
         there = inside + k < GROUP if GROUP % BLOCK_K else k < BLOCK_K
-        x = tl.load(x_at + first, has_row[:, None] & there[None, :], 0.0)
-        codes = tl.load(codes_at + first, has_column[None, :] & there[:, None], 0)
-        scale = tl.load(scales_ptr + group * N + n, has_column, 0.0)
-        product = tl.dot(x, codes.to(x.dtype), input_precision=PRECISION)
-        total += product * scale[None, :]
+        x = tl.load(x_at + first, has_row[None, :] & there[:, None], 0.0)
+        codes = tl.load(codes_at + first, has_column[:, None] & there[None, :], 0)
+        weight = codes.to(tl.float32)
+        scale = tl.load(scales_at + group * N, has_column, 0.0)
         if HAS_OFFSETS:
-            offset = tl.load(offsets_ptr + group * N + n, has_column, 0.0)
-            total += tl.sum(x.to(tl.float32), 1)[:, None] * offset[None, :]
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + n, has_column, 0.0).to(tl.float32)[None, :]
-    tl.store(
-        y_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
-        total.to(y_ptr.dtype.element_ty),
-        has_row[:, None] & has_column[None, :],
-    )
+            offset = tl.load(offsets_at + group * N, has_column, 0.0)
+            weight = tl.fma(weight, scale[:, None], offset[:, None])
+        else:
+            weight *= scale[:, None]
+        total = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
+        if AWAIT:
+            # A use of the sums, of no instruction: the product is awaited here. Triton would leave it in flight, and
+            # ptxas 12.8 lets the next weights overwrite the registers that Hopper still reads (triton #9433).
+            total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
+    return total
