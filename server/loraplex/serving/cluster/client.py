@@ -18,7 +18,7 @@ from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.cluster.choice import choose
-from loraplex.serving.cluster.failover import PATIENCE_S, Failover, Flight
+from loraplex.serving.cluster.failover import PATIENCE_S, Failover, Group
 from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
 from loraplex.serving.cluster.homes import ROUND_S, Homes
 from loraplex.serving.cluster.merged import merge_cache, merge_info, merge_stats
@@ -44,7 +44,7 @@ class ClusterEngineClient:
     ) -> None:
         self._clock = clock
         self._replicas: dict[str, Replica] = {}
-        self._flights: dict[str, Flight] = {}
+        self._groups: dict[str, Group] = {}
         self._terms: dict[str, TenantTerms] = {}
         self._info: EngineInfo | None = None
         self._closing = False
@@ -138,13 +138,13 @@ class ClusterEngineClient:
         await _all(replica.session.start() for replica in self._replicas.values())
 
     async def place_adapters(self) -> None:
-        """Run rounds of placement, for ever."""
+        """Run rounds of placement without end."""
         while True:
             await asyncio.sleep(ROUND_S)
             await self.homes.round(self._ready())
 
     async def exchange_service(self) -> None:
-        """Tell each engine what the others serve its tenants, for ever."""
+        """Tell each engine what the others serve its tenants, without end."""
         exchange = ServiceExchange()
         while True:
             await asyncio.sleep(EXCHANGE_S)
@@ -160,15 +160,15 @@ class ClusterEngineClient:
     def submit(self, *requests: EngineRequest) -> list[RequestStream]:
         if self._closing:
             raise EngineDraining("the server is shutting down")
-        if any(request.request_id in self._flights for request in requests):
+        if any(request.request_id in self._groups for request in requests):
             raise ValueError(f"request id {requests[0].request_id} is live already")
         ready = self._ready()
         if not ready:
             raise self._unavailable()
         replica, streams = self._submit_to(ready, requests)
-        flight = Flight(streams, requests, replica, self._clock())
+        group = Group(streams, requests, replica, self._clock())
         for stream in streams:
-            self._flights[stream.request.request_id] = flight
+            self._groups[stream.request.request_id] = group
             stream.on_end = self._on_end
         ref = requests[0].adapter
         if ref is not None:
@@ -213,24 +213,24 @@ class ClusterEngineClient:
         return by_name[name]
 
     def _on_end(self, stream: RequestStream, event: TokenEvent) -> None:
-        flight = self._flights.pop(stream.request.request_id)
+        group = self._groups.pop(stream.request.request_id)
         timing, ref = event.timing, stream.request.adapter
         if event.finish_reason in ("stop", "length") and timing is not None:
-            flight.replica.ended(timing.total_s)
+            group.replica.ended(timing.total_s)
         if ref is not None:
             self.homes.end(ref.digest, None if timing is None else timing.adapter_s)
 
     def _take_over(
         self, replica: Replica, streams: Sequence[RequestStream], error: EngineError
     ) -> Collection[RequestStream]:
-        """What `TakeOver` says, of this replica's streams."""
+        """Take over streams of this replica, as `TakeOver` says."""
         if self._closing:
             return ()
-        lost: dict[Flight, list[RequestStream]] = {}
+        lost: dict[Group, list[RequestStream]] = {}
         for stream in streams:
-            flight = self._flights.get(stream.request.request_id)  # None: a measurement, which is begun again
-            if flight is not None and not stream.aborted:
-                lost.setdefault(flight, []).append(stream)
+            group = self._groups.get(stream.request.request_id)  # None: a measurement, which is begun again
+            if group is not None and not stream.aborted:
+                lost.setdefault(group, []).append(stream)
         return self._failover.take(lost, error)
 
     # Tenants.

@@ -1,7 +1,7 @@
 """Requests whose engine was lost, on their way to another one.
 
 One engine alone tells its clients at once, as soon as it is lost; where there are others, a request waits for one of
-them. A request goes on once: what was in flight at two deaths ends with an error, so that one that ends its engine
+them. A request goes on once: what ran at two deaths ends with an error, so that one that ends its engine
 walks through two of them at most. An answer that has begun goes on where it was, on an engine of the same numerics;
 with the promise of same bits its text is that of an undisturbed run.
 """
@@ -30,7 +30,7 @@ PATIENCE_S = 15.0
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class Group:
     """The sequences of one request, which one engine serves together. `born`: its submission, in seconds of the
     cluster's clock. `deaths`: engines that were lost under it; `avoid`: the last of them."""
 
@@ -89,7 +89,7 @@ class Flight:
 
 
 class Failover:
-    """The flights that have lost their engine. `replicas`: those of the cluster, by name, as they come and go. For one
+    """The groups that have lost their engine. `replicas`: those of the cluster, by name, as they come and go. For one
     event loop's thread."""
 
     def __init__(
@@ -103,28 +103,28 @@ class Failover:
         self._choose = choose
         self._clock = clock
         self._patience_s = patience_s
-        self._waiting: list[Flight] = []
+        self._waiting: list[Group] = []
         self._looking: asyncio.Handle | None = None
 
     @property
     def num_waiting(self) -> int:
         """Sequences without an engine."""
-        return sum(len(flight.orphans) for flight in self._waiting)
+        return sum(len(group.orphans) for group in self._waiting)
 
     def take(
-        self, lost: Mapping[Flight, Sequence[RequestStream]], error: EngineError
+        self, lost: Mapping[Group, Sequence[RequestStream]], error: EngineError
     ) -> Collection[RequestStream]:
-        """Take the streams that a replica has lost, by flight. `error`: what they end with where none serves them.
+        """Take the streams that a replica has lost, by group. `error`: what they end with where none serves them.
         Returns those that may go on."""
         taken: list[RequestStream] = []
-        for flight, streams in lost.items():
-            if not flight.lose(streams, error, self._clock()):
+        for group, streams in lost.items():
+            if not group.lose(streams, error, self._clock()):
                 continue
             taken += streams
             for stream in streams:
-                stream.hand_to(partial(_abort, flight))
-            if flight not in self._waiting:
-                self._waiting.append(flight)
+                stream.hand_to(partial(_abort, group))
+            if group not in self._waiting:
+                self._waiting.append(group)
         if taken:
             self.look()
         return taken
@@ -137,53 +137,53 @@ class Failover:
 
     def end(self, error: EngineError) -> None:
         """End all that wait."""
-        for flight in self._waiting:
-            flight.end(error)
+        for group in self._waiting:
+            group.end(error)
 
     def _go_round(self) -> None:
         before, self._waiting = self._waiting, []
-        for flight in before:
+        for group in before:
             try:
-                if flight.orphans and not self._go_on(flight):
-                    self._waiting.append(flight)
+                if group.orphans and not self._go_on(group):
+                    self._waiting.append(group)
             except BaseException as error:  # a fault of ours: nobody else would ever end these streams
-                flight.end(EngineError("internal_error", f"{type(error).__name__}: {error}"))
-                self._waiting += before[before.index(flight) + 1 :]
+                group.end(EngineError("internal_error", f"{type(error).__name__}: {error}"))
+                self._waiting += before[before.index(group) + 1 :]
                 self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._go_round)
                 raise
         waits = bool(self._waiting)
         self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._go_round) if waits else None
 
-    def _go_on(self, flight: Flight) -> bool:
+    def _go_on(self, group: Group) -> bool:
         """Have a replica serve the orphans, or end them where none will; whether either is done."""
         now = self._clock()
-        among = [replica for replica in self._replicas.values() if flight.may_go_to(replica)]
+        among = [replica for replica in self._replicas.values() if group.may_go_to(replica)]
         if among:
-            requests = flight.continued(now)
+            requests = group.continued(now)
             replica = self._choose(among, requests[0])
             try:
-                replica.session.adopt(tuple(flight.orphans), requests)
+                replica.session.adopt(tuple(group.orphans), requests)
             except (EngineOverloaded, EngineUnavailable):
                 pass  # until its patience ends
             except ServingError as error:
-                flight.end(EngineError("internal_error", str(error)))
+                group.end(EngineError("internal_error", str(error)))
                 return True
             else:
-                flight.replica = replica
-                flight.orphans.clear()
+                group.replica = replica
+                group.orphans.clear()
                 return True
-        others = [replica for replica in self._replicas.values() if replica is not flight.replica]
+        others = [replica for replica in self._replicas.values() if replica is not group.replica]
         may_come = bool(among) or any(replica.session.is_coming_back for replica in others)
-        if may_come and now - flight.lost_at < self._patience_s:
+        if may_come and now - group.lost_at < self._patience_s:
             return False
-        assert flight.error is not None
-        flight.end(flight.error)
+        assert group.error is not None
+        group.end(group.error)
         return True
 
 
-def _abort(flight: Flight, name: str) -> None:
-    for stream in flight.orphans:
+def _abort(group: Group, name: str) -> None:
+    for stream in group.orphans:
         if stream.request.request_id == name:
-            flight.orphans.remove(stream)
+            group.orphans.remove(stream)
             stream.put(TokenEvent(name, finish_reason="abort"))
             return

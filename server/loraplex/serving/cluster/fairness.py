@@ -18,7 +18,7 @@ EXCHANGE_S = 1.0
 
 
 class ServiceExchange:
-    """What each engine served between the last two exchanges, in units of service by tenant."""
+    """Service of each engine between the last two exchanges, in units by tenant."""
 
     def __init__(self) -> None:
         self._served: dict[str, dict[str, float]] = {}

@@ -73,14 +73,14 @@ class Replica:
 
     @property
     def life(self) -> tuple[str, int]:
-        """Which engine process of which replica it is."""
+        """The replica, and the number of its engine process."""
         return self.id, self.session.num_restarts
 
     def load(self) -> Load:
         return Load(self.key, self.session.num_live, self.session.info.max_num_seqs, self.mean_s)
 
     def member(self) -> Member:
-        """It as the placement sees it."""
+        """The replica as placement sees it."""
         info = self.session.info
         return Member(self.id, info.max_num_seqs, info.arena_pages * info.arena_page_bytes, self.session.hot)
 
