@@ -169,7 +169,7 @@ def check_hello(payload: bytes, challenge: Challenge, expected: Expected) -> Hel
             f"the engine serves another base model: its fingerprint is '{hello.base_fingerprint}', the server's "
             f"'{expected.base_fingerprint}'; start it with the server's --model"
         )
-    if not hmac.compare_digest(hello.probe, expected.probe):
+    if not hello.probe or not hmac.compare_digest(hello.probe, expected.probe):
         raise HandshakeRefused(
             "the engine cannot read the server's artifact store; give it the server's --artifact-url (s3://… or a "
             "shared file:///DIR), or on the same machine its --data-dir"

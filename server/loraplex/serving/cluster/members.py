@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from loraplex.engine.ipc import framing
@@ -54,7 +55,7 @@ class Members:
         demand: Demand | None = None,
     ) -> None:
         self._expected = expected
-        self._probe_digest = probe_digest
+        self._probes = {probe_digest: expected.probe}  # the newest last
         self._on_join = on_join
         self._on_leave = on_leave
         self._log = log
@@ -73,9 +74,9 @@ class Members:
         return dict(self._sessions)
 
     def expect(self, probe_digest: str, content: bytes) -> None:
-        """Ask engines for another probe from here on."""
-        self._probe_digest = probe_digest
-        self._expected = Expected(self._expected.token, self._expected.base_fingerprint, content)
+        """Ask engines for another probe from here on; those that were asked already may answer with the one before."""
+        *_, last = self._probes
+        self._probes = {last: self._probes[last], probe_digest: content}
 
     async def listen(self, sockets: Sequence[socket.socket]) -> None:
         """Take connections on these bound sockets, which it owns from here on: one at least."""
@@ -102,7 +103,8 @@ class Members:
                 f"more than {MAX_HANDSHAKES} connections are in their handshake"
             )
         self._handshakes[connection] = None
-        return handshake.new_challenge(self._probe_digest)
+        *_, newest = self._probes
+        return handshake.new_challenge(newest)
 
     def end(self, connection: _Handshake, reason: str | None) -> None:
         """Forget a handshake that is over; without a reason, it was welcome."""
@@ -114,7 +116,8 @@ class Members:
 
     def admit(self, payload: bytes, challenge: Challenge) -> Hello:
         """The hello of an engine that may join now, in the place of an older connection. Raises HandshakeRefused."""
-        hello = handshake.check_hello(payload, challenge, self._expected)
+        expected = replace(self._expected, probe=self._probes.get(challenge.probe, b""))
+        hello = handshake.check_hello(payload, challenge, expected)
         other = self._sessions.get(hello.replica)
         if other is not None:
             is_same = (other.hello.node, other.hello.pid) == (hello.node, hello.pid)
