@@ -12,9 +12,9 @@ import pytest
 
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.probe import read_probe
-from loraplex.app import engine_port
-from loraplex.app.engine_port import listen_for_engines, load_engine_token
-from loraplex.app.engine_process import check_name, parse_address, run_engine
+from loraplex.app.engines import port as engine_port
+from loraplex.app.engines.port import listen_for_engines, load_engine_token
+from loraplex.app.engines.process import check_name, parse_address, run_engine
 from loraplex.app.ports.sockets import open_ports
 from loraplex.app.settings import Settings, SettingsInvalid
 from support.engine.dialled import dialling

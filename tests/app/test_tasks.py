@@ -23,6 +23,8 @@ NOT_SUPERVISED = {
     "ForkProcess.__init__": "its end is the loss of the process, which every request that waits is told",
     "Listening.__init__": "the server waits for it, and ends with an error where it ends",
     "_serve_on": "waited for",
+    "_run": "waited for",
+    "listen_for_engines": "it logs its failure and tries again; waited for when the port closes",
     "_drain": "waited for",
     "StopSignals.first_task": "waited for",
     "StopSignals.second_task": "waited for",

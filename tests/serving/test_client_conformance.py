@@ -1,10 +1,9 @@
-"""One suite for all engine clients: a real engine process around a fake core, the same loop in a thread, and clusters
-of one and of three."""
+"""One suite for all engine clients: a real engine process around a fake core, the same that dials in over TCP, the same
+loop in a thread, and clusters of one and of three."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from loraplex.serving.client.engine_client import EngineClient, RequestStream
 from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.cluster.replica import Replica, ReplicaSession
 from loraplex.serving.errors import (
     EngineDraining,
     EngineOverloaded,
@@ -29,10 +28,11 @@ from loraplex.serving.errors import (
     ServingError,
 )
 from loraplex.serving.supervision.engine_supervisor import Supervision
+from support.engine.dialled import DialledClient
 from support.engine.fake_core import CRASH, DAMAGED, SLOW, build_fake_engine, fake_tokens
+from support.engine.fake_processes import FAKE_ENGINE
 
-FAKE_ENGINE = (sys.executable, str(Path(__file__).parent.parent / "support" / "engine" / "fake_core.py"))
-ALONE = ["socket", "inprocess", "cluster of 1"]
+ALONE = ["socket", "remote", "inprocess", "cluster of 1"]
 """Clients of one engine, whose bounds are that engine's."""
 LONG = 1_000_000
 LENGTHS = (200, 1000, 5000)
@@ -57,15 +57,17 @@ def make_client(
 
 def make_engine(
     kind: str, engine_config: EngineConfig, on_damaged: Callable[[tuple[str, ...]], None]
-) -> SocketEngineClient | InProcessEngineClient:
+) -> ReplicaSession:
     if kind == "socket":
         return SocketEngineClient(
             engine_config, Supervision(command=FAKE_ENGINE, start_timeout_s=60), on_damaged=on_damaged
         )
+    if kind == "remote":
+        return DialledClient(engine_config, on_damaged)
     return InProcessEngineClient(lambda wake: build_fake_engine(engine_config, wake), on_damaged=on_damaged)
 
 
-@pytest.fixture(params=["socket", "inprocess", "cluster of 1", "cluster of 3"])
+@pytest.fixture(params=["socket", "remote", "inprocess", "cluster of 1", "cluster of 3"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -400,6 +402,7 @@ async def test_close_ends_what_does_not_finish_in_time(kind: str, drain_s: float
         client.submit(ask("late"))
 
 
+@pytest.mark.parametrize("kind", ["socket", "inprocess"])  # one that does not start never dials
 async def test_a_start_that_fails_says_why_in_one_line(kind: str) -> None:
     client = make_client(kind, "broken")
     with pytest.raises(EngineStartError) as raised:

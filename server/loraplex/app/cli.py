@@ -86,6 +86,7 @@ def _commands() -> dict[str, _Command]:
     return {
         "quickstart": _Command("Fetch a small model, serve it, and ask it and its adapters.", _quickstart),
         "serve": _Command("Serve a base model and its tenants' adapters.", _serve),
+        "engine": _Command("Run one engine that dials a server, here or on another machine.", _engine),
         "doctor": _Command("Check this machine, the settings and the data directory.", _doctor),
         "plan": _Command("Say what fits onto a device, how fast, and with which settings.", _plan),
         "migrate": _Command("Bring the database to this version's schema, as serve does.", _migrate),
@@ -112,6 +113,12 @@ def _serve() -> Any:
     from loraplex.app.commands.server import create_serve_command
 
     return create_serve_command()
+
+
+def _engine() -> Any:
+    from loraplex.app.commands.engine import create_engine_command
+
+    return create_engine_command()
 
 
 def _doctor() -> Any:

@@ -29,7 +29,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "cache_dir": str(settings.data_dir.resolve()),
             "plan_dir": str(plan_dir(settings.data_dir.resolve())),
             "image_dir": str(image_dir(settings)),
-            "num_sharing": settings.replicas,
+            "num_sharing": max(1, settings.replicas),
         }
     )
 

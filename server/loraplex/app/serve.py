@@ -12,8 +12,9 @@ import structlog
 import uvloop
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.app.engine_logs import StartLog, log_engine
 from loraplex.app.engine_settings import engine_config
+from loraplex.app.engines.logs import StartLog, log_engine
+from loraplex.app.engines.port import listen_for_engines
 from loraplex.app.installation import Installation, prepare
 from loraplex.app.logs import configure_logging, log_everything
 from loraplex.app.planes import Apps, create_apps, create_starting_apps
@@ -28,6 +29,8 @@ from loraplex.lifecycle.warming import Warming
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.cluster.members import Members
+from loraplex.serving.cluster.remote import RemoteEngine
 from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.demand import Demand
 from loraplex.serving.supervision.engine_supervisor import Supervision
@@ -43,6 +46,10 @@ def serve(settings: Settings) -> int:
     configure_logging(settings.log_level)
     log_everything()
     log = structlog.get_logger("loraplex")
+    if not settings.replicas and not settings.engine_port:
+        raise SettingsInvalid(
+            "--replicas 0 starts no engine: give --engine-port too, for engines that dial in."
+        )
     with open_ports(settings) as ports:
         try:
             installation = prepare(settings, lambda line: log.info("preparing", step=line))
@@ -83,11 +90,17 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         at_end.push_async_callback(engine.close)
         at_end.push_async_callback(installation.background.close)
         async with at_end:
+            joined = asyncio.Event()
+            if ports.engine:
+                dialled = engines_port(installation, ports, engine, damage, demand, joined)
+                await at_end.enter_async_context(dialled)
+            if settings.replicas:
+                joined.set()
             start_background(installation, engine, damage, warming)
             installation.background.start("placement", engine.place_adapters)
             installation.background.start("service-exchange", engine.exchange_service)
             try:
-                code = await _serve_on(listening, installation, ports, engine, warming, stop, at_end)
+                code = await _serve_on(listening, installation, ports, engine, warming, stop, at_end, joined)
             finally:
                 whole = await listening.close()
         return code if whole else 1
@@ -101,10 +114,11 @@ async def _serve_on(
     warming: Warming,
     stop: StopSignals,
     at_end: contextlib.AsyncExitStack,
+    joined: asyncio.Event,
 ) -> int:
     log = structlog.get_logger("loraplex")
     stopping = stop.first_task()
-    started = asyncio.create_task(_start(installation, engine, warming, at_end))
+    started = asyncio.create_task(_start(installation, engine, warming, at_end, joined))
     try:
         await asyncio.wait({started, stopping, *listening.tasks}, return_when=asyncio.FIRST_COMPLETED)
         if started.done():
@@ -153,6 +167,33 @@ def local_replicas(installation: Installation, damage: DamageReports, demand: De
     return replicas
 
 
+def engines_port(
+    installation: Installation,
+    ports: Ports,
+    engine: ClusterEngineClient,
+    damage: DamageReports,
+    demand: Demand,
+    joined: asyncio.Event,
+) -> contextlib.AbstractAsyncContextManager[Members]:
+    """The port that engines dial. `joined` is set with the first of them."""
+
+    def on_join(replica: str, node: str, session: RemoteEngine) -> None:
+        engine.join(Replica(replica, session, node))
+        joined.set()
+
+    return listen_for_engines(
+        installation.settings,
+        ports.engine,
+        installation.store,
+        installation.catalog.base.fingerprint,
+        on_join=on_join,
+        on_leave=engine.leave,
+        on_damaged=damage.put,
+        taken=[replica.id for replica in engine.replicas],
+        demand=demand,
+    )
+
+
 def start_background(
     installation: Installation, engine: EngineClient, damage: DamageReports, warming: Warming
 ) -> None:
@@ -174,8 +215,10 @@ async def _start(
     engine: EngineClient,
     warming: Warming,
     at_end: contextlib.AsyncExitStack,
+    joined: asyncio.Event,
 ) -> Apps:
     await engine.start()
+    await joined.wait()
     await warming.pin(engine)
     apps = create_apps(installation, engine)
     if apps.tracing is not None:

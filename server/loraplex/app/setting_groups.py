@@ -18,8 +18,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_num_batched_tokens", "max_waiting",
     ),
     "Ports": (
-        "host", "port", "admin_host", "admin_port", "admin_token", "key_pepper", "cors_origins", "metrics_on_data_port",
-        "stream_stall_timeout", "drain_grace", "drain_timeout",
+        "host", "port", "admin_host", "admin_port", "admin_token", "key_pepper", "engine_host", "engine_port",
+        "engine_token_file", "cors_origins", "metrics_on_data_port", "stream_stall_timeout", "drain_grace",
+        "drain_timeout",
     ),
     "Limits": (
         "max_adapter_rank", "max_adapter_upload", "max_body", "adapter_load_timeout", "grammar_processes",

@@ -143,6 +143,12 @@ class Settings(BaseSettings):
     port: Port = Field(8000, description="Port of the data plane")
     admin_host: str = Field("127.0.0.1", description="Address of the admin plane")
     admin_port: Port = Field(8001, description="Port of the admin plane")
+    engine_host: str = Field("127.0.0.1", description="Address of the port that engines dial")
+    engine_port: Port = Field(0, description="Port that engines of other processes dial (0: none)")
+    engine_token_file: str = Field(
+        "",
+        description="File of the token by which engines and server know each other (default: in the data directory)",
+    )
     data_dir: Path = Field(Path("data"), description="Database, artifacts, admin token")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
@@ -240,7 +246,7 @@ class Settings(BaseSettings):
         description="Rows of the largest step with prompt chunks that a GPU records; 0: none, -1: by GPU and model",
     )
     replicas: int = Field(
-        1, ge=1, le=64, description="Engine processes on this machine, which share its processors and memory"
+        1, ge=0, le=64, description="Engine processes on this machine, which share its processors and memory"
     )
     engine_spare: bool = Field(
         True, description="Keep a second engine process ready for when the first one dies"

@@ -35,6 +35,6 @@ def create_engine_command() -> Any:
 
 def _engine(settings: Settings, *, join: str, replica: str | None) -> None:
     require_supported_platform()
-    from loraplex.app.engine_process import run_engine
+    from loraplex.app.engines.process import run_engine
 
     raise typer.Exit(run_engine(settings, join, replica))

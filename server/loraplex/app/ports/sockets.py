@@ -1,35 +1,48 @@
-"""The two ports, taken before anything else is done: a start that cannot have them fails at once."""
+"""The ports, taken before anything else is done: a start that cannot have them fails at once."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loraplex.app.settings import Settings, SettingsInvalid
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Bound sockets that do not listen yet; a host name may stand for several addresses."""
+    """Bound sockets that do not listen yet; a host name may stand for several addresses. `engine`: of the port that
+    engines dial, none where the setting asks for none."""
 
     data: list[socket.socket]
     admin: list[socket.socket]
+    engine: list[socket.socket] = field(default_factory=list)
 
 
 @contextlib.contextmanager
 def open_ports(settings: Settings) -> Iterator[Ports]:
-    """Bind both planes' addresses. Raises SettingsInvalid, which names the option at fault."""
+    """Bind the addresses of both planes, and of the engines' port if there is one. Raises SettingsInvalid, which names
+    the option at fault."""
     # Linux lets two sockets that do not listen yet bind the same port.
-    if settings.port and (settings.host, settings.port) == (settings.admin_host, settings.admin_port):
-        raise SettingsInvalid(
-            f"--port and --admin-port are both {settings.port} on {settings.host}; choose another for one of them."
-        )
+    chosen = [
+        (settings.host, settings.port, "--port"),
+        (settings.admin_host, settings.admin_port, "--admin-port"),
+        (settings.engine_host, settings.engine_port, "--engine-port"),
+    ]
+    for (host, port, option), (other_host, other_port, other) in itertools.combinations(chosen, 2):
+        if port and (host, port) == (other_host, other_port):
+            raise SettingsInvalid(
+                f"{option} and {other} are both {port} on {host}; choose another for one of them."
+            )
     with contextlib.ExitStack() as stack:
         yield Ports(
             _bind(stack, settings.host, settings.port, "--host", "--port"),
             _bind(stack, settings.admin_host, settings.admin_port, "--admin-host", "--admin-port"),
+            _bind(stack, settings.engine_host, settings.engine_port, "--engine-host", "--engine-port")
+            if settings.engine_port
+            else [],
         )
 
 

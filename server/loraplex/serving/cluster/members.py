@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -39,8 +39,8 @@ OnLeave = Callable[[str], None]
 
 class Members:
     """Listens for engines, and keeps the sessions of those that are connected, by replica. `probe_digest` names the
-    probe whose content is `expected.probe`. `on_join` and `on_leave` come in turns for each replica. All methods belong
-    to one event loop's thread."""
+    probe whose content is `expected.probe`. `taken` are names of engines that do not dial. `on_join` and `on_leave`
+    come in turns for each replica. All methods belong to one event loop's thread."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Members:
         on_join: OnJoin,
         on_leave: OnLeave,
         log: Log,
+        taken: Collection[str] = (),
         watchdog: WatchdogPolicy | None = None,
         on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
         demand: Demand | None = None,
@@ -59,6 +60,7 @@ class Members:
         self._on_join = on_join
         self._on_leave = on_leave
         self._log = log
+        self._taken = frozenset(taken)
         self._watchdog = watchdog or WatchdogPolicy()
         self._on_damaged = on_damaged
         self._demand = demand
@@ -118,6 +120,10 @@ class Members:
         """The hello of an engine that may join now, in the place of an older connection. Raises HandshakeRefused."""
         expected = replace(self._expected, probe=self._probes.get(challenge.probe, b""))
         hello = handshake.check_hello(payload, challenge, expected)
+        if hello.replica in self._taken:
+            raise HandshakeRefused(
+                f"the server has an engine of its own named '{hello.replica}'; give this one another --replica"
+            )
         other = self._sessions.get(hello.replica)
         if other is not None:
             is_same = (other.hello.node, other.hello.pid) == (hello.node, hello.pid)

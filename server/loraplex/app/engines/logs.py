@@ -14,6 +14,11 @@ ENGINE_LEVELS = {
     "engine_gave_up": logging.ERROR,
     "engine_spare_failed": logging.WARNING,
     "pin_not_loaded": logging.WARNING,
+    "engine_refused": logging.WARNING,
+    "engine_left": logging.WARNING,
+    "server_left": logging.WARNING,
+    "server_not_joined": logging.WARNING,
+    "probe_not_read": logging.WARNING,
 }
 
 

@@ -12,9 +12,9 @@ import uvloop
 
 from loraplex.adapters.store.probe import read_probe
 from loraplex.app.base_model.source import default_served_name, ensure_model
-from loraplex.app.engine_logs import StartLog, log_engine
-from loraplex.app.engine_port import load_engine_token
 from loraplex.app.engine_settings import engine_config
+from loraplex.app.engines.logs import StartLog, log_engine
+from loraplex.app.engines.port import load_engine_token
 from loraplex.app.logs import configure_logging, log_everything
 from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
 from loraplex.app.stop_signals import StopSignals

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 
 import structlog
@@ -14,7 +14,7 @@ import structlog
 from loraplex.adapters.errors import StoreFailed
 from loraplex.adapters.store.interface import Store
 from loraplex.adapters.store.probe import Probe, write_probe
-from loraplex.app.engine_logs import log_engine
+from loraplex.app.engines.logs import log_engine
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.tenancy.secrets import load_or_create
 from loraplex.serving.cluster.hello import Expected
@@ -56,18 +56,23 @@ async def listen_for_engines(
     on_join: OnJoin,
     on_leave: OnLeave,
     on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
+    taken: Collection[str] = (),
     demand: Demand | None = None,
 ) -> AsyncIterator[Members]:
     """Take engines on these bound sockets for the length of the context. The token is made at the first start. Raises
-    SecretUnusable, StoreFull, StoreFailed, OSError."""
-    token, _ = load_or_create(engine_token_path(settings), secrets.token_urlsafe(32))
-    probes = [await asyncio.to_thread(write_probe, store)]
+    SettingsInvalid, SecretUnusable, StoreFull, StoreFailed."""
+    try:
+        token, _ = load_or_create(engine_token_path(settings), secrets.token_urlsafe(32))
+        probes = [await asyncio.to_thread(write_probe, store)]
+    except OSError as error:
+        raise SettingsInvalid(f"--engine-port cannot be served: {error}.") from error
     members = Members(
         Expected(token.encode(), base_fingerprint, probes[0].content),
         probes[0].digest,
         on_join=on_join,
         on_leave=on_leave,
         log=log_engine,
+        taken=taken,
         on_damaged=on_damaged,
         demand=demand,
     )
