@@ -1,0 +1,188 @@
+"""Seeded histories of a cluster in virtual time: engines are killed, hang, drain, join and leave while requests come,
+are given up, or end their engine. Each request has one end, and its tokens are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
+from loraplex.serving.client.engine_client import RequestStream
+from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.errors import ServingError
+from support.cluster.scripted import ScriptedSession
+from support.engine.fake_core import CRASH, fake_tokens
+from support.engine.fake_engine import fake_engine_info
+from support.virtual_time import VirtualTimeLoop
+
+REQUESTS = 24
+SPAN_S = 3.0
+"""Time in which requests come and engines fall."""
+ENDS_WITHIN_S = 60.0
+
+
+@dataclass
+class Story:
+    """One request as its client saw it."""
+
+    request: EngineRequest
+    gives_up: bool
+    tokens: list[int] = field(default_factory=list)
+    ends: list[TokenEvent] = field(default_factory=list)
+
+
+class History:
+    """One seed's."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.stories: list[Story] = []
+        self.sessions: list[ScriptedSession] = []
+        self.num_refused = 0
+        self.num_poisonous = 0
+        self.names = 0
+
+    def replica(self, *, restarts: bool) -> Replica:
+        self.names += 1
+        numerics = self.random.choice(["wide", "wide", "wide", "narrow"])
+        info = fake_engine_info(max_num_seqs=4, max_waiting=64, numerics=numerics)
+        self.sessions.append(ScriptedSession(info, restarts=restarts))
+        return Replica(f"replica-{self.names}", self.sessions[-1])
+
+    async def run(self) -> ClusterEngineClient:
+        loop = asyncio.get_running_loop()
+        cluster = ClusterEngineClient(
+            [self.replica(restarts=True) for _ in range(self.random.randint(1, 4))], clock=loop.time
+        )
+        await cluster.start()
+        async with asyncio.timeout(ENDS_WITHIN_S), asyncio.TaskGroup() as group:
+            for number in range(REQUESTS):
+                group.create_task(self.client(cluster, number, self.random.random() * SPAN_S))
+            for _ in range(self.random.randint(0, 8)):
+                group.create_task(self.event(cluster, self.random.random() * SPAN_S))
+            group.create_task(self.place(cluster))
+        return cluster
+
+    async def place(self, cluster: ClusterEngineClient) -> None:
+        for _ in range(3):
+            await asyncio.sleep(1.0)
+            await cluster.homes.round([each for each in cluster.replicas if each.state == "ready"])
+
+    async def event(self, cluster: ClusterEngineClient, at: float) -> None:
+        await asyncio.sleep(at)
+        kind = self.random.choice(["kill", "kill", "kill", "hang", "drain", "join", "leave"])
+        replica = self.random.choice(cluster.replicas) if cluster.replicas else None
+        if kind == "join" or replica is None:
+            replica = self.replica(restarts=False)
+            await replica.session.start()
+            cluster.join(replica)
+            return
+        session = replica.session
+        assert isinstance(session, ScriptedSession)
+        if kind == "kill":
+            session.kill()
+        elif kind == "hang":
+            session.hang()
+        elif kind == "drain":
+            cluster.drain(replica.id)
+        elif len(cluster.replicas) > 1:
+            session.kill()
+            cluster.leave(replica.id)
+
+    async def client(self, cluster: ClusterEngineClient, number: int, at: float) -> None:
+        draw = self.random
+        adapter = AdapterRef("acme", "a", 1, f"{draw.randrange(5):064x}", 8) if draw.random() < 0.7 else None
+        is_poisonous = draw.random() < 0.04
+        self.num_poisonous += is_poisonous
+        sampling = SamplingParams(draw.randint(1, 60))
+        prompt = (CRASH if is_poisonous else number, 2)
+        requests = [
+            EngineRequest(f"r{number}-{choice}", f"tenant-{number % 3}", prompt, sampling, adapter)
+            for choice in range(draw.choice([1, 1, 1, 3]))
+        ]
+        gives_up_at = draw.randint(0, 20) if draw.random() < 0.2 else None
+        await asyncio.sleep(at)
+        try:
+            streams = cluster.submit(*requests)
+        except ServingError:
+            self.num_refused += 1
+            return
+        async with asyncio.TaskGroup() as group:
+            for request, stream in zip(requests, streams, strict=True):
+                group.create_task(self.read(request, stream, gives_up_at))
+
+    async def read(self, request: EngineRequest, stream: RequestStream, gives_up_at: int | None) -> None:
+        story = Story(request, gives_up_at is not None)
+        self.stories.append(story)
+        if gives_up_at == 0:
+            stream.abort()
+        async for event in stream:
+            story.tokens += event.token_ids
+            if event.finish_reason is not None:
+                story.ends.append(event)
+            if gives_up_at is not None and len(story.tokens) >= gives_up_at:
+                stream.abort()
+
+
+def check(history: History, cluster: ClusterEngineClient) -> None:
+    for story in history.stories:
+        expected = fake_tokens(story.request)
+        assert len(story.ends) == 1, story
+        assert tuple(story.tokens) == expected[: len(story.tokens)], story
+        end = story.ends[0]
+        if end.finish_reason == "length":
+            assert tuple(story.tokens) == expected, story
+            assert end.usage is not None
+            assert end.usage.completion_tokens == len(expected)
+        elif end.finish_reason == "abort":
+            assert story.gives_up, story
+        else:
+            assert end.error is not None
+            assert end.error.code == "engine_restarting", story
+    assert cluster.num_live == 0
+    assert cluster.served_tenants == set()
+    assert sum(session.num_crashes for session in history.sessions) <= 2 * history.num_poisonous
+
+
+def live_through(seed: int) -> History:
+    history = History(seed)
+
+    async def run() -> None:
+        cluster = await history.run()
+        check(history, cluster)
+        await cluster.close()
+        for session in history.sessions:
+            await session.close()
+        await asyncio.sleep(3600)
+        await cluster.homes.round([])
+        assert not cluster.homes.unplaced, "a request that has ended is still counted"
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(run())
+    return history
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=[pytest.mark.slow] if first else []) for first in range(0, 1000, 50)]
+)
+def test_each_request_has_one_end(first: int) -> None:
+    for seed in range(first, first + 50):
+        try:
+            live_through(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def test_the_histories_hold_what_they_should() -> None:
+    histories = [live_through(seed) for seed in range(60)]
+    ends = [end for history in histories for story in history.stories for end in story.ends]
+    assert sum(end.finish_reason == "length" for end in ends) > len(ends) / 2
+    assert {end.finish_reason for end in ends} == {"length", "abort", "error"}
+    assert sum(session.num_restarts for history in histories for session in history.sessions) > 60
+    assert sum(history.num_poisonous for history in histories) > 30
