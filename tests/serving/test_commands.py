@@ -38,6 +38,7 @@ def test_every_answer_is_an_event() -> None:
         {"type": "Pin", "call": "1", "ref": {}},
         {"type": "Unpin", "digest": "a"},
         {"type": "SetTenants", "terms": {"acme": {"weight": "heavy"}}},
+        {"type": "SetElsewhere", "digests": "abc"},
         {"type": "ExchangeService", "call": 1, "elsewhere": {"acme": "much"}},
         {"type": "Ping", "call": None},
         {"type": "Done", "call": 1},

@@ -219,6 +219,14 @@ def test_prefetched_adapter_is_evicted_before_used_ones() -> None:
     assert rig.cache.residency() == {"a": "hot", "c": "hot"}
 
 
+def test_one_that_lives_on_another_engine_is_evicted_first() -> None:
+    rig = CacheRig(num_pages=2, host_pages=0)
+    rig.bring(A, B)
+    rig.cache.set_elsewhere(["b"])
+    rig.bring(C)
+    assert rig.cache.residency() == {"a": "hot", "c": "hot"}
+
+
 def test_a_prefetch_never_stands_in_the_way_of_a_request() -> None:
     rig = CacheRig(max_loads=2)
     for ref in (A, B, C):

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.serving.client.engine_client import RequestStream
+from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
 from loraplex.serving.supervision.engine_supervisor import Supervision
-from support.engine.fake_core import CRASH, SLOW, fake_tokens
+from support.engine.fake_core import CRASH, SLOW, FakeCore, FakeEngine, build_fake_engine, fake_tokens
 
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parents[2] / "support" / "engine" / "fake_core.py"))
 LONG = 1_000_000
@@ -205,3 +207,38 @@ async def test_a_pin_moves_when_its_engine_is_gone(cluster: ClusterEngineClient)
         (adapter(1), True, 1)
     ]
     await pinned.session.close()
+
+
+async def test_engines_are_told_what_lives_elsewhere() -> None:
+    """Two versions, each loaded on both engines, have one home each."""
+    cores: list[FakeCore] = []
+
+    def build(wake: Callable[[], None]) -> FakeEngine:
+        built = build_fake_engine(EngineConfig("ok", "/nowhere"), wake)
+        assert isinstance(built.core, FakeCore)
+        cores.append(built.core)
+        return built
+
+    cluster = ClusterEngineClient(
+        Replica(f"replica-{number}", InProcessEngineClient(build)) for number in range(2)
+    )
+    await cluster.start()
+    try:
+        refs = [adapter(number) for number in (1, 2, 3)]
+        for each in cluster.replicas:
+            each.session.prefetch(refs)
+            async with asyncio.timeout(WAIT_S):
+                while len(each.session.hot) < len(refs):
+                    await each.session.stats()
+        streams = [cluster.submit(replace(ask(ref.name, LONG), adapter=ref))[0] for ref in refs]
+        async with asyncio.timeout(WAIT_S):
+            while len(cluster.homes.places) < len(refs):  # demand rises within seconds
+                await cluster.homes.round(cluster.replicas)
+        await cluster.stats()  # behind what they were told
+        told = [core.elsewhere for core in cores]
+        assert told[0] | told[1] == {ref.digest for ref in refs}
+        assert not told[0] & told[1]
+        for stream in streams:
+            stream.abort()
+    finally:
+        await cluster.close()

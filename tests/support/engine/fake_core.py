@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.adapters.cache.residency import CacheEntry
@@ -83,6 +83,8 @@ class FakeCore:
         self._pins: set[str] = set()
         self._weights: dict[str, float] = {}
         self._elsewhere: dict[str, float] = {}
+        self.elsewhere: frozenset[str] = frozenset()
+        """Versions that live on other engines."""
         self._damaged: tuple[str, ...] = ()
         self.num_steps = 0
 
@@ -194,6 +196,9 @@ class FakeCore:
 
     def set_terms(self, tenant_id: str, terms: TenantTerms) -> None:
         self._weights[tenant_id] = terms.weight
+
+    def set_elsewhere(self, digests: Collection[str]) -> None:
+        self.elsewhere = frozenset(digests)
 
     def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]:
         served, self._elsewhere = self._elsewhere, dict(elsewhere)

@@ -16,7 +16,7 @@ cache holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, KeysView
+from collections.abc import Callable, Collection, Iterable, KeysView
 from typing import Generic
 
 from loraplex.adapters.cache.background_loads import BackgroundLoads
@@ -196,6 +196,10 @@ class AdapterCache(Generic[ImageT]):
     def is_held(self, digest: str) -> bool:
         """Whether a pin keeps it on the device, whatever else needs room there."""
         return digest in self._pins.held
+
+    def set_elsewhere(self, digests: Collection[str]) -> None:
+        """Evict these versions from the device first, in place of those named before: other engines serve them."""
+        self._entries.elsewhere = frozenset(digests)
 
     def drop(self, digest: str) -> None:
         """The version was deleted: remove it, its pin and its failures, as soon as no lease and no copy needs it. A

@@ -107,6 +107,8 @@ class CachedAdapters(Generic[ImageT]):
     This is LFU with dynamic aging: Arlitt et al., "Evaluating content management techniques for Web proxy caches"
     (2000).
 
+    `elsewhere` are digests that other engines of a cluster are there to serve: the device evicts them first.
+
     `on_residency` hears of each digest that comes into memory (True) or leaves both tiers (False).
 
     `loads` and `copies` count those that came to their end, `seconds` sums up what they took, by "disk" and "copy"; the
@@ -128,6 +130,7 @@ class CachedAdapters(Generic[ImageT]):
         self.stuck: list[CachedAdapter[ImageT]] = []
         self.idle: OrderedDict[str, CachedAdapter[ImageT]] = OrderedDict()
         self.hosted: OrderedDict[str, CachedAdapter[ImageT]] = OrderedDict()
+        self.elsewhere: frozenset[str] = frozenset()
         self.on_device: dict[str, CachedAdapter[ImageT]] = {}
         self.age = 0.0
         self.page_bytes = 0  # unknown until an adapter has been loaded

@@ -53,9 +53,9 @@ class DeviceEviction(Generic[ImageT]):
     def victims(
         self, entry: CachedAdapter[ImageT], tenant_id: str, may_evict: Callable[[str], bool]
     ) -> list[CachedAdapter[ImageT]] | None:
-        """The adapters to evict so that `entry` fits for this tenant, the lowest scores first and of equal ones the
-        least recently used; None if that is not enough. A tenant at its cap evicts its own first, and what another has
-        reserved is not evicted."""
+        """The adapters to evict so that `entry` fits for this tenant: first those that no request has named or that
+        live elsewhere, then the lowest scores, and of equal ones the least recently used; None if that is not enough. A
+        tenant at its cap evicts its own first, and what another has reserved is not evicted."""
         pages = len(self._entries.free_pages)
         slots = len(self._entries.free_slots)
         excess = self._tenants.excess(tenant_id, entry.num_bytes)
@@ -63,7 +63,12 @@ class DeviceEviction(Generic[ImageT]):
             return []
         reserved = self._tenants.reserved_from(tenant_id, entry.num_pages)
         candidates = []
-        for victim in sorted(self._entries.idle.values(), key=lambda entry: (not entry.unasked, entry.score)):
+        elsewhere = self._entries.elsewhere
+
+        def rank(entry: CachedAdapter[ImageT]) -> tuple[bool, float]:
+            return not entry.unasked and entry.ref.digest not in elsewhere, entry.score
+
+        for victim in sorted(self._entries.idle.values(), key=rank):
             spared = self._pass.wants(victim) or victim.safe_until >= self._pass.number
             if not spared and victim.ref.digest not in reserved:
                 candidates.append(victim)

@@ -334,6 +334,9 @@ class EngineCore:
         self._scheduler.adapters.expected.remove(digest)
         self._cache.drop(digest)
 
+    def set_elsewhere(self, digests: Collection[str]) -> None:
+        self._cache.set_elsewhere(digests)
+
     def prefetch(self, ref: AdapterRef) -> None:
         self._cache.prefetch(ref)
 

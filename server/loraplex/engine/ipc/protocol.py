@@ -7,7 +7,7 @@ in memory. Values are plain data, decoded against the types below; nothing that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -77,6 +77,7 @@ class Operations(Protocol):
     def drop(self, digest: str) -> None: ...
     def prefetch(self, ref: AdapterRef) -> None: ...
     def warm(self, refs: Sequence[AdapterRef]) -> None: ...
+    def set_elsewhere(self, digests: Collection[str]) -> None: ...
     def set_terms(self, tenant_id: str, terms: TenantTerms) -> None: ...
     def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]: ...
     def stats(self) -> EngineStats: ...
@@ -145,6 +146,16 @@ class Warm(Notification, frozen=True, tag=True):
 
     def run(self, core: Operations) -> None:
         core.warm(self.refs)
+
+
+class SetElsewhere(Notification, frozen=True, tag=True):
+    """Evict these versions from the device before others: they live on other engines. They replace those of the last
+    command."""
+
+    digests: tuple[str, ...]
+
+    def run(self, core: Operations) -> None:
+        core.set_elsewhere(self.digests)
 
 
 class SetTenants(Notification, frozen=True, tag=True):
@@ -223,6 +234,7 @@ Command = (
     | Abort
     | Prefetch
     | Warm
+    | SetElsewhere
     | SetTenants
     | Pin
     | Unpin

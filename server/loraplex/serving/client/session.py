@@ -225,6 +225,12 @@ class EngineSession(ABC):
             self._demand.know(ref)
         self._send(wire.Warm(tuple(refs)))
 
+    def set_elsewhere(self, digests: Collection[str]) -> None:
+        """Have the engine evict these versions before others, in place of those of the last call: they live on other
+        engines."""
+        if self.healthy:
+            self._send(wire.SetElsewhere(tuple(sorted(digests))))
+
     async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
         until = asyncio.get_running_loop().time() + PINS_TIMEOUT_S
         while True:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from loraplex.adapters.ref import AdapterRef
 from loraplex.serving.cluster.demand import DemandLevels
 from loraplex.serving.cluster.hashing import digest_key, score
-from loraplex.serving.cluster.placement import Demand, Place, Places, place
+from loraplex.serving.cluster.placement import Demand, Place, Places, elsewhere, place
 from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.errors import ServingError
 
@@ -111,6 +111,8 @@ class Homes:
         self.num_moved += placed.moved
         if len(replicas) > 1:
             self._bring(replicas)
+            for replica, member in zip(replicas, members, strict=True):
+                replica.session.set_elsewhere(elsewhere(member, self.places))
         await self._move_pins(replicas)
 
     def _bring(self, replicas: Sequence[Replica]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -47,6 +47,7 @@ class ReplicaSession(EngineClient, Protocol):
         """The versions that were pinned here, by digest."""
         ...
 
+    def set_elsewhere(self, digests: Collection[str]) -> None: ...
     async def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]: ...
     def adopt(self, streams: Sequence[RequestStream], requests: Sequence[EngineRequest]) -> None: ...
 
