@@ -100,6 +100,11 @@ class EngineRequest:
     grammar: str | None = None
     pooling: Pooling | None = None
     """The hidden states of the prompt are wanted, pooled so. Nothing is sampled then: `max_tokens` is 0."""
+    generated: tuple[int, ...] = ()
+    """Output tokens that another engine has delivered already, `max_tokens` of them at most. The answer goes on behind
+    them as after a preemption: at output index len(generated), and all limits and options count them. What was told
+    of them, and of the prompt before them, is not told again. It waits for its adapter however long that takes, and is
+    not refused in a full queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,9 @@ class MeasureRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`prompt_tokens` is 0 for a sequence that was never scheduled."""
+    """`prompt_tokens` is 0 for a sequence that no engine ever scheduled. `completion_tokens` are all output tokens of
+    the answer, those of `EngineRequest.generated` too. `cached_tokens` of the prompt were found in the prefix cache of
+    the engine that ends it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -147,10 +154,10 @@ class EngineError:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds, from arrival in the engine: to the first step, the first and the last token, and the end.
-    `num_preemptions` says how often the sequence lost its blocks meanwhile. `arrived` is the arrival by the engine's
-    clock, CLOCK_MONOTONIC, which all processes of a machine share; None of a sequence that was not taken in.
-    `adapter_s`: from arrival until the adapter could be used; None of a sequence that did not wait for one."""
+    """Seconds, from arrival in the engine: to the first step, to the first and the last token that this engine samples,
+    and to the end. `num_preemptions` says how often the sequence lost its blocks meanwhile. `arrived` is the arrival by
+    the engine's clock, CLOCK_MONOTONIC, which all processes of a machine share; None of a sequence that was not taken
+    in. `adapter_s`: from arrival until the adapter could be used; None of a sequence that did not wait for one."""
 
     queue_s: float
     first_token_s: float | None
@@ -206,6 +213,9 @@ class Sequence:
     `tells_outputs`: a step that samples is told the tokens of its answer. `num_starved` times in a row the step that
     was to compute position `starved_at`, and nothing else, did not fit into the device's memory.
 
+    A request with `generated` begins as after a preemption: these are outputs, another engine has computed them and all
+    that is before them, and has charged and scored the prompt.
+
     The sequence of a MeasureRequest has no tokens and no blocks. `measured` are its outputs by part, and `num_computed`
     counts the parts that were scheduled; None for all other sequences.
     """
@@ -244,6 +254,9 @@ class Sequence:
         # The last token is sampled, and never computed.
         self.most_computed = self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
         self.tells_outputs = self.request.grammar is not None or self.request.sampling.has_penalty
+        if self.request.generated:
+            self.num_charged = self.num_prompt
+            self.lost_until = len(self.token_ids) - 1
 
     @property
     def request_id(self) -> str:
@@ -255,13 +268,20 @@ class Sequence:
 
     @property
     def num_outputs(self) -> int:
-        """Collected output tokens."""
+        """Collected output tokens, and those that another engine has delivered."""
         return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it was begun before: it was preempted, or another engine has delivered tokens of it."""
+        return self.epoch > 0 or bool(self.request.generated)
 
     @property
     def num_to_score(self) -> int:
         """Prompt positions whose logits are wanted: all but the last, or none."""
-        return 0 if self.request.sampling.prompt_logprobs is None else self.num_prompt - 1
+        # They are told before the first output token, or with it.
+        is_wanted = self.request.sampling.prompt_logprobs is not None and not self.request.generated
+        return self.num_prompt - 1 if is_wanted else 0
 
     @property
     def num_tokens(self) -> int:

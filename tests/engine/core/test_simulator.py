@@ -38,7 +38,7 @@ def test_the_histories_reach_what_they_are_for() -> None:
     assert min(total.preemptions, total.prefix_hits, total.loads) > 0
     assert min(total.out_of_memory, total.poisoned, total.cut_prompts) > 0
     assert min(total.grammar_ends, total.held_for_grammar, total.measured) > 0
-    assert min(total.from_copies, total.damaged_copies, total.deletions, total.restarts) > 0
+    assert min(total.from_copies, total.damaged_copies, total.deletions, total.restarts, total.resumed) > 0
 
 
 def test_a_seed_is_one_history() -> None:

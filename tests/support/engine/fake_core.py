@@ -1,5 +1,7 @@
 """A core for tests of the loop and of the clients: no model, and tokens that are a hash of adapter and position.
 
+A request with `generated` goes on behind these tokens.
+
 A prompt that begins with `CRASH` makes the step raise, with `HANG` never return, with `SPIN` compute without end; one
 of `SLOW` and n makes each step take n tenths of a second. An adapter named `DAMAGED` has damaged bytes. `python
 tests/support/engine/fake_core.py --socket PATH` is an engine process around it. The model path says how it starts:
@@ -54,16 +56,19 @@ def fake_token(request: EngineRequest, index: int) -> int:
 
 
 def fake_tokens(request: EngineRequest) -> tuple[int, ...]:
-    """What the fake core answers to this request."""
-    return tuple(fake_token(request, index) for index in range(request.sampling.max_tokens))
+    """What the fake core answers to this request, behind what was generated before."""
+    places = range(len(request.generated), request.sampling.max_tokens)
+    return tuple(fake_token(request, index) for index in places)
 
 
 @dataclass
 class _Running:
     request: EngineRequest
-    done: int = 0
     adapter_state: AdapterState | None = None  # told with its first token
     arrival: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.done = len(self.request.generated)
 
 
 class FakeCore:
@@ -93,7 +98,7 @@ class FakeCore:
         return bool(self._running or self._ended)
 
     def add_request(self, request: EngineRequest) -> None:
-        if len(self._running) >= self._max_waiting:
+        if len(self._running) >= self._max_waiting and not request.generated:
             error = EngineError("server_overloaded", "the queue is full")
             self._ended.append(TokenEvent(request.request_id, finish_reason="error", error=error))
             return
@@ -101,6 +106,10 @@ class FakeCore:
             error = EngineError("adapter_unavailable", "its stored bytes are damaged")
             self._ended.append(TokenEvent(request.request_id, finish_reason="error", error=error))
             self._damaged = (request.adapter.digest,)
+            return
+        if request.generated and len(request.generated) >= request.sampling.max_tokens:
+            usage = Usage(len(request.prompt_ids), len(request.generated))
+            self._ended.append(TokenEvent(request.request_id, finish_reason="length", usage=usage))
             return
         running = self._running[request.request_id] = _Running(request)
         if request.adapter is not None:

@@ -7,8 +7,9 @@ A history has tenants with weights, grammars whose matchers take time, fail or c
   prompt too), deadlines, requests that wait for a load no longer than they say, reservations and caps on memory, loads
   and copies that take time, fail, hang or come too late, a store that fails or hangs for a while, damaged uploads,
   laid-out copies on the disk with flipped bits, cut short or of another adapter, versions that are deleted and
-  uploaded again, deaths of the engine, steps and rows that fail, KV that is not finite and is noticed late, a device
-  that has too little memory for a while, pins and drops, and never quite enough blocks, pages, slots or host memory.
+  uploaded again, deaths of the engine, after which answers that were begun go on in another, steps and rows that fail,
+  KV that is not finite and is noticed late, a device that has too little memory for a while, pins and drops, and never
+  quite enough blocks, pages, slots or host memory.
   The core, the scheduler, the blocks, the adapter cache and the files of laid-out copies are the real ones; the runner,
   the transport, the store and the clock are fakes.
 
@@ -239,11 +240,23 @@ class History:
         return f"{digest[:6]} is deleted"
 
     def _restart(self) -> None:
-        """The engine's process dies; the store and the disk stay."""
+        """The engine's process dies; the store and the disk stay. Most answers that were begun go on in another."""
+        draw = self.world.continuing
+        begun = [
+            record
+            for record in self.oracle.live.values()
+            if record.tokens and not record.aborted and draw.random() < 0.8
+        ]
         self._add_engine()
         self.total.restarts += 1
         self._start_engine()
         self.oracle.restarted(self.runner, self.grammars)
+        for record in begun:
+            request = self.oracle.resumed(record, self.now, self.room)
+            self._happened(f"{request.request_id} goes on behind {len(request.generated)} tokens")
+            self.total.resumed += 1
+            self.core.set_terms(request.tenant_id, self.world.terms(request.tenant_id))
+            self._send(request)
 
     def _mishap(self) -> None:
         mishaps = self.world.mishaps

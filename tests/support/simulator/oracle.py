@@ -6,7 +6,7 @@ brought is the fake model's to say; whether an error has a cause, the world's an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from loraplex.adapters.numerics import SiteOutputs
@@ -97,6 +97,20 @@ class Oracle:
         self.known.clear()
         self.brought_before.clear()
 
+    def resumed(self, record: Record, now: float, room: float) -> EngineRequest:
+        """The answer of a request whose engine died goes on in another. Returns the request for that one."""
+        request, deadline = record.request, record.request.deadline
+        record.request = replace(
+            request,
+            generated=tuple(record.tokens),
+            deadline=None if deadline is None else record.arrival + deadline - now,
+        )
+        record.arrival, record.room = now, min(record.room, room)
+        record.lost = record.told_state = False
+        self.known.add(request.tenant_id)
+        self.live[request.request_id] = record
+        return record.request
+
     def room_is(self, room: float) -> None:
         for record in self.live.values():
             record.room = min(record.room, room)
@@ -150,6 +164,7 @@ class Oracle:
             _expect(record.aborted, event, "nobody aborted it")
         if event.error is not None:
             _expect(self._has_cause(record, event.error, now), event, "no cause for this error")
+        num_new = len(record.tokens) - len(request.generated)
         began = bool(record.tokens) or (timing is not None and timing.queue_s < timing.total_s)
         counts = {len(request.prompt_ids)} if began else {0, len(request.prompt_ids)}
         _expect(usage is not None and usage.prompt_tokens in counts, event, "prompt tokens")
@@ -162,7 +177,7 @@ class Oracle:
         _expect(cached % BLOCK_SIZE == 0 and 0 <= cached <= findable, event, "cached tokens")
         _expect(request.pooling != "mean" or cached == 0, event, "hidden states are not cached")
         assert timing is not None
-        _expect((timing.first_token_s is not None) == bool(record.tokens), event, "time of the first token")
+        _expect((timing.first_token_s is not None) == bool(num_new), event, "time of the first token")
         _expect(
             0 <= timing.queue_s <= (timing.first_token_s or timing.total_s) <= timing.total_s, event, "times"
         )
@@ -216,7 +231,11 @@ class Oracle:
                 patience = request.max_load
                 timing = None if record.terminal is None else record.terminal.timing
                 at_once = timing is not None and timing.arrived is None
-                in_time = patience is not None and (at_once or now >= record.arrival + patience)
+                in_time = (
+                    patience is not None
+                    and not request.generated
+                    and (at_once or now >= record.arrival + patience)
+                )
                 return in_time and error.retry_after_s is not None and error.retry_after_s >= 0
             case "adapter_unavailable":
                 digest = request.adapter.digest if request.adapter is not None else None
@@ -263,7 +282,7 @@ class Oracle:
             if deadline is not None and record.arrival + deadline <= started:
                 raise Violation(f"{request_id} goes on past its deadline")
             patience, ref = record.request.max_load, record.request.adapter
-            if patience is None or ref is None:
+            if patience is None or ref is None or record.request.generated:
                 continue
             record.was_hot |= core.residency().get(ref.digest) == "hot"
             if record.arrival + patience <= started and not record.was_hot:

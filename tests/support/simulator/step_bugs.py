@@ -251,6 +251,18 @@ def end_of_a_grammar_missed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestTracker, "take_row", miss)
 
 
+def resumed_answer_begun_again(patch: pytest.MonkeyPatch) -> None:
+    add = EngineCore.add_request
+    patch.setattr(EngineCore, "add_request", lambda self, request: add(self, replace(request, generated=())))
+
+
+def prompt_of_a_resumed_answer_scored_again(patch: pytest.MonkeyPatch) -> None:
+    def all_but_the_last(seq: Sequence) -> int:
+        return 0 if seq.request.sampling.prompt_logprobs is None else seq.num_prompt - 1
+
+    patch.setattr(Sequence, "num_to_score", property(all_but_the_last))
+
+
 STEP_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     no_lease_for_the_step_in_flight,
     abort_lost_while_running,
@@ -278,4 +290,6 @@ STEP_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     slow_load_noticed_on_arrival_alone,
     matcher_kept_behind_its_request,
     end_of_a_grammar_missed,
+    resumed_answer_begun_again,
+    prompt_of_a_resumed_answer_scored_again,
 )

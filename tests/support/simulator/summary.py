@@ -27,6 +27,7 @@ class Summary:
     damaged_copies: int = 0
     deletions: int = 0
     restarts: int = 0
+    resumed: int = 0
     endings: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Summary) -> None:
@@ -45,5 +46,6 @@ class Summary:
             f"with KV that is not finite, {self.cut_prompts} prompts aborted while they were scored, "
             f"{self.grammar_ends} answers ended by their grammar, {self.held_for_grammar} requests held for theirs, "
             f"{self.measured} adapters measured, {self.from_copies} loads of laid-out copies, "
-            f"{self.damaged_copies} copies damaged, {self.deletions} versions deleted, {self.restarts} restarts"
+            f"{self.damaged_copies} copies damaged, {self.deletions} versions deleted, {self.restarts} restarts, "
+            f"{self.resumed} answers that went on behind one"
         )

@@ -1,6 +1,6 @@
 """The world of a random history of the engine core: how large everything is, who sends requests, and what goes wrong.
 
-Drawn from one seed. Nine streams of chance, so that a new kind of mishap changes no history but by that mishap.
+Drawn from one seed. Ten streams of chance, so that a new kind of mishap changes no history but by that mishap.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class World:
         self.embedding = random.Random(seed)
         self.measuring = random.Random(seed)
         self.hurrying = random.Random(seed)  # requests that do not wait long for their adapters
+        self.continuing = random.Random(seed)  # answers that go on in another engine
         self.seed = seed
         self.fair = fair
         self.lookahead = self.rng.randint(0, 1)

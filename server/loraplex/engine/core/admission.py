@@ -38,6 +38,8 @@ def check_request(
         max_tokens or request.grammar is not None or request.sampling.prompt_logprobs is not None
     ):
         return EngineError("internal_error", "a request that is pooled samples nothing and scores nothing")
+    if (refusal := _check_generated(request)) is not None:
+        return refusal
     named = request.sampling.logprob_token_ids
     if named and (
         request.sampling.logprobs is None
@@ -72,6 +74,22 @@ def check_request(
             f"{num_prompt} prompt tokens and up to {max_tokens} to generate need {needed} KV blocks, which exceeds the "
             f"available context size: the pool has {config.num_blocks}",
         )
+    return None
+
+
+def _check_generated(request: EngineRequest) -> EngineError | None:
+    """The error if the request cannot go on behind the tokens that another engine has delivered. With `max_tokens`, the
+    context and the KV pool are checked for them too."""
+    generated, max_tokens = request.generated, request.sampling.max_tokens
+    if not generated:
+        return None
+    if len(generated) > max_tokens or request.pooling is not None:
+        return EngineError(
+            "internal_error",
+            f"{len(generated)} tokens were generated before, of {max_tokens} that are wanted",
+        )
+    if not 0 <= min(generated) <= max(generated) <= MAX_TOKEN_ID:
+        return EngineError("internal_error", f"a generated token is not within 0 … {MAX_TOKEN_ID}")
     return None
 
 

@@ -48,6 +48,7 @@ class GrammarSource(Protocol):
 
     def open(self, request_id: str, tenant_id: str, text: str) -> bool: ...
     def take_built(self) -> list[tuple[str, str | None]]: ...
+    def resume(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[bool, str | None]: ...
     def next_timeout_s(self) -> float | None: ...
     def close_request(self, request_id: str) -> None: ...
 
@@ -126,9 +127,23 @@ class EngineCore:
         for request_id, error in self._grammars.take_built():
             seq = self._tracker.live[request_id]
             if error is None:
-                self._scheduler.release(seq, now)
+                self._release(seq, now)
             else:
                 self._tracker.blame_grammar(seq, error)
+
+    def _release(self, seq: Sequence, now: float) -> None:
+        """Let a held request be scheduled, unless the tokens that another engine has delivered are the whole answer, or
+        its grammar refuses them."""
+        request, ends_grammar = seq.request, False
+        if request.generated:
+            if request.grammar is not None and self._grammars is not None:
+                ends_grammar, error = self._grammars.resume(request.request_id, request.generated)
+                if error is not None:
+                    self._tracker.blame_grammar(seq, error)
+                    return
+            if self._tracker.end_if_complete(seq, ends_grammar=ends_grammar):
+                return
+        self._scheduler.release(seq, now)
 
     def _close_grammar(self, request_id: str) -> None:
         if self._grammars is not None:
@@ -149,7 +164,10 @@ class EngineCore:
     def add_request(self, request: EngineRequest) -> None:
         """Accept a request, or refuse it by a terminal event of the next `step`. Never raises for bad input."""
         takes_grammars = self._grammars is not None
-        self._add(request, check_request(request, self._config, takes_grammars=takes_grammars))
+        refusal = check_request(request, self._config, takes_grammars=takes_grammars)
+        if request.generated:
+            request = replace(request, max_load=None)  # as one that was preempted, and has begun
+        self._add(request, refusal)
 
     def measure(self, asked: MeasureRequest) -> None:
         """Measure an adapter's sites, once it is on the device. Refuses and reports as `add_request` does."""
@@ -162,7 +180,9 @@ class EngineCore:
             error = EngineError("internal_error", f"request id {request.request_id} is already in use")
             self._tracker.refuse(request, error, duplicate=True)
             return
-        refusal = refusal or check_room(self._config, self._scheduler.num_waiting)
+        # An answer that was begun goes on: the engines that have died bound the number of those.
+        if refusal is None and not request.generated:
+            refusal = check_room(self._config, self._scheduler.num_waiting)
         may_wait = refusal is None or refusal.code == "server_overloaded"
         # First: no other request may be shed for one that is refused then.
         if may_wait and self._refuse_slow_load(request, now):
@@ -178,7 +198,11 @@ class EngineCore:
             return
         self._num_added += 1
         seq = Sequence(
-            request, now, self._num_added, list(request.prompt_ids), measured={} if measures else None
+            request,
+            now,
+            self._num_added,
+            [*request.prompt_ids, *request.generated],
+            measured={} if measures else None,
         )
         if request.deadline is not None:
             seq.deadline_at = now + request.deadline
@@ -186,12 +210,14 @@ class EngineCore:
         if request.adapter is not None and request.max_load is not None:
             self._max_loads.add(now + request.max_load, seq)
         self._tracker.open(seq)
-        hold = False
+        is_built = True
         if request.grammar is not None and self._grammars is not None:
-            hold = not self._grammars.open(request.request_id, request.tenant_id, request.grammar)
-        if hold and request.adapter is not None:
+            is_built = self._grammars.open(request.request_id, request.tenant_id, request.grammar)
+        if not is_built and request.adapter is not None:
             self._scheduler.adapters.expected.expect(request.adapter, now)
-        self._scheduler.add_sequence(seq, hold=hold)
+        self._scheduler.add_sequence(seq, hold=bool(request.generated) or not is_built)
+        if request.generated and is_built:
+            self._release(seq, now)
 
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason "abort"; it holds nothing any more when this returns. An id that is
@@ -215,7 +241,9 @@ class EngineCore:
         """In a full queue, where tenants hold `held`, end the newest waiting request of the tenant that has most, if
         that one has at least two more than `tenant_id`: no tenant can fill the queue against the others. False if there
         is none."""
-        waiting = [s for s in self._tracker.live.values() if s.first_scheduled is None]
+        waiting = [
+            s for s in self._tracker.live.values() if s.first_scheduled is None and not s.request.generated
+        ]
         victim = max(waiting, key=lambda s: (held[s.request.tenant_id], s.order), default=None)
         if victim is None or held[victim.request.tenant_id] < held.get(tenant_id, 0) + 2:
             return False

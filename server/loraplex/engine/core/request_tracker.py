@@ -40,7 +40,8 @@ class RequestTracker:
 
     `eos_ids` end a sequence unless it ignores them; `clock` gives seconds; `on_end` gets the id of each request that
     was taken in, when it ends. `prompt_tokens` and `generation_tokens`
-    count what was computed for requests since the start: a prompt when its first token is sampled.
+    count what was computed for requests since the start: a prompt when its first token is sampled, unless another
+    engine did that.
     `num_adapter_waits` and `adapter_wait_s` count the ended sequences that waited for their adapter, and how long; not
     those of a MeasureRequest.
     """
@@ -88,7 +89,9 @@ class RequestTracker:
                 request.request_id,
                 finish_reason="error",
                 error=error,
-                usage=Usage(0, 0),
+                usage=Usage(len(request.prompt_ids), len(request.generated))
+                if request.generated
+                else Usage(0, 0),
                 timing=Timing(0.0, None, 0.0),
                 adapter_state=None if request.adapter is None else self._cache.state(request.adapter.digest),
                 duplicate=duplicate,
@@ -171,38 +174,49 @@ class RequestTracker:
         are dropped. Tokens of an epoch before a preemption are as good as any (see `Scheduler._preempt`)."""
         if not token_ids:
             return
-        sampling = seq.request.sampling
-        reason: FinishReason | None = None
-        stop_token_id: int | None = None
+        ending: tuple[FinishReason, int | None] | None = None
         count = 0
         for token_id in token_ids:
             seq.token_ids.append(token_id)
             count += 1
-            stops = token_id in sampling.stop_token_ids or (
-                not sampling.ignore_eos and token_id in self._eos_ids
-            )
-            ends_grammar = is_last and count == len(token_ids)
-            if ends_grammar or (stops and seq.num_outputs > sampling.min_tokens):
-                # A grammar may end with a token that is text, and with an eos that was to be ignored.
-                reason = "stop"
-                stop_token_id = token_id if stops or token_id in self._eos_ids else None
-                break
-            if seq.num_outputs >= sampling.max_tokens:
-                reason = "length"
+            ending = self._ending(seq, ends_grammar=is_last and count == len(token_ids))
+            if ending is not None:
                 break
         seq.num_pending = max(0, seq.num_pending - count)
         if seq.first_token is None:
             seq.first_token = now
-            self.prompt_tokens += seq.num_prompt
+            if not seq.request.generated:
+                self.prompt_tokens += seq.num_prompt
         seq.last_token = now
         self.generation_tokens += count
         self._scheduler.delivered(seq, count)
         taken, scores = token_ids[:count], cut_scores(scores, 0, count)
-        if reason is None:
+        if ending is None:
             state = self._tell_state(seq)
             self._events.append(TokenEvent(seq.request_id, taken, adapter_state=state, scores=scores))
         else:
+            reason, stop_token_id = ending
             self.end(seq, reason, taken, stop_token_id=stop_token_id, scores=scores)
+
+    def _ending(self, seq: Sequence, *, ends_grammar: bool) -> tuple[FinishReason, int | None] | None:
+        """Why a sequence ends with its newest token, and the stop or eos id that this is; None if it goes on."""
+        sampling, token_id = seq.request.sampling, seq.token_ids[-1]
+        is_eos = token_id in self._eos_ids
+        stops = token_id in sampling.stop_token_ids or (is_eos and not sampling.ignore_eos)
+        if ends_grammar or (stops and seq.num_outputs > sampling.min_tokens):
+            # A grammar may end with a token that is text, and with an eos that was to be ignored.
+            return "stop", token_id if stops or is_eos else None
+        return ("length", None) if seq.num_outputs >= sampling.max_tokens else None
+
+    def end_if_complete(self, seq: Sequence, *, ends_grammar: bool) -> bool:
+        """End a request whose generated tokens are the whole answer already. Returns whether they are.
+        `ends_grammar`: the last of them ends its grammar."""
+        ending = self._ending(seq, ends_grammar=ends_grammar)
+        if ending is None:
+            return False
+        reason, stop_token_id = ending
+        self.end(seq, reason, stop_token_id=stop_token_id)
+        return True
 
     def blame_adapter(self, seq: Sequence) -> None:
         """End a request whose numbers are not finite: the base gives finite ones for every prompt, so its adapter is at
@@ -256,7 +270,9 @@ class RequestTracker:
                 finish_reason=reason,
                 error=error,
                 usage=Usage(
-                    0 if seq.first_scheduled is None else seq.num_prompt, seq.num_outputs, seq.num_cached
+                    seq.num_prompt if seq.first_scheduled is not None or seq.is_resumed else 0,
+                    seq.num_outputs,
+                    seq.num_cached,
                 ),
                 timing=Timing(
                     queue_s=(now if seq.first_scheduled is None else seq.first_scheduled) - seq.arrival,

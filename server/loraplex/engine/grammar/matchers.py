@@ -65,6 +65,16 @@ class SequenceMatcher:
     _sure: int = 0
     _ahead: deque[int] = field(default_factory=deque)
 
+    def begin_with(self, tokens: Sequence[int]) -> str | None:
+        """Consume the output tokens that there are before the first step. Returns what is wrong, if anything."""
+        # One call: a turn through Python for each token takes several times as long, and the step thread waits.
+        self.known[:] = self._fed[:] = tokens
+        self._sure = len(tokens)
+        fits = self.inner.consume_tokens(list(tokens))
+        return (
+            None if fits else self.failed("the grammar does not allow the tokens that were generated before")
+        )
+
     def move_to(self, count: int, *tokens: int) -> str | None:
         """Consume the first `count` known tokens, and then `tokens`; take back all others. Returns what is wrong, if
         anything: then the matcher is of no use any more."""
@@ -215,6 +225,13 @@ class GrammarMatchers:
     def matcher(self, request_id: str) -> SequenceMatcher:
         """The matcher of a request whose wait has ended well, and that was not closed."""
         return self._matchers[request_id]
+
+    def resume(self, request_id: str, token_ids: Sequence[int]) -> tuple[bool, str | None]:
+        """The answer of a request with a matcher goes on behind `token_ids`. Returns whether its grammar ends with
+        them, and what is wrong, if anything. Nothing of the request may have been planned yet."""
+        matcher = self._matchers[request_id]
+        error = matcher.begin_with(token_ids)
+        return error is None and matcher.inner.is_stopped(), error
 
     def close_request(self, request_id: str) -> None:
         """A request has ended, whatever it had."""

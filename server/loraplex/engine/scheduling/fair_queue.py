@@ -118,7 +118,8 @@ class FairQueue:
             self._order.holds_less(tenant)
 
     def push(self, seq: Sequence) -> TenantLane:
-        """Put an entered request into its lane: preempted requests first, then by priority, then by arrival."""
+        """Put an entered request into its lane: requests that were begun before are first, then by priority, then by
+        arrival."""
         assert seq not in self._entries, f"request {seq.request_id} is in the queue already"
         request = seq.request
         tenant = self._tenants[request.tenant_id]
@@ -131,7 +132,7 @@ class FairQueue:
                 self._lanes.setdefault(digest, {})[tenant] = lane
         if tenant.ready == 0 and (lane.is_open or tenant.queued == 0):
             self._lift(tenant)
-        key = (seq.epoch == 0, -request.priority, seq.order)
+        key = (not seq.is_resumed, -request.priority, seq.order)
         entry = self._entries[seq] = lane.push_request(key, seq)
         tenant.queued += 1
         if lane.is_open:

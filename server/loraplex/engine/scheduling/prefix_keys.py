@@ -53,6 +53,14 @@ def findable_blocks(seq: Sequence) -> int:
     return findable
 
 
+def cached_prompt_tokens(seq: Sequence) -> int:
+    """Positions of the prompt that a sequence has found in the prefix cache, when it starts for the first time."""
+    if not seq.request.generated:
+        return seq.num_computed
+    # What another engine has generated may be cached too. As ever, the prompt's last position does not count.
+    return min(seq.num_computed, (seq.num_prompt - 1) // BLOCK_SIZE * BLOCK_SIZE)
+
+
 def extend_keys(seq: Sequence) -> list[BlockKey]:
     """Name every block that `seq.token_ids` fill by now; what was named before is kept. Returns all keys."""
     keys = seq.block_keys

@@ -410,7 +410,7 @@ class Scheduler:
         seq.num_computed = len(found) * BLOCK_SIZE
         if seq.epoch == 0:
             seq.adapter_opened = lane.opened
-            seq.num_cached = seq.num_computed
+            seq.num_cached = prefix_keys.cached_prompt_tokens(seq)
             self.prefix_queries += seq.num_prompt
             self.prefix_hits += seq.num_cached
             if seq.pooled is not None and seq.num_prompt < BLOCK_SIZE:

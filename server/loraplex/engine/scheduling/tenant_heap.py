@@ -9,7 +9,8 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import Sequence
 
 Key = tuple[bool, int, int]
-"""The order within one tenant: preempted requests first, then by priority, then by arrival."""
+"""The order within one tenant: requests that were begun before (preempted, or in another engine) are first, then by
+priority, then by arrival."""
 
 
 @dataclass(slots=True, eq=False)
