@@ -15,6 +15,7 @@ from loraplex.adapters.store.bucket_client import BucketClient
 from loraplex.adapters.store.bucket_store import BucketStore
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, digest_upload
 from loraplex.adapters.store.interface import Store
+from loraplex.adapters.store.probe import read_probe, write_probe
 from support.servers.s3_server import BUCKET, S3Server
 
 TENSORS = bytes(range(256)) * 64
@@ -146,3 +147,12 @@ def test_what_is_no_digest_is_refused_and_discarded(stored: Stored) -> None:
     with pytest.raises(ValueError):
         stored.store.commit(staging, "../x")
     assert not staging.directory.exists()
+
+
+def test_a_probe_is_read_by_its_name_until_it_is_deleted(stored: Stored) -> None:
+    probe = write_probe(stored.store)
+    assert read_probe(stored.store, probe.digest) == probe.content
+    stored.store.verify(probe.digest)
+    assert stored.store.delete(probe.digest)
+    with pytest.raises(ArtifactMissing):
+        read_probe(stored.store, probe.digest)

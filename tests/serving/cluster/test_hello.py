@@ -89,6 +89,10 @@ def test_a_peer_without_the_token_is_not_told_of_the_base_or_the_store() -> None
     assert "store" not in reason
 
 
+def test_nothing_of_the_store_is_sent_to_a_server_that_nobody_knows() -> None:
+    assert EXPECTED.probe not in encoded(hello())
+
+
 def test_no_content_is_never_the_content_of_a_probe() -> None:
     with pytest.raises(HandshakeRefused, match="cannot read"):
         check_hello(encoded(hello(probe=b"")), CHALLENGE, Expected(TOKEN, "fingerprint-a", b""))

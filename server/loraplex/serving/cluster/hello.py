@@ -1,12 +1,13 @@
 """The handshake of an engine that dials in: messages, and the checks of both sides as pure functions.
 
     server → engine   Challenge   a nonce, and the name of a probe in the artifact store
-    engine → server   Hello       what the engine is, the probe's content, a nonce of its own, and a MAC
+    engine → server   Hello       what the engine is, a MAC of the probe's content, a nonce of its own, and a MAC
     server → engine   Welcome     a MAC over the engine's nonce; or Refused, with one line
 
-Both MACs are HMAC-SHA256 under the shared token, of different labels, so that neither can be sent back as the other. A
-Hello covers the server's nonce, so that a recorded one is worth nothing. The token itself never travels. What follows
-the handshake is neither encrypted nor authenticated: that is the network's part.
+All MACs are HMAC-SHA256 under the shared token, of different labels, so that none can be sent back as another. A Hello
+covers the server's nonce, so that a recorded one is worth nothing. Neither the token nor anything from the store ever
+travels: a strange server learns nothing from an engine. What follows the handshake is neither encrypted nor
+authenticated: that is the network's part.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MAX_FRAME_BYTES = 64 * 1024
 MAX_REASON = 500
 NONCE_BYTES = 32
 _HELLO = b"loraplex engine 1\0"
+_PROBE = b"loraplex probe 1\0"
 _WELCOME = b"loraplex server 1\0"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 MAX_NAME = 64
@@ -57,8 +59,8 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """`pid` is the engine process, `num_restarts` the number of those before it. `probe` is the content of the
-    challenge's probe, empty where the engine cannot read it."""
+    """`pid` is the engine process, `num_restarts` the number of those before it. `probe` is a MAC of the content
+    of the challenge's probe, empty where the engine cannot read it."""
 
     protocol: int
     messages: Text
@@ -68,7 +70,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     num_restarts: int
     base_fingerprint: Text
     numerics: Text
-    probe: Annotated[bytes, msgspec.Meta(max_length=4096)]
+    probe: Mac
     nonce: Nonce
     mac: Mac = b""
 
@@ -98,7 +100,7 @@ MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Requirements of a server for its engines. `probe` is the content of its probe, `challenge` what it was sent."""
+    """Requirements of a server for its engines. `probe` is the content of its probe."""
 
     token: bytes
     base_fingerprint: str
@@ -148,7 +150,7 @@ def make_hello(challenge: Challenge, token: bytes, identity: Identity, probe: by
         identity.num_restarts,
         identity.base_fingerprint,
         identity.numerics,
-        probe,
+        _mac(token, _PROBE, challenge.nonce, probe) if probe else b"",
         secrets.token_bytes(NONCE_BYTES),
     )
     return msgspec.structs.replace(hello, mac=_hello_mac(token, challenge.nonce, hello))
@@ -169,7 +171,7 @@ def check_hello(payload: bytes, challenge: Challenge, expected: Expected) -> Hel
             f"the engine serves another base model: its fingerprint is '{hello.base_fingerprint}', the server's "
             f"'{expected.base_fingerprint}'; start it with the server's --model"
         )
-    if not hello.probe or not hmac.compare_digest(hello.probe, expected.probe):
+    if not hmac.compare_digest(hello.probe, _mac(expected.token, _PROBE, challenge.nonce, expected.probe)):
         raise HandshakeRefused(
             "the engine cannot read the server's artifact store; give it the server's --artifact-url (s3://… or a "
             "shared file:///DIR), or on the same machine its --data-dir"
