@@ -11,7 +11,7 @@ from typing import Any
 
 from loraplex.engine.config import EngineConfig
 from loraplex.serving.cluster.hello import Expected
-from loraplex.serving.cluster.members import Members
+from loraplex.serving.cluster.members import Members, OnJoin, OnLeave
 from loraplex.serving.cluster.relay import DialPolicy, Door, Relay
 from loraplex.serving.cluster.remote import RemoteEngine
 from loraplex.serving.supervision.engine_supervisor import Supervision
@@ -57,25 +57,29 @@ async def listen(
     expected: Expected = EXPECTED,
     watchdog: WatchdogPolicy | None = None,
     on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
+    on_join: OnJoin = lambda replica, node, session: None,
+    on_leave: OnLeave = lambda replica: None,
 ) -> Port:
     """A port on loopback; 0 for any that is free."""
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("127.0.0.1", number))
 
-    def on_join(replica: str, node: str, session: RemoteEngine) -> None:
+    def note_join(replica: str, node: str, session: RemoteEngine) -> None:
+        on_join(replica, node, session)
         port.turns.append(("join", replica))
         port.sessions[replica] = session
 
-    def on_leave(replica: str) -> None:
+    def note_leave(replica: str) -> None:
+        on_leave(replica)
         port.turns.append(("leave", replica))
         del port.sessions[replica]
 
     members = Members(
         expected,
         PROBE,
-        on_join=on_join,
-        on_leave=on_leave,
+        on_join=note_join,
+        on_leave=note_leave,
         log=lambda event, **fields: port.log.append((event, fields)),
         watchdog=watchdog,
         on_damaged=on_damaged,
