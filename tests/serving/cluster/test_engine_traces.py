@@ -46,14 +46,15 @@ def test_the_end_of_an_aborted_request_is_waited_for() -> None:
     assert traces.is_clean
 
 
-def test_pins_and_terms_of_a_server_end_with_it() -> None:
+def test_pins_terms_and_homes_of_a_server_end_with_it() -> None:
     traces = EngineTraces()
     traces.note_command(wire.Pin(1, adapter(1)))
     traces.note_command(wire.Pin(2, adapter(2)))
     traces.note_command(wire.Unpin(3, adapter(1).digest))
     traces.note_command(wire.SetTenants({"acme": TenantTerms(3.0)}))
+    traces.note_command(wire.SetElsewhere((adapter(3).digest,)))
     expected = [wire.Unpin(BARRIER, adapter(2).digest), wire.SetTenants({"acme": DEFAULT_TERMS})]
-    assert traces.clean_up() == [*expected, wire.Ping(BARRIER)]
+    assert traces.clean_up() == [*expected, wire.SetElsewhere(()), wire.Ping(BARRIER)]
     assert traces.clean_up() == [wire.Ping(BARRIER)]
 
 

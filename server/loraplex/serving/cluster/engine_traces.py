@@ -37,6 +37,7 @@ class EngineTraces:
         self._live: set[str] = set()
         self._pins: set[str] = set()
         self._tenants: set[str] = set()
+        self._elsewhere = False
         self._states: dict[str, AdapterState] = {}
         self._warming = False
         self._awaits_barrier = False
@@ -46,7 +47,7 @@ class EngineTraces:
         num_live = len(self._live)
         for traces in (self._live, self._pins, self._tenants, self._states):
             traces.clear()
-        self._warming = self._awaits_barrier = False
+        self._warming = self._awaits_barrier = self._elsewhere = False
         return num_live
 
     @property
@@ -68,6 +69,8 @@ class EngineTraces:
                 self._pins.add(ref.digest)
             case wire.Unpin(_, digest) | wire.Drop(_, digest):
                 self._pins.discard(digest)
+            case wire.SetElsewhere(digests):
+                self._elsewhere = bool(digests)
             case wire.SetTenants(terms):
                 self._tenants.update(terms)
             case _:
@@ -105,8 +108,11 @@ class EngineTraces:
         commands += [wire.Unpin(BARRIER, digest) for digest in self._pins]
         if self._tenants:
             commands.append(wire.SetTenants(dict.fromkeys(self._tenants, DEFAULT_TERMS)))
+        if self._elsewhere:
+            commands.append(wire.SetElsewhere(()))
         self._pins.clear()
         self._tenants.clear()
+        self._elsewhere = False
         return [*commands, wire.Ping(BARRIER)]
 
     def greeting(self) -> list[wire.Event]:
