@@ -31,7 +31,7 @@ from loraplex.api.routes.metrics import metrics_route
 from loraplex.api.routes.probes import probe_routes
 from loraplex.app.base_model.output_formats import base_formats, check_named_formats
 from loraplex.app.base_model.own_chats import ChatExaminer, OwnChatsOfVersions
-from loraplex.app.base_model.source import cache_dir
+from loraplex.app.base_model.source import cache_dir, plan_dir
 from loraplex.app.installation import Installation
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
@@ -44,6 +44,7 @@ from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.types import Limits
 from loraplex.http.routing import exact
+from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
@@ -183,6 +184,13 @@ def _metrics(installation: Installation) -> Metrics:
 def _admin_services(installation: Installation, shared: _Shared) -> AdminServices:
     settings, engine, metrics = installation.settings, shared.engine, shared.metrics
     retention = Retention(installation.database, installation.artifacts, settings.keep_versions)
+    base_errors = BaseErrors(
+        database=installation.database,
+        validation=installation.validation,
+        store=installation.store,
+        served=_served_base(settings, shared.text),
+        warn_above=settings.adapter_base_error_warning,
+    )
     checks = VersionChecks(
         database=installation.database,
         catalog=installation.catalog,
@@ -191,6 +199,7 @@ def _admin_services(installation: Installation, shared: _Shared) -> AdminService
         store=installation.store,
         engine=engine,
         retention=retention,
+        base_errors=base_errors,
         on_outcome=metrics.version_checked,
     )
     return AdminServices(
@@ -213,6 +222,11 @@ def _admin_services(installation: Installation, shared: _Shared) -> AdminService
             shared.text, engine.info.eos_ids, shared.templates, own_serves=_owns_serve(settings)
         ),
     )
+
+
+def _served_base(settings: Settings, text: TextProcessor) -> ServedBase:
+    folder = settings.data_dir.resolve()
+    return ServedBase(text.encode, settings.max_model_len, cache_dir=folder, plan_dir=plan_dir(folder))
 
 
 def _data_services(installation: Installation, shared: _Shared, admin_services: AdminServices) -> ApiServices:

@@ -194,6 +194,13 @@ class Settings(BaseSettings):
         description="Whose chat template renders the chats of a version that brings one, and whose tokens end its "
         "answers: the base's alone (base), or the version's (own)",
     )
+    adapter_base_error_warning: float = Field(
+        0.1,
+        ge=0,
+        le=100,
+        description="Nats a token by which another form of the base than that of its training may change an adapter's "
+        "answers before its report warns",
+    )
     default_max_tokens: int = Field(
         256, ge=1, le=1 << 20, description="Answer length where a request asks for none"
     )

@@ -45,6 +45,7 @@ from loraplex.control.errors import (
 )
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import CheckOutcome, Refusal, VersionInfo
+from loraplex.lifecycle.base_errors import BaseErrors
 from loraplex.lifecycle.engine_turns import EngineTurns
 from loraplex.lifecycle.eviction import evict_removed
 from loraplex.serving.client.engine_client import EngineClient
@@ -113,8 +114,8 @@ class _ChecksPaused(LoraplexError):
 
 
 class VersionChecks:
-    """The checks of one event loop. Checks of one tenant go one after the other. `on_outcome` hears of each attempt.
-    `clock` is monotonic seconds."""
+    """The checks of one event loop. Checks of one tenant go one after the other. `base_errors` measures what has
+    passed; None: nothing does. `on_outcome` hears of each attempt. `clock` is monotonic seconds."""
 
     def __init__(
         self,
@@ -126,6 +127,7 @@ class VersionChecks:
         store: Store,
         engine: EngineClient,
         retention: Retention | None = None,
+        base_errors: BaseErrors | None = None,
         on_outcome: Callable[[CheckOutcome], None] = lambda outcome: None,
         wait_s: float = WAIT_S,
         measure_s: float = MEASURE_S,
@@ -139,6 +141,7 @@ class VersionChecks:
         self._tenants = tenants
         self._store = store
         self._retention = retention
+        self._base_errors = base_errors
         self._on_outcome = on_outcome
         self._wait_s = wait_s
         self._scan_s = scan_s
@@ -165,8 +168,9 @@ class VersionChecks:
         return task
 
     async def wait(self, info: VersionInfo) -> VersionInfo:
-        """The version when it is ready. Raises VersionRejected, NumbersUnchecked where there is no verdict in time (the
-        check goes on), VersionNotFound where it was deleted meanwhile, AdapterUnavailable where its bytes were lost."""
+        """The version when it is ready, and its base error is measured or there is no time left. Raises
+        VersionRejected, NumbersUnchecked where there is no verdict in time (the check goes on), VersionNotFound where
+        it was deleted meanwhile, AdapterUnavailable where its bytes were lost."""
         deadline = self._clock() + self._wait_s
         while True:
             task = self.start(info)
@@ -177,7 +181,10 @@ class VersionChecks:
                 raise NumbersUnchecked(info, "the server is shutting down")
             attempt = task.result()
             if attempt.reason is None:
-                return _require_ready(attempt.info)
+                ready = _require_ready(attempt.info)
+                if self._base_errors is None:
+                    return ready
+                return await self._base_errors.wait(ready, deadline - self._clock())
             current = await self._current(info)  # it may be deleted, or decided elsewhere
             if current.state != "validating":
                 return _require_ready(current)
@@ -195,6 +202,8 @@ class VersionChecks:
                 self._failed.clear()
                 try:
                     pending = await self.database.run(self._validation.pending)
+                    if at_start and self._base_errors is not None:
+                        await self._base_errors.start_unmeasured()
                 except LoraplexError as error:
                     log.debug("pending_checks_not_read", reason=error.message)
                 else:
@@ -208,6 +217,8 @@ class VersionChecks:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            if self._base_errors is not None:
+                await self._base_errors.close()
 
     def _start_due(self, pending: list[VersionInfo], *, everything: bool) -> None:
         now, today = self._clock(), datetime.now(UTC)
@@ -259,6 +270,8 @@ class VersionChecks:
             self._tell(decision.info, refusal, self._clock() - began)
             await evict_removed(self, decision.removal)
             if refusal is None:
+                if self._base_errors is not None:
+                    self._base_errors.start(decision.info)
                 await self._delete_surplus(decision.info, decision.by)
         return _Attempt(decision.info)
 

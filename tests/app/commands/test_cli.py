@@ -171,7 +171,7 @@ def test_a_push_tells_of_a_base_in_another_form(shell: Shell) -> None:
     shell.ok("tenant", "create", "acme")
     draft_adapter(ARCH, base_model_name_or_path="org/base-bnb-4bit").write(shell.root / "qlora")
     forms = (
-        "trained on bitsandbytes nf4, served over full precision: the change of its answers was not measured"
+        "trained on bitsandbytes nf4, served over full precision: 0.25 nat a token, top-1 75.0% of 256 tokens"
     )
     pushed = shell.ok("adapter", "push", "support", str(shell.root / "qlora"), "-t", "acme")
     for said in (pushed, shell.ok("adapter", "show", "support@v1", "-t", "acme")):

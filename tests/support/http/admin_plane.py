@@ -29,10 +29,12 @@ from loraplex.control.db.database import Database
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
+from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.migrations.run import upgrade
 from support.adapters.drafts import TinyBase, make_adapter, write_base
 from support.control.integrity import check_integrity
+from support.engine.fake_base_measure import FakeBaseMeasure, MeasureBase
 from support.engine.fake_engine import FakeEngineClient
 from support.engine.fake_measure import FakeMeasure
 
@@ -73,6 +75,9 @@ class AdminPlane:
     fault: Fault = no_fault
     wait_s: float = 30.0
     examine_chat: ExamineChat | None = None
+    measure_base: MeasureBase | None = None
+    """In place of `base_measure`, a fake."""
+    warn_above: float = 0.1
 
     def __post_init__(self) -> None:
         template = Path(_template().name)
@@ -90,6 +95,15 @@ class AdminPlane:
         self.validation = Validation(self.database, artifacts, base)
         self.engine.measure = self.measure = FakeMeasure(store.path, base)
         self.outcomes: list[str] = []
+        self.base_measure = FakeBaseMeasure()
+        self.base_errors = BaseErrors(
+            database=self.database,
+            validation=self.validation,
+            store=store,
+            served=ServedBase(lambda text: [byte % ARCH.vocab for byte in text.encode()]),
+            warn_above=self.warn_above,
+            measure=self.measure_base or self.base_measure,
+        )
         self.checks = VersionChecks(
             database=self.database,
             catalog=catalog,
@@ -97,6 +111,7 @@ class AdminPlane:
             tenants=Tenants(self.database, artifacts),
             store=store,
             engine=self.engine,
+            base_errors=self.base_errors,
             on_outcome=self.outcomes.append,
             wait_s=self.wait_s,
             scan_s=0.01,

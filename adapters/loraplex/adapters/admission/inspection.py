@@ -32,7 +32,7 @@ from loraplex.adapters.admission.modules import (
 from loraplex.adapters.admission.peft_config import LoraSettings, read_settings
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, weight_names
-from loraplex.adapters.admission.trained_base import compare_bases
+from loraplex.adapters.admission.trained_base import CHECK, compare_bases
 from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site
 from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
 from loraplex.adapters.spec import AdapterSpec, BaseSpec, SiteShape, SiteWeights, TensorSlice, TokenRows
@@ -132,8 +132,9 @@ def inspect_adapter(
     The spec's report has `modules_matched`, `modules_ignored` (copies of base weights that were dropped),
     `parameters`, `rank_by_module` (the first 1024), `norm` ({total, max, max_module, min}, None unless deep),
     `checks` ([{name, ok, detail}], in order; ok is False on a warning and on the check that refused),
-    `reference_error` (None here) and `base_error` ({trained_on, served, reason} of `trained_base.BaseError`, None where
-    the config names no other base or form than the served one).
+    `reference_error` (None here) and `base_error` ({trained_on, served, reason, kl, top1, tokens} of
+    `trained_base.BaseError`, the figures None here; None where the config names no other base or form than the served
+    one).
 
     Raises AdapterRefused, which names all that the config and the header show to be wrong, and whose `report` holds
     what was found up to there; ArtifactMissing where a file does not exist; OSError.
@@ -396,7 +397,7 @@ def _note_base_name(settings: LoraSettings, base: BaseSpec, report: _Report) -> 
     if error is not None:
         report.base_error = error.as_dict()
         if error.is_this_base:
-            report.begin_check("base_form")
+            report.begin_check(CHECK)
             report.warn([error.warning])
 
 

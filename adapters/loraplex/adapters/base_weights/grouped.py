@@ -79,11 +79,12 @@ def group_of(inputs: int) -> int:
     return inputs
 
 
-def quantise_int8(weight: NDArray[Any]) -> Grouped:
+def quantise_int8(weight: NDArray[Any], *, group: int = 0) -> Grouped:
     """Codes in groups for a weight [N, K] of any floats. A group's scale is its largest magnitude over 127, and a code
-    is the quotient, rounded to the nearest, ties to even. A row's codes depend on that row alone. Raises NotFinite."""
+    is the quotient, rounded to the nearest, ties to even. A row's codes depend on that row alone. `group`: a divisor of
+    K; 0: that of `group_of`. Raises NotFinite."""
     rows, inputs = weight.shape
-    group = group_of(inputs)
+    group = group or group_of(inputs)
     codes = np.empty((rows, inputs), np.int8)
     scales = np.empty((rows, inputs // group), np.float32)
     step = max(1, _PIECE_VALUES // max(1, inputs))

@@ -7,13 +7,14 @@ changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from loraplex.adapters.admission.trained_base import NOT_MEASURED_YET, is_to_be_measured, with_figures
 from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control.artifacts import Artifacts
@@ -66,6 +67,34 @@ class Validation:
         )
         with self._database.read() as session:
             return [version_info(row) for row in session.scalars(query)]
+
+    def unmeasured(self) -> list[VersionInfo]:
+        """Versions that are `ready`, whose report lacks figures of a base in another form: at most `MAX_PENDING`, the
+        oldest first."""
+        query = (
+            select(AdapterVersion)
+            .where(
+                AdapterVersion.state == "ready",
+                AdapterVersion.base_fingerprint == self.base.fingerprint,
+                AdapterVersion.report["base_error"]["reason"].as_string() == NOT_MEASURED_YET,
+            )
+            .order_by(AdapterVersion.created_at, AdapterVersion.tenant_id, AdapterVersion.name)
+            .limit(MAX_PENDING)
+        )
+        with self._database.read() as session:
+            return [version_info(row) for row in session.scalars(query)]
+
+    def record_base_error(
+        self, info: VersionInfo, figures: Mapping[str, Any], *, warn_above: float
+    ) -> VersionInfo:
+        """Add the figures, as `trained_base.with_figures` takes them, to the report of a version that is ready and
+        lacks them. The first figures stay. Raises as `accept`."""
+        with self._database.write() as session:
+            row = require_version(session, info.tenant_id, info.name, info.version)
+            if row.state == "ready" and is_to_be_measured(row.report):
+                row.report = with_figures(row.report, figures, warn_above=warn_above)
+                session.flush()
+            return version_info(row)
 
     def accept(self, info: VersionInfo, reference_error: dict[str, Any]) -> Decision:
         """Make a version that is `validating` ready. It is released if nothing of its name is, or if its upload asked

@@ -66,12 +66,12 @@ class FusedDecoder:
         ops: Ops,
         attention: AttentionChoice,
     ) -> None:
-        """`head` is packed as the layers' weights are."""
+        """`head` is packed as the layers' weights are. A pass reads `layers` in order, each with the following one."""
         self._spec = spec
         self._ops = ops
         self._kernel = attention.kernel
         self._attention_reason = attention.reason
-        self._layers = tuple(layers)
+        self._layers = layers
         self._embed = embed
         self._norm = norm
         self._head = head
@@ -297,12 +297,10 @@ def load_fused(
     attention: AttentionChoice | None = None,
     quantise: bool = False,
 ) -> FusedDecoder:
-    """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the
-    checkpoint. Tensors whose names begin with one of `unread` belong to other parts of a larger model.
-    `quantise`: linears and head as codes of 8 bits in groups (`base_weights.grouped`), where they
-    are not stored as codes. Raises
-    ModelUnsupported for a tensor that is missing, of another shape, or unknown to the family: it would change the
-    computation."""
+    """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the checkpoint.
+    Tensors whose names begin with one of `unread` belong to other parts of a larger model. `quantise`: linears and head
+    as codes of 8 bits in groups (`base_weights.grouped`), where they are not stored as codes. Raises ModelUnsupported
+    for a tensor that is missing, of another shape, or unknown to the family: it would change the computation."""
     with open_checkpoint(model_dir) as checkpoint:
         codes = None
         if quantise or checkpoint.has_codes:
@@ -330,7 +328,7 @@ def fused_decoder(
 ) -> FusedDecoder:
     """The same of tensors that come from anywhere. `ops` and `attention` belong together; None: torch's. `codes` reads
     linears and head as codes; None: they are kept in `dtype`."""
-    return _Reader(tensors, spec, dtype, device, ops, attention, codes).decoder()
+    return DecoderReader(tensors, spec, dtype, device, ops, attention, codes).decoder()
 
 
 def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
@@ -338,7 +336,9 @@ def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
     return AttentionNeeds(shape, tuple(dict.fromkeys(spec.windows)), spec.attention_softcap is not None)
 
 
-class _Reader:
+class DecoderReader:
+    """A checkpoint's tensors as `FusedDecoder` has them. Its methods raise ModelUnsupported as `load_fused` does."""
+
     def __init__(
         self,
         checkpoint: TensorSource,
@@ -366,10 +366,10 @@ class _Reader:
     def decoder(self) -> FusedDecoder:
         spec = self._spec
         embed = self._tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        layers = [self._layer(f"{self._root}layers.{i}.") for i in range(spec.num_layers)]
-        norm = self._norm(f"{self._root}norm", spec.hidden_size)
+        layers = tuple(self.layer(index) for index in range(spec.num_layers))
         head = None if self._codes is None else self._codes.read(self._head_names())
         head = self._head(embed) if head is None else head
+        norm = self.final_norm()
         return FusedDecoder(spec, layers, embed, norm, head, ops=self._ops, attention=self._attention)
 
     def _head(self, embed: torch.Tensor) -> Any:
@@ -385,8 +385,11 @@ class _Reader:
         stored = "lm_head" if has_own else f"{self._root}embed_tokens"
         return {stored: (self._spec.vocab_size, self._spec.hidden_size)}
 
-    def _layer(self, prefix: str) -> LayerWeights:
-        spec = self._spec
+    def final_norm(self) -> torch.Tensor:
+        return self._norm(f"{self._root}norm", self._spec.hidden_size)
+
+    def layer(self, index: int) -> LayerWeights:
+        spec, prefix = self._spec, f"{self._root}layers.{index}."
         hidden, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
         query, kv = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."

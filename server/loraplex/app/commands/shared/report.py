@@ -40,8 +40,12 @@ def _errors(found: Mapping[str, Any]) -> str:
 
 
 def _forms(found: Mapping[str, Any]) -> str:
-    """The base that a version was trained on, beside the served one."""
-    return f"trained on {found.get('trained_on')}, served over {found.get('served')}: {found.get('reason')}"
+    """The base that a version was trained on, beside the served one, and what that changes."""
+    kl, top1 = found.get("kl"), found.get("top1")
+    result = found.get("reason")
+    if isinstance(kl, int | float) and isinstance(top1, int | float):
+        result = f"{_number(float(kl))} nat a token, top-1 {top1:.1%} of {found.get('tokens')} tokens"
+    return f"trained on {found.get('trained_on')}, served over {found.get('served')}: {result}"
 
 
 def _ranks(by_module: Mapping[str, Any]) -> str:

@@ -1,0 +1,258 @@
+"""Answers of one adapter over two forms of its base, for fixed prompts.
+
+The engine's own decoder computes them, in float32 with torch's kernels. Memory stays below a few layers: a form's
+layers are read as the pass comes to them, and its head some rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.device.arena import AdapterArena
+from loraplex.adapters.device.host_image import build_image
+from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.spec import AdapterSpec, BaseSpec
+from loraplex.engine.base_error.forms import BaseInForm
+from loraplex.engine.base_error.messages import BaseErrorFigures, BaseErrorTask
+from loraplex.engine.execution.inputs import PlainInputs
+from loraplex.engine.model.base import ForwardBatch, KVCache, TokenRows
+from loraplex.engine.model.config_fields import read_config_json
+from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
+from loraplex.engine.model.fused import DecoderReader, FusedDecoder, LayerWeights
+from loraplex.engine.model.loading import read_model_config
+from loraplex.engine.model.plans import KeptPlans
+from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.kernels.attention.choice import AttentionChoice
+from loraplex.kernels.attention.torch_attention import TorchAttention
+from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.lora.dispatch import CHUNK
+from loraplex.kernels.torch_backend import torch_kernels
+
+_CPU = torch.device("cpu")
+_LIBRARY_BYTES = 256 << 20
+"""Room for torch's products, and for all else of Python's."""
+_ROWS_AT_A_TIME = 16
+"""Rows of logits that are compared at a time, in float64."""
+
+
+class NotMeasured(LoraplexError):
+    """There is no figure, for this reason."""
+
+    code = "base_error_not_measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A task with what its files' headers say. `prompts` are of token ids."""
+
+    spec: DecoderSpec
+    base: BaseSpec
+    trained_on: str
+    adapter: AdapterSpec
+    tensors_path: Path
+    prompts: list[list[int]]
+
+
+def read_subject(task: BaseErrorTask) -> Subject:
+    """Raises NotMeasured, AdapterRefused, ArtifactMissing, ModelUnsupported, BaseModelInvalid, OSError."""
+    spec = _decoder_spec(task)
+    cache_dir = None if task.cache_dir is None else Path(task.cache_dir)
+    base = load_base_spec(Path(task.model_dir), cache_dir=cache_dir, quantise=task.quantise)
+    files = Path(task.config_path), Path(task.tensors_path)
+    adapter = inspect_adapter(*files, base, max_rank=task.max_rank, deep=False, digest=task.digest)
+    prompts = [prompt[: spec.rope.max_positions] for prompt in task.prompts]
+    return Subject(spec, base, task.trained_on, adapter, files[1], prompts)
+
+
+def compare_answers(subject: Subject, memory: int) -> BaseErrorFigures:
+    """The figures, within `memory` bytes. Raises as `read_subject`, and MemoryError or torch's own error where it is
+    not enough after all."""
+    wanted = needed_memory(subject)
+    if wanted > memory:
+        raise NotMeasured(f"it takes {_mib(wanted)} of memory, and may take {_mib(memory)}")
+    as_trained = BaseInForm(replace(subject.base, quantise="none"), subject.trained_on)
+    expected = _answers(as_trained, subject)
+    return compare_logits(expected, _answers(BaseInForm(subject.base), subject))
+
+
+def needed_memory(subject: Subject) -> int:
+    """Bytes at most: two layers in float32 and what a third is made of, the adapter twice, the logits of both forms."""
+    spec, adapter, base = subject.spec, subject.adapter, subject.base
+    tokens = sum(map(len, subject.prompts))
+    layers: dict[int, int] = {}
+    for shape in base.sites.values():
+        layers[shape.layer] = layers.get(shape.layer, 0) + shape.in_features * shape.out_features
+    # The sites of the head and of the embedding count to layer 0, and are never read whole.
+    layer = layers.get(1, 0) or layers[0]
+    ranks = sum(
+        (-(-site.rank // CHUNK) * CHUNK) * sum(site.a.shape[1:] + site.b.shape[:1]) for site in adapter.sites
+    )
+    rows = sum(table.rows.shape[0] * spec.hidden_size for table in adapter.tokens)
+    floats = 4 * layer + 2 * (ranks + rows) + tokens * (3 * spec.vocab_size + 8 * spec.intermediate_size)
+    floats += tokens * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
+    return 4 * floats + _LIBRARY_BYTES
+
+
+@torch.inference_mode()
+def compare_logits(trained: torch.Tensor, served: torch.Tensor) -> BaseErrorFigures:
+    """The figures of logits [T, V] float32 of the same tokens: the mean of Σ p·(log p - log q), p of the training and q
+    as served, and how often the largest is the same. Raises NotMeasured where one is not finite."""
+    divergence, same = 0.0, 0
+    for first in range(0, len(trained), _ROWS_AT_A_TIME):
+        rows = slice(first, first + _ROWS_AT_A_TIME)
+        p, q = trained[rows].double().log_softmax(-1), served[rows].double().log_softmax(-1)
+        divergence += float((p.exp() * (p - q)).sum())
+        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+    if not np.isfinite(divergence):
+        raise NotMeasured("the adapter's answers are not finite over one of the two forms")
+    tokens = len(trained)
+    # Rounding may leave less than zero of equal answers.
+    return BaseErrorFigures(max(0.0, divergence) / tokens, same / tokens, tokens)
+
+
+def _decoder_spec(task: BaseErrorTask) -> DecoderSpec:
+    """The spec that the engine has. Raises NotMeasured for a model that runs through transformers, ModelUnsupported."""
+    model_dir = Path(task.model_dir)
+    if task.plan_dir is not None:
+        content = read_config_json(model_dir)[0]
+        plan = KeptPlans(Path(task.plan_dir)).find(content, task.max_model_len)
+        if plan is not None:
+            return plan.spec
+    _, part = read_model_config(model_dir)
+    if not is_fused(part.config.model_type):
+        raise NotMeasured(
+            f"{part.config.model_type} runs through transformers, which reads all layers at once"
+        )
+    return decoder_spec(part.config, part.raw, task.max_model_len)
+
+
+@torch.inference_mode()
+def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
+    """[T, V] float32: the logits behind each token of each prompt, of the adapter over a form of its base."""
+    spec, prompts = subject.spec, subject.prompts
+    kernels = _kernels()
+    attention = TorchAttention(spec.num_kv_heads, spec.head_dim, torch.float32, _CPU)
+    reader = DecoderReader(form, spec, torch.float32, _CPU, kernels.ops, None, None)
+    rows = [token for prompt in prompts for token in prompt]
+    known, compact = np.unique(np.array(rows, np.int64), return_inverse=True)
+    model = FusedDecoder(
+        spec,
+        _LayersInTurn(reader, spec.num_layers),
+        torch.from_numpy(form.embeddings(known)),
+        reader.final_norm(),
+        form,
+        ops=kernels.ops,
+        attention=AttentionChoice(attention, "the reference"),
+    )
+    arena = _arena(model, subject, form, kernels)
+    segments = [(0, 0, len(rows))]
+    tokens = arena.token_pass(segments, segments, PlainInputs(_CPU))
+    ends = list(accumulate(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts))
+    tables = [list(range(first, end)) for first, end in zip([0, *ends], ends, strict=False)]
+    counts = [len(prompt) for prompt in prompts]
+    return model.forward(
+        ForwardBatch(
+            token_ids=torch.from_numpy(compact),
+            positions=torch.cat([torch.arange(count) for count in counts]),
+            attention=attention.lay_out(counts, counts, tables),
+            fresh_blocks=torch.arange(ends[-1]),
+            logits_rows=torch.arange(len(rows)),
+            kv=KVCache(model.shape, ends[-1], torch.float32, _CPU),
+            lora=arena.lora_pass(segments, len(rows)),
+            head_lora=arena.head_pass(segments, len(rows)),
+            token_rows=None if tokens is None else _OfTokens(tokens, torch.tensor(rows)),
+        )
+    )
+
+
+def _arena(model: FusedDecoder, subject: Subject, form: BaseInForm, kernels: Kernels) -> AdapterArena:
+    """An arena with the adapter in slot 0, as it lies over this form of the base."""
+    adapter = subject.adapter
+    layout = ArenaLayout(
+        model.site_groups,
+        model.num_layers,
+        torch.float32,
+        max_rank=adapter.rank,
+        head=model.head_group,
+        embedding=model.embedding_shape,
+    )
+    image = build_image(adapter, subject.tensors_path, layout, base=form.weights)
+    arena = AdapterArena(layout, image.num_pages, 1, kernels)
+    arena.write(image, 0, tuple(range(image.num_pages)))
+    image.release()
+    return arena
+
+
+@lru_cache(1)
+def _kernels() -> Kernels:
+    """torch's, with a `linear` that knows the head of a `BaseInForm`."""
+    kernels = torch_kernels(_CPU, batch_invariant=False)
+    plain = kernels.ops.linear
+
+    def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(weight, BaseInForm):
+            return plain(x, weight, bias)
+        return torch.cat([x @ torch.from_numpy(rows).T for rows in weight.head_rows()], dim=1)
+
+    return replace(kernels, ops=replace(kernels.ops, linear=linear))
+
+
+class _LayersInTurn(Sequence[LayerWeights]):
+    """The layers of a checkpoint, read as they are asked for. Holds the two that were last."""
+
+    def __init__(self, reader: DecoderReader, count: int) -> None:
+        self._reader = reader
+        self._count = count
+        self._held: dict[int, LayerWeights] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> LayerWeights: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LayerWeights]: ...
+
+    def __getitem__(self, index: int | slice) -> LayerWeights | Sequence[LayerWeights]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        if index not in self._held:
+            self._held.pop(index - 2, None)
+            self._held[index] = self._reader.layer(index)
+        return self._held[index]
+
+
+class _OfTokens:
+    """Changes by token for a model whose embedding has the rows of some tokens alone."""
+
+    def __init__(self, rows: TokenRows, token_ids: torch.Tensor) -> None:
+        """`token_ids` [T]: the tokens of the batch, as the vocabulary numbers them."""
+        self._rows = rows
+        self._token_ids = token_ids
+
+    def replace_embeddings(self, token_ids: torch.Tensor, y: torch.Tensor) -> None:
+        self._rows.replace_embeddings(self._token_ids, y)
+
+    def add_embeddings(self, token_ids: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+        self._rows.add_embeddings(self._token_ids, y, scale)
+
+    def replace_logits(self, x: torch.Tensor, logits: torch.Tensor) -> None:
+        self._rows.replace_logits(x, logits)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB"

@@ -1,0 +1,106 @@
+"""The base in one form: a checkpoint's tensors, its linears changed as that form changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.adapters.admission.base_model import BaseTensor, BaseWeights, locate_tensors
+from loraplex.adapters.admission.trained_base import INT8_ROWS, NF4
+from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
+from loraplex.adapters.base_weights.nf4 import quantise_nf4
+from loraplex.adapters.errors import BaseModelInvalid
+from loraplex.adapters.spec import BaseSpec
+from loraplex.adapters.store.tensors import NUMPY_DTYPES, read_tensor
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _int8_rows(weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    """bitsandbytes' int8: a scale a row. What it rounds of the inputs is no property of the base."""
+    return quantise_int8(weight, group=weight.shape[1]).dense()
+
+
+_MADE: dict[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
+    NF4: quantise_nf4,
+    INT8_ROWS: _int8_rows,
+}
+"""The forms that bitsandbytes makes of the linears of layers as it loads a checkpoint. It leaves the head."""
+
+
+class _MadeWeights(BaseWeights):
+    """The base's linears as a tool of `_MADE` has them."""
+
+    def __init__(self, base: BaseSpec, form: str) -> None:
+        super().__init__(base)
+        self._make = _MADE[form]
+
+    def rows(self, layer: int, site: str, served: np.dtype[Any]) -> Iterator[NDArray[np.float32]]:
+        pieces = super().rows(layer, site, served)
+        if site in (HEAD, EMBEDDING):
+            yield from pieces
+            return
+        try:
+            yield self._make(np.concatenate(list(pieces)))
+        except NotFinite as error:
+            raise BaseModelInvalid(f"{site} of layer {layer}: {error}") from error
+
+
+class BaseInForm:
+    """A `TensorSource` in float32. `weights` are its linears, for what else is computed from them. Holds no tensor."""
+
+    def __init__(self, base: BaseSpec, form: str = "") -> None:
+        """`form`: one that bitsandbytes makes of the checkpoint; any other stands for what the engine serves of `base`.
+        Raises BaseModelInvalid."""
+        self.weights = _MadeWeights(base, form) if form in _MADE else BaseWeights(base)
+        self._tensors: dict[str, BaseTensor] = locate_tensors(Path(base.model_dir))
+        self._sites = {
+            f"{shape.module_path}.weight": key
+            for key, shape in base.sites.items()
+            if key[1] not in (HEAD, EMBEDDING)
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        first = 0
+        for rows in self._rows(name):
+            if rows.shape[1:] != tuple(out.shape[1:]) or first + len(rows) > len(out):
+                raise ModelUnsupported(f"{name} has not the shape {list(out.shape)}")
+            out[first : first + len(rows)].copy_(torch.from_numpy(rows))
+            first += len(rows)
+        if first < len(out):
+            raise ModelUnsupported(f"{name} has {first} rows, not {len(out)}")
+
+    def _rows(self, name: str) -> Iterator[NDArray[np.float32]]:
+        if name in self._sites:
+            yield from self.weights.rows(*self._sites[name], _FLOAT32)
+            return
+        found = self._tensors.get(name)
+        if found is None or found.tensor.dtype not in NUMPY_DTYPES:
+            raise ModelUnsupported(f"the checkpoint has no floats {name}")
+        yield read_tensor(found.path, found.tensor)
+
+    def head_rows(self) -> Iterator[NDArray[np.float32]]:
+        """The head's weight [V, C], some rows at a time."""
+        return self.weights.rows(0, HEAD, _FLOAT32)
+
+    def embeddings(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[n, C] of token ids [n], ascending. Raises ModelUnsupported for one beyond the vocabulary."""
+        found = []
+        first = 0
+        for rows in self.weights.rows(0, EMBEDDING, _FLOAT32):
+            last = first + len(rows)
+            found.append(rows[token_ids[(token_ids >= first) & (token_ids < last)] - first])
+            first = last
+        if len(token_ids) and not 0 <= token_ids[0] <= token_ids[-1] < first:
+            raise ModelUnsupported(f"the tokenizer has a token beyond the {first} of the base")
+        return np.concatenate(found)

@@ -1,0 +1,150 @@
+"""The measurement of what another form of the base does to a version, once the version is ready.
+
+It takes much longer than the check of numbers, and decides nothing: so a version takes traffic meanwhile. One version
+is measured at a time, and the tenants take turns. An upload waits for the figures as long as for its verdict; later
+they are in the version's report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+
+from loraplex.adapters.admission.trained_base import is_to_be_measured, served_form
+from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.interface import Store
+from loraplex.control.catalog.validation import Validation
+from loraplex.control.db.database import Database
+from loraplex.control.types import VersionInfo
+from loraplex.engine.base_error.messages import BaseErrorFigures, BaseErrorTask
+from loraplex.engine.base_error.prompts import prompt_tokens
+from loraplex.lifecycle.base_error_process import measure_in_process
+
+FETCH_S = 300.0
+"""After which the storage of a version's files is given up."""
+_OTHER_FORM = "the server serves the base in another form than when the version was uploaded"
+_Key = tuple[str, str, int]
+
+log = structlog.get_logger("loraplex.admin")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBase:
+    """The served base as a measurement needs it, beside its spec. `encode`: its tokenizer. `max_model_len` and
+    the folders are the engine's settings."""
+
+    encode: Callable[[str], list[int]]
+    max_model_len: int = 0
+    cache_dir: Path | None = None
+    plan_dir: Path | None = None
+
+
+class BaseErrors:
+    """Measurements of one event loop. `warn_above`: the least divergence that makes a warning, in nats a token."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        validation: Validation,
+        store: Store,
+        served: ServedBase,
+        warn_above: float,
+        measure: Callable[[BaseErrorTask], Awaitable[BaseErrorFigures]] = measure_in_process,
+    ) -> None:
+        self._database = database
+        self._validation = validation
+        self._store = store
+        self._served = served
+        self._warn_above = warn_above
+        self._measure = measure
+        self._running: dict[_Key, asyncio.Task[VersionInfo]] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._single = asyncio.Lock()
+
+    def start(self, info: VersionInfo) -> None:
+        """Begin to measure a version that is ready, if its report lacks figures and no measurement is on its way."""
+        key = (info.tenant_id, info.name, info.number)
+        if key in self._running or not is_to_be_measured(info.report):
+            return
+        task = self._running[key] = asyncio.create_task(self._record(info))
+        task.add_done_callback(lambda _: self._running.pop(key, None))
+
+    async def start_unmeasured(self) -> None:
+        """Begin to measure versions that an earlier server left unmeasured. Raises what the database raises."""
+        for info in await self._database.run(self._validation.unmeasured):
+            self.start(info)
+
+    async def wait(self, info: VersionInfo, timeout_s: float) -> VersionInfo:
+        """The version with the figures, if they come within the time; else as it is. The measurement goes on."""
+        task = self._running.get((info.tenant_id, info.name, info.number))
+        if task is None:
+            return info
+        await asyncio.wait({task}, timeout=max(0.0, timeout_s))
+        return task.result() if task.done() and not task.cancelled() else info
+
+    async def close(self) -> None:
+        """End what is on its way: the next server begins it again."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _record(self, info: VersionInfo) -> VersionInfo:
+        """The version with its figures, or as it was where they cannot be written."""
+        async with self._turns.setdefault(info.tenant_id, asyncio.Lock()), self._single:
+            began = time.monotonic()
+            try:
+                figures = await self._figures(info)
+            except Exception as error:
+                figures = BaseErrorFigures(reason="the measurement did not begin; the server's log says why")
+                log.warning("base_error_failed", exc_info=error)
+            seconds = time.monotonic() - began
+            found = msgspec.structs.asdict(figures)
+            try:
+                record = partial(self._validation.record_base_error, warn_above=self._warn_above)
+                info = await self._database.run(record, info, found)
+            except LoraplexError as error:
+                found["reason"] = error.message
+        tell = log.info if figures.kl is not None and figures.kl < self._warn_above else log.warning
+        tell(
+            "base_error_measured",
+            tenant=info.tenant_id,
+            adapter=f"{info.name}@{info.version}",
+            seconds=round(seconds, 3),
+            **found,
+        )
+        return info
+
+    async def _figures(self, info: VersionInfo) -> BaseErrorFigures:
+        base, served, error = self._validation.base, self._served, info.report["base_error"]
+        if error["served"] != served_form(base):
+            return BaseErrorFigures(reason=_OTHER_FORM)
+        async with asyncio.timeout(FETCH_S):
+            folder = await anyio.to_thread.run_sync(self._store.path, info.digest, abandon_on_cancel=True)
+        return await self._measure(
+            BaseErrorTask(
+                model_dir=base.model_dir,
+                quantise=base.quantise,
+                trained_on=error["trained_on"],
+                config_path=str(folder / CONFIG_NAME),
+                tensors_path=str(folder / TENSORS_NAME),
+                digest=info.digest,
+                max_rank=info.rank,
+                prompts=prompt_tokens(served.encode),
+                max_model_len=served.max_model_len,
+                cache_dir=None if served.cache_dir is None else str(served.cache_dir),
+                plan_dir=None if served.plan_dir is None else str(served.plan_dir),
+            )
+        )
