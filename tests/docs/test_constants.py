@@ -44,6 +44,8 @@ from loraplex.http import body, context
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.numba_runtime import cache as numba_cache
 from loraplex.lifecycle import tenant_terms
+from loraplex.serving.cluster import hello, members, tcp
+from loraplex.serving.cluster.relay import DialPolicy
 from loraplex.serving.grammar import builders, checker, schema_rules
 from loraplex.serving.supervision import supervisor, watchdog
 from loraplex.serving.supervision.engine_supervisor import Supervision
@@ -359,6 +361,23 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("usage.md", "a few thousand at a time", (roll_up.CHUNK_ROWS == 2000,)),
     ("reliability.md", "a body comes at {:,} bytes a second", (body.MIN_BYTES_PER_S,)),
     ("reliability.md", "a write that waits {} s is a 503", (sqlite.BUSY_TIMEOUT_S,)),
+    (
+        "cluster.md",
+        "a frame may have {:g} KiB, the handshake {:g} s, and {} connections may be in it",
+        (hello.MAX_FRAME_BYTES / KIB, hello.HANDSHAKE_S, members.MAX_HANDSHAKES),
+    ),
+    (
+        "cluster.md",
+        "dials again after {:g} to {:g} s",
+        (default(DialPolicy, "first_s"), default(DialPolicy, "most_s")),
+    ),
+    ("cluster.md", "nothing has come from the first for {:g} s", (members.SILENT_S,)),
+    (
+        "cluster.md",
+        "the server notices within {:g} s (heartbeats), the engine within {:g} s (TCP)",
+        (default(watchdog.WatchdogPolicy, "hang_timeout_s") - watchdog.MARGIN_S, tcp.PEER_TIMEOUT_S),
+    ),
+    ("cluster.md", "the other hangs up at {:g} MiB", (tcp.MAX_UNSENT_BYTES / MIB,)),
     (
         "reliability.md",
         "no more positions than {:g} MiB of logits hold",
