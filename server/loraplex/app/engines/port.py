@@ -61,8 +61,9 @@ async def listen_for_engines(
 ) -> AsyncIterator[Members]:
     """Take engines on these bound sockets for the length of the context. The token is made at the first start. Raises
     SettingsInvalid, SecretUnusable, StoreFull, StoreFailed."""
+    path = engine_token_path(settings)
     try:
-        token, _ = load_or_create(engine_token_path(settings), secrets.token_urlsafe(32))
+        token, _ = load_or_create(path, secrets.token_urlsafe(32))
         probes = [await asyncio.to_thread(write_probe, store)]
     except OSError as error:
         raise SettingsInvalid(f"--engine-port cannot be served: {error}.") from error
@@ -76,7 +77,10 @@ async def listen_for_engines(
         on_damaged=on_damaged,
         demand=demand,
     )
+    log = structlog.get_logger("loraplex")
+    addresses = [bound.getsockname()[:2] for bound in sockets]
     await members.listen(sockets)
+    log.info("engine_port_open", addresses=addresses, token_file=str(path.resolve()))
     renewing = asyncio.create_task(_renew(members, store, probes))
     try:
         yield members
