@@ -242,3 +242,36 @@ async def test_engines_are_told_what_lives_elsewhere() -> None:
             stream.abort()
     finally:
         await cluster.close()
+
+
+async def test_thirty_two_streams_outlive_five_kills(cluster: ClusterEngineClient) -> None:
+    """Of three engines one is killed, five times; whatever it was writing goes on within a second."""
+    for life in range(1, 6):
+        requests = [
+            replace(
+                ask(f"{life}-{number}", 600, (number, 1)),
+                adapter=adapter(number % 5) if number % 3 else None,
+            )
+            for number in range(32)
+        ]
+        streams = [cluster.submit(request)[0] for request in requests]
+        tokens = [list((await anext(stream)).token_ids) for stream in streams]
+        lost = max(cluster.replicas, key=lambda each: each.session.num_live)
+        before = cluster.num_restarts
+        kill(lost)
+        await until_away(lost)
+        gone_at = asyncio.get_running_loop().time()
+        others = [each for each in cluster.replicas if each is not lost]
+        while sum(each.session.num_live for each in others) < cluster.num_live:
+            await asyncio.sleep(0)
+        went_on_at = asyncio.get_running_loop().time()
+        for request, stream, sofar in zip(requests, streams, tokens, strict=True):
+            rest, last = await read(stream)
+            assert last.finish_reason == "length"
+            assert (*sofar, *rest) == fake_tokens(request)
+        assert went_on_at - gone_at < 1
+        async with asyncio.timeout(WAIT_S):
+            while cluster.num_restarts == before or not lost.session.healthy:
+                await asyncio.sleep(0.01)
+            # One that dies five times with nothing served between stays down.
+            await read(lost.session.submit(ask(f"{life}-served"))[0])

@@ -227,11 +227,14 @@ class ClusterEngineClient:
         if self._closing:
             return ()
         lost: dict[Group, list[RequestStream]] = {}
+        given_up = [stream for stream in streams if stream.aborted]
+        for stream in given_up:
+            stream.put(TokenEvent(stream.request.request_id, finish_reason="abort"))
         for stream in streams:
-            group = self._groups.get(stream.request.request_id)  # None: a measurement, which is begun again
-            if group is not None and not stream.aborted:
+            group = self._groups.get(stream.request.request_id)  # None: it has ended, or is a measurement
+            if group is not None:
                 lost.setdefault(group, []).append(stream)
-        return self._failover.take(lost, error)
+        return [*given_up, *self._failover.take(lost, error)]
 
     # Tenants.
 

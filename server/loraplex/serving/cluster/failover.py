@@ -65,7 +65,7 @@ class Group:
         """Whether this replica may serve the orphans."""
         if replica.state != "ready" or replica.life == self.avoid:
             return False
-        return not self.is_started  # GENERATED
+        return not self.is_started or replica.session.info.numerics == self.numerics
 
     def continued(self, now: float) -> list[EngineRequest]:
         """Requests for what is left of the orphans: the tokens that were delivered count, and so does the time that
@@ -75,6 +75,7 @@ class Group:
         return [
             replace(
                 original := originals[stream.request.request_id],
+                generated=tuple(stream.received),
                 deadline=None if original.deadline is None else max(0.0, original.deadline - passed),
             )
             for stream in self.orphans
