@@ -60,6 +60,19 @@ def test_conversations_stay_and_spread() -> None:
             assert choose(rest, prefix=str(number).encode()) == before
 
 
+def test_conversations_stay_among_the_members_that_have_the_adapter() -> None:
+    among = cluster(3, 3, 3, 3)
+    options = {"places": list(among), "resident": ["m1", "m2"], "load_s": 0.5}
+    chosen = [choose(among, prefix=str(number).encode(), **options) for number in range(200)]
+    assert {*chosen} == {"m1", "m2"}
+    assert 70 <= chosen.count("m1") <= 130
+    # One that has it comes before one that would load it in no time.
+    assert {choose(among, prefix=str(n).encode(), **{**options, "load_s": 0.0}) for n in range(50)} == {
+        "m1",
+        "m2",
+    }
+
+
 def test_one_prefix_for_all_fills_no_member_first() -> None:
     running = dict.fromkeys(cluster(0, 0, 0, 0), 0)
     for _ in range(40):

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -59,8 +59,7 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Loads for 1,000 requests; the 99th percentile of the seconds until a request began, and of the largest load of a
     member over the mean."""
 

@@ -1,4 +1,5 @@
-"""Requests to simulate: Dynamo's four workloads, for adapters whose popularity follows Zipf's law."""
+"""Requests to simulate: workloads of the four kinds of Dynamo's `lora_simulation`, for adapters whose popularity
+follows Zipf's law. Its flash crowd asks for all adapters alike; ours for one, which is harder to place."""
 
 from __future__ import annotations
 
@@ -59,8 +60,9 @@ def arrivals(kind: str, *, rate: float, mean_s: float, until: float, seed: int) 
         "mmpp": of_mmpp,
     }
     found = []
+    cumulated = np.cumsum(shares)
     for at in _times(rng, rates[kind], 1.5 * rate, until):
-        number = int(rng.choice(ADAPTERS, p=shares))
+        number = min(int(np.searchsorted(cumulated, rng.random(), side="right")), ADAPTERS - 1)
         # Three tenths of all requests ask for one adapter that few have asked for before.
         if kind == "flash crowd" and until / 3 < at < until / 2 and rng.random() < 0.3:
             number = crowd

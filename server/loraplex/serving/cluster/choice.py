@@ -1,8 +1,9 @@
-"""Which member serves a request: the one where it waits least, and among alike ones always the same, so that a
-conversation finds its KV blocks."""
+"""Which member serves a request: the one where it waits least, and among equals always the same, so that a conversation
+finds its KV blocks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -10,11 +11,9 @@ from loraplex.serving.cluster.hashing import first, key_of
 
 LOAD_WEIGHT = 2.0
 """Weight of a load's seconds beside a wait's: it takes memory from others, too."""
-ALIKE = 0.5
-"""Waits that differ by less than this share of a load's time are alike."""
 EVEN = 1.25
-"""Load of a member, over the mean of those that are alike and one sequence, up to which its place in the order counts
-(bounded loads, as in `placement`)."""
+"""Load of a member, over the mean of those with an equal wait and one sequence, up to which its place in the order
+counts (bounded loads, as in `placement`)."""
 
 
 class Load(NamedTuple):
@@ -44,13 +43,18 @@ def choose(
         among = list(members)
     if not among:
         return None
-    waits = []
+    least, equal = math.inf, []
     for name in among:
         _, load, seats, mean_s = members[name]
         wait = (load - seats + 1) / seats * mean_s if load >= seats else 0.0
-        waits.append(wait if name in resident else wait + LOAD_WEIGHT * load_s)
-    most = min(waits) + ALIKE * load_s
-    alike = [name for name, wait in zip(among, waits, strict=True) if wait <= most]
-    most_load = EVEN * sum(members[name].load for name in alike) / len(alike) + 1
-    even = {name: members[name].key for name in alike if members[name].load <= most_load}
+        if name not in resident:
+            wait += LOAD_WEIGHT * load_s
+        if wait < least:
+            least, equal = wait, [name]
+        elif wait == least:
+            equal.append(name)
+    if resident:
+        equal = [name for name in equal if name in resident] or equal
+    most_load = EVEN * sum([members[name].load for name in equal]) / len(equal) + 1
+    even = {name: members[name].key for name in equal if members[name].load <= most_load}
     return first(key_of(prefix), even)

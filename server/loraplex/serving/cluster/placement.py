@@ -24,7 +24,7 @@ FILL = 0.6
 """Share of a member's places that an adapter's sequences may fill before it gets another copy."""
 KEEP = 0.6
 """A copy is given up where demand is below this share of what the others take."""
-WEIGHS = 0.05
+WEIGHS = 0.2
 """Share of a member's places from which on an adapter's load is bounded."""
 BOUND = 1.2
 """Most planned load of a member, over the mean."""
