@@ -117,13 +117,16 @@ class BaseErrors:
                 info = await self._database.run(record, info, found)
             except LoraplexError as error:
                 found["reason"] = error.message
-        tell = log.info if figures.kl is not None and figures.kl < self._warn_above else log.warning
-        tell(
+        report = log.info if figures.kl is not None and figures.kl < self._warn_above else log.warning
+        report(
             "base_error_measured",
             tenant=info.tenant_id,
             adapter=f"{info.name}@{info.version}",
             seconds=round(seconds, 3),
-            **found,
+            kl=found["kl"],
+            top1=found["top1"],
+            tokens=found["tokens"],
+            reason=found["reason"],
         )
         return info
 

@@ -17,6 +17,7 @@ from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
 from loraplex.serving.client.engine_client import RequestStream
+from loraplex.serving.client.session import TERMS_A_COMMAND
 from loraplex.serving.cluster.choice import choose
 from loraplex.serving.cluster.failover import PATIENCE_S, Failover, Group
 from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
@@ -48,7 +49,7 @@ class ClusterEngineClient:
         self._terms: dict[str, TenantTerms] = {}
         self._info: EngineInfo | None = None
         self._closing = False
-        self._num_past_restarts = 0  # of replicas that have left
+        self._past_restarts: dict[str, int] = {}  # of replicas that are away, each one's in all
         self.homes = Homes(clock)
         self._failover = Failover(self._replicas, self._choose, clock, patience_s)
         for replica in replicas:
@@ -64,14 +65,16 @@ class ClusterEngineClient:
     def join(self, replica: Replica) -> None:
         """Take in an engine that is ready."""
         self._add(replica)
-        replica.session.set_tenants(self._terms)
+        terms = list(self._terms.items())
+        for first in range(0, len(terms), TERMS_A_COMMAND):
+            replica.session.set_tenants(dict(terms[first : first + TERMS_A_COMMAND]))
         self._failover.look()
 
     def leave(self, name: str) -> None:
         """Forget an engine that is gone; its session has handed over what it had."""
         replica = self._replicas.pop(name, None)
         if replica is not None:
-            self._num_past_restarts += replica.session.num_restarts
+            self._past_restarts[name] = replica.session.num_restarts
 
     def drain(self, name: str) -> None:
         """Give an engine nothing new from here on. Raises KeyError where there is none of this name."""
@@ -126,7 +129,8 @@ class ClusterEngineClient:
 
     @property
     def num_restarts(self) -> int:
-        return self._num_past_restarts + sum(each.session.num_restarts for each in self._replicas.values())
+        now = {name: replica.session.num_restarts for name, replica in self._replicas.items()}
+        return sum((self._past_restarts | now).values())
 
     @property
     def num_live(self) -> int:
