@@ -16,6 +16,7 @@ from loraplex.control.audit.log import AuditEntry, AuditFilter, AuditLog
 from loraplex.control.audit.verification import verify
 from support.adapters.drafts import draft_adapter
 from support.control.plane import FakeClock
+from support.engine.fake_cluster import fake_report
 from support.http.admin_plane import ADMIN_TOKEN, ARCH, AdminPlane, adapter_files, admin_client
 
 ADAPTER = "/tenants/acme/adapters/support"
@@ -48,6 +49,7 @@ def steps(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "DELETE /tenants/{tenant}/adapters/{name}/versions/{version}": (f"{ADAPTER}/versions/v1", {}),
         "DELETE /tenants/{tenant}/adapters/{name}": (ADAPTER, {}),
         "DELETE /tenants/{tenant}": ("/tenants/acme", {}),
+        "POST /cluster/replicas/{replica}/drain": ("/cluster/replicas/replica-1/drain", {}),
     }
 
 
@@ -64,6 +66,7 @@ async def test_every_route_that_changes_something_writes_one_row(
     assert actions.keys() == steps(tmp_path).keys()
     assert len(set(actions.values())) == len(actions)
     key = ""
+    plane.engine.replicas = {name: fake_report(name) for name in ("replica-1", "replica-2")}
     for name, (path, options) in steps(tmp_path).items():
         if name.endswith("/versions"):
             plane.make_adapter(seed=1)  # so that there is one more to delete and to go back to
@@ -79,7 +82,7 @@ async def test_every_route_that_changes_something_writes_one_row(
         made = ["version.upload", "version.check"] if name.endswith("/versions") else [actions[name]]
         assert [(row.action, row.outcome, row.code) for row in new] == [(act, "done", None) for act in made]
         assert (new[0].by.kind, new[0].by.source, new[0].by.request_id) == ("admin", "127.0.0.1", label)
-        assert new[0].tenant_id == "acme"
+        assert new[0].tenant_id == ("acme" if "/tenants" in name else None)
         assert new[0].before is not None or new[0].after is not None
     assert verify(plane.database).whole
 
@@ -90,7 +93,13 @@ async def test_every_route_that_is_refused_writes_one_row(plane: AdminPlane) -> 
     secret = plane.make_key("acme", "inference")
     async with admin_client(plane.app, secret) as client:
         for row in (row for row in admin_routes() if row.access != ANY_SCOPE):
-            values = {"tenant": "acme", "name": "support", "version": "v9", "key": "nokey"}
+            values = {
+                "tenant": "acme",
+                "name": "support",
+                "version": "v9",
+                "key": "nokey",
+                "replica": "replica-1",
+            }
             before = len(rows(plane))
             method = row.label.split(" ")[0]
             answer = await client.request(method, row.template.format(**values))

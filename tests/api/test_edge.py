@@ -22,6 +22,7 @@ from loraplex.api.errors import ANSWERS, ApiError
 from loraplex.api.limit_headers import duration
 from loraplex.api.routes.probes import probe_routes
 from loraplex.http.application import create_app
+from support.engine.fake_cluster import fake_report
 from support.engine.fake_engine import FakeEngineClient, Reply
 from support.http.data_plane import BASE, DataPlane, running_data_plane
 
@@ -405,6 +406,23 @@ async def test_readiness_warns_while_limits_are_not_shared() -> None:
         assert (answer.status_code, answer.json()) == (200, {"status": "ok", "warning": said[0]})
         assert (await client.get("/livez")).json() == {"status": "ok"}
         said.pop(0)
+        assert (await client.get("/readyz")).json() == {"status": "ok"}
+
+
+async def test_readiness_warns_while_engines_are_missing() -> None:
+    engine = FakeEngineClient()
+    await engine.start()
+    engine.num_wanted = 3
+    engine.replicas = {
+        "replica-1": fake_report("replica-1"),
+        "replica-2": fake_report("replica-2", "it died"),
+    }
+    transport = httpx.ASGITransport(create_app("x", probe_routes(engine, Drain())))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        warning = "1 of 3 engines take requests: replica-2: it died; 1 have not joined"
+        answer = await client.get("/readyz")
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok", "warning": warning})
+        engine.num_wanted = 1
         assert (await client.get("/readyz")).json() == {"status": "ok"}
 
 

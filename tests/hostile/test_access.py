@@ -79,6 +79,8 @@ ADMIN: dict[str, str] = {
     "GET /admin/v1/usage": OPERATOR,
     "GET /admin/v1/engine": OPERATOR,
     "GET /admin/v1/cache": OPERATOR,
+    "GET /admin/v1/cluster": OPERATOR,
+    "POST /admin/v1/cluster/replicas/{replica}/drain": OPERATOR,
     "GET /metrics": OPEN,
     "GET /openapi.json": OPEN,
     "GET /docs": OPEN,
@@ -211,7 +213,14 @@ def ask(
 
 
 def url_of(server: WholeServer, port: str, path: str, tenant: str = "acme") -> str:
-    values = {"tenant": tenant, "name": "nothing", "version": "v9", "key": "nokey", "id": "tiny"}
+    values = {
+        "tenant": tenant,
+        "name": "nothing",
+        "version": "v9",
+        "key": "nokey",
+        "id": "tiny",
+        "replica": "r",
+    }
     return str(getattr(server, f"{port}_url")) + path.format(**values)
 
 

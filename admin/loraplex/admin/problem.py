@@ -50,6 +50,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "adapter_not_found": (404, "There is no such adapter"),
     "version_not_found": (404, "There is no such version"),
     "release_not_found": (404, "There is no such release"),
+    "replica_not_found": (404, "There is no such engine"),
     "source_not_found": (404, "The source has no adapter"),
     "method_not_allowed": (405, "The method is not allowed here"),
     "request_timeout": (408, "The body did not arrive in time"),

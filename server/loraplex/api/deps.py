@@ -21,7 +21,7 @@ from loraplex.control.types import (
 )
 from loraplex.control.usage.records import Accepted, Ended
 from loraplex.http.edge import AccessLog, access_log
-from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.client.cluster_view import ClusterClient
 from loraplex.serving.output.formats import NO_FORMATS, Notation, OutputFormats, ReasoningFormat, ToolFormat
 from loraplex.serving.templates.messages import Conversation, Encoded
 from loraplex.serving.text.detokenize import TextStream
@@ -158,7 +158,7 @@ class ApiServices:
     `formats` are the base model's. `text_build` is of `loraplex.serving.text.text_build`. `own_chats` None: every chat
     is rendered by the base's template, and ends as the base's do."""
 
-    engine: EngineClient
+    engine: ClusterClient
     text: Text
     grammars: Grammars
     authenticator: Authenticator

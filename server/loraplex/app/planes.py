@@ -46,7 +46,7 @@ from loraplex.control.types import Limits
 from loraplex.http.routing import exact
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.version_checks import VersionChecks
-from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.client.cluster_view import ClusterClient
 from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
 from loraplex.serving.templates.renderer import TemplateRenderer
 from loraplex.serving.text.processor import TextProcessor
@@ -71,7 +71,7 @@ class Apps:
     tracing: Tracing | None
 
 
-def create_starting_apps(installation: Installation, engine: EngineClient) -> tuple[ASGIApp, ASGIApp]:
+def create_starting_apps(installation: Installation, engine: ClusterClient) -> tuple[ASGIApp, ASGIApp]:
     """The data plane and the admin plane until the engine has been started: probes, metrics, and a 503 for the rest."""
     name = installation.served_name
     metrics = Metrics(name)
@@ -101,7 +101,7 @@ def _tenant_mount(app: ASGIApp) -> BaseRoute:
 class _Shared:
     """Parts that both planes use, or that begin and end with the server."""
 
-    engine: EngineClient
+    engine: ClusterClient
     metrics: Metrics
     drain: Drain
     limiter: Limiter
@@ -112,7 +112,7 @@ class _Shared:
     tracing: Tracing | None
 
 
-def create_apps(installation: Installation, engine: EngineClient) -> Apps:
+def create_apps(installation: Installation, engine: ClusterClient) -> Apps:
     """The data plane and the admin plane around an engine that has been started."""
     shared = _shared(installation, engine)
     admin_services = _admin_services(installation, shared)
@@ -138,7 +138,7 @@ def create_apps(installation: Installation, engine: EngineClient) -> Apps:
     )
 
 
-def _shared(installation: Installation, engine: EngineClient) -> _Shared:
+def _shared(installation: Installation, engine: ClusterClient) -> _Shared:
     settings, tasks, model_dir = installation.settings, installation.background, installation.model_dir
     metrics = _metrics(installation)
     limiter = make_limiter(settings, metrics.limiter, tasks)

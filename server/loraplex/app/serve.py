@@ -26,6 +26,7 @@ from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.lifecycle.damage_reports import DamageReports
 from loraplex.lifecycle.tenant_terms import TermsWatch
 from loraplex.lifecycle.warming import Warming
+from loraplex.serving.client.cluster_view import ClusterClient
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.cluster.client import ClusterEngineClient
@@ -110,7 +111,7 @@ async def _serve_on(
     listening: Listening,
     installation: Installation,
     ports: Ports,
-    engine: EngineClient,
+    engine: ClusterClient,
     warming: Warming,
     stop: StopSignals,
     at_end: contextlib.AsyncExitStack,
@@ -212,7 +213,7 @@ def start_background(
 
 async def _start(
     installation: Installation,
-    engine: EngineClient,
+    engine: ClusterClient,
     warming: Warming,
     at_end: contextlib.AsyncExitStack,
     joined: asyncio.Event,

@@ -15,6 +15,7 @@ import pytest
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
+from loraplex.serving.client.cluster_view import shortage
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
@@ -275,3 +276,44 @@ async def test_thirty_two_streams_outlive_five_kills(cluster: ClusterEngineClien
                 await asyncio.sleep(0.01)
             # One that dies five times with nothing served between stays down.
             await read(lost.session.submit(ask(f"{life}-served"))[0])
+
+
+async def test_it_reports_its_engines_and_where_adapters_live(cluster: ClusterEngineClient) -> None:
+    ref = adapter(1)
+    await cluster.pin(ref)
+    await cluster.homes.round(cluster.replicas)
+    (placed,) = cluster.placed(10)
+    assert placed.ref == ref
+    assert [place.reason for place in placed.places] == ["home"]
+    assert cluster.placed(10, ref.digest) == []
+    home = next(each for each in cluster.replicas if ref.digest in each.session.pins)
+    assert placed.places[0].member == home.id
+    async with asyncio.timeout(WAIT_S):
+        while home.report().num_hot != 1:
+            await asyncio.sleep(0)
+    reports = {report.id: report for report in cluster.reports()}
+    assert [report.num_hot for report in reports.values() if report.id != home.id] == [0, 0]
+    assert {report.state for report in reports.values()} == {"ready"}
+    assert (cluster.num_wanted, shortage(cluster)) == (3, None)
+    assert set(await cluster.replica_stats()) == reports.keys()
+
+
+async def test_it_says_which_engine_is_missing(cluster: ClusterEngineClient) -> None:
+    lost = cluster.replicas[1]
+    kill(lost)
+    await until_away(lost)
+    cluster.drain("replica-2")
+    said = shortage(cluster)
+    assert said is not None
+    assert said.startswith("1 of 3 engines take requests: replica-1: ")
+    assert said.endswith("; replica-2: it is drained: it finishes what it has and takes nothing new")
+    assert set(await cluster.replica_stats()) == {"replica-0", "replica-2"}
+
+
+async def test_it_counts_what_went_on_elsewhere(cluster: ClusterEngineClient) -> None:
+    stream = cluster.submit(ask("slow", 2, (SLOW, 1)))[0]
+    assert cluster.num_failed_over == 0
+    kill(holder(cluster))
+    async with asyncio.timeout(WAIT_S):
+        await read(stream)
+    assert (cluster.num_failed_over, cluster.num_continued) == (1, 0)

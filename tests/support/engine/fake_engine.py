@@ -39,6 +39,7 @@ from loraplex.engine.types import (
 )
 from loraplex.serving.client.engine_client import RequestStream, error_event
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable
+from support.engine.fake_cluster import FakeClusterView
 from support.engine.logprobs import Row, pack_logprobs, with_ranks
 
 EOS_ID = 256
@@ -175,13 +176,14 @@ class Reply:
         return tuple(self.text.encode()) if self.text is not None else self.token_ids
 
 
-class FakeEngineClient:
-    """Implements EngineClient. `requests` are all that were submitted, `aborted` the ids that were aborted, in
+class FakeEngineClient(FakeClusterView):
+    """Implements ClusterClient. `requests` are all that were submitted, `aborted` the ids that were aborted, in
     order; `pins` by digest, `drops` and `prefetches` in order; `warmed` by the last
     call, `memory` by tenant, `looked_up` what `cache` was last asked for; `states` is what `adapter_state` answers;
     `held_at`: when each stream came to where it waits, by the monotonic clock."""
 
     def __init__(self, info: EngineInfo | None = None, *, max_inflight: int = 1088) -> None:
+        super().__init__()
         self._info = info or fake_engine_info()
         self.max_inflight = max_inflight
         self.default = Reply(text="ok")

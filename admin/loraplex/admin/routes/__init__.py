@@ -9,6 +9,7 @@ from loraplex.admin.routes import (
     archives,
     audit,
     caller,
+    cluster,
     engine,
     keys,
     releases,
@@ -17,7 +18,7 @@ from loraplex.admin.routes import (
     versions,
 )
 
-OPERATOR_ROUTERS = (tenants.router, keys.router, audit.router, engine.router, usage.router)
+OPERATOR_ROUTERS = (tenants.router, keys.router, audit.router, engine.router, cluster.router, usage.router)
 TENANT_ROUTERS = (
     caller.router,
     adapters.router,

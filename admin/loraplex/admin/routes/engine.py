@@ -102,6 +102,7 @@ def _row(info: VersionInfo, entry: CacheEntry | None) -> CacheRow:
         "host_bytes": 0,
         "last_used_seconds_ago": None,
         "load_seconds": {},
+        "replicas": [],
         "error": None,
     }
     if entry is not None:
@@ -114,6 +115,7 @@ def _row(info: VersionInfo, entry: CacheEntry | None) -> CacheRow:
             "host_bytes": entry.host_bytes,
             "last_used_seconds_ago": entry.idle_s,
             "load_seconds": entry.load_seconds,
+            "replicas": list(entry.replicas),
             "error": entry.error,
         }
     return CacheRow(**fields)

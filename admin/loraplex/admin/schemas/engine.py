@@ -9,7 +9,8 @@ from loraplex.admin.schemas.fields import ResponseBody
 
 class CacheRow(ResponseBody):
     """Where one version is: `residency` names every tier that holds it, the fastest first. `load_seconds` is the
-    last load by stage; `last_used_seconds_ago` is null if it was not used since the engine began."""
+    last load by stage; `last_used_seconds_ago` is null if it was not used since the engine began. `replicas`: the
+    engines that have it in memory, where the server has several."""
 
     tenant_id: str
     name: str
@@ -24,6 +25,7 @@ class CacheRow(ResponseBody):
     disk_bytes: int
     last_used_seconds_ago: float | None
     load_seconds: dict[str, float]
+    replicas: list[str]
     error: str | None
 
 

@@ -10,7 +10,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.api.metrics.api_metrics import Metrics
 from loraplex.api.metrics.engine_metrics import EngineSnapshot
 from loraplex.engine.reports import EngineStats
-from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.client.cluster_view import ClusterClient
 
 
 class Scraper:
@@ -20,7 +20,7 @@ class Scraper:
     def __init__(
         self,
         metrics: Metrics,
-        engine: EngineClient,
+        engine: ClusterClient,
         *,
         tenant_data: bool = True,
         engine_timeout: float = 2.0,

@@ -13,7 +13,7 @@ from pydantic.json_schema import SkipJsonSchema
 from loraplex.api.drain import Drain
 from loraplex.control.db.outage import DatabaseHealth
 from loraplex.http.routing import OrderedRoute
-from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.client.cluster_view import ClusterClient, shortage
 
 _HEADERS = {"cache-control": "no-store"}
 
@@ -34,7 +34,7 @@ class ProbeFailure(BaseModel):
 
 
 def probe_routes(
-    engine: EngineClient,
+    engine: ClusterClient,
     drain: Drain,
     *,
     serving: bool = True,
@@ -45,8 +45,8 @@ def probe_routes(
 ) -> list[OrderedRoute]:
     """`/livez`: this process answers. `/startupz`: the engine has been ready once. `/readyz` and `/health`:
     requests are taken now. 200, or 503 with the reason. No token is needed. Not `serving`: only `/livez` is 200,
-    whatever the engine says. A database that is gone is a `warning` at 200 while what is remembered serves, and so is
-    what `limits_warning` says of limits that servers should share.
+    whatever the engine says. A database that is gone is a `warning` at 200 while what is remembered serves, and so are
+    engines that are missing, and what `limits_warning` says of limits that servers should share.
     `usage_failure` says why usage cannot be recorded, for which no request is taken."""
     started = False
 
@@ -63,7 +63,7 @@ def probe_routes(
         return engine.unhealthy_reason or "the engine is not ready"
 
     def warnings() -> tuple[str | None, ...]:
-        return None if database is None else database.warning(), limits_warning()
+        return shortage(engine), None if database is None else database.warning(), limits_warning()
 
     def route(name: str, reason_against: Callable[[], str | None]) -> OrderedRoute:
         async def probe(response: Response) -> Probe | JSONResponse:

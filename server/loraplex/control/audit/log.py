@@ -101,6 +101,11 @@ class AuditLog:
             texts = _texts(session, [row.seq for row in rows])
         return rules.make_page(rows, limit, lambda row: str(row.seq), lambda row: _entry(row, texts))
 
+    def note_change(self, by: Actor, action: str, target: str, *, after: dict[str, Any]) -> None:
+        """A row for a change outside the database, before it is made. Raises DatabaseUnavailable, DatabaseBusy."""
+        with self._database.write(ages_caches=False) as session:
+            record(session, by, action, target, tenant_id=None, after=after)
+
     def note_refusal(
         self, by: Actor, action: str, target: str, *, tenant_id: str | None, outcome: Outcome, code: str
     ) -> None:

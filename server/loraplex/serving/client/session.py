@@ -253,6 +253,11 @@ class EngineSession(ABC):
         """The versions on the device."""
         return frozenset(digest for digest, state in self._states.items() if state == "hot")
 
+    @property
+    def resident(self) -> Mapping[str, AdapterState]:
+        """The versions in memory, by digest."""
+        return self._states
+
     def _restore(self, hot: frozenset[str], *, warm: bool) -> None:
         """Ask a new engine for what the old one had: its tenants' terms, the pins, and with `warm` by demand what else
         was in memory; `hot` was on the device, used or not."""

@@ -16,6 +16,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
+from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import TERMS_A_COMMAND
 from loraplex.serving.cluster.choice import choose
@@ -34,12 +35,14 @@ _NEAREST: dict[AdapterState, int] = {"hot": 0, "warm": 1, "cold": 2}
 
 class ClusterEngineClient:
     """An `EngineClient` over replicas. Those that are given start and end with it; others may `join` and `leave`.
-    `wanted`: how many there should be. All methods belong to one event loop's thread."""
+    `num_wanted`: how many there should be; None: those that are given. All methods belong to one event loop's
+    thread."""
 
     def __init__(
         self,
         replicas: Iterable[Replica] = (),
         *,
+        num_wanted: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -54,6 +57,7 @@ class ClusterEngineClient:
         self._failover = Failover(self._replicas, self._choose, clock, patience_s)
         for replica in replicas:
             self._add(replica)
+        self.num_wanted = len(self._replicas) if num_wanted is None else num_wanted
 
     # Replicas.
 
@@ -79,6 +83,29 @@ class ClusterEngineClient:
     def drain(self, name: str) -> None:
         """Give an engine nothing new from here on. Raises KeyError where there is none of this name."""
         self._replicas[name].is_draining = True
+
+    @property
+    def num_failed_over(self) -> int:
+        return self._failover.num_failed_over
+
+    @property
+    def num_continued(self) -> int:
+        return self._failover.num_continued
+
+    @property
+    def num_moved(self) -> int:
+        return self.homes.num_moved
+
+    def reports(self) -> list[ReplicaReport]:
+        return [replica.report() for replica in self.replicas]
+
+    def placed(self, limit: int, after: str = "") -> list[PlacedVersion]:
+        return self.homes.placed(limit, after)
+
+    async def replica_stats(self) -> dict[str, EngineStats]:
+        healthy = self._healthy()
+        found = await self._ask_all(lambda replica: replica.session.stats())
+        return {replica.id: its for replica, its in zip(healthy, found, strict=True)}
 
     def _add(self, replica: Replica) -> None:
         replica.session.take_over = partial(self._take_over, replica)
@@ -262,7 +289,7 @@ class ClusterEngineClient:
         return min(states, key=_NEAREST.__getitem__, default="cold")
 
     async def stats(self) -> EngineStats:
-        return merge_stats(await self._ask_all(lambda replica: replica.session.stats()))
+        return merge_stats(list((await self.replica_stats()).values()))
 
     async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
         healthy = self._healthy()

@@ -106,6 +106,10 @@ class Failover:
         self._patience_s = patience_s
         self._waiting: list[Group] = []
         self._looking: asyncio.Handle | None = None
+        self.num_failed_over = 0
+        """Sequences that went on with another engine."""
+        self.num_continued = 0
+        """Those of them whose answer had begun."""
 
     @property
     def num_waiting(self) -> int:
@@ -171,6 +175,8 @@ class Failover:
                 return True
             else:
                 group.replica = replica
+                self.num_failed_over += len(group.orphans)
+                self.num_continued += sum(stream.num_received > 0 for stream in group.orphans)
                 group.orphans.clear()
                 return True
         others = [replica for replica in self._replicas.values() if replica is not group.replica]

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from loraplex.adapters.ref import AdapterRef
+from loraplex.serving.client.cluster_view import PlacedVersion
 from loraplex.serving.cluster.demand import DemandLevels
 from loraplex.serving.cluster.hashing import digest_key, score
 from loraplex.serving.cluster.placement import Demand, Place, Places, elsewhere, place
@@ -73,6 +75,13 @@ class Homes:
     def of(self, digest: str) -> Sequence[Place]:
         """The places of a version, of the last round; none where it had none."""
         return self.places.get(digest, ())
+
+    def placed(self, limit: int, after: str) -> list[PlacedVersion]:
+        """The first `limit` versions with a place whose digest comes after this one, by digest."""
+        digests = heapq.nsmallest(
+            limit, (each for each in self.places if each > after and each in self._known)
+        )
+        return [PlacedVersion(self._known[digest].ref, self.places[digest]) for digest in digests]
 
     def home(self, digest: str, replicas: Iterable[Replica]) -> Replica | None:
         """The first of these replicas where a version lives, or would."""

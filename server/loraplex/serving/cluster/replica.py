@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.types import EngineRequest
+from loraplex.engine.reports import EngineInfo
+from loraplex.engine.types import AdapterState, EngineRequest
+from loraplex.serving.client.cluster_view import ReplicaReport, ReplicaState
 from loraplex.serving.client.engine_client import EngineClient, RequestStream
 from loraplex.serving.client.session import TakeOver
 from loraplex.serving.cluster.choice import Load
 from loraplex.serving.cluster.hashing import key_of
 from loraplex.serving.cluster.placement import Member
+from loraplex.serving.errors import EngineUnavailable
 
 FIRST_MEAN_S = 2.0
 """The assumed duration of a request before one has ended."""
 _NEWEST = 0.05
 """Weight of the last request in the mean duration."""
-
-State = Literal["ready", "draining", "away"]
 
 
 class ReplicaSession(EngineClient, Protocol):
@@ -40,6 +42,11 @@ class ReplicaSession(EngineClient, Protocol):
     @property
     def hot(self) -> frozenset[str]:
         """The versions on the device."""
+        ...
+
+    @property
+    def resident(self) -> Mapping[str, AdapterState]:
+        """The versions in memory, by digest."""
         ...
 
     @property
@@ -67,7 +74,7 @@ class Replica:
         self.key = key_of(self.id.encode())
 
     @property
-    def state(self) -> State:
+    def state(self) -> ReplicaState:
         if not self.session.healthy:
             return "away"
         return "draining" if self.is_draining else "ready"
@@ -84,6 +91,35 @@ class Replica:
         """The replica as placement sees it."""
         info = self.session.info
         return Member(self.id, info.max_num_seqs, info.arena_pages * info.arena_page_bytes, self.session.hot)
+
+    def report(self) -> ReplicaReport:
+        """The replica as operators see it."""
+        info: EngineInfo | None = None
+        with contextlib.suppress(EngineUnavailable):
+            info = self.session.info
+        states = list(self.session.resident.values())
+        return ReplicaReport(
+            id=self.id,
+            node=self.node,
+            pid=self.session.pid,
+            state=self.state,
+            reason=self._reason(),
+            num_restarts=self.session.num_restarts,
+            num_live=self.session.num_live,
+            mean_s=self.mean_s,
+            num_hot=states.count("hot"),
+            num_warm=states.count("warm"),
+            info=info,
+        )
+
+    def _reason(self) -> str | None:
+        match self.state:
+            case "ready":
+                return None
+            case "draining":
+                return "it is drained: it finishes what it has and takes nothing new"
+            case "away":
+                return self.session.unhealthy_reason or "the engine is not ready"
 
     def ended(self, seconds: float) -> None:
         """A request of this duration has ended here."""
