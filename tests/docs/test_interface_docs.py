@@ -24,6 +24,7 @@ from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.errors import ANSWERS as DATA_ANSWERS
 from loraplex.api.metrics import EngineSnapshot, Metrics
+from loraplex.api.metrics.cluster_metrics import ClusterSnapshot
 from loraplex.api.openai import messages, schemas
 from loraplex.api.routes.probes import probe_routes
 from loraplex.control.background import BackgroundTasks, TaskState
@@ -35,6 +36,7 @@ from loraplex.serving.text.processor import TextProcessor
 from support import markdown
 from support.adapters.drafts import ALL_SITES, peft_config, site_module
 from support.clients import vllm_metrics
+from support.engine.fake_cluster import fake_report
 from support.engine.fake_engine import FakeEngineClient, fake_engine_info
 from support.http.admin_plane import AdminPlane
 from support.http.data_plane import (
@@ -217,7 +219,8 @@ def a_scrape(*, tenant_data: bool) -> dict[str, tuple[str, frozenset[str]]]:
     metrics.watch_disks({"data": markdown.ROOT})
     entry = CacheEntry(ref("acme", "pirate", 1), "hot", load_seconds={"disk": 0.1, "copy": 0.02})
     stats = EngineStats(tenants={"acme": TenantStats(1, 1, 2.0)}, tenant_bytes={"acme": TenantBytes(1, 1)})
-    snapshot = EngineSnapshot(fake_engine_info(), stats, [entry], True, 0)
+    cluster = ClusterSnapshot(1, [fake_report("replica-1")], {"replica-1": stats})
+    snapshot = EngineSnapshot(fake_engine_info(), stats, [entry], True, 0, cluster)
     text = metrics.render(snapshot, tenant_data=tenant_data).decode()
     found = {}
     for family in text_string_to_metric_families(text):

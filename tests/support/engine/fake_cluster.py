@@ -49,7 +49,9 @@ class FakeClusterView:
         if self.replicas is not None:
             return [self.replicas[name] for name in sorted(self.replicas)]
         reason = None if self.healthy else self.unhealthy_reason or "the engine has not been started"
-        return [fake_report("replica-1", reason, num_live=self.num_live, info=self.info)]
+        return [
+            fake_report("replica-1", reason, num_live=self.num_live, info=self.info if self.healthy else None)
+        ]
 
     def placed(self, limit: int, after: str = "") -> list[PlacedVersion]:
         found = [PlacedVersion(ref, places) for ref, places in self.places.items() if ref.digest > after]

@@ -22,6 +22,7 @@ from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import ANSWERS
 from loraplex.api.metrics.background_metrics import BackgroundCollector
+from loraplex.api.metrics.cluster_metrics import cluster_families
 from loraplex.api.metrics.disk_metrics import DiskCollector
 from loraplex.api.metrics.engine_metrics import EngineSnapshot, Grown, own_families, vllm_families
 from loraplex.api.metrics.grammar_metrics import GrammarMeter
@@ -403,6 +404,7 @@ class Metrics:
         if tenant_data:
             self._observe_loads(snapshot.cache)
             families += own_families(snapshot, self._labels, self._grown)
+            families += cluster_families(snapshot.cluster)
         return families
 
     def text(self, engine_families: Iterable[Metric], *, tenant_data: bool = True) -> bytes:

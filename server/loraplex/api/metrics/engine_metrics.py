@@ -14,6 +14,7 @@ from loraplex.adapters.cache.background_loads import WARM_OUTCOMES
 from loraplex.adapters.cache.entries import EVICTION_REASONS
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
+from loraplex.api.metrics.cluster_metrics import ClusterSnapshot
 from loraplex.api.metrics.label_sets import OTHER, LabelSets
 from loraplex.engine.reports import STEP_TOKENS, EngineInfo, EngineStats
 
@@ -47,6 +48,7 @@ class EngineSnapshot:
     cache: Sequence[CacheEntry]
     up: bool
     restarts: int
+    cluster: ClusterSnapshot = field(default_factory=ClusterSnapshot)
 
 
 def vllm_families(
