@@ -23,6 +23,7 @@ from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.stop_signals import StopSignals
 from loraplex.control.usage.roll_up import UsageRollUp
+from loraplex.lifecycle.catalog_watch import CatalogWatch
 from loraplex.lifecycle.damage_reports import DamageReports
 from loraplex.lifecycle.tenant_terms import TermsWatch
 from loraplex.lifecycle.warming import Warming
@@ -233,6 +234,8 @@ async def _start(
     apps.grammars.start()
     await warming.begin(engine)
     installation.background.start("version-checks", apps.checks.run)
+    watch = CatalogWatch(installation.database, installation.catalog, installation.tenants)
+    installation.background.start("catalog-watch", partial(watch.run, engine))
     return apps
 
 

@@ -295,6 +295,10 @@ class FakeEngineClient(FakeClusterView):
     def adapter_state(self, digest: str) -> AdapterState:
         return self.states.get(digest, "cold")
 
+    @property
+    def resident(self) -> dict[str, AdapterState]:
+        return dict(self.states)
+
     async def stats(self) -> EngineStats:
         return self.engine_stats or EngineStats(
             num_running=len(self._streams), num_kv_blocks=self._info.num_kv_blocks
@@ -329,6 +333,7 @@ class FakeEngineClient(FakeClusterView):
 
     async def drop(self, digest: str) -> None:
         self.drops.append(digest)
+        self.states.pop(digest, None)
         self.pins.pop(digest, None)
 
     async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:

@@ -15,7 +15,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from loraplex.control import rules
-from loraplex.control.audit.recorder import COMMITMENT, Actor, Outcome, record
+from loraplex.control.audit.recorder import COMMITMENT, Actor, Outcome, read_head, record
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import AuditRow, AuditText
 from loraplex.control.rules import InvalidCursor
@@ -146,6 +146,13 @@ class AuditLog:
             known.count += 1
             skipped, known.skipped = known.skipped, 0
             return skipped
+
+
+def last_row(database: Database) -> int:
+    """The number of the last row. Raises DatabaseUnavailable, DatabaseBusy."""
+    with database.read() as session:
+        head = read_head(session)
+    return 0 if head is None else head[0]
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from sqlalchemy import select, tuple_
 
@@ -44,6 +44,17 @@ def find_ready(database: Database, tenants: Mapping[str, str]) -> dict[str, Vers
             for row in session.scalars(query):
                 if row.digest not in found or row.tenant_id == tenants[row.digest]:
                     found[row.digest] = version_info(row)
+    return found
+
+
+def find_living(database: Database, digests: Collection[str]) -> set[str]:
+    """Those of these digests whose bytes a version has, in whatever state it is."""
+    found: set[str] = set()
+    wanted = sorted(digests)
+    with database.read() as session:
+        for start in range(0, len(wanted), MAX_DIGESTS):
+            chosen = AdapterVersion.digest.in_(wanted[start : start + MAX_DIGESTS])
+            found.update(session.scalars(select(AdapterVersion.digest).where(chosen, LIVING).distinct()))
     return found
 
 

@@ -168,6 +168,16 @@ class EngineClient(Protocol):
         """Where the version was a moment ago; a hint. The truth is in a request's first event."""
         ...
 
+    @property
+    def resident(self) -> Mapping[str, AdapterState]:
+        """The versions in memory a moment ago, by digest."""
+        ...
+
+    @property
+    def pins(self) -> Mapping[str, AdapterRef]:
+        """The versions that were pinned, by digest; also while no engine is up."""
+        ...
+
     async def stats(self) -> EngineStats: ...
     async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
         """The versions of `digests` that the engine knows; None: all of them, which holds up a step where there are

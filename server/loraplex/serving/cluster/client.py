@@ -288,6 +288,18 @@ class ClusterEngineClient:
         states = (replica.session.adapter_state(digest) for replica in self._replicas.values())
         return min(states, key=_NEAREST.__getitem__, default="cold")
 
+    @property
+    def resident(self) -> dict[str, AdapterState]:
+        found: dict[str, AdapterState] = {}
+        for replica in self._replicas.values():
+            for digest, state in replica.session.resident.items():
+                found[digest] = min(state, found.get(digest, state), key=_NEAREST.__getitem__)
+        return found
+
+    @property
+    def pins(self) -> Mapping[str, AdapterRef]:
+        return self.homes.pins
+
     async def stats(self) -> EngineStats:
         return merge_stats(list((await self.replica_stats()).values()))
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import EngineInfo
-from loraplex.engine.types import AdapterState, EngineRequest
+from loraplex.engine.types import EngineRequest
 from loraplex.serving.client.cluster_view import ReplicaReport, ReplicaState
 from loraplex.serving.client.engine_client import EngineClient, RequestStream
 from loraplex.serving.client.session import TakeOver
@@ -42,16 +41,6 @@ class ReplicaSession(EngineClient, Protocol):
     @property
     def hot(self) -> frozenset[str]:
         """The versions on the device."""
-        ...
-
-    @property
-    def resident(self) -> Mapping[str, AdapterState]:
-        """The versions in memory, by digest."""
-        ...
-
-    @property
-    def pins(self) -> dict[str, AdapterRef]:
-        """The versions that were pinned here, by digest."""
         ...
 
     def set_elsewhere(self, digests: Collection[str]) -> None: ...

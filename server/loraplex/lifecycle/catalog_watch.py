@@ -1,0 +1,102 @@
+"""Pins and deletions that another server of the same database has made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.control.audit.log import last_row
+from loraplex.control.catalog.adapters import Catalog
+from loraplex.control.catalog.all_versions import find_living
+from loraplex.control.db.database import Database
+from loraplex.control.tenancy.tenants import Tenants
+from loraplex.serving.client.engine_client import EngineClient
+from loraplex.serving.errors import EngineUnavailable, ServingError
+
+INTERVAL_S = 1.0
+RETRY_S = 60.0
+"""Time until a pin that the engine refused is tried again."""
+log = structlog.get_logger("loraplex")
+
+
+class CatalogWatch:
+    """Reconciles the engine's pins with the catalog's, and drops versions that were deleted, whichever server did it.
+    Every such change has a row in the audit log: as long as that has none to add, a round costs one small query.
+
+    The server that takes a change tells its engine by itself, shortly before or after the database. Hence a pin is
+    changed here only when two rounds agree on it."""
+
+    def __init__(
+        self,
+        database: Database,
+        catalog: Catalog,
+        tenants: Tenants,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._database = database
+        self._catalog = catalog
+        self._tenants = tenants
+        self._clock = clock
+        self._seen: int | None = None
+        self._missing: set[str] = set()  # digests to pin, by the round before
+        self._surplus: set[str] = set()  # digests to unpin, by the round before
+        self._refused: dict[str, float] = {}  # when the engine refused to pin them
+
+    async def run(self, engine: EngineClient, *, interval_s: float = INTERVAL_S) -> None:
+        """Until it is cancelled. While the database or the engine does not answer, the engine stays as it is."""
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self._round(engine)
+            except LoraplexError as error:
+                log.debug("catalog_not_followed", reason=error.message)
+
+    async def _round(self, engine: EngineClient) -> None:
+        if not engine.healthy:
+            return
+        last = await self._database.run(last_row, self._database)
+        is_due = any(self._clock() - at >= RETRY_S for at in self._refused.values())
+        if last == self._seen and not (self._missing or self._surplus or is_due):
+            return
+        resident = list(engine.resident)
+        living = await self._database.run(find_living, self._database, resident)
+        for digest in resident:
+            if digest not in living:
+                await engine.drop(digest)
+        wanted = {info.digest: info.ref() for info in await self._database.run(self._catalog.pinned)}
+        await self._pin(engine, wanted)
+        await self._unpin(engine, wanted)
+        self._seen = last
+
+    async def _pin(self, engine: EngineClient, wanted: Mapping[str, AdapterRef]) -> None:
+        missing, now = wanted.keys() - engine.pins.keys(), self._clock()
+        self._refused = {digest: at for digest, at in self._refused.items() if digest in missing}
+        due = {digest for digest in missing if now - self._refused.get(digest, -RETRY_S) >= RETRY_S}
+        agreed = [wanted[digest] for digest in sorted(due & (self._missing | self._refused.keys()))]
+        self._missing = due - {ref.digest for ref in agreed}
+        if agreed:
+            tenants = {ref.tenant_id for ref in agreed}
+            engine.set_tenants(await self._database.run(self._tenants.terms, tenants))
+        for ref in agreed:
+            try:
+                await engine.pin(ref)
+            except EngineUnavailable:
+                raise
+            except ServingError as error:
+                if ref.digest not in self._refused:
+                    log.warning("pin_failed", adapter=f"{ref.name}@v{ref.version}", reason=error.message)
+                self._refused[ref.digest] = now
+
+    async def _unpin(self, engine: EngineClient, wanted: Mapping[str, AdapterRef]) -> None:
+        surplus = engine.pins.keys() - wanted.keys()
+        agreed, self._surplus = surplus & self._surplus, surplus - self._surplus
+        for digest in sorted(agreed):
+            with contextlib.suppress(EngineUnavailable):  # an engine that is away comes back without the pin
+                await engine.unpin(digest)

@@ -1,0 +1,146 @@
+"""Pins and deletions that one server takes, on the engine of another one with the same database."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.control.types import VersionInfo
+from loraplex.lifecycle.catalog_watch import INTERVAL_S, CatalogWatch
+from loraplex.serving.errors import ServingError
+from support.engine.fake_engine import FakeEngineClient
+from support.http.admin_plane import AdminPlane, admin_client
+
+VERSION = "/tenants/acme/adapters/support/versions/v1"
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def planes(tmp_path: Path) -> Iterator[tuple[AdminPlane, AdminPlane]]:
+    first, second = AdminPlane(tmp_path), AdminPlane(tmp_path)
+    first.make_tenant()
+    first.make_adapter()
+    yield first, second
+    first.close()
+    second.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def http(planes: tuple[AdminPlane, AdminPlane]) -> AsyncIterator[httpx.AsyncClient]:
+    """The first server, which takes the changes."""
+    async with admin_client(planes[0].app) as client:
+        yield client
+
+
+@pytest.fixture
+async def other(planes: tuple[AdminPlane, AdminPlane], clock: Clock) -> AsyncIterator[FakeEngineClient]:
+    """The second server's engine, while that server watches the catalog."""
+    plane = planes[1]
+    watch = CatalogWatch(plane.database, plane.services.catalog, plane.services.tenants, clock=clock)
+    task = asyncio.create_task(watch.run(plane.engine, interval_s=0.005))
+    yield plane.engine
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not reached():
+            await asyncio.sleep(0.002)
+
+
+async def test_a_pin_comes_and_goes_on_the_other_server(
+    planes: tuple[AdminPlane, AdminPlane], http: httpx.AsyncClient, other: FakeEngineClient
+) -> None:
+    ref = planes[0].services.catalog.get_version("acme", "support", "v1").ref()
+    assert (await http.put(f"{VERSION}/pin")).status_code == 200
+    await until(lambda: other.pins == {ref.digest: ref})
+    assert "acme" in other.terms, "its tenant's limits of memory come before it"
+    assert (await http.delete(f"{VERSION}/pin")).status_code == 200
+    await until(lambda: not other.pins)
+    assert 2 * INTERVAL_S < 5, "a change is in force within five seconds"
+
+
+async def test_what_is_deleted_leaves_the_other_servers_engine(
+    planes: tuple[AdminPlane, AdminPlane], http: httpx.AsyncClient, other: FakeEngineClient
+) -> None:
+    """Bytes that another tenant has too stay."""
+    planes[0].make_tenant("rival")
+    planes[0].make_adapter("parrot", "rival", seed=2)
+    planes[0].make_adapter("shared", seed=2)
+    catalog = planes[0].services.catalog
+    gone = catalog.get_version("acme", "support", "v1").digest
+    kept = catalog.get_version("acme", "shared", "v1").digest
+    other.states = {gone: "warm", kept: "hot"}
+    assert (await http.put(f"{VERSION}/pin")).status_code == 200
+    await until(lambda: gone in other.pins)
+    assert (await http.delete("/tenants/acme/adapters/shared")).status_code == 204
+    assert (await http.delete("/tenants/acme/adapters/support")).status_code == 204
+    await until(lambda: gone in other.drops and not other.pins)
+    assert other.resident == {kept: "hot"}
+
+
+async def test_a_refused_pin_is_tried_again_later(
+    planes: tuple[AdminPlane, AdminPlane], http: httpx.AsyncClient, other: FakeEngineClient, clock: Clock
+) -> None:
+    asked: list[AdapterRef] = []
+    take = other.pin
+
+    async def refuse(ref: AdapterRef) -> None:
+        asked.append(ref)
+        raise ServingError("no memory for it")
+
+    other.pin = refuse  # type: ignore[method-assign]
+    assert (await http.put(f"{VERSION}/pin")).status_code == 200
+    await until(lambda: bool(asked))
+    planes[0].make_adapter("another", seed=3)  # the log has a row more, and a round to do
+    await asyncio.sleep(0.1)
+    assert len(asked) == 1
+    other.pin = take  # type: ignore[method-assign]
+    clock.seconds += 61
+    await until(lambda: bool(other.pins))
+
+
+async def test_a_pin_that_this_server_is_about_to_record_stays(
+    planes: tuple[AdminPlane, AdminPlane], other: FakeEngineClient
+) -> None:
+    """A route pins in the engine first, and then in the database; a round comes between the two."""
+    catalog, reads, unpinned = planes[1].services.catalog, 0, []
+    pinned, unpin = catalog.pinned, other.unpin
+
+    def read() -> list[VersionInfo]:
+        nonlocal reads
+        found, reads = pinned(), reads + 1
+        if reads == 1:
+            catalog.set_pin("acme", "support", "v1", True)
+        return found
+
+    async def note(digest: str) -> None:
+        unpinned.append(digest)
+        await unpin(digest)
+
+    catalog.pinned = read  # type: ignore[method-assign]
+    other.unpin = note  # type: ignore[method-assign]
+    ref = catalog.get_version("acme", "support", "v1").ref()
+    await other.pin(ref)
+    planes[0].make_adapter("another", seed=3)
+    await until(lambda: reads > 1)
+    assert (other.pins, unpinned) == ({ref.digest: ref}, [])
