@@ -73,6 +73,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "key_pepper": ("0a" * 32, "0a" * 32),
     "cors_origins": ("https://a.example, https://b.example", ["https://a.example", "https://b.example"]),
     "metrics_on_data_port": ("true", True),
+    "residency_metrics": ("true", True),
     "usage_journal_size": ("32MiB", 32 << 20),
     "usage_keep_days": ("7", 7),
     "stream_stall_timeout": ("3.5", 3.5),

@@ -190,9 +190,9 @@ def openapi_states() -> set[str]:
 # Metrics.
 
 
-def a_scrape(*, tenant_data: bool) -> dict[str, tuple[str, frozenset[str]]]:
+def a_scrape(*, tenant_data: bool, residency: bool = False) -> dict[str, tuple[str, frozenset[str]]]:
     """Type and labels of each metric, of a server where everything has happened once."""
-    metrics = Metrics(BASE)
+    metrics = Metrics(BASE, residency=residency)
     timing = Timing(0.1, 0.2, 0.3)
     metrics.first_token(0.1)
     metrics.next_tokens(0.1, 2)
@@ -231,10 +231,10 @@ def a_scrape(*, tenant_data: bool) -> dict[str, tuple[str, frozenset[str]]]:
     return found
 
 
-def documented_metrics() -> dict[str, tuple[str, frozenset[str]]]:
+def documented_metrics(metric: str = "metric") -> dict[str, tuple[str, frozenset[str]]]:
     text = markdown.read("docs/metrics.md")
     found = {}
-    for cells in markdown.rows(text, "metric", "type", "labels", "meaning"):
+    for cells in markdown.rows(text, metric, "type", "labels", "meaning"):
         labels = frozenset(markdown.spans(cells[2]))
         if cells[2] == "see below":
             below = next(part for part in re.split(r"\.\s", text) if f"{cells[0]} has" in part)
@@ -254,6 +254,14 @@ def test_metrics_without_tenant_data_are_those_of_vllm() -> None:
     assert a_scrape(tenant_data=False).keys() == {name for name in documented if name.startswith("vllm:")}
 
 
+@pytest.mark.parametrize("tenant_data", [False, True])
+def test_every_metric_of_residency(tenant_data: bool) -> None:
+    more = a_scrape(tenant_data=tenant_data, residency=True)
+    assert {name: more[name] for name in more.keys() - a_scrape(tenant_data=tenant_data).keys()} == (
+        documented_metrics("metric of residency")
+    )
+
+
 def metrics_that_are_not_served() -> set[str]:
     rows = markdown.rows(markdown.read("docs/metrics.md"), "vLLM's metric", "why not")
     return {name for cells in rows for name in markdown.spans(cells[0])}
@@ -268,6 +276,7 @@ def test_every_metric_of_vllm_is_served_or_said_not_to_be() -> None:
 
 def test_metrics_named_anywhere_exist() -> None:
     known = documented_metrics().keys() | metrics_that_are_not_served()
+    known |= documented_metrics("metric of residency").keys()
     for path in (markdown.ROOT / "docs").rglob("*.md"):
         for name in re.findall(r"\b((?:vllm:|loraplex_)[a-z_0-9]+)", path.read_text("utf-8")):
             base = re.sub(r"_(count|sum|bucket|created)$", "", name)

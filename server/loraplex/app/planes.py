@@ -170,7 +170,7 @@ def _shared(installation: Installation, engine: ClusterClient) -> _Shared:
 
 
 def _metrics(installation: Installation) -> Metrics:
-    metrics = Metrics(installation.served_name)
+    metrics = Metrics(installation.served_name, residency=installation.settings.residency_metrics)
     health = installation.database_health
     metrics.database_up.set_function(lambda: 0.0 if health.warning() else 1.0)
     metrics.database_outage.set_function(lambda: health.outage_s)

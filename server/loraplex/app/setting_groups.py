@@ -19,8 +19,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Ports": (
         "host", "port", "admin_host", "admin_port", "admin_token", "key_pepper", "engine_host", "engine_port",
-        "engine_token_file", "cors_origins", "metrics_on_data_port", "stream_stall_timeout", "drain_grace",
-        "drain_timeout",
+        "engine_token_file", "cors_origins", "metrics_on_data_port", "residency_metrics", "stream_stall_timeout",
+        "drain_grace", "drain_timeout",
     ),
     "Limits": (
         "max_adapter_rank", "max_adapter_upload", "max_body", "adapter_load_timeout", "adapter_base_error_warning",

@@ -319,12 +319,11 @@ class Settings(BaseSettings):
         [], description="Origins allowed by CORS, separated by commas (default: none)"
     )
     metrics_on_data_port: bool = Field(False, description="Serve the vllm:* metrics on the data port too")
+    residency_metrics: bool = Field(False, description="Serve metrics of adapters in memory, for gateways")
     stream_stall_timeout: float = Field(
         30.0, gt=0, le=3600, description="Seconds after which a client that reads nothing is cut"
     )
-    drain_grace: float = Field(
-        5.0, ge=0, le=3600, description="Seconds between SIGTERM and the first refusal"
-    )
+    drain_grace: float = Field(5.0, ge=0, le=3600, description="Seconds from SIGTERM to the first refusal")
     drain_timeout: float = Field(
         60.0, ge=0, le=86400, description="Seconds that running requests have to finish"
     )

@@ -29,8 +29,8 @@ class CatalogWatch:
     """Reconciles the engine's pins with the catalog's, and drops versions that were deleted, whichever server did it.
     Every such change has a row in the audit log: as long as that has none to add, a round costs one small query.
 
-    The server that takes a change tells its engine by itself, shortly before or after the database. Hence a pin is
-    changed here only when two rounds agree on it."""
+    The server that takes a change tells its engine by itself, shortly before or after the database. Therefore
+    a pin is changed here only when two rounds agree on it."""
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from loraplex.api.metrics.engine_metrics import EngineSnapshot, Grown, own_famil
 from loraplex.api.metrics.grammar_metrics import GrammarMeter
 from loraplex.api.metrics.label_sets import IDLE_S, OTHER, LabelSets, OwnedCounter
 from loraplex.api.metrics.limiter_metrics import LimiterMeter
+from loraplex.api.metrics.residency_metrics import LoadTimes, residency_families
 from loraplex.api.metrics.token_histogram import TokenHistogram
 from loraplex.api.metrics.trace_metrics import TraceMeter
 from loraplex.control.background import BackgroundTasks
@@ -107,6 +108,7 @@ class Metrics:
         self,
         model_name: str,
         *,
+        residency: bool = False,
         max_label_sets: int = MAX_LABEL_SETS,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
@@ -118,6 +120,7 @@ class Metrics:
         self._grown = Grown()
         self._labels = LabelSets(max_label_sets, idle_s=IDLE_S, clock=clock, on_drop=self._drop_series)
         self._loads_seen: dict[str, dict[str, float]] = {}
+        self._load_times = LoadTimes() if residency else None
 
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)
         self._inter_token = TokenHistogram(
@@ -401,6 +404,12 @@ class Metrics:
         """The engine's share of a scrape, for `text`. To be called by the thread that observes: tenants get labels."""
         now = self._wall_clock()
         families = list(vllm_families(snapshot, self.model_name, self._grown, now, adapter_names=tenant_data))
+        if self._load_times is not None:
+            families += residency_families(
+                snapshot.cache, snapshot.stats, self.model_name, adapter_names=tenant_data
+            )
+            self._load_times.observe(snapshot.cache)
+            families.append(self._load_times.family(self.model_name))
         if tenant_data:
             self._observe_loads(snapshot.cache)
             families += own_families(snapshot, self._labels, self._grown)
