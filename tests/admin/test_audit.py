@@ -16,8 +16,8 @@ from loraplex.control.audit.log import AuditEntry, AuditFilter, AuditLog
 from loraplex.control.audit.verification import verify
 from support.adapters.drafts import draft_adapter
 from support.control.plane import FakeClock
-from support.engine.fake_cluster import fake_report
 from support.http.admin_plane import ADMIN_TOKEN, ARCH, AdminPlane, adapter_files, admin_client
+from support.placement.fake_cluster import fake_report
 
 ADAPTER = "/tenants/acme/adapters/support"
 

@@ -8,9 +8,9 @@ import pytest
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.serving.cluster.placement import Place
-from support.engine.fake_cluster import fake_report
 from support.engine.fake_engine import fake_engine_info
 from support.http.admin_plane import AdminPlane, assert_problem
+from support.placement.fake_cluster import fake_report
 
 REFS = [AdapterRef("acme", f"a{number}", number, f"{number:064x}", 8) for number in range(5)]
 

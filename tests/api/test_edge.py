@@ -22,9 +22,9 @@ from loraplex.api.errors import ANSWERS, ApiError
 from loraplex.api.limit_headers import duration
 from loraplex.api.routes.probes import probe_routes
 from loraplex.http.application import create_app
-from support.engine.fake_cluster import fake_report
 from support.engine.fake_engine import FakeEngineClient, Reply
 from support.http.data_plane import BASE, DataPlane, running_data_plane
+from support.placement.fake_cluster import fake_report
 
 KEY = {"Authorization": "Bearer lpx_acme"}
 TEXT = {"model": BASE, "prompt": "x"}

@@ -36,7 +36,6 @@ from loraplex.serving.text.processor import TextProcessor
 from support import markdown
 from support.adapters.drafts import ALL_SITES, peft_config, site_module
 from support.clients import vllm_metrics
-from support.engine.fake_cluster import fake_report
 from support.engine.fake_engine import FakeEngineClient, fake_engine_info
 from support.http.admin_plane import AdminPlane
 from support.http.data_plane import (
@@ -51,6 +50,7 @@ from support.http.data_plane import (
 )
 from support.http.route_tables import routes_of
 from support.models.byte_tokenizer import write_byte_tokenizer
+from support.placement.fake_cluster import fake_report
 
 API, ADMIN = markdown.read("docs/api.md"), markdown.read("docs/admin.md")
 

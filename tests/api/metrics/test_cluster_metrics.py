@@ -6,8 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.api.metrics import Metrics, Scraper
 from loraplex.engine.reports import EngineStats
-from support.engine.fake_cluster import fake_report
 from support.engine.fake_engine import FakeEngineClient
+from support.placement.fake_cluster import fake_report
 
 BASE = "tiny"
 

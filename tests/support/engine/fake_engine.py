@@ -39,8 +39,8 @@ from loraplex.engine.types import (
 )
 from loraplex.serving.client.engine_client import RequestStream, error_event
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable
-from support.engine.fake_cluster import FakeClusterView
 from support.engine.logprobs import Row, pack_logprobs, with_ranks
+from support.placement.fake_cluster import FakeClusterView
 
 EOS_ID = 256
 SCORED_PER_STEP = 3
