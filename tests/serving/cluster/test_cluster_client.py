@@ -166,11 +166,25 @@ async def test_a_draining_engine_gets_nothing_new(cluster: ClusterEngineClient) 
         await read(stream)
 
 
+async def test_what_is_forgotten_needs_no_engine_that_is_away(cluster: ClusterEngineClient) -> None:
+    await cluster.pin(adapter(1))
+    (pinned,) = [each for each in cluster.replicas if adapter(1).digest in each.session.pins]
+    kill(next(each for each in cluster.replicas if each is not pinned))
+    await cluster.drop(adapter(1).digest)
+    for each in cluster.replicas:
+        if each.session.healthy:
+            kill(each)
+            await until_away(each)
+    with pytest.raises(EngineUnavailable):
+        await cluster.drop(adapter(1).digest)
+
+
 async def test_one_that_joins_serves_and_knows_the_terms(cluster: ClusterEngineClient) -> None:
     for each in cluster.replicas:
         cluster.drain(each.id)
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(EngineUnavailable, match="draining"):
         cluster.submit(ask("nobody"))
+    assert not cluster.healthy
     newcomer = replica(9)
     await newcomer.session.start()
     cluster.join(newcomer)

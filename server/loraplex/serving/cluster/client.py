@@ -23,7 +23,7 @@ from loraplex.serving.cluster.choice import choose
 from loraplex.serving.cluster.failover import PATIENCE_S, Failover, Group
 from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
 from loraplex.serving.cluster.homes import ROUND_S, Homes
-from loraplex.serving.cluster.merged import merge_cache, merge_info, merge_stats
+from loraplex.serving.cluster.merged import Totals, merge_cache, merge_info
 from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
 
@@ -51,6 +51,7 @@ class ClusterEngineClient:
         self._groups: dict[str, Group] = {}
         self._terms: dict[str, TenantTerms] = {}
         self._info: EngineInfo | None = None
+        self._totals = Totals()
         self._closing = False
         self._past_restarts: dict[str, int] = {}  # of replicas that are away, each one's in all
         self.homes = Homes(clock)
@@ -145,14 +146,14 @@ class ClusterEngineClient:
 
     @property
     def healthy(self) -> bool:
-        return any(replica.session.healthy for replica in self._replicas.values())
+        return any(replica.state == "ready" for replica in self._replicas.values())
 
     @property
     def unhealthy_reason(self) -> str | None:
         if self.healthy:
             return None
-        reasons = [replica.session.unhealthy_reason for replica in self.replicas]
-        return next(filter(None, reasons), "no engine has joined")
+        reasons = [replica.session.unhealthy_reason or "the engine is draining" for replica in self.replicas]
+        return next(iter(reasons), "no engine has joined")
 
     @property
     def num_restarts(self) -> int:
@@ -301,7 +302,9 @@ class ClusterEngineClient:
         return self.homes.pins
 
     async def stats(self) -> EngineStats:
-        return merge_stats(list((await self.replica_stats()).values()))
+        lives = {name: replica.life for name, replica in self._replicas.items()}
+        found = await self.replica_stats()
+        return self._totals.merge({lives[name]: its for name, its in found.items() if name in lives})
 
     async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
         healthy = self._healthy()
@@ -327,11 +330,11 @@ class ClusterEngineClient:
     async def unpin(self, digest: str) -> None:
         self.homes.pins.pop(digest, None)
         having = [replica for replica in self._replicas.values() if digest in replica.session.pins]
-        await _all(replica.session.unpin(digest) for replica in having or self._replicas.values())
+        await _some(replica.session.unpin(digest) for replica in having or self._replicas.values())
 
     async def drop(self, digest: str) -> None:
         self.homes.forget(digest)
-        await _all(replica.session.drop(digest) for replica in self._replicas.values())
+        await _some(replica.session.drop(digest) for replica in self._replicas.values())
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         self._deal(refs, lambda replica, its: replica.session.prefetch(its))
@@ -382,6 +385,16 @@ class ClusterEngineClient:
         if not healthy:
             raise self._unavailable()
         return await asyncio.gather(*(ask(replica) for replica in healthy))
+
+
+async def _some(calls: Iterable[Awaitable[None]]) -> None:
+    """Run all of them to their ends. Engines that are away come back without what they are told to forget: unless all
+    of them are, theirs are no errors."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [error for error in found if error is not None]
+    others = [error for error in errors if not isinstance(error, EngineUnavailable)]
+    if others or len(errors) == len(found):
+        raise next(iter(others or errors), EngineUnavailable("no engine has joined"))
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:

@@ -11,6 +11,13 @@ from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.engine.reports import EngineInfo, EngineStats, MemoryUse
 
 _SUMMED = ("num_kv_blocks", "kv_bytes", "arena_pages", "adapter_cpu_bytes", "max_num_seqs", "max_waiting")
+COUNTERS = (
+    "num_preemptions", "num_out_of_memory", "num_steps", "steps_by_tokens", "num_step_tokens", "prompt_tokens",
+    "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_adapter_waits", "adapter_wait_s",
+    "adapter_loads", "adapter_copies", "adapter_load_failures", "adapter_load_seconds", "device_evictions",
+    "host_evictions", "cap_evictions", "evictions", "warmed",
+)  # fmt: skip
+"""Fields of `EngineStats` that count since an engine process began."""
 _NEAREST = {"hot": 0, "warm": 1, "cold": 2}
 
 
@@ -26,6 +33,34 @@ def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
         for tenant, its in merged.tenants.items()
     }
     return replace(merged, tenants=tenants)
+
+
+class Totals:
+    """Statistics of a cluster whose counters do not fall when an engine goes: what its earlier lives counted, and what
+    one that is away had counted when it was last asked, stays in the sums. Those of an engine that was always alone are
+    as it gave them."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, EngineStats]] = {}
+        self._ended: dict[str, EngineStats] = {}
+
+    def merge(self, stats: Mapping[tuple[str, int], EngineStats]) -> EngineStats:
+        """Statistics by the name of an engine and the number of its life."""
+        for (name, life), its in stats.items():
+            last = self._last.get(name)
+            if last is not None and last[0] != life:
+                self._ended[name] = merge_stats([self._ended.get(name, EngineStats()), counters(last[1])])
+            self._last[name] = life, its
+        if len(self._last) < 2:
+            return merge_stats(list(stats.values()))
+        there = {name for name, _ in stats}
+        away = [counters(last) for name, (_, last) in self._last.items() if name not in there]
+        return merge_stats([*stats.values(), *away, *self._ended.values()])
+
+
+def counters(stats: EngineStats) -> EngineStats:
+    """The counters alone."""
+    return EngineStats(**{name: getattr(stats, name) for name in COUNTERS})
 
 
 def merge_info(infos: Sequence[EngineInfo]) -> EngineInfo:

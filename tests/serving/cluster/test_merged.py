@@ -1,0 +1,82 @@
+"""The reports of several engines as one."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from loraplex.adapters.cache.residency import CacheEntry
+from loraplex.adapters.cache.tenant_memory import TenantBytes
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.reports import EngineStats, TenantStats
+from loraplex.serving.cluster.merged import COUNTERS, Totals, merge_cache, merge_info, merge_stats
+from support.engine.fake_engine import fake_engine_info
+
+FIRST = EngineStats(
+    num_running=2, prompt_tokens=10, steps_by_tokens=(1, 2), evictions={"device": {"room": 1}},
+    tenants={"a": TenantStats(1, 2, 5.0)}, tenant_bytes={"a": TenantBytes(3, 4)}, running_adapters=("x", "y"),
+)  # fmt: skip
+SECOND = EngineStats(
+    num_running=3, prompt_tokens=7, steps_by_tokens=(0, 5), evictions={"device": {"room": 2, "cap": 1}},
+    tenants={"a": TenantStats(0, 1, 9.0), "b": TenantStats()}, tenant_bytes={"b": TenantBytes(1, 0)},
+    running_adapters=("y",),
+)  # fmt: skip
+
+
+def test_statistics_are_summed() -> None:
+    merged = merge_stats([FIRST, SECOND])
+    assert (merged.num_running, merged.prompt_tokens, merged.steps_by_tokens) == (5, 17, (1, 7))
+    assert merged.evictions == {"device": {"room": 3, "cap": 1}}
+    assert merged.tenants == {"a": TenantStats(1, 3, 9.0), "b": TenantStats()}
+    assert merged.tenant_bytes == {"a": TenantBytes(3, 4), "b": TenantBytes(1, 0)}
+    assert merged.running_adapters == ("x", "y")
+    assert merge_stats([]) == EngineStats()
+
+
+def test_an_engine_alone_is_as_it_says() -> None:
+    totals = Totals()
+    assert totals.merge({("r1", 0): FIRST}) is FIRST
+    assert totals.merge({("r1", 1): EngineStats(prompt_tokens=1)}) == EngineStats(prompt_tokens=1)
+
+
+def test_counters_do_not_fall_when_an_engine_goes() -> None:
+    totals = Totals()
+    assert totals.merge({("r1", 0): FIRST, ("r2", 0): SECOND}).prompt_tokens == 17
+    away = totals.merge({("r1", 0): FIRST})
+    assert (away.prompt_tokens, away.num_running, away.evictions["device"]) == (17, 2, {"room": 3, "cap": 1})
+    back = totals.merge({("r1", 0): FIRST, ("r2", 1): EngineStats(prompt_tokens=1)})
+    assert (back.prompt_tokens, back.num_running) == (18, 2)
+    later = totals.merge({("r1", 0): FIRST, ("r2", 2): EngineStats(prompt_tokens=3)})
+    assert later.prompt_tokens == 10 + 7 + 1 + 3
+
+
+def test_each_counter_is_named() -> None:
+    """What a metric of the kind counter reads has to be among them."""
+    gauges = {
+        "num_running", "num_waiting", "num_waiting_for_grammar", "num_kv_blocks", "num_kv_blocks_used",
+        "reserved_bytes", "reservable_bytes", "tenant_bytes", "running_adapters", "waiting_adapters", "tenants",
+        "num_arena_pages", "num_arena_pages_used", "num_adapter_slots", "num_adapter_slots_used", "host_bytes",
+        "host_bytes_used", "num_leases", "num_pins", "num_pins_held", "num_pins_coming", "num_warming",
+    }  # fmt: skip
+    assert {field.name for field in fields(EngineStats)} == gauges | set(COUNTERS)
+
+
+def test_sizes_are_summed_and_the_shortest_context_counts() -> None:
+    infos = [fake_engine_info(max_model_len=100), fake_engine_info(max_model_len=90)]
+    merged = merge_info(infos)
+    assert (merged.max_model_len, merged.max_num_seqs) == (90, 2 * infos[0].max_num_seqs)
+    assert merged.memory is not None
+    assert infos[0].memory is not None
+    assert merged.memory.weights == 2 * infos[0].memory.weights
+    assert merge_info([replace(infos[0], memory=None), infos[1]]).memory is None
+
+
+def test_an_adapter_is_where_it_is_nearest() -> None:
+    ref = AdapterRef("acme", "a", 1, "d", 8)
+    warm, hot = (
+        CacheEntry(ref, "warm", leases=1, idle_s=4.0),
+        CacheEntry(ref, "hot", pinned=True, device_bytes=9),
+    )
+    (merged,) = merge_cache({"r1": [warm], "r2": [hot], "r3": [CacheEntry(ref, "cold")]})
+    assert (merged.state, merged.pinned, merged.leases, merged.idle_s) == ("hot", True, 1, 4.0)
+    assert merged.replicas == ("r1", "r2")
+    assert merge_cache({"r1": [warm]}) == [warm]
