@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ from support.adapters.peft_zoo import PeftReference
 from support.http.admin_plane import ARCH, AdminPlane, admin_client
 
 TASK = BaseErrorTask("/no/base", "none", NF4, "/no/config", "/no/tensors", "0" * 64, 8, [[1, 2]])
+
+
+AT_ONCE = (
+    sys.executable,
+    "-c",
+    "import os; os.nice = lambda by: 0; from loraplex.engine.base_error.__main__ import main; main()",
+)
+"""The process, at the priority of the tests: beside them it would wait for minutes."""
 
 
 def script(code: str) -> tuple[str, ...]:
@@ -99,6 +108,17 @@ async def test_it_sees_no_secret_and_fetches_nothing(monkeypatch: pytest.MonkeyP
     assert "HF_HUB_OFFLINE" in str(found.reason)
 
 
+@pytest.mark.slow
+async def test_it_runs_at_the_lowest_priority_and_dies_first() -> None:
+    code = (
+        "import sys; from loraplex.engine.base_error import __main__ as child; "
+        "from loraplex.engine.base_error.messages import BaseErrorFigures; "
+        "child.measure = lambda task: BaseErrorFigures("
+        "reason=f\"{os.nice(0)} {open('/proc/self/oom_score_adj').read().strip()}\"); child.main()"
+    )
+    assert (await answer_of(code)).reason == "19 1000"
+
+
 def task_of(folder: Path, **changes: Any) -> BaseErrorTask:
     base = write_base(folder / "base", ARCH)
     draft_adapter(ARCH, base_model_name_or_path="org/base-bnb-4bit").write(folder / "adapter")
@@ -119,7 +139,7 @@ def task_of(folder: Path, **changes: Any) -> BaseErrorTask:
 
 @pytest.mark.slow
 async def test_too_little_memory_is_a_reason(tmp_path: Path) -> None:
-    found = await measure_in_process(task_of(tmp_path, memory=64 << 20))
+    found = await measure_in_process(task_of(tmp_path, memory=64 << 20), command=AT_ONCE)
     assert "MiB of memory, and may take 64 MiB" in str(found.reason)
 
 
@@ -145,27 +165,27 @@ async def test_a_hostile_adapter_is_a_reason(value: float, reason: str, tmp_path
     path = Path(task.tensors_path)
     tensors = load_arrays(path)
     save_arrays({name: np.full_like(array, value) for name, array in tensors.items()}, path)
-    found = await measure_in_process(task)
+    found = await measure_in_process(task, command=AT_ONCE)
     assert found.kl is None
     assert reason in str(found.reason)
 
 
 @pytest.mark.slow
 async def test_files_that_are_gone_are_a_reason(tmp_path: Path) -> None:
-    found = await measure_in_process(task_of(tmp_path, tensors_path=str(tmp_path / "none")))
+    found = await measure_in_process(task_of(tmp_path, tensors_path=str(tmp_path / "none")), command=AT_ONCE)
     assert found.reason == "the adapter's file none is missing"
 
 
 @pytest.mark.slow
 async def test_a_reason_names_no_folder_of_the_server(tmp_path: Path) -> None:
-    found = await measure_in_process(task_of(tmp_path, model_dir=str(tmp_path / "private")))
+    found = await measure_in_process(task_of(tmp_path, model_dir=str(tmp_path / "private")), command=AT_ONCE)
     assert found.reason == "the measurement failed; the server's log says why"
 
 
 @pytest.fixture
 def measuring(tmp_path: Path) -> Any:
     """A plane whose versions are measured by the process."""
-    made = AdminPlane(tmp_path, measure_base=measure_in_process, wait_s=120.0)
+    made = AdminPlane(tmp_path, measure_base=partial(measure_in_process, command=AT_ONCE), wait_s=120.0)
     yield made
     made.close()
 

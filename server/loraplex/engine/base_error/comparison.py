@@ -1,17 +1,15 @@
 """Answers of one adapter over two forms of its base, for fixed prompts.
 
-The engine's own decoder computes them, in float32 with torch's kernels. Memory stays below a few layers: a form's
-layers are read as the pass comes to them, and its head some rows at a time.
+The engine's own decoder computes them, in float32 with torch's kernels. Each weight is read when the pass comes to it.
+So memory stays below that of a layer, beside the adapter and the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +21,13 @@ from loraplex.adapters.device.host_image import build_image
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
-from loraplex.engine.base_error.forms import BaseInForm
+from loraplex.engine.base_error.forms import BaseInForm, StreamedWeight
 from loraplex.engine.base_error.messages import BaseErrorFigures, BaseErrorTask
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.model.base import ForwardBatch, KVCache, TokenRows
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
-from loraplex.engine.model.fused import DecoderReader, FusedDecoder, LayerWeights
+from loraplex.engine.model.fused import DecoderReader, FusedDecoder
 from loraplex.engine.model.loading import read_model_config
 from loraplex.engine.model.plans import KeptPlans
 from loraplex.kernels.attention import BLOCK_SIZE
@@ -37,6 +35,7 @@ from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.lora.dispatch import CHUNK
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 from loraplex.kernels.torch_backend import torch_kernels
 
 _CPU = torch.device("cpu")
@@ -87,19 +86,20 @@ def compare_answers(subject: Subject, memory: int) -> BaseErrorFigures:
 
 
 def needed_memory(subject: Subject) -> int:
-    """Bytes at most: two layers in float32 and what a third is made of, the adapter twice, the logits of both forms."""
+    """Bytes at most: four times the largest linear of a layer in float32, which nf4 is made in, the adapter twice, the
+    logits of both forms and others being made."""
     spec, adapter, base = subject.spec, subject.adapter, subject.base
     tokens = sum(map(len, subject.prompts))
-    layers: dict[int, int] = {}
-    for shape in base.sites.values():
-        layers[shape.layer] = layers.get(shape.layer, 0) + shape.in_features * shape.out_features
-    # The sites of the head and of the embedding count to layer 0, and are never read whole.
-    layer = layers.get(1, 0) or layers[0]
+    linear = max(
+        shape.in_features * shape.out_features
+        for (_, site), shape in base.sites.items()
+        if site not in (HEAD, EMBEDDING)
+    )
     ranks = sum(
         (-(-site.rank // CHUNK) * CHUNK) * sum(site.a.shape[1:] + site.b.shape[:1]) for site in adapter.sites
     )
     rows = sum(table.rows.shape[0] * spec.hidden_size for table in adapter.tokens)
-    floats = 4 * layer + 2 * (ranks + rows) + tokens * (3 * spec.vocab_size + 8 * spec.intermediate_size)
+    floats = 4 * linear + 2 * (ranks + rows) + tokens * (3 * spec.vocab_size + 8 * spec.intermediate_size)
     floats += tokens * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
     return 4 * floats + _LIBRARY_BYTES
 
@@ -143,15 +143,15 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
     spec, prompts = subject.spec, subject.prompts
     kernels = _kernels()
     attention = TorchAttention(spec.num_kv_heads, spec.head_dim, torch.float32, _CPU)
-    reader = DecoderReader(form, spec, torch.float32, _CPU, kernels.ops, None, None)
+    reader = DecoderReader(form, spec, torch.float32, _CPU, kernels.ops, None, form)
     rows = [token for prompt in prompts for token in prompt]
     known, compact = np.unique(np.array(rows, np.int64), return_inverse=True)
     model = FusedDecoder(
         spec,
-        _LayersInTurn(reader, spec.num_layers),
+        [reader.layer(index) for index in range(spec.num_layers)],
         torch.from_numpy(form.embeddings(known)),
         reader.final_norm(),
-        form,
+        form.read({HEAD: (spec.vocab_size, spec.hidden_size)}),
         ops=kernels.ops,
         attention=AttentionChoice(attention, "the reference"),
     )
@@ -194,46 +194,17 @@ def _arena(model: FusedDecoder, subject: Subject, form: BaseInForm, kernels: Ker
     return arena
 
 
-@lru_cache(1)
 def _kernels() -> Kernels:
-    """torch's, with a `linear` that knows the head of a `BaseInForm`."""
+    """torch's, with a `linear` that knows a `StreamedWeight`."""
     kernels = torch_kernels(_CPU, batch_invariant=False)
     plain = kernels.ops.linear
 
     def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if not isinstance(weight, BaseInForm):
-            return plain(x, weight, bias)
-        return torch.cat([x @ torch.from_numpy(rows).T for rows in weight.head_rows()], dim=1)
+        if isinstance(weight, StreamedWeight):
+            return weight.multiply(x, bias)
+        return plain(x, weight, bias)
 
     return replace(kernels, ops=replace(kernels.ops, linear=linear))
-
-
-class _LayersInTurn(Sequence[LayerWeights]):
-    """The layers of a checkpoint, read as they are asked for. Holds the two that were last."""
-
-    def __init__(self, reader: DecoderReader, count: int) -> None:
-        self._reader = reader
-        self._count = count
-        self._held: dict[int, LayerWeights] = {}
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> LayerWeights: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LayerWeights]: ...
-
-    def __getitem__(self, index: int | slice) -> LayerWeights | Sequence[LayerWeights]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(self._count))]
-        if not 0 <= index < self._count:
-            raise IndexError(index)
-        if index not in self._held:
-            self._held.pop(index - 2, None)
-            self._held[index] = self._reader.layer(index)
-        return self._held[index]
 
 
 class _OfTokens:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,30 @@ _MADE: dict[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
 """The forms that bitsandbytes makes of the linears of layers as it loads a checkpoint. It leaves the head."""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamedWeight:
+    """A weight [N, K] that is read whenever it is multiplied: that of these sites, one behind the other."""
+
+    weights: BaseWeights
+    sites: list[tuple[int, str]]
+    out_features: int
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] → [T, N]. Holds one module's weight at most. Raises ModelUnsupported where N is another."""
+        y = torch.empty(len(x), self.out_features, dtype=x.dtype)
+        first = 0
+        for layer, site in self.sites:
+            for rows in self.weights.rows(layer, site, _FLOAT32):
+                last = first + len(rows)
+                if last > self.out_features:
+                    raise ModelUnsupported(f"{site} of layer {layer} has more outputs than the config says")
+                torch.mm(x, torch.from_numpy(rows).T, out=y[:, first:last])
+                first = last
+        if first < self.out_features:
+            raise ModelUnsupported(f"{site} of layer {layer} has fewer outputs than the config says")
+        return y if bias is None else y.add_(bias)
+
+
 class _MadeWeights(BaseWeights):
     """The base's linears as a tool of `_MADE` has them."""
 
@@ -54,44 +79,37 @@ class _MadeWeights(BaseWeights):
 
 
 class BaseInForm:
-    """A `TensorSource` in float32. `weights` are its linears, for what else is computed from them. Holds no tensor."""
+    """The tensors of a base in float32, for a `DecoderReader`: a `TensorSource` of those that it holds, and a
+    `PackedReader` of the linears and the head, which are read as they are multiplied. `weights` are these too, for what
+    else is computed from them."""
 
     def __init__(self, base: BaseSpec, form: str = "") -> None:
         """`form`: one that bitsandbytes makes of the checkpoint; any other stands for what the engine serves of `base`.
         Raises BaseModelInvalid."""
         self.weights = _MadeWeights(base, form) if form in _MADE else BaseWeights(base)
         self._tensors: dict[str, BaseTensor] = locate_tensors(Path(base.model_dir))
-        self._sites = {
-            f"{shape.module_path}.weight": key
-            for key, shape in base.sites.items()
-            if key[1] not in (HEAD, EMBEDDING)
-        }
+        self._sites = {shape.module_path: key for key, shape in base.sites.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        first = 0
-        for rows in self._rows(name):
-            if rows.shape[1:] != tuple(out.shape[1:]) or first + len(rows) > len(out):
-                raise ModelUnsupported(f"{name} has not the shape {list(out.shape)}")
-            out[first : first + len(rows)].copy_(torch.from_numpy(rows))
-            first += len(rows)
-        if first < len(out):
-            raise ModelUnsupported(f"{name} has {first} rows, not {len(out)}")
-
-    def _rows(self, name: str) -> Iterator[NDArray[np.float32]]:
-        if name in self._sites:
-            yield from self.weights.rows(*self._sites[name], _FLOAT32)
-            return
         found = self._tensors.get(name)
-        if found is None or found.tensor.dtype not in NUMPY_DTYPES:
-            raise ModelUnsupported(f"the checkpoint has no floats {name}")
-        yield read_tensor(found.path, found.tensor)
+        if found is None or found.tensor.dtype not in NUMPY_DTYPES or found.tensor.shape != tuple(out.shape):
+            raise ModelUnsupported(f"the checkpoint has no floats {name} of the shape {list(out.shape)}")
+        out.copy_(torch.from_numpy(read_tensor(found.path, found.tensor)))
 
-    def head_rows(self) -> Iterator[NDArray[np.float32]]:
-        """The head's weight [V, C], some rows at a time."""
-        return self.weights.rows(0, HEAD, _FLOAT32)
+    def stores(self, module: str) -> bool:
+        return False  # as codes of a module's own
+
+    def read(self, modules: Mapping[str, tuple[int, int]]) -> StreamedWeight:
+        """The weight of these modules, one behind the other. Raises ModelUnsupported where the base lacks one."""
+        sites = []
+        for module in modules:
+            if module not in self._sites:
+                raise ModelUnsupported(f"the checkpoint has no linear {module}")
+            sites.append(self._sites[module])
+        return StreamedWeight(self.weights, sites, sum(rows for rows, _ in modules.values()))
 
     def embeddings(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """[n, C] of token ids [n], ascending. Raises ModelUnsupported for one beyond the vocabulary."""

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
-from loraplex.engine.model.stored_codes import CodeReader
+from loraplex.engine.model.stored_codes import CodeReader, PackedReader
 from loraplex.engine.model.weights import TensorSource, open_checkpoint, tensor_bytes
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.choice import AttentionChoice
@@ -66,12 +66,12 @@ class FusedDecoder:
         ops: Ops,
         attention: AttentionChoice,
     ) -> None:
-        """`head` is packed as the layers' weights are. A pass reads `layers` in order, each with the following one."""
+        """`head` is packed as the layers' weights are."""
         self._spec = spec
         self._ops = ops
         self._kernel = attention.kernel
         self._attention_reason = attention.reason
-        self._layers = layers
+        self._layers = tuple(layers)
         self._embed = embed
         self._norm = norm
         self._head = head
@@ -324,7 +324,7 @@ def fused_decoder(
     *,
     ops: Ops | None = None,
     attention: AttentionChoice | None = None,
-    codes: CodeReader | None = None,
+    codes: PackedReader | None = None,
 ) -> FusedDecoder:
     """The same of tensors that come from anywhere. `ops` and `attention` belong together; None: torch's. `codes` reads
     linears and head as codes; None: they are kept in `dtype`."""
@@ -347,7 +347,7 @@ class DecoderReader:
         device: torch.device,
         ops: Ops | None,
         attention: AttentionChoice | None,
-        codes: CodeReader | None,
+        codes: PackedReader | None,
     ) -> None:
         self._codes = codes
         self._ops = ops or torch_ops(device)
@@ -366,7 +366,7 @@ class DecoderReader:
     def decoder(self) -> FusedDecoder:
         spec = self._spec
         embed = self._tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        layers = tuple(self.layer(index) for index in range(spec.num_layers))
+        layers = [self.layer(index) for index in range(spec.num_layers)]
         head = None if self._codes is None else self._codes.read(self._head_names())
         head = self._head(embed) if head is None else head
         norm = self.final_norm()

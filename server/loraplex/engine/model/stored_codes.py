@@ -27,6 +27,19 @@ class StoredTensors(Protocol):
         ...
 
 
+class PackedReader(Protocol):
+    """A reader of linears that are more than floats, such as a `CodeReader`."""
+
+    def stores(self, module: str) -> bool:
+        """Whether the checkpoint has codes of a module."""
+        ...
+
+    def read(self, modules: Mapping[str, tuple[int, int]]) -> Any | None:
+        """The weights of these modules, by their shapes [rows, K], one behind the other, for `Ops.linear`; None where
+        they are floats that stay floats. Raises ModelUnsupported."""
+        ...
+
+
 class CodeReader:
     """Reads linears as codes. `quantise`: those that are stored as floats too. Memory beside the codes is that of a
     site group's linears."""
@@ -39,12 +52,9 @@ class CodeReader:
         self._quantise = quantise
 
     def stores(self, module: str) -> bool:
-        """Whether the checkpoint has codes of a module."""
         return self._tensors.is_codes(module)
 
     def read(self, modules: Mapping[str, tuple[int, int]]) -> Any | None:
-        """The weights of these modules, by their shapes [rows, K], one behind the other, packed for `Ops.linear`; None
-        where they are floats that stay floats. Raises ModelUnsupported."""
         found = {module: self._codes(module, shape) for module, shape in modules.items()}
         parts = [part for part in found.values() if part is not None]
         if not parts:
