@@ -17,6 +17,7 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import ml_dtypes
@@ -146,7 +147,12 @@ def main() -> None:
         if options.large is not None:
             large = options.large / f"bfloat16-{options.layers}"
             if not large.exists():
-                write_large(options.model, large, options.layers)
+                # A child's largest memory counts that of its parent at its start.
+                writer = get_context("spawn").Process(
+                    target=write_large, args=(options.model, large, options.layers)
+                )
+                writer.start()
+                writer.join()
             keep_plan(large, work)
             before = spent()
             print(f"{options.layers} layers: {measure(large, large / 'adapter', NF4, 'none', work)}")

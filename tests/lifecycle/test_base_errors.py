@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.admin.runtime_loading import RuntimeLoading
+from loraplex.control.audit.recorder import Actor
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.types import VersionInfo
 from loraplex.engine.base_error.messages import BaseErrorFigures
@@ -120,6 +122,19 @@ async def test_a_version_takes_traffic_while_it_is_measured(impatient: AdminPlan
     await until(lambda: plane.base_measure.num_running == 0)
     assert (await plane.base_errors.wait(_version(plane), 60)).report["base_error"]["kl"] == 0.25
     assert (await show(plane))["report"]["base_error"]["kl"] == 0.25
+
+
+async def test_a_training_loop_does_not_wait_for_figures(plane: AdminPlane, tmp_path: Path) -> None:
+    plane.make_tenant()
+    plane.base_measure.hold()
+    draft_adapter(ARCH, base_model_name_or_path="org/base-bnb-4bit").write(tmp_path / "step-1")
+    loading = RuntimeLoading(plane.services)
+    async with asyncio.timeout(20):  # an upload would wait for 30 s
+        loaded = await loading.load(Actor("key", "acme", "k1"), "support", str(tmp_path / "step-1"))
+    assert loaded.state == "ready"
+    await until(lambda: plane.base_measure.num_running == 1)
+    plane.base_measure.release()
+    assert (await plane.base_errors.wait(loaded, 60)).report["base_error"]["kl"] == 0.25
 
 
 def _version(plane: AdminPlane, name: str = "support", tenant: str = "acme") -> VersionInfo:

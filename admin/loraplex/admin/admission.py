@@ -53,9 +53,11 @@ async def admit_version(
     source: str | None = None,
     release: bool = False,
     wait: bool = True,
+    measured: bool = True,
 ) -> tuple[VersionInfo, bool]:
     """The version that the received files are, and whether it is new. `source` and `release` are those of
     `Catalog.admit`. With `wait` it is ready; otherwise it may be `validating`, and is checked in the background.
+    `measured` is that of `VersionChecks.wait`.
 
     Raises Problem (503) where too many uploads are on their way, what `receive` raises, what `Catalog.check_upload` and
     `Catalog.admit` raise, and with `wait` what `VersionChecks.wait` raises.
@@ -73,7 +75,7 @@ async def admit_version(
     await _pin_again(services, info.digest)
     if info.state == "validating":
         if wait:
-            return await services.checks.wait(info), is_new
+            return await services.checks.wait(info, measured=measured), is_new
         services.checks.start(info)
         return info, is_new
     # It is asked for soon, if only to try it.

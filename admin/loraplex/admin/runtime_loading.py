@@ -43,8 +43,9 @@ class RuntimeLoading:
             receive = partial(
                 import_source, source, services.artifacts.store, max_bytes=services.max_upload_bytes
             )
+            # A training loop goes on with what is ready; nobody reads a report there.
             info, _ = await admit_version(
-                services, tenant, name, receive, by=by, source=source.url, release=True
+                services, tenant, name, receive, by=by, source=source.url, release=True, measured=False
             )
         return info
 

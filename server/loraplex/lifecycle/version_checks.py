@@ -167,8 +167,8 @@ class VersionChecks:
             task.add_done_callback(lambda _: self._running.pop(key, None))
         return task
 
-    async def wait(self, info: VersionInfo) -> VersionInfo:
-        """The version when it is ready, and its base error is measured or there is no time left. Raises
+    async def wait(self, info: VersionInfo, *, measured: bool = True) -> VersionInfo:
+        """The version when it is ready, and with `measured` its base error is too, or there is no time left. Raises
         VersionRejected, NumbersUnchecked where there is no verdict in time (the check goes on), VersionNotFound where
         it was deleted meanwhile, AdapterUnavailable where its bytes were lost."""
         deadline = self._clock() + self._wait_s
@@ -182,7 +182,7 @@ class VersionChecks:
             attempt = task.result()
             if attempt.reason is None:
                 ready = _require_ready(attempt.info)
-                if self._base_errors is None:
+                if self._base_errors is None or not measured:
                     return ready
                 return await self._base_errors.wait(ready, deadline - self._clock())
             current = await self._current(info)  # it may be deleted, or decided elsewhere
