@@ -15,7 +15,7 @@ from loraplex.serving.supervision.child import Child
 
 COMMAND = (sys.executable, "-m", "loraplex.engine.base_error")
 TIME_LIMIT_S = 3600.0
-"""An 8B takes about ten minutes of one core. At the lowest priority, beside an engine that uses all cores, it gets a
+"""An 8B takes about seven minutes of one core. At the lowest priority, beside an engine that uses all cores, it gets a
 fraction of one."""
 _KILL_WAIT_S = 5.0
 _MOST_ANSWER_BYTES = 1 << 16
