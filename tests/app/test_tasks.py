@@ -32,6 +32,7 @@ NOT_SUPERVISED = {
     "Generation._events": "waited for",
     "VersionChecks.start": "it logs its failure, and gives it to the uploads that wait for it",
     "TenantCapacity.in_thread": "waited for, until its request is cancelled",
+    "answers": "waited for, or cancelled",
     "BaseErrors.start": "it logs its failure; the version keeps its report, and the next server measures again",
 }
 """Where tasks are made, and why their failure is noticed."""

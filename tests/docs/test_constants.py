@@ -377,7 +377,9 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         "the server notices within {:g} s (heartbeats), the engine within {:g} s (TCP)",
         (default(watchdog.WatchdogPolicy, "hang_timeout_s") - watchdog.MARGIN_S, tcp.PEER_TIMEOUT_S),
     ),
-    ("cluster.md", "the other hangs up at {:g} MiB", (tcp.MAX_UNSENT_BYTES / MIB,)),
+    ("cluster.md", "the engine hangs up at {:g} MiB", (tcp.MAX_UNSENT_BYTES / MIB,)),
+    ("cluster.md", "it gets no requests beyond {:g} MiB", (tcp.MAX_UNSENT_BYTES / MIB,)),
+    ("cluster.md", "when it has read nothing for {:g} s", (tcp.UNREAD_S,)),
     (
         "reliability.md",
         "no more positions than {:g} MiB of logits hold",

@@ -33,6 +33,8 @@ from loraplex.lifecycle.base_error_process import measure_in_process
 
 FETCH_S = 300.0
 """After which the storage of a version's files is given up."""
+MOST_WAITING = 64
+"""Versions of a tenant that wait for their measurement; it takes minutes for a large base."""
 _OTHER_FORM = "the server serves the base in another form than when the version was uploaded"
 _Key = tuple[str, str, int]
 
@@ -74,9 +76,12 @@ class BaseErrors:
         self._single = asyncio.Lock()
 
     def start(self, info: VersionInfo) -> None:
-        """Begin to measure a version that is ready, if its report lacks figures and no measurement is on its way."""
+        """Begin to measure a version that is ready, if its report lacks figures and no measurement is on its way. A
+        tenant's beyond `MOST_WAITING` are measured after the next start of a server."""
         key = (info.tenant_id, info.name, info.number)
         if key in self._running or not is_to_be_measured(info.report):
+            return
+        if sum(tenant_id == info.tenant_id for tenant_id, _, _ in self._running) >= MOST_WAITING:
             return
         task = self._running[key] = asyncio.create_task(self._record(info))
         task.add_done_callback(lambda _: self._running.pop(key, None))

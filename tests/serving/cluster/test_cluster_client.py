@@ -166,6 +166,15 @@ async def test_a_draining_engine_gets_nothing_new(cluster: ClusterEngineClient) 
         await read(stream)
 
 
+async def test_a_pin_that_is_taken_away_on_its_way_does_not_stay(cluster: ClusterEngineClient) -> None:
+    """As where a round pins it at its new engine while it is unpinned."""
+    late = cluster.replicas[0].session
+    await late.pin(adapter(1))
+    await cluster.homes.round(cluster.replicas)
+    assert adapter(1).digest not in late.pins
+    assert [entry.pinned for entry in await cluster.cache()] == [False]
+
+
 async def test_what_is_forgotten_needs_no_engine_that_is_away(cluster: ClusterEngineClient) -> None:
     await cluster.pin(adapter(1))
     (pinned,) = [each for each in cluster.replicas if adapter(1).digest in each.session.pins]

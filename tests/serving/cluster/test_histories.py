@@ -190,6 +190,36 @@ def test_one_death_costs_nobody_an_answer() -> None:
     assert sum(session.num_restarts for history in histories for session in history.sessions) > 30
 
 
+def test_the_orphans_of_a_full_cluster_wait_their_turn() -> None:
+    """Two engines, each with room for one tenant's four sequences more: of 12 orphans the rest waits until answers have
+    ended, and all are served."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        info = fake_engine_info(max_num_seqs=8, max_waiting=4)
+        sessions = [ScriptedSession(info, restarts=False) for _ in range(2)]
+        replicas = [Replica(f"replica-{number}", session) for number, session in enumerate(sessions)]
+        cluster = ClusterEngineClient(replicas, clock=loop.time)
+        await cluster.start()
+        requests = [
+            EngineRequest(f"r{number}", "acme", (number,), SamplingParams(60)) for number in range(20)
+        ]
+        streams = [cluster.submit(request)[0] for request in requests]
+        await asyncio.sleep(0.1)
+        sessions[0].kill()
+        cluster.leave("replica-0")
+        for request, stream in zip(requests, streams, strict=True):
+            story = Story(request, False)
+            async for event in stream:
+                story.tokens += event.token_ids
+            assert tuple(story.tokens) == fake_tokens(request)
+        assert loop.time() < 5
+        await cluster.close()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(run())
+
+
 def test_the_histories_hold_what_they_should() -> None:
     histories = [live_through(seed) for seed in range(60)]
     ends = [end for history in histories for story in history.stories for end in story.ends]

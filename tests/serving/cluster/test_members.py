@@ -18,7 +18,7 @@ from loraplex.engine.types import Timing, TokenEvent
 from loraplex.serving.cluster import hello as handshake
 from loraplex.serving.cluster import members as members_module
 from loraplex.serving.cluster.hello import Challenge, Draining, Hello, Identity, Refused, Welcome
-from loraplex.serving.errors import EngineUnavailable
+from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
 from loraplex.serving.supervision.watchdog import WatchdogPolicy
 from support.engine.dialled import CONTENT, TOKEN, Port, dialling, listen
 from support.engine.fake_core import build_fake_engine, fake_tokens
@@ -290,19 +290,23 @@ async def test_an_engine_that_is_not_ready_in_time_never_joins(
 
 
 async def test_an_engine_that_does_not_read_is_cut(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that it is full: a burst is not its fault."""
     monkeypatch.setattr("loraplex.serving.cluster.tcp.MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr("loraplex.serving.cluster.tcp.UNREAD_S", 0.5)
     peer = await Peer.dial(port)
     await peer.join()
     session = await port.session()
     prompt = tuple(range(100, 600)) * 1000
     streams = []
+    with pytest.raises(EngineOverloaded, match="on their way"):
+        for number in range(200):
+            streams.append(session.submit(ask(f"r{number}", prompt=prompt))[0])
+    assert session.healthy
+    assert session.num_live == len(streams)
     async with asyncio.timeout(60):
-        while session.healthy:
-            streams.append(session.submit(ask(f"r{len(streams)}", prompt=prompt))[0])
-            await asyncio.sleep(0)
-    for stream in streams:
-        assert (await anext(stream)).finish_reason == "error"
-    assert "MiB unread" in port.logged("engine_left")[0]["reason"]
+        for stream in streams:
+            assert (await anext(stream)).finish_reason == "error"
+    assert "read nothing" in port.logged("engine_left")[0]["reason"]
 
 
 async def test_a_draining_engine_finishes_and_is_let_go(port: Port) -> None:

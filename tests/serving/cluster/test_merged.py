@@ -34,19 +34,26 @@ def test_statistics_are_summed() -> None:
 
 def test_an_engine_alone_is_as_it_says() -> None:
     totals = Totals()
-    assert totals.merge({("r1", 0): FIRST}) is FIRST
-    assert totals.merge({("r1", 1): EngineStats(prompt_tokens=1)}) == EngineStats(prompt_tokens=1)
+    assert totals.merge({("r1", "0"): FIRST}) is FIRST
+    assert totals.merge({("r1", "1"): EngineStats(prompt_tokens=1)}) == EngineStats(prompt_tokens=1)
 
 
 def test_counters_do_not_fall_when_an_engine_goes() -> None:
     totals = Totals()
-    assert totals.merge({("r1", 0): FIRST, ("r2", 0): SECOND}).prompt_tokens == 17
-    away = totals.merge({("r1", 0): FIRST})
+    assert totals.merge({("r1", "0"): FIRST, ("r2", "0"): SECOND}).prompt_tokens == 17
+    away = totals.merge({("r1", "0"): FIRST})
     assert (away.prompt_tokens, away.num_running, away.evictions["device"]) == (17, 2, {"room": 3, "cap": 1})
-    back = totals.merge({("r1", 0): FIRST, ("r2", 1): EngineStats(prompt_tokens=1)})
+    back = totals.merge({("r1", "0"): FIRST, ("r2", "1"): EngineStats(prompt_tokens=1)})
     assert (back.prompt_tokens, back.num_running) == (18, 2)
-    later = totals.merge({("r1", 0): FIRST, ("r2", 2): EngineStats(prompt_tokens=3)})
+    later = totals.merge({("r1", "0"): FIRST, ("r2", "2"): EngineStats(prompt_tokens=3)})
     assert later.prompt_tokens == 10 + 7 + 1 + 3
+
+
+def test_engines_that_never_come_back_are_one_figure() -> None:
+    totals = Totals()
+    for number in range(200):
+        totals.merge({("r1", "0"): FIRST, (f"pod-{number}", "0"): EngineStats(prompt_tokens=1)})
+    assert totals.merge({("r1", "0"): FIRST}).prompt_tokens == FIRST.prompt_tokens + 200
 
 
 def test_each_counter_is_named() -> None:

@@ -51,6 +51,10 @@ class ScriptedSession(EngineSession):
         return self._state == "restarting"
 
     @property
+    def life(self) -> str:
+        return str(self.num_restarts)
+
+    @property
     def pid(self) -> int | None:
         return os.getpid()
 

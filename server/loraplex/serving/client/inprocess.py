@@ -70,6 +70,11 @@ class InProcessEngineClient(EngineSession):
         return False
 
     @property
+    def life(self) -> str:
+        """A name for the engine process; another one for each."""
+        return "only"
+
+    @property
     def pid(self) -> int | None:
         """This process."""
         return os.getpid()

@@ -384,7 +384,7 @@ class EngineSession(ABC):
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             self._fair_share.release(stream.request.tenant_id)
-        taken = self.take_over(tuple(streams.values()), EngineError(code, message, retry_after_s))
+        taken = set(self.take_over(tuple(streams.values()), EngineError(code, message, retry_after_s)))
         for request_id, stream in streams.items():
             if stream not in taken:
                 stream.put(error_event(request_id, code, message, retry_after_s))

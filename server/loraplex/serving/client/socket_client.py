@@ -60,6 +60,11 @@ class SocketEngineClient(EngineSession):
         return self._supervisor.phase in ("starting", "restarting")
 
     @property
+    def life(self) -> str:
+        """A name for the engine process; another one for each."""
+        return str(self.num_restarts)
+
+    @property
     def pid(self) -> int | None:
         """The engine process, while there is one."""
         return self._supervisor.pid

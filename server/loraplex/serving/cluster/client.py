@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.numerics import SiteOutputs
@@ -19,6 +19,7 @@ from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Toke
 from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import TERMS_A_COMMAND
+from loraplex.serving.cluster.asking import answers
 from loraplex.serving.cluster.choice import choose
 from loraplex.serving.cluster.failover import PATIENCE_S, Failover, Group
 from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
@@ -70,6 +71,7 @@ class ClusterEngineClient:
     def join(self, replica: Replica) -> None:
         """Take in an engine that is ready."""
         self._add(replica)
+        self._info = self.info  # it stays known where the engine leaves at once
         terms = list(self._terms.items())
         for first in range(0, len(terms), TERMS_A_COMMAND):
             replica.session.set_tenants(dict(terms[first : first + TERMS_A_COMMAND]))
@@ -104,9 +106,7 @@ class ClusterEngineClient:
         return self.homes.placed(limit, after)
 
     async def replica_stats(self) -> dict[str, EngineStats]:
-        healthy = self._healthy()
-        found = await self._ask_all(lambda replica: replica.session.stats())
-        return {replica.id: its for replica, its in zip(healthy, found, strict=True)}
+        return await self._ask_all(lambda replica: replica.session.stats())
 
     def _add(self, replica: Replica) -> None:
         replica.session.take_over = partial(self._take_over, replica)
@@ -224,6 +224,9 @@ class ClusterEngineClient:
     def _choose(self, ready: Sequence[Replica], request: EngineRequest) -> Replica:
         if len(ready) == 1:
             return ready[0]
+        most = len(request.prompt_ids) + request.sampling.max_tokens
+        # The context may follow the memory that an engine found.
+        ready = [replica for replica in ready if replica.session.info.max_model_len >= most] or ready
         by_name = {replica.id: replica for replica in ready}
         digest = "" if request.adapter is None else request.adapter.digest
         places: list[str] = []
@@ -266,7 +269,7 @@ class ClusterEngineClient:
             group = self._groups.get(stream.request.request_id)  # None: it has ended, or is a measurement
             if group is not None:
                 lost.setdefault(group, []).append(stream)
-        return [*given_up, *self._failover.take(lost, error)]
+        return [*given_up, *self._failover.take(replica, lost, error)]
 
     # Tenants.
 
@@ -307,24 +310,23 @@ class ClusterEngineClient:
         return self._totals.merge({lives[name]: its for name, its in found.items() if name in lives})
 
     async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
-        healthy = self._healthy()
-        found = await self._ask_all(lambda replica: replica.session.cache(digests))
-        return merge_cache({replica.id: its for replica, its in zip(healthy, found, strict=True)})
+        return merge_cache(await self._ask_all(lambda replica: replica.session.cache(digests)))
 
     async def pin(self, ref: AdapterRef) -> None:
         ready = self._ready()
         if not ready:
             raise self._unavailable()
         refusal: ServingError | None = None
+        self.homes.pins[ref.digest] = ref  # a round that finds a pin which is not there takes it away
         for replica in self.homes.order(ref.digest, ready):
             try:
                 await replica.session.pin(ref)
             except ServingError as error:
                 refusal = error
             else:
-                self.homes.pins[ref.digest] = ref
                 return
         assert refusal is not None
+        self.homes.pins.pop(ref.digest, None)
         raise refusal
 
     async def unpin(self, digest: str) -> None:
@@ -378,13 +380,13 @@ class ClusterEngineClient:
     def _healthy(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.session.healthy]
 
-    async def _ask_all(self, ask: Callable[[Replica], Awaitable[T]]) -> list[T]:
-        """The answers of all engines that are up, in the order of their names. Raises ServingError where there is none,
-        or one does not answer."""
+    async def _ask_all(self, ask: Callable[[Replica], Coroutine[Any, Any, T]]) -> dict[str, T]:
+        """The answers of the engines that are up, by name, as `answers` gives them. Raises ServingError where there is
+        none."""
         healthy = self._healthy()
         if not healthy:
             raise self._unavailable()
-        return await asyncio.gather(*(ask(replica) for replica in healthy))
+        return await answers({replica.id: ask(replica) for replica in healthy})
 
 
 async def _some(calls: Iterable[Awaitable[None]]) -> None:

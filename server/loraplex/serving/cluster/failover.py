@@ -23,8 +23,8 @@ Choose = Callable[[Sequence[Replica], EngineRequest], Replica]
 
 MOST_DEATHS = 1
 """Deaths of engines that a request outlives."""
-LOOK_S = 0.02
-"""Time between two looks for an engine, while requests have lost theirs."""
+LOOK_S, MOST_LOOK_S = 0.02, 0.25
+"""Time between two looks for an engine, while requests have lost theirs: it doubles while none is found."""
 PATIENCE_S = 15.0
 """How long a request waits for an engine after its own was lost."""
 
@@ -39,7 +39,7 @@ class Group:
     replica: Replica
     born: float
     deaths: int = 0
-    avoid: tuple[str, int] | None = None
+    avoid: tuple[str, str] | None = None
     numerics: str = ""
     lost_at: float = 0.0
     error: EngineError | None = None
@@ -49,14 +49,15 @@ class Group:
     def is_started(self) -> bool:
         return any(stream.num_received for stream in self.orphans)
 
-    def lose(self, streams: Sequence[RequestStream], error: EngineError, now: float) -> bool:
-        """Note that its engine is gone, or ends, with these streams. Returns whether another one may serve them."""
-        if self.replica.life != self.avoid:  # sequences of one engine may be lost one after the other
+    def lose(self, streams: Sequence[RequestStream], error: EngineError, now: float, by: Replica) -> bool:
+        """Note that its engine `by` is gone, or ends, with these streams. Returns whether another one may serve
+        them."""
+        if by.life != self.avoid:  # sequences of one engine may be lost one after the other
             self.deaths += 1
-            self.avoid = self.replica.life
+            self.avoid = by.life
         if self.deaths > MOST_DEATHS:
             return False
-        self.numerics = self.replica.session.info.numerics
+        self.numerics = by.session.info.numerics
         self.lost_at, self.error = now, error
         self.orphans += streams
         return True
@@ -104,8 +105,10 @@ class Failover:
         self._choose = choose
         self._clock = clock
         self._patience_s = patience_s
-        self._waiting: list[Group] = []
+        self._waiting: dict[Group, None] = {}
         self._looking: asyncio.Handle | None = None
+        self._look_s = LOOK_S
+        self._full: set[str] = set()  # tenants that an engine had no room for in this look
         self.num_failed_over = 0
         """Sequences that went on with another engine."""
         self.num_continued = 0
@@ -117,19 +120,18 @@ class Failover:
         return sum(len(group.orphans) for group in self._waiting)
 
     def take(
-        self, lost: Mapping[Group, Sequence[RequestStream]], error: EngineError
+        self, by: Replica, lost: Mapping[Group, Sequence[RequestStream]], error: EngineError
     ) -> Collection[RequestStream]:
         """Take the streams that a replica has lost, by group. `error`: what they end with where none serves them.
         Returns those that may go on."""
         taken: list[RequestStream] = []
         for group, streams in lost.items():
-            if not group.lose(streams, error, self._clock()):
+            if not group.lose(streams, error, self._clock(), by):
                 continue
             taken += streams
             for stream in streams:
                 stream.hand_to(partial(_abort, group))
-            if group not in self._waiting:
-                self._waiting.append(group)
+            self._waiting[group] = None
         if taken:
             self.look()
         return taken
@@ -138,6 +140,7 @@ class Failover:
         """Look for engines, as soon as the event loop comes to it: one that fails has not told yet that it is gone."""
         if self._looking is not None:
             self._looking.cancel()
+        self._look_s = LOOK_S
         self._looking = asyncio.get_running_loop().call_soon(self._go_round) if self._waiting else None
 
     def end(self, error: EngineError) -> None:
@@ -146,30 +149,34 @@ class Failover:
             group.end(error)
 
     def _go_round(self) -> None:
-        before, self._waiting = self._waiting, []
+        before, self._waiting = self._waiting, {}
+        self._full.clear()
         for group in before:
             try:
                 if group.orphans and not self._go_on(group):
-                    self._waiting.append(group)
-            except BaseException as error:  # a fault of ours: nobody else would ever end these streams
+                    self._waiting[group] = None
+            except Exception as error:  # a fault of ours: nobody else would ever end these streams
                 group.end(EngineError("internal_error", f"{type(error).__name__}: {error}"))
-                self._waiting += before[before.index(group) + 1 :]
-                self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._go_round)
-                raise
-        waits = bool(self._waiting)
-        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._go_round) if waits else None
+                told = {"message": "a request could not be given to another engine", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(told)
+        self._look_s = LOOK_S if len(self._waiting) < len(before) else min(2 * self._look_s, MOST_LOOK_S)
+        again = asyncio.get_running_loop().call_later(self._look_s, self._go_round) if self._waiting else None
+        self._looking = again
 
     def _go_on(self, group: Group) -> bool:
         """Have a replica serve the orphans, or end them where none will; whether either is done."""
         now = self._clock()
         among = [replica for replica in self._replicas.values() if group.may_go_to(replica)]
-        if among:
+        tenant_id = group.requests[0].tenant_id
+        if among and tenant_id not in self._full:
             requests = group.continued(now)
             replica = self._choose(among, requests[0])
             try:
                 replica.session.adopt(tuple(group.orphans), requests)
-            except (EngineOverloaded, EngineUnavailable):
-                pass  # until its patience ends
+            except EngineOverloaded:
+                self._full.add(tenant_id)  # its other requests would find no room either
+            except EngineUnavailable:
+                pass  # it has just gone
             except ServingError as error:
                 group.end(EngineError("internal_error", str(error)))
                 return True

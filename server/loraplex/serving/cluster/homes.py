@@ -134,6 +134,8 @@ class Homes:
                 if len(places) > 1
                 and digest not in hot
                 and digest in self._known
+                and self._known[digest].size
+                is not None  # one that no engine has loaded may be what ends them
                 and any(each.member == replica.id and each.reason != "leaving" for each in places)
             ]
             replica.session.prefetch(refs)
@@ -148,12 +150,16 @@ class Homes:
                 if each.reason != "leaving" and each.member in by_name
             ]
             for replica in targets:
-                if digest not in replica.session.pins:
+                if digest in self.pins and digest not in replica.session.pins:
                     await _try(replica.session.pin(ref))
             if digest in self.pins and any(digest in replica.session.hot for replica in targets):
                 for replica in replicas:
                     if replica not in targets and digest in replica.session.pins:
                         await _try(replica.session.unpin(digest))
+        for replica in replicas:
+            # A pin that was taken away while it was on its way to this engine.
+            for digest in replica.session.pins.keys() - self.pins.keys():
+                await _try(replica.session.unpin(digest))
 
     async def _learn_sizes(self, replicas: Sequence[Replica]) -> None:
         unknown = [digest for digest, known in self._known.items() if known.size is None]

@@ -18,6 +18,8 @@ COUNTERS = (
     "host_evictions", "cap_evictions", "evictions", "warmed",
 )  # fmt: skip
 """Fields of `EngineStats` that count since an engine process began."""
+_MOST_AWAY = 64
+"""Engines that are away whose counters are kept by name."""
 _NEAREST = {"hot": 0, "warm": 1, "cold": 2}
 
 
@@ -41,21 +43,24 @@ class Totals:
     as it gave them."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[int, EngineStats]] = {}
-        self._ended: dict[str, EngineStats] = {}
+        self._last: dict[str, tuple[str, EngineStats]] = {}
+        self._ended = EngineStats()
 
-    def merge(self, stats: Mapping[tuple[str, int], EngineStats]) -> EngineStats:
-        """Statistics by the name of an engine and the number of its life."""
+    def merge(self, stats: Mapping[tuple[str, str], EngineStats]) -> EngineStats:
+        """Statistics by the name of an engine and that of its process."""
         for (name, life), its in stats.items():
             last = self._last.get(name)
             if last is not None and last[0] != life:
-                self._ended[name] = merge_stats([self._ended.get(name, EngineStats()), counters(last[1])])
+                self._ended = merge_stats([self._ended, counters(last[1])])
             self._last[name] = life, its
         if len(self._last) < 2:
             return merge_stats(list(stats.values()))
         there = {name for name, _ in stats}
-        away = [counters(last) for name, (_, last) in self._last.items() if name not in there]
-        return merge_stats([*stats.values(), *away, *self._ended.values()])
+        away = [name for name in self._last if name not in there]
+        for name in away[:-_MOST_AWAY]:  # names may be those of pods, which never come back
+            self._ended = merge_stats([self._ended, counters(self._last.pop(name)[1])])
+        found = [counters(self._last[name][1]) for name in away[-_MOST_AWAY:]]
+        return merge_stats([*stats.values(), *found, self._ended])
 
 
 def counters(stats: EngineStats) -> EngineStats:

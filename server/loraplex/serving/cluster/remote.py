@@ -15,10 +15,16 @@ from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.types import EngineRequest, TokenEvent
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import EngineSession
+from loraplex.serving.cluster import tcp
 from loraplex.serving.cluster.hello import Draining, Hello
-from loraplex.serving.cluster.tcp import MAX_UNSENT_BYTES, is_stuck
 from loraplex.serving.demand import Demand
-from loraplex.serving.errors import EngineDraining, EngineStartError, EngineUnavailable, TextTooLong
+from loraplex.serving.errors import (
+    EngineDraining,
+    EngineOverloaded,
+    EngineStartError,
+    EngineUnavailable,
+    TextTooLong,
+)
 from loraplex.serving.supervision.watchdog import TICK_S, Watchdog, WatchdogPolicy
 
 READY_TIMEOUT_S = 10.0
@@ -61,6 +67,8 @@ class RemoteEngine(EngineSession, asyncio.Protocol):
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._idle: asyncio.Future[None] | None = None  # of a close that waits for the last stream
         self._leaving = False  # the engine drains
+        self._written = self._sent = 0  # bytes, and those of them that the kernel has taken
+        self._read_at = self._loop.time()  # when it last took some, or there were none
 
     def take(self, transport: asyncio.Transport) -> None:
         """Read and write this connection from here on."""
@@ -102,6 +110,11 @@ class RemoteEngine(EngineSession, asyncio.Protocol):
     def is_coming_back(self) -> bool:
         """False: an engine that dials again has another session."""
         return False
+
+    @property
+    def life(self) -> str:
+        """A name for the engine process; another one for each."""
+        return f"{self.hello.node} {self.hello.pid} {self.hello.num_restarts}"
 
     @property
     def pid(self) -> int | None:
@@ -147,10 +160,16 @@ class RemoteEngine(EngineSession, asyncio.Protocol):
         frame = framing.encode_frame(command)
         if self.reason is not None or self._transport is None:
             return
+        unsent = self._transport.get_write_buffer_size()
+        if (
+            isinstance(command, wire.Add | wire.Measure)
+            and unsent
+            and unsent + len(frame) > tcp.MAX_UNSENT_BYTES
+        ):
+            # A burst of long prompts is no fault of the engine, which reads them as fast as they are sent.
+            raise EngineOverloaded(f"{unsent >> 20} MiB of requests are still on their way to the engine")
         self._transport.write(frame)
-        if is_stuck(self._transport):
-            # Not within a caller's loop over streams.
-            self._loop.call_soon(self.lose, f"it leaves more than {MAX_UNSENT_BYTES >> 20} MiB unread")
+        self._written += len(frame)
 
     def _deliver(self, event: TokenEvent) -> None:
         timing = event.timing
@@ -189,8 +208,19 @@ class RemoteEngine(EngineSession, asyncio.Protocol):
             self._fail(code, LOST, self.retry_after_s)
         self._on_gone(self)
 
+    def _is_unread(self, now: float) -> bool:
+        """Whether the engine has read nothing of what waits for it, for too long."""
+        unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        sent = self._written - unsent
+        if not unsent or sent > self._sent:
+            self._sent, self._read_at = sent, now
+        return now - self._read_at > tcp.UNREAD_S
+
     def _watch(self) -> None:
-        verdict = self._watchdog.verdict(self._loop.time())
+        now = self._loop.time()
+        verdict = self._watchdog.verdict(now)
+        if verdict is None and self._is_unread(now):
+            verdict = f"it has read nothing for {tcp.UNREAD_S:g} s"
         if verdict is not None:
             self.lose(verdict)
         elif self.reason is None:

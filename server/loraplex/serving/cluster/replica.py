@@ -39,6 +39,11 @@ class ReplicaSession(EngineClient, Protocol):
     @property
     def pid(self) -> int | None: ...
     @property
+    def life(self) -> str:
+        """A name for the engine process that serves, or has served last; another one for each."""
+        ...
+
+    @property
     def hot(self) -> frozenset[str]:
         """The versions on the device."""
         ...
@@ -69,9 +74,9 @@ class Replica:
         return "draining" if self.is_draining else "ready"
 
     @property
-    def life(self) -> tuple[str, int]:
-        """The replica, and the number of its engine process."""
-        return self.id, self.session.num_restarts
+    def life(self) -> tuple[str, str]:
+        """The replica, and which engine process of it."""
+        return self.id, self.session.life
 
     def load(self) -> Load:
         return Load(self.key, self.session.num_live, self.session.info.max_num_seqs, self.mean_s)

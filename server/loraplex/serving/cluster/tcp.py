@@ -7,7 +7,10 @@ import contextlib
 import socket
 
 MAX_UNSENT_BYTES = 64 << 20
-"""Two of the largest frames. A peer that leaves more unread is disconnected."""
+"""Two of the largest frames. Of an engine's requests no more wait to be sent; a server that leaves more unread is
+disconnected."""
+UNREAD_S = 10.0
+"""Time after which an engine that reads nothing of what waits for it is disconnected."""
 PEER_TIMEOUT_S = 10
 """Time after which a peer whose machine answers nothing is gone."""
 _PROBES = 3
