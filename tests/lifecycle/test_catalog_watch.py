@@ -98,6 +98,18 @@ async def test_what_is_deleted_leaves_the_other_servers_engine(
     assert other.resident == {kept: "hot"}
 
 
+async def test_what_an_engine_brings_that_was_deleted_while_it_was_away_leaves(
+    planes: tuple[AdminPlane, AdminPlane], http: httpx.AsyncClient, other: FakeEngineClient
+) -> None:
+    ref = planes[0].services.catalog.get_version("acme", "support", "v1").ref()
+    assert (await http.delete("/tenants/acme/adapters/support")).status_code == 204
+    await until(lambda: ref.digest in planes[0].engine.drops)
+    other.states["kept elsewhere"] = "hot"
+    await until(lambda: "kept elsewhere" in other.drops)  # a round has seen the deletion
+    other.states[ref.digest] = "warm"
+    await until(lambda: ref.digest in other.drops)
+
+
 async def test_a_refused_pin_is_tried_again_later(
     planes: tuple[AdminPlane, AdminPlane], http: httpx.AsyncClient, other: FakeEngineClient, clock: Clock
 ) -> None:

@@ -27,7 +27,8 @@ log = structlog.get_logger("loraplex")
 
 class CatalogWatch:
     """Reconciles the engine's pins with the catalog's, and drops versions that were deleted, whichever server did it.
-    Every such change has a row in the audit log: as long as that has none to add, a round costs one small query.
+    Every such change has a row in the audit log: as long as that has none to add, and nothing new comes into memory, a
+    round costs one small query.
 
     The server that takes a change tells its engine by itself, shortly before or after the database. Therefore
     a pin is changed here only when two rounds agree on it."""
@@ -45,6 +46,7 @@ class CatalogWatch:
         self._tenants = tenants
         self._clock = clock
         self._seen: int | None = None
+        self._living: set[str] = set()  # digests in the engine's memory that versions had, as of `_seen`
         self._missing: set[str] = set()  # digests to pin, by the round before
         self._surplus: set[str] = set()  # digests to unpin, by the round before
         self._refused: dict[str, float] = {}  # when the engine refused to pin them
@@ -63,13 +65,15 @@ class CatalogWatch:
             return
         last = await self._database.run(last_row, self._database)
         is_due = any(self._clock() - at >= RETRY_S for at in self._refused.values())
-        if last == self._seen and not (self._missing or self._surplus or is_due):
+        resident = engine.resident.keys()
+        # One that joins may bring what was deleted while it was away.
+        unknown = resident - self._living if last == self._seen else set(resident)
+        if last == self._seen and not (self._missing or self._surplus or is_due or unknown):
             return
-        resident = list(engine.resident)
-        living = await self._database.run(find_living, self._database, resident)
-        for digest in resident:
-            if digest not in living:
-                await engine.drop(digest)
+        living = await self._database.run(find_living, self._database, unknown)
+        self._living = (self._living & resident if last == self._seen else set()) | living
+        for digest in unknown - living:
+            await engine.drop(digest)
         wanted = {info.digest: info.ref() for info in await self._database.run(self._catalog.pinned)}
         await self._pin(engine, wanted)
         await self._unpin(engine, wanted)

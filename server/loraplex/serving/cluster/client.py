@@ -19,12 +19,11 @@ from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Toke
 from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import TERMS_A_COMMAND
-from loraplex.serving.cluster.asking import answers
 from loraplex.serving.cluster.choice import choose
 from loraplex.serving.cluster.failover import PATIENCE_S, Failover, Group
 from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
 from loraplex.serving.cluster.homes import ROUND_S, Homes
-from loraplex.serving.cluster.merged import Totals, merge_cache, merge_info
+from loraplex.serving.cluster.merged import Totals, answers, merge_cache, merge_info
 from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
 

@@ -1,15 +1,20 @@
-"""The reports of several engines as one: sums of gauges and counters, unions of names. Those of one engine are as it
-gave them."""
+"""The reports of several engines: asked of all, and as one. Gauges and counters are summed, names united. Those of one
+engine are as it gave them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.engine.reports import EngineInfo, EngineStats, MemoryUse
 
+T = TypeVar("T")
+
+SLOW_S = 1.0
+"""Time after the first answer in which the others have to come: half of what a scrape may take."""
 _SUMMED = ("num_kv_blocks", "kv_bytes", "arena_pages", "adapter_cpu_bytes", "max_num_seqs", "max_waiting")
 COUNTERS = (
     "num_preemptions", "num_out_of_memory", "num_steps", "steps_by_tokens", "num_step_tokens", "prompt_tokens",
@@ -21,6 +26,27 @@ COUNTERS = (
 _MOST_AWAY = 64
 """Engines that are away whose counters are kept by name."""
 _NEAREST = {"hot": 0, "warm": 1, "cold": 2}
+
+
+async def answers(asked: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
+    """The answers to at least one question, by name, without those that fail or come too late. Raises what the first
+    one raises where all fail."""
+    tasks = {name: asyncio.create_task(question) for name, question in asked.items()}
+    try:
+        pending = set(tasks.values())
+        while pending and not any(map(_has_answered, tasks.values())):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if pending:
+            await asyncio.wait(pending, timeout=SLOW_S)
+        found = {name: task.result() for name, task in tasks.items() if _has_answered(task)}
+        return found or {name: task.result() for name, task in tasks.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
+
+
+def _has_answered(task: asyncio.Task[T]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
