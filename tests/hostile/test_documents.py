@@ -19,6 +19,7 @@ from schemathesis.core.parameters import ParameterLocation
 
 from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
 from support.http.whole_server import WholeServer, bearer, whole_server
+from support.placement.fake_cluster import fake_report
 
 ACCEPTED, REFUSED = "positive_data_acceptance", "negative_data_rejection"
 CHECKED = (
@@ -139,7 +140,10 @@ class Caller:
             self.server.plane.make_adapter("support", self.tenant)
         (adapter, *_) = services.catalog.list_adapters(self.tenant).items
         info, _ = services.keys.create(self.tenant)
+        # One of two that take requests may be drained.
+        self.server.plane.engine.replicas = {name: fake_report(name) for name in ("replica-1", "replica-2")}
         self.there = {
+            "replica": "replica-1",
             "tenant": self.tenant,
             "name": adapter.name,
             "version": f"v{adapter.latest}",
