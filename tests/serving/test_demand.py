@@ -141,7 +141,7 @@ class Session(EngineSession):
 
     def restored(self, *, warm: bool = True) -> list[wire.Command]:
         self.sent.clear()
-        self._restore(self._hot(), warm=warm)
+        self._restore(self.hot, warm=warm)
         return self.sent
 
 

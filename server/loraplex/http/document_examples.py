@@ -28,6 +28,7 @@ _BY_NAME: Mapping[str, Any] = {
 """Values of fields and parameters whose types do not tell a good one."""
 _IN_PATHS: Mapping[str, str] = {
     "tenant": "acme",
+    "replica": "replica-1",
     "name": "support",
     "version": "v1",
     "id": "support",
